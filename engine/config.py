@@ -1,0 +1,28 @@
+"""The engine's own limits, and the workers' configuration it hands down. Frozen; nothing is adjusted after start."""
+
+import json
+from dataclasses import asdict, dataclass
+
+from workers.config import WorkerConfig
+
+__all__ = ["EngineConfig", "WorkerConfig"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Limits of scheduling. The sizes that ranks must agree on live in `worker`."""
+
+    worker: WorkerConfig
+    enable_prefix_caching: bool = True
+    max_waiting_requests: int = 512  # beyond: QueueFullError
+    max_waiting_tokens: int = 1_000_000  # prompt tokens in the waiting room; beyond: QueueFullError
+    heartbeat_interval_s: float = 5.0  # an idle engine still proves that every rank answers
+    inline_single_rank: bool = True  # with one rank, run it inside the engine process
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str | bytes) -> "EngineConfig":
+        fields = json.loads(text)
+        return EngineConfig(worker=WorkerConfig(**fields.pop("worker")), **fields)

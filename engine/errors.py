@@ -1,0 +1,51 @@
+"""The error tree above the workers, by who can act on it. The HTTP status is chosen by class, never by text."""
+
+from workers.errors import StartupError, WorkerError
+
+__all__ = [
+    "ContextLengthError",
+    "EngineDeadError",
+    "EngineError",
+    "QueueFullError",
+    "RequestError",
+    "StartupError",
+    "WorkerError",
+]
+
+
+class OarlockError(Exception):
+    """Root of everything a caller can meet after start."""
+
+
+class RequestError(OarlockError):
+    """The request is at fault and the caller can mend it (400). `param` names the field."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+
+
+class ContextLengthError(RequestError):
+    """The prompt does not fit the context (400, code `context_length_exceeded`)."""
+
+    def __init__(self, message: str, param: str | None = "prompt") -> None:
+        super().__init__(message, param, "context_length_exceeded")
+
+
+class QueueFullError(OarlockError):
+    """The waiting room is full (429). `retry_after_s` is an estimate from the current drain rate."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+
+class EngineError(OarlockError):
+    """The engine failed this request by its own fault (500)."""
+
+
+class EngineDeadError(EngineError):
+    """The engine, or a rank below it, is gone: nothing can be served any more (503)."""

@@ -1,0 +1,91 @@
+"""What the engine can be asked, and what it answers: plain ints, floats and tuples. No text, no tensors.
+
+These are the only objects that cross from the server to the engine and back.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class FinishReason(StrEnum):
+    """Why a request ended. Exactly one terminal event carries one."""
+
+    STOP = "stop"  # an end-of-sequence or stop token
+    LENGTH = "length"  # max_tokens reached, or the context is full
+    ABORT = "abort"  # the caller went away
+    ERROR = "error"  # the engine could not go on with this request; `TokenEvent.error` says why
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens. Ranges are checked by the server; the engine checks ids against the vocabulary."""
+
+    max_tokens: int = 16  # the most to generate; the context may end it earlier. 0: only score the prompt
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0  # (0, 1]; 1: off
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0  # [0, 1]; 0: off
+    seed: int = 0  # always drawn by the server: nothing below it is random
+    min_tokens: int = 0  # stop tokens are banned before so many were generated
+    eos_token_ids: tuple[int, ...] = ()  # empty when the caller ignores them
+    stop_token_ids: tuple[int, ...] = ()  # asked for by the caller
+    logprobs: int | None = None  # None: none; k: the sampled token's and the k best
+    prompt_logprobs: int | None = None  # the same for each prompt token but the first
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to generate. `n` choices are `n` requests that share a prompt."""
+
+    request_id: int  # unique while it lives; drawn by the client
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    priority: int = 0  # lower runs earlier
+    cache_salt: bytes = b""  # prefixes are shared only between equal salts
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural-log probabilities from the raw distribution, for one position."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 = most likely
+    top: tuple[tuple[int, float], ...] = ()  # (id, logprob), most likely first
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """What one step did for one request. The last event of a request, and only that one, has a `finish_reason`."""
+
+    request_id: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token id, when asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # for prompt tokens 1..n-1; complete, once, with the first token
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None  # the stop token that ended it (it is the last of token_ids)
+    num_cached_tokens: int = 0  # of the prompt, taken from the prefix cache
+    error: str | None = None  # with FinishReason.ERROR
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What the server may know about the running engine."""
+
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    tensor_parallel_size: int
+    device: str
+    dtype: str
+    attention_backend: str
+    architecture: str
+    num_parameters: int
+    weight_bytes_per_rank: int
+    kv_bytes_per_token_per_rank: int
+    enable_prefix_caching: bool
+    load_seconds: float
+    rank_pids: tuple[int, ...] = field(default=())

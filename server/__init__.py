@@ -1,0 +1,1 @@
+"""The server speaks text: HTTP, JSON, SSE, tokenizer, stop strings. It knows nothing of blocks, tensors or devices."""

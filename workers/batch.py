@@ -1,0 +1,66 @@
+"""One step on the device: the numpy views of `StepMetadata` as tensors, plus the few host numbers that plans need.
+
+    T  query tokens, padded to at least two rows      S  sequences      B  block-table columns      L  logits rows
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workers.protocol import NULL_BLOCK, StepMetadata
+
+# oneDNN takes another kernel for a single row, with other rounding: with at least two rows a token's numbers do not
+# depend on how many others share its step.
+MIN_ROWS = 2
+
+
+@dataclass(slots=True)
+class Batch:
+    """Inputs of one forward pass. Rows from `num_tokens` on are padding that reads and writes the null block."""
+
+    num_tokens: int
+    num_logits: int
+    query_lens: list[int]  # [S]   host
+    context_lens: list[int]  # [S]   host: tokens in the KV cache after this step
+    token_ids: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T]
+    slot_mapping: Tensor  # int64 [T]
+    query_start_loc: Tensor  # int32 [S + 1]
+    seq_lens: Tensor  # int32 [S]
+    block_tables: Tensor  # int32 [S, B]
+    logits_indices: Tensor  # int64 [max(L, 2)]
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.query_lens)
+
+    @staticmethod
+    def from_step(step: StepMetadata, device: torch.device) -> "Batch":
+        """Copy a step to `device`. On the CPU, arrays that need no widening stay views of the step's buffer."""
+        pad = max(0, MIN_ROWS - step.num_tokens)
+        num_logits = len(step.logits_indices)
+
+        def widened(array, rows: int, fill: int = 0) -> Tensor:
+            out = torch.full((rows,), fill, dtype=torch.int64)
+            out[: len(array)] = torch.from_numpy(array)
+            return out.to(device, non_blocking=True)
+
+        def moved(array) -> Tensor:
+            return torch.from_numpy(array).to(device, non_blocking=True)
+
+        rows = step.num_tokens + pad
+        starts = step.query_start_loc.tolist()
+        return Batch(
+            num_tokens=step.num_tokens,
+            num_logits=num_logits,
+            query_lens=[end - start for start, end in zip(starts, starts[1:], strict=False)],
+            context_lens=step.seq_lens.tolist(),
+            token_ids=widened(step.token_ids, rows),
+            positions=widened(step.positions, rows),
+            slot_mapping=widened(step.slot_mapping, rows, fill=NULL_BLOCK),
+            query_start_loc=moved(step.query_start_loc),
+            seq_lens=moved(step.seq_lens),
+            block_tables=moved(step.block_tables),
+            logits_indices=widened(step.logits_indices, max(num_logits, MIN_ROWS) if num_logits else 0),
+        )

@@ -1,0 +1,70 @@
+"""Everything a rank must know before it can load. Frozen, torch-free and JSON-serialisable: no pickle crosses a process.
+
+Does not know: requests, users, defaults of flags (those live in `server/settings.py`).
+"""
+
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """Configuration shared by all ranks of one tensor-parallel group.
+
+    Fields that may be None or "auto" are resolved once, by `workers.preflight.preflight`, before any rank starts;
+    a rank only ever sees resolved values.
+    """
+
+    model_path: str  # local directory in the Hugging Face layout
+    device: str = "auto"  # auto | cpu | cuda
+    dtype: str = "auto"  # auto | bfloat16 | float16 | float32
+    tensor_parallel_size: int = 1
+    load_format: str = "auto"  # auto | safetensors | dummy
+    seed: int = 0  # of dummy weights only; sampling seeds come with each request
+    max_model_len: int | None = None  # tokens; None: what the model was trained for
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    block_size: int = 32  # tokens in one KV block
+    kv_cache_bytes: int | None = None  # over all ranks' shards of one rank; None: measured
+    gpu_memory_utilization: float = 0.9
+    num_threads: int | None = None  # CPU threads of one rank; None: cores / ranks, at least one
+    attention_backend: str = "auto"  # auto | reference | cpu
+    step_timeout_s: float = 120.0  # a step that takes longer is a hung rank
+
+    def with_(self, **changes: Any) -> "WorkerConfig":
+        """A copy with some fields replaced."""
+        return replace(self, **changes)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str | bytes) -> "WorkerConfig":
+        return WorkerConfig(**json.loads(text))
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What the group found out while starting: the engine sizes its block pool and the server its answers with it."""
+
+    num_blocks: int  # block 0 is the null block, so num_blocks - 1 can be handed out
+    block_size: int
+    max_model_len: int
+    vocab_size: int  # ids below this can be embedded and sampled
+    tensor_parallel_size: int
+    device: str
+    dtype: str
+    attention_backend: str
+    architecture: str  # e.g. "Qwen2ForCausalLM"
+    num_parameters: int  # of the whole model, tied tensors counted once
+    weight_bytes_per_rank: int
+    kv_bytes_per_token_per_rank: int
+    load_seconds: float
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str | bytes) -> "WorkerInfo":
+        return WorkerInfo(**json.loads(text))
