@@ -1,9 +1,10 @@
 """One step on the device: the numpy views of `StepMetadata` as tensors, plus the few host numbers that plans need.
 
-    T  query tokens, padded to at least two rows      S  sequences      B  block-table columns      L  logits rows
+T  query tokens, padded to at least two rows      S  sequences      B  block-table columns      L  logits rows
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -54,7 +55,7 @@ class Batch:
         return Batch(
             num_tokens=step.num_tokens,
             num_logits=num_logits,
-            query_lens=[end - start for start, end in zip(starts, starts[1:], strict=False)],
+            query_lens=[end - start for start, end in pairwise(starts)],
             context_lens=step.seq_lens.tolist(),
             token_ids=widened(step.token_ids, rows),
             positions=widened(step.positions, rows),

@@ -1,4 +1,4 @@
-"""Everything a rank must know before it can load. Frozen, torch-free and JSON-serialisable: no pickle crosses a process.
+"""Everything a rank must know before it can load. Frozen, torch-free, JSON-serialisable: no pickle crosses a process.
 
 Does not know: requests, users, defaults of flags (those live in `server/settings.py`).
 """

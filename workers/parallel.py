@@ -1,38 +1,97 @@
 """The tensor-parallel group as a value: layers take it in their constructor and never read a global.
 
-The only module that imports `torch.distributed`.
+The only module that imports `torch.distributed`. On one x86 host CPU ranks exchange through shared memory
+(`channel/reduce.py`), with gloo beside it as the judge and the fallback; CUDA ranks use NCCL.
 """
 
 from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from workers.channel.reduce import SharedMemoryGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """How the ranks of one host find each other. Nothing listens beyond loopback and nothing has a name on disk."""
+
+    rank: int
+    size: int
+    port: int  # of rank 0's store, on 127.0.0.1
+    listen_fd: int | None  # rank 0 only: the socket already bound to `port`
+    memory_fd: int  # shared memory for CPU collectives
+    buffer_bytes: int
+    timeout_s: float
+
 
 class TensorParallel:
     """`rank` of `size` identical processes. Reductions add in rank order, so every rank ends with the same bits."""
 
-    def __init__(self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, shared: SharedMemoryGroup | None = None) -> None:
         self.rank = rank
         self.size = size
-        self._group = group
+        self._shared = shared
 
     @staticmethod
     def solo() -> TensorParallel:
         """A group of one: every collective is the identity. It makes each layer testable without processes."""
         return TensorParallel()
 
+    @staticmethod
+    def join(meeting: Rendezvous, device: torch.device, *, shared_memory: bool = True) -> TensorParallel:
+        """Meet the other ranks. Blocks until all are there, at most `meeting.timeout_s`."""
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        timeout = timedelta(seconds=meeting.timeout_s)
+        store = dist.TCPStore(
+            "127.0.0.1",
+            meeting.port,
+            meeting.size,
+            is_master=meeting.rank == 0,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=meeting.listen_fd,
+        )
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=meeting.rank,
+            world_size=meeting.size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+        shared = None
+        if device.type == "cpu" and shared_memory and SharedMemoryGroup.supported():
+            shared = SharedMemoryGroup(
+                meeting.memory_fd, meeting.rank, meeting.size, meeting.buffer_bytes, meeting.timeout_s
+            )
+        return TensorParallel(meeting.rank, meeting.size, shared)
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks of `x` (any shape), bitwise the same on every rank. May reuse `x`'s memory."""
         if self.size > 1:
-            dist.all_reduce(x, group=self._group)
+            if self._shared is None:
+                dist.all_reduce(x)
+            else:
+                x = self._shared.all_reduce(x.contiguous())
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Every rank's `x` (equal shapes), stacked in rank order: [size, *x.shape]."""
         if self.size == 1:
             return x.unsqueeze(0)
+        if self._shared is not None:
+            return self._shared.all_gather(x)
         out = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
-        dist.all_gather_into_tensor(out, x.contiguous(), group=self._group)
+        dist.all_gather(list(out.unbind(0)), x.contiguous())
         return out
+
+    def leave(self) -> None:
+        """Give the group's sockets back. The group cannot be used afterwards."""
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -160,6 +160,12 @@ def _views(buffer: memoryview, sections: list[tuple[str, str, tuple[int, ...]]])
     return views
 
 
+def empty_step(step_id: int) -> StepMetadata:
+    """A heartbeat: no sequence, nothing to compute."""
+    sections = {name: np.zeros(shape, dtype) for name, dtype, shape in _step_sections(0, 0, 1, 0, 0)}
+    return StepMetadata(step_id=step_id, **sections)
+
+
 def table_width(config: WorkerConfig) -> int:
     """Most blocks one sequence can hold."""
     assert config.max_model_len is not None

@@ -1,0 +1,115 @@
+"""The step's bytes: what is packed is what every rank reads, and foreign bytes are refused."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workers.config import WorkerConfig
+from workers.protocol import (
+    MAX_LOGPROBS,
+    ProtocolError,
+    StepMetadata,
+    StepOutput,
+    empty_step,
+    max_output_bytes,
+    max_step_bytes,
+    pack_output,
+    pack_step,
+    unpack_output,
+    unpack_step,
+)
+
+CONFIG = WorkerConfig("model", max_model_len=512, max_num_seqs=8, max_num_batched_tokens=64, block_size=16)
+
+
+def random_step(rng: np.random.Generator, num_seqs: int, per_seq: int, rows: int, bias: int) -> StepMetadata:
+    tokens = num_seqs * per_seq
+    ints = lambda *shape: rng.integers(0, 1000, shape).astype(np.int32)  # noqa: E731
+    return StepMetadata(
+        step_id=int(rng.integers(1, 2**62)),
+        token_ids=ints(tokens),
+        positions=ints(tokens),
+        slot_mapping=ints(tokens).astype(np.int64),
+        query_start_loc=(np.arange(num_seqs + 1) * per_seq).astype(np.int32),
+        seq_lens=ints(num_seqs),
+        block_tables=ints(num_seqs, 32),
+        logits_indices=ints(rows),
+        target_ids=ints(rows),
+        sample_positions=ints(rows),
+        temperature=rng.random(rows).astype(np.float32),
+        top_p=rng.random(rows).astype(np.float32),
+        top_k=ints(rows),
+        min_p=rng.random(rows).astype(np.float32),
+        seeds=rng.integers(-(2**62), 2**62, rows),
+        num_logprobs=rng.integers(-1, 21, rows).astype(np.int32),
+        bias_rows=np.sort(ints(bias)),
+        bias_ids=ints(bias),
+        bias_values=rng.random(bias).astype(np.float32),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**31), st.integers(0, 8), st.integers(1, 8), st.integers(0, 64), st.integers(0, 100))
+def test_a_step_survives_the_trip(seed: int, num_seqs: int, per_seq: int, rows: int, bias: int) -> None:
+    step = random_step(np.random.default_rng(seed), num_seqs, per_seq, rows, bias)
+    buffer = memoryview(bytearray(max_step_bytes(CONFIG)))
+    used = pack_step(step, buffer)
+    read = unpack_step(buffer[:used])
+    assert read.step_id == step.step_id
+    for name in StepMetadata.__slots__:
+        np.testing.assert_array_equal(getattr(read, name), getattr(step, name), err_msg=name)
+
+
+def test_the_largest_step_fits_its_slot() -> None:
+    rng = np.random.default_rng(0)
+    step = random_step(rng, CONFIG.max_num_seqs, 8, CONFIG.max_num_batched_tokens, CONFIG.max_num_seqs * 1024)
+    assert pack_step(step, memoryview(bytearray(max_step_bytes(CONFIG)))) <= max_step_bytes(CONFIG)
+
+
+def test_a_heartbeat_has_no_work() -> None:
+    buffer = memoryview(bytearray(4096))
+    pack_step(empty_step(7), buffer)
+    read = unpack_step(buffer)
+    assert (read.step_id, read.num_seqs, read.num_tokens, read.max_num_logprobs) == (7, 0, 0, -1)
+
+
+@pytest.mark.parametrize("k", [-1, 0, MAX_LOGPROBS])
+def test_an_answer_survives_the_trip(k: int) -> None:
+    rng = np.random.default_rng(1)
+    rows = CONFIG.max_num_batched_tokens
+    output = StepOutput(9, rng.integers(0, 99, rows).astype(np.int32), rng.random(rows) > 0.5)
+    if k >= 0:
+        output.logprobs = rng.random(rows).astype(np.float32)
+        output.ranks = rng.integers(1, 9, rows).astype(np.int32)
+        output.top_ids = rng.integers(0, 99, (rows, k)).astype(np.int32)
+        output.top_logprobs = rng.random((rows, k)).astype(np.float32)
+    buffer = memoryview(bytearray(max_output_bytes(CONFIG)))
+    read = unpack_output(buffer[: pack_output(output, buffer)])
+    for name in StepOutput.__slots__:
+        np.testing.assert_array_equal(getattr(read, name), getattr(output, name), err_msg=name)
+
+
+def test_a_step_that_does_not_fit_is_refused() -> None:
+    step = random_step(np.random.default_rng(0), 8, 8, 64, 0)
+    with pytest.raises(ProtocolError, match="the slot holds 256"):
+        pack_step(step, memoryview(bytearray(256)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=600))
+def test_foreign_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        unpack_step(memoryview(bytearray(data)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 63), st.integers(1, 255))
+def test_a_damaged_header_is_refused(position: int, flip: int) -> None:
+    buffer = bytearray(max_step_bytes(CONFIG))
+    pack_step(random_step(np.random.default_rng(2), 4, 4, 4, 4), memoryview(buffer))
+    if position >= 48:  # beyond the header's fields: padding
+        position -= 16
+    buffer[position] ^= flip
+    with pytest.raises(ProtocolError):
+        unpack_step(memoryview(buffer))

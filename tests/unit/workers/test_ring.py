@@ -1,0 +1,80 @@
+"""The ring: what is sent is received by every reader in order, and each side notices when the other is gone."""
+
+import os
+import threading
+
+import pytest
+
+from workers.channel.ring import ChannelClosedError, RingLayout, RingReader, RingWriter, anonymous_memory
+
+
+def make(num_readers: int = 1) -> tuple[RingWriter, list[RingReader]]:
+    layout = RingLayout.holding(100, num_readers)
+    memory = anonymous_memory(layout.total_bytes)
+    pipes = [os.pipe() for _ in range(num_readers)]
+    writer = RingWriter(memory, [write for _, write in pipes], layout)
+    readers = [RingReader(memory, read, index, layout) for index, (read, _) in enumerate(pipes)]
+    os.close(memory)
+    return writer, readers
+
+
+def test_every_reader_gets_every_message_in_order() -> None:
+    writer, readers = make(3)
+    received: list[list[bytes]] = [[], [], []]
+
+    def read(index: int) -> None:
+        for _ in range(1000):
+            with readers[index].recv() as slot:
+                received[index].append(bytes(slot[:4]))
+
+    threads = [threading.Thread(target=read, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for number in range(1000):
+        while min(writer.finished(reader) for reader in range(3)) + 4 < number + 1:
+            pass
+        with writer.send() as slot:
+            slot[:4] = number.to_bytes(4, "little")
+    for thread in threads:
+        thread.join()
+    expected = [number.to_bytes(4, "little") for number in range(1000)]
+    assert received == [expected] * 3
+
+
+def test_a_slow_reader_is_not_overrun() -> None:
+    writer, _ = make()
+    for _ in range(4):
+        with writer.send() as slot:
+            slot[0] = 1
+    with pytest.raises(RuntimeError, match="reader 0 has not finished message 1"), writer.send():
+        pass
+
+
+def test_a_reader_learns_that_the_writer_is_gone() -> None:
+    writer, (reader,) = make()
+    writer.close()
+    with pytest.raises(ChannelClosedError), reader.recv():
+        pass
+
+
+def test_a_writer_learns_that_a_reader_is_gone() -> None:
+    writer, (reader,) = make()
+    reader.close()
+    with pytest.raises(ChannelClosedError), writer.send():
+        pass
+
+
+def test_waiting_ends_after_the_timeout() -> None:
+    _writer, (reader,) = make()
+    with pytest.raises(TimeoutError), reader.recv(timeout_s=0.01):
+        pass
+
+
+def test_closing_gives_every_descriptor_back() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        writer, readers = make(2)
+        writer.close()
+        for reader in readers:
+            reader.close()
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,1 @@
+"""How a step reaches the ranks: shared memory and one wake-up byte per reader."""

@@ -1,0 +1,172 @@
+"""The process of one rank: receive a step, execute it, answer (rank 0 only), until the pipe ends.
+
+`python -m workers.rank '{"rank": 0, ...}'`, started by `workers.process_group` with inherited descriptors. Decides
+nothing: everything it does follows from the bytes of the step.
+"""
+
+import ctypes
+import faulthandler
+import json
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from dataclasses import asdict, dataclass
+
+from workers.channel.control import Control
+from workers.channel.ring import ChannelClosedError, RingLayout, RingReader, RingWriter
+from workers.config import WorkerConfig
+from workers.errors import StartupError
+from workers.protocol import pack_output, unpack_step
+
+logger = logging.getLogger("oarlock.rank")
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RankArguments:
+    """What a rank inherits. Descriptors keep their numbers across the spawn."""
+
+    rank: int
+    parent_pid: int
+    control_fd: int
+    step_memory_fd: int
+    step_wake_fd: int
+    step_layout: dict[str, int]
+    output_memory_fd: int
+    output_wake_fd: int  # -1 for all ranks but 0
+    output_layout: dict[str, int]
+    collective_memory_fd: int
+    collective_bytes: int
+    store_port: int
+    store_listen_fd: int  # -1 for all ranks but 0
+    config: str  # WorkerConfig as JSON
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel to kill this process when its parent ends; the pipes do the same where there is no such call."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it ended before the call above
+        os._exit(1)
+
+
+def main(argv: list[str]) -> int:
+    """Entry of a rank process. Returns 0 after an orderly end; leaves at once when the parent is gone."""
+    arguments = RankArguments(**json.loads(argv[0]))
+    die_with_parent(arguments.parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the parent decides
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # asked for by the group when a step hangs
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format=f"%(levelname)s rank={arguments.rank} %(name)s %(message)s"
+    )
+    control = Control.from_fd(arguments.control_fd)
+    try:
+        runner, tp = start(arguments, control)
+    except StartupError as error:
+        control.send("failed", cause=error.cause, fix=error.fix, exit_code=error.exit_code)
+        return error.exit_code
+    except ChannelClosedError:
+        return 1
+    except MemoryError:
+        control.send(
+            "failed",
+            cause=f"rank {arguments.rank} ran out of memory while loading.",
+            fix="Use a smaller model, more ranks (--tensor-parallel-size) or --dtype bfloat16.",
+            exit_code=4,
+        )
+        return 4
+    except Exception as error:
+        traceback.print_exc()
+        control.send(
+            "failed",
+            cause=f"rank {arguments.rank} failed while loading: {type(error).__name__}: {error}",
+            fix="The traceback above names the place; `--load-format dummy` tells whether the weights are at fault.",
+            exit_code=3,
+        )
+        return 3
+    try:
+        serve(arguments, control, runner)
+    finally:
+        tp.leave()
+    return 0
+
+
+def start(arguments: RankArguments, control: Control):
+    """Join the other ranks, load this rank's slice and allocate its pages, in step with the group."""
+    # Imported late: torch takes seconds, and a parent that is already gone should be noticed before.
+    import torch
+
+    from workers.parallel import Rendezvous, TensorParallel
+    from workers.runner import Runner, device_of
+
+    config = WorkerConfig.from_json(arguments.config)
+    device = device_of(config, arguments.rank)
+    if device.type == "cpu" and config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    meeting = Rendezvous(
+        rank=arguments.rank,
+        size=config.tensor_parallel_size,
+        port=arguments.store_port,
+        listen_fd=arguments.store_listen_fd if arguments.store_listen_fd >= 0 else None,
+        memory_fd=arguments.collective_memory_fd,
+        buffer_bytes=arguments.collective_bytes,
+        timeout_s=config.step_timeout_s,
+    )
+    tp = TensorParallel.join(meeting, device) if config.tensor_parallel_size > 1 else TensorParallel.solo()
+    runner = Runner(config, tp)
+    last_report = 0.0
+
+    def on_progress(fraction: float) -> None:
+        nonlocal last_report
+        if time.monotonic() - last_report > 0.1:
+            last_report = time.monotonic()
+            control.send("progress", fraction=fraction)
+
+    runner.load(on_progress)
+    control.send("loaded", num_blocks=runner.num_blocks_that_fit())
+    runner.allocate(int(control.recv()["num_blocks"]))
+    control.send("ready", info=runner.info().to_json())
+    return runner, tp
+
+
+def serve(arguments: RankArguments, control: Control, runner) -> None:
+    """The step loop. Ends when the group closes the ring; a failure is reported before the process goes down."""
+    steps = RingReader(
+        arguments.step_memory_fd, arguments.step_wake_fd, arguments.rank, RingLayout(**arguments.step_layout)
+    )
+    answers = None
+    if arguments.output_wake_fd >= 0:
+        layout = RingLayout(**arguments.output_layout)
+        answers = RingWriter(arguments.output_memory_fd, [arguments.output_wake_fd], layout)
+    step_id = 0
+    try:
+        while True:
+            with steps.recv() as slot:
+                step = unpack_step(slot)
+                step_id = step.step_id
+                output = runner.execute(step)
+                if answers is not None:
+                    with answers.send() as buffer:
+                        pack_output(output, buffer)
+    except ChannelClosedError:
+        return
+    except Exception as error:
+        # The first cause must reach the group before this process ends: its peers will only see a lost connection.
+        traceback.print_exc()
+        control.send("raised", step_id=step_id, cause=f"{type(error).__name__}: {error}")
+        raise SystemExit(1) from error
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stderr.flush()
+    # Skips interpreter teardown: a peer may be gone already, and gloo's threads would wait for it.
+    os._exit(status)

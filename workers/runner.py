@@ -1,0 +1,203 @@
+"""One rank's model: load it, size its KV memory, execute steps.
+
+Knows tensors. Does not know processes, channels, requests or why a step looks the way it does.
+"""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from workers.attention.choose import choose
+from workers.batch import Batch
+from workers.config import WorkerConfig, WorkerInfo
+from workers.kv_cache import available_kv_bytes, blocks_that_fit
+from workers.models.decoder import Decoder
+from workers.models.registry import load_spec
+from workers.parallel import TensorParallel
+from workers.protocol import NULL_BLOCK, StepMetadata, StepOutput
+from workers.sampling.sampler import Sampler
+from workers.weights.checkpoint import open_weights
+
+logger = logging.getLogger("oarlock.runner")
+
+# Rows of logits that exist at once: prompt scoring may ask for thousands of them, 600 KB each at a vocabulary of 152 k.
+MAX_LOGITS_ROWS = 128
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Runner:
+    """`load`, then `allocate`, then `execute` as often as you like."""
+
+    def __init__(self, config: WorkerConfig, tp: TensorParallel) -> None:
+        """`config` must be resolved (see `workers.preflight`)."""
+        self.config = config
+        self.tp = tp
+        self.device = device_of(config, tp.rank)
+        self.dtype = DTYPES[config.dtype]
+        if self.device.type == "cpu" and config.num_threads:
+            torch.set_num_threads(config.num_threads)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.spec = load_spec(config.model_path)
+        self._load_seconds = 0.0
+
+    def load(self, on_progress: Callable[[float], None]) -> None:
+        """Read this rank's slice of every weight. `on_progress` gets the fraction read so far."""
+        started = time.monotonic()
+        self.model = Decoder(self.spec, self.tp, self.dtype, self.device)
+        weights = open_weights(self.config)
+        self.model.load(weights, on_progress)
+        self.kv_spec = self.model.kv_spec(self.config.block_size, self.device)
+        self.backend = choose(self.kv_spec, self.config.attention_backend, logger.info)
+        self.sampler = Sampler(self.tp, self.model.vocab_start, self.model.vocab_local, self.spec.vocab_size)
+        self._load_seconds = time.monotonic() - started
+
+    def num_blocks_that_fit(self) -> int:
+        """How many KV blocks this rank has room for. Raises `StartupError` when one sequence would not fit."""
+        return blocks_that_fit(self.kv_spec, self.config, available_kv_bytes(self.config, self.device))
+
+    def allocate(self, num_blocks: int) -> None:
+        """Create the pages and run one small step, so that the first request does not pay for lazy initialisation."""
+        self.num_blocks = num_blocks
+        self.kv = self.backend.allocate(num_blocks)
+        self.execute(warm_up_step())
+
+    def info(self) -> WorkerInfo:
+        """What the group reports upwards. Valid after `allocate`."""
+        config = self.config
+        assert config.max_model_len is not None
+        return WorkerInfo(
+            num_blocks=self.num_blocks,
+            block_size=config.block_size,
+            max_model_len=config.max_model_len,
+            vocab_size=self.spec.vocab_size,
+            tensor_parallel_size=self.tp.size,
+            device=self.device.type,
+            dtype=config.dtype,
+            attention_backend=self.backend.name,
+            architecture=self.spec.architecture,
+            num_parameters=self.model.num_parameters,
+            weight_bytes_per_rank=self.model.weight_bytes,
+            kv_bytes_per_token_per_rank=self.kv_spec.bytes_per_token,
+            load_seconds=round(self._load_seconds, 3),
+        )
+
+    @torch.inference_mode()
+    def execute(self, step: StepMetadata) -> StepOutput | None:
+        """Run one step. Rank 0 returns the answer, the others None; every rank makes the same collective calls."""
+        if step.num_seqs == 0:
+            return empty_output(step.step_id) if self.tp.rank == 0 else None
+        batch = Batch.from_step(step, self.device)
+        plan = self.backend.prepare(batch)
+        hidden = self.model(batch, self.kv, self.backend, plan)  # [T, hidden_size]
+        if batch.num_logits == 0:
+            return empty_output(step.step_id) if self.tp.rank == 0 else None
+        parts = []
+        for start in range(0, batch.num_logits, MAX_LOGITS_ROWS):
+            stop = min(start + MAX_LOGITS_ROWS, batch.num_logits)
+            rows = batch.logits_indices[start : max(stop, start + 2)]
+            if len(rows) < 2:  # the last chunk of an odd count; see `batch.MIN_ROWS`
+                rows = rows.expand(2)
+            logits = self.model.compute_logits(hidden[rows])[: stop - start]  # float32 [L, vocab_local]
+            parts.append(self.sampler.sample(logits, rows_of(step, start, stop)))
+        answers = [part for part in parts if part is not None]
+        return joined(answers) if answers else None
+
+
+def device_of(config: WorkerConfig, rank: int) -> torch.device:
+    """The device of `rank`: its own GPU, or the CPU."""
+    return torch.device("cuda", rank) if config.device == "cuda" else torch.device("cpu")
+
+
+def warm_up_step() -> StepMetadata:
+    """One sequence of two tokens that reads and writes the null block only."""
+    return StepMetadata(
+        step_id=0,
+        token_ids=np.zeros(2, np.int32),
+        positions=np.zeros(2, np.int32),
+        slot_mapping=np.full(2, NULL_BLOCK, np.int64),
+        query_start_loc=np.array([0, 2], np.int32),
+        seq_lens=np.array([2], np.int32),
+        block_tables=np.full((1, 1), NULL_BLOCK, np.int32),
+        logits_indices=np.array([1], np.int32),
+        target_ids=np.array([-1], np.int32),
+        sample_positions=np.array([2], np.int32),
+        temperature=np.zeros(1, np.float32),
+        top_p=np.ones(1, np.float32),
+        top_k=np.zeros(1, np.int32),
+        min_p=np.zeros(1, np.float32),
+        seeds=np.zeros(1, np.int64),
+        num_logprobs=np.full(1, -1, np.int32),
+        bias_rows=np.empty(0, np.int32),
+        bias_ids=np.empty(0, np.int32),
+        bias_values=np.empty(0, np.float32),
+    )
+
+
+def rows_of(step: StepMetadata, start: int, stop: int) -> StepMetadata:
+    """The same step with logits rows `start` to `stop` only."""
+    if start == 0 and stop == len(step.logits_indices):
+        return step
+    cut = {
+        name: getattr(step, name)[start:stop]
+        for name in (
+            "logits_indices",
+            "target_ids",
+            "sample_positions",
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "seeds",
+            "num_logprobs",
+        )
+    }
+    first, last = np.searchsorted(step.bias_rows, (start, stop))
+    return dataclasses.replace(
+        step,
+        **cut,
+        bias_rows=step.bias_rows[first:last] - start,
+        bias_ids=step.bias_ids[first:last],
+        bias_values=step.bias_values[first:last],
+    )
+
+
+def empty_output(step_id: int) -> StepOutput:
+    """The answer to a step in which no row asked for logits."""
+    return StepOutput(step_id=step_id, token_ids=np.empty(0, np.int32), finite=np.empty(0, np.bool_))
+
+
+def joined(parts: list[StepOutput]) -> StepOutput:
+    """One answer from those of consecutive row chunks. Chunks that wanted fewer top logprobs are padded with id -1."""
+    if len(parts) == 1:
+        return parts[0]
+    width = max(-1 if part.top_ids is None else part.top_ids.shape[1] for part in parts)
+    token_ids = np.concatenate([part.token_ids for part in parts])
+    finite = np.concatenate([part.finite for part in parts])
+    if width < 0:
+        return StepOutput(parts[0].step_id, token_ids, finite)
+    rows = len(token_ids)
+    out = StepOutput(
+        parts[0].step_id,
+        token_ids,
+        finite,
+        logprobs=np.zeros(rows, np.float32),
+        ranks=np.zeros(rows, np.int32),
+        top_ids=np.full((rows, width), -1, np.int32),
+        top_logprobs=np.full((rows, width), -np.inf, np.float32),
+    )
+    start = 0
+    for part in parts:
+        stop = start + len(part.token_ids)
+        if part.logprobs is not None:
+            out.logprobs[start:stop] = part.logprobs
+            out.ranks[start:stop] = part.ranks
+            out.top_ids[start:stop, : part.top_ids.shape[1]] = part.top_ids
+            out.top_logprobs[start:stop, : part.top_ids.shape[1]] = part.top_logprobs
+        start = stop
+    return out
