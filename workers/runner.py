@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,11 +17,13 @@ from workers.batch import Batch
 from workers.config import WorkerConfig, WorkerInfo
 from workers.kv_cache import available_kv_bytes, blocks_that_fit
 from workers.models.decoder import Decoder
-from workers.models.registry import load_spec
 from workers.parallel import TensorParallel
+from workers.preflight import read_spec
 from workers.protocol import NULL_BLOCK, StepMetadata, StepOutput
 from workers.sampling.sampler import Sampler
-from workers.weights.checkpoint import open_weights
+from workers.weights.checkpoint import Checkpoint
+from workers.weights.dummy import DummyWeights
+from workers.weights.reader import WeightReader
 
 logger = logging.getLogger("oarlock.runner")
 
@@ -43,15 +46,18 @@ class Runner:
             torch.set_num_threads(config.num_threads)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self.spec = load_spec(config.model_path)
+        self.spec = read_spec(config.model_path)
         self._load_seconds = 0.0
 
     def load(self, on_progress: Callable[[float], None]) -> None:
         """Read this rank's slice of every weight. `on_progress` gets the fraction read so far."""
         started = time.monotonic()
         self.model = Decoder(self.spec, self.tp, self.dtype, self.device)
-        weights = open_weights(self.config)
-        self.model.load(weights, on_progress)
+        if self.config.load_format == "dummy":
+            self.model.load(DummyWeights(self.config.seed), on_progress)
+        else:
+            with WeightReader(Checkpoint.open(Path(self.config.model_path))) as weights:
+                self.model.load(weights, on_progress)
         self.kv_spec = self.model.kv_spec(self.config.block_size, self.device)
         self.backend = choose(self.kv_spec, self.config.attention_backend, logger.info)
         self.sampler = Sampler(self.tp, self.model.vocab_start, self.model.vocab_local, self.spec.vocab_size)

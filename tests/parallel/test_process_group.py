@@ -1,0 +1,187 @@
+"""Real rank processes: two ranks answer like one, and every way of losing a rank is noticed and named."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.golden.tiny_models import make_tiny
+from workers.config import WorkerConfig
+from workers.errors import StartupError, WorkerError
+from workers.group import InlineGroup, WorkerGroup, start_group
+from workers.process_group import ProcessGroup
+from workers.protocol import StepMetadata
+
+BLOCK = 16
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("model"), "qwen2")
+
+
+def config_for(checkpoint: Path, **changes: object) -> WorkerConfig:
+    base = WorkerConfig(
+        str(checkpoint),
+        device="cpu",
+        dtype="float32",
+        max_model_len=64,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        block_size=BLOCK,
+        kv_cache_bytes=1 << 20,
+        num_threads=1,
+    )
+    return base.with_(**changes)
+
+
+def start(checkpoint: Path, size: int, **changes: object) -> WorkerGroup:
+    config = config_for(checkpoint, tensor_parallel_size=size, **changes)
+    return start_group(config, inline=False, on_progress=lambda phase, fraction: None)
+
+
+def step_of(step_id: int, tokens: list[int], start: int, num_logprobs: int = 5) -> StepMetadata:
+    """One sequence in blocks 1, 2, …: `tokens` at positions `start` on; the last one samples greedily."""
+    positions = np.arange(start, start + len(tokens), dtype=np.int32)
+    blocks = np.arange(1, 5, dtype=np.int32)
+    return StepMetadata(
+        step_id=step_id,
+        token_ids=np.array(tokens, np.int32),
+        positions=positions,
+        slot_mapping=blocks[positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK,
+        query_start_loc=np.array([0, len(tokens)], np.int32),
+        seq_lens=np.array([start + len(tokens)], np.int32),
+        block_tables=blocks.reshape(1, -1),
+        logits_indices=np.array([len(tokens) - 1], np.int32),
+        target_ids=np.array([-1], np.int32),
+        sample_positions=np.array([start + len(tokens)], np.int32),
+        temperature=np.zeros(1, np.float32),
+        top_p=np.ones(1, np.float32),
+        top_k=np.zeros(1, np.int32),
+        min_p=np.zeros(1, np.float32),
+        seeds=np.zeros(1, np.int64),
+        num_logprobs=np.array([num_logprobs], np.int32),
+        bias_rows=np.empty(0, np.int32),
+        bias_ids=np.empty(0, np.int32),
+        bias_values=np.empty(0, np.float32),
+    )
+
+
+def generate(group: WorkerGroup, prompt: list[int], count: int) -> tuple[list[int], np.ndarray]:
+    tokens, known, logprobs = list(prompt), 0, []
+    for step_id in range(1, count + 1):
+        group.submit(step_of(step_id, tokens[known:], known))
+        output = group.collect()
+        known = len(tokens)
+        tokens.append(int(output.token_ids[0]))
+        assert output.logprobs is not None
+        logprobs.append(output.logprobs[0])
+    return tokens[len(prompt) :], np.array(logprobs)
+
+
+def test_ranks_answer_like_one(checkpoint: Path) -> None:
+    prompt = [5, 9, 17, 3, 8, 21, 2]
+    config = config_for(checkpoint)
+    inline = start_group(config, inline=True, on_progress=lambda phase, fraction: None)
+    assert isinstance(inline, InlineGroup)
+    expected, expected_logprobs = generate(inline, prompt, 20)
+    inline.close()
+    for size in (1, 2):
+        group = start(checkpoint, size)
+        assert isinstance(group, ProcessGroup)
+        try:
+            group.ping()
+            tokens, logprobs = generate(group, prompt, 20)
+            group.ping()
+        finally:
+            group.close()
+        assert tokens == expected
+        np.testing.assert_allclose(logprobs, expected_logprobs, atol=2e-6)
+
+
+def test_nothing_is_left_behind(checkpoint: Path) -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    segments = set(os.listdir("/dev/shm"))
+    group = start(checkpoint, 2)
+    pids = group.rank_pids
+    generate(group, [1, 2, 3], 3)
+    group.close()
+    group.close()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert set(os.listdir("/dev/shm")) == segments
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_is_named(checkpoint: Path, victim: int) -> None:
+    group = start(checkpoint, 2, step_timeout_s=20.0)
+    try:
+        generate(group, [1, 2, 3], 2)
+        os.kill(group.rank_pids[victim], signal.SIGKILL)
+        with pytest.raises(WorkerError, match=f"rank {victim} failed at step .*killed by signal 9") as caught:
+            for step_id in range(3, 100):
+                group.submit(step_of(step_id, [1], 3))
+                group.collect()
+        assert not caught.value.hung
+    finally:
+        group.close()
+
+
+def test_a_rank_that_dies_idle_wakes_the_waiter(checkpoint: Path) -> None:
+    import select
+
+    group = start(checkpoint, 2)
+    try:
+        threading.Timer(0.1, os.kill, (group.rank_pids[1], signal.SIGKILL)).start()
+        assert select.select(group.fileno_for_death(), [], [], 10)[0]
+        with pytest.raises(WorkerError, match="rank 1"):
+            group.ping()
+    finally:
+        group.close()
+
+
+def test_a_stopped_rank_is_called_hung(checkpoint: Path) -> None:
+    group = start(checkpoint, 2, step_timeout_s=1.5)
+    try:
+        generate(group, [1, 2, 3], 2)
+        os.kill(group.rank_pids[1], signal.SIGSTOP)
+        with pytest.raises(WorkerError) as caught:
+            group.submit(step_of(3, [1], 3))
+            group.collect()
+        assert caught.value.rank in (0, 1)
+    finally:
+        group.close()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in group.rank_pids)
+
+
+def test_a_rank_that_raises_tells_why_and_where(checkpoint: Path) -> None:
+    group = start(checkpoint, 2)
+    try:
+        broken = step_of(4, [1, 2], 0)
+        broken.token_ids[0] = 10**6  # no such embedding row: the engine never sends one
+        with pytest.raises(WorkerError, match="failed at step 4"):
+            group.submit(broken)
+            group.collect()
+    finally:
+        group.close()
+
+
+def test_a_rank_that_cannot_load_fails_the_start(checkpoint: Path) -> None:
+    with pytest.raises(StartupError) as caught:
+        start(checkpoint, 2, kv_cache_bytes=1)
+    assert caught.value.exit_code == 4
+
+
+def test_ranks_leave_with_their_parent(checkpoint: Path) -> None:
+    group = start(checkpoint, 2)
+    pids = group.rank_pids
+    group._steps.close()  # what the kernel does to the pipes of a killed parent
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and any(p.poll() is None for p in group._processes):
+        time.sleep(0.01)
+    assert [p.poll() for p in group._processes] == [0, 0], pids
+    group.close()
