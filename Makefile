@@ -1,0 +1,78 @@
+# Two commands on a fresh machine: `make serve` and `make test`. Each makes .venv first, if there is none.
+
+# The first Python on the path that is new enough; `make PYTHON=/path/to/python3.12 install` chooses another.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$p; break; fi; done)
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+SERVER := $(VENV)/.oarlock-installed
+TOOLS := $(VENV)/.oarlock-tools-installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install serve test lint format docs soak bench-load clean
+
+help:
+	@echo 'make install      make .venv with the pinned requirements and the oarlock command'
+	@echo 'make serve        install, then serve the demo model (ARGS="MODEL --tensor-parallel-size 2" for others)'
+	@echo 'make test         install, then linter, formatter check, type checker and every test'
+	@echo 'make lint         the first three of these'
+	@echo 'make format       let the formatter and the linter mend what they can'
+	@echo 'make docs         write anew the parts of docs/ that are made from the code'
+	@echo 'make soak         the two-minute disconnect storm'
+	@echo 'make bench-load   the load test beside transformers, on a model of true size'
+	@echo 'make clean        remove .venv and caches'
+
+install: $(SERVER)
+
+# The stamps are newer than what they were made from, so a second call does nothing.
+$(SERVER): requirements.txt pyproject.toml
+	@if [ -z "$(PYTHON)" ]; then \
+		echo 'error: no Python 3.11 or newer is on the path'; \
+		echo 'fix: install one, or name it: make PYTHON=/path/to/python3.12 install'; exit 1; fi
+	@echo '==> making $(VENV) with $(PYTHON)'
+	@$(PYTHON) -m venv $(VENV)
+	@echo '==> installing what the server needs (torch is large: the first time takes a while)'
+	@$(PIP) install -r requirements.txt
+	@echo '==> installing the oarlock command'
+	@$(PIP) install --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(TOOLS): $(SERVER) requirements-dev.txt
+	@echo '==> installing what the tests need'
+	@$(PIP) install -r requirements-dev.txt
+	@touch $@
+
+serve: $(SERVER)
+	@exec $(BIN)/oarlock serve $(ARGS)
+
+lint: $(TOOLS)
+	@echo '==> ruff check'
+	@$(BIN)/ruff check .
+	@echo '==> ruff format --check'
+	@$(BIN)/ruff format --check .
+	@echo '==> ty check'
+	@$(BIN)/ty check
+
+format: $(TOOLS)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+docs: $(TOOLS)
+	@$(BIN)/python -m tests.house.documents
+
+test: lint
+	@echo '==> pytest'
+	@$(BIN)/python -m pytest $(ARGS)
+
+soak: $(TOOLS)
+	@$(BIN)/python -m pytest -m soak tests/e2e $(ARGS)
+
+bench-load: $(TOOLS)
+	@$(BIN)/python -m tests.load.compare $(ARGS)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

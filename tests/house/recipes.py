@@ -1,0 +1,136 @@
+"""Reads a Dockerfile and a compose file, and says what is wrong with them: no engine is needed to notice it.
+
+Knows their syntax as far as this repository uses it. Builds nothing.
+"""
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+DRAIN_SECONDS = 30  # how long open requests may finish after the first SIGTERM
+
+
+@dataclass
+class Stage:
+    """One `FROM` with its instructions, in order."""
+
+    name: str
+    base: str
+    steps: list[tuple[str, str]] = field(default_factory=list)
+
+    def last(self, instruction: str) -> str | None:
+        return next((text for word, text in reversed(self.steps) if word == instruction), None)
+
+
+def stages(dockerfile: str) -> dict[str, Stage]:
+    """The stages of a Dockerfile by name."""
+    lines = [line for line in dockerfile.splitlines() if not line.lstrip().startswith("#")]
+    found: dict[str, Stage] = {}
+    current: Stage | None = None
+    for line in "\n".join(lines).replace("\\\n", " ").splitlines():
+        word, _, text = line.strip().partition(" ")
+        if not word:
+            continue
+        if word == "FROM":
+            base, _, name = text.partition(" AS ")
+            current = found[name or str(len(found))] = Stage(name, base)
+        elif current is not None:
+            current.steps.append((word, text.strip()))
+    return found
+
+
+def inherited(found: dict[str, Stage], name: str, instruction: str) -> str | None:
+    """The instruction that holds for a stage: its own, or that of the stages it is made from."""
+    stage = found.get(name)
+    while stage is not None:
+        if (text := stage.last(instruction)) is not None:
+            return text
+        stage = found.get(stage.base)
+    return None
+
+
+def image_faults(dockerfile: str, target: str) -> list[str]:
+    """What is wrong with one of the two images."""
+    found = stages(dockerfile)
+    if target not in found:
+        return [f"no stage is named {target}"]
+    faults = []
+    user = inherited(found, target, "USER")
+    if user is None or user.split(":")[0] in ("root", "0"):
+        faults.append(f"runs as {user or 'root'}")
+    health = inherited(found, target, "HEALTHCHECK") or ""
+    if "/health" not in health or '"python"' not in health:
+        faults.append("the healthcheck does not ask /health with Python: the image has no curl")
+    if not re.search(r"--start-period=\d+s", health):
+        faults.append("the healthcheck allows no time to load")
+    for instruction in ("ENTRYPOINT", "CMD"):
+        text = inherited(found, target, instruction)
+        if text is None or not text.startswith("["):
+            faults.append(f"{instruction} is not in the exec form, so signals would stop at a shell")
+        elif not json.loads(text):
+            faults.append(f"{instruction} is empty")
+    if inherited(found, target, "STOPSIGNAL") != "SIGTERM":
+        faults.append("STOPSIGNAL is not SIGTERM")
+    if not any(word == "COPY" and text.startswith("--from=") for word, text in found[target].steps):
+        faults.append("is not built in stages: the build's tools would ship")
+    return faults
+
+
+def context_faults(dockerfile: str, dockerignore: str, needed: list[str]) -> list[str]:
+    """Files the image needs and the build context lacks, or the other way about."""
+    if "COPY . ." not in dockerfile:
+        return ["the build does not copy the context"]
+    rules = [line.strip() for line in dockerignore.splitlines() if line.strip() and not line.startswith("#")]
+    if rules[0] != "*":
+        return ["the context is not closed by default"]
+    return [f"{name} does not reach the build" for name in needed if f"!{name}" not in rules]
+
+
+def seconds(text: str | int) -> float:
+    """A compose duration: `45s`, `3m`, `1m30s`."""
+    parts = re.findall(r"(\d+)(h|m|s)", str(text))
+    assert parts and "".join(number + unit for number, unit in parts) == str(text), text
+    return sum(int(number) * {"h": 3600, "m": 60, "s": 1}[unit] for number, unit in parts)
+
+
+def size_bytes(text: str | int) -> int:
+    """A compose size: `8gb`, `512mb`, or a plain number of bytes."""
+    match = re.fullmatch(r"(\d+)(gb|mb|kb|b)?", str(text).lower())
+    assert match, text
+    return int(match[1]) * {"gb": 2**30, "mb": 2**20, "kb": 2**10, "b": 1, None: 1}[match[2]]
+
+
+def service_faults(service: dict[str, Any], *, gpus: int) -> list[str]:
+    """What is wrong with one service of the compose file."""
+    faults = []
+    devices = service.get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices", [])
+    reserved = sum(device.get("count", 0) for device in devices if "gpu" in device.get("capabilities", []))
+    if reserved != gpus:
+        faults.append(f"reserves {reserved} GPUs, not {gpus}")
+    if size_bytes(service.get("shm_size", 0)) < 2**30:
+        faults.append("shm_size is below 1 GiB")
+    if seconds(service.get("stop_grace_period", "10s")) <= DRAIN_SECONDS:
+        faults.append(f"stop_grace_period does not outlast the {DRAIN_SECONDS} s of draining")
+    ports = service.get("ports", [])
+    if not ports or not all(str(port).startswith("127.0.0.1:") for port in ports):
+        faults.append("publishes a port beyond loopback")
+    check = service.get("healthcheck", {})
+    if check.get("test", [None])[:2] != ["CMD", "python"] or "/health" not in check["test"][-1]:
+        faults.append("the healthcheck does not ask /health with Python")
+    if seconds(check.get("start_period", "0s")) < 60:
+        faults.append("the healthcheck allows no time to load")
+    if service.get("restart") != "on-failure":
+        faults.append("is not restarted on failure")
+    if service.get("privileged") or service.get("ipc") == "host" or service.get("network_mode") == "host":
+        faults.append("has more of the host than it needs")
+    if not any("huggingface" in str(volume) for volume in service.get("volumes", [])):
+        faults.append("downloads its model anew with every container")
+    return faults
+
+
+def compose(text: str) -> dict[str, Any]:
+    """The parsed compose file."""
+    return yaml.safe_load(text)

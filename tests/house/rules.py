@@ -1,0 +1,191 @@
+"""The house rules as functions from source text to findings, so that each can be shown to fail on a planted mistake.
+
+Knows the syntax tree. Imports nothing that it judges.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = ("server", "engine", "workers")
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 70
+
+# What a room may import from another, one floor down and no further.
+DOORS = {
+    "server": {"engine.client", "engine.types", "engine.config", "engine.errors", "engine.stats"},
+    "engine": {"workers.protocol", "workers.group", "workers.config", "workers.errors"},
+    "workers": set(),
+}
+# Packages that live in some rooms only.
+HOMES = {
+    "torch": {"workers"},
+    "safetensors": {"workers"},
+    "transformers": {"server", "workers"},
+    "tokenizers": {"server"},
+    "fastapi": {"server"},
+    "starlette": {"server"},
+    "sse_starlette": {"server"},
+    "uvicorn": {"server"},
+    "pydantic": {"server"},
+    "prometheus_client": {"server"},
+}
+DISTRIBUTED_HOME = "workers/parallel.py"
+# Whatever can turn bytes into code. `multiprocessing` pickles what it sends, apart from its shared memory.
+DANGEROUS_MODULES = {"pickle", "cPickle", "cloudpickle", "marshal", "dill", "shelve", "joblib", "multiprocessing"}
+HARMLESS_SUBMODULES = ("multiprocessing.shared_memory", "multiprocessing.resource_tracker")
+DANGEROUS_CALLS = {"eval", "exec", "__import__"}
+UNFINISHED = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "X" + "XX", "HA" + "CK")) + r")\b")
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module. `from a import b` gives both `a` and `a.b`: b may be a module."""
+
+    line: int
+    module: str
+    is_attribute_or_module: bool = False  # the `a.b` of `from a import b`
+
+
+def python_files(*folders: str) -> list[Path]:
+    """Every Python file of these folders of the repository, sorted."""
+    return sorted(
+        path for folder in folders for path in (ROOT / folder).rglob("*.py") if "__pycache__" not in path.parts
+    )
+
+
+def place(path: Path) -> str:
+    """A path as the repository names it."""
+    return path.relative_to(ROOT).as_posix()
+
+
+def imports(source: str, file: str) -> Iterator[Import]:
+    """Every import at any depth, written as absolute names; `import_module("x")` counts."""
+    package = file.split("/")[:-1]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(node.lineno, alias.name)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            yield Import(node.lineno, module)
+            for alias in node.names:
+                yield Import(node.lineno, f"{module}.{alias.name}", is_attribute_or_module=True)
+        elif isinstance(node, ast.Call) and _called(node).endswith("import_module") and node.args:
+            name = node.args[0]
+            if isinstance(name, ast.Constant) and isinstance(name.value, str):
+                yield Import(node.lineno, name.value)
+
+
+def _called(node: ast.Call) -> str:
+    """The dotted name of what is called, or an empty string."""
+    parts: list[str] = []
+    target: ast.expr = node.func
+    while isinstance(target, ast.Attribute):
+        parts.append(target.attr)
+        target = target.value
+    return ".".join([target.id, *reversed(parts)]) if isinstance(target, ast.Name) else ""
+
+
+def upward_imports(source: str, file: str) -> list[str]:
+    """Imports between rooms that do not go through a door."""
+    room = file.split("/")[0]
+    findings = []
+    for item in imports(source, file):
+        top = item.module.split(".")[0]
+        if top not in ROOMS or top == room:
+            continue
+        doors = DOORS[room]
+        through = any(item.module == door or item.module.startswith(f"{door}.") for door in doors)
+        # `from engine import types` reads as `engine` and `engine.types`: the second decides.
+        whole_room = item.module == top and any(
+            other.line == item.line and other.is_attribute_or_module and other.module in doors
+            for other in imports(source, file)
+        )
+        if not through and not whole_room:
+            findings.append(f"{file}:{item.line}: {room} must not import {item.module}")
+    return findings
+
+
+def strangers(source: str, file: str) -> list[str]:
+    """Packages imported outside the rooms they belong to."""
+    room = file.split("/")[0]
+    findings = []
+    for item in imports(source, file):
+        top = item.module.split(".")[0]
+        if top in HOMES and room not in HOMES[top]:
+            findings.append(f"{file}:{item.line}: {top} belongs to {', '.join(sorted(HOMES[top]))}")
+        if item.module.startswith("torch.distributed") and file != DISTRIBUTED_HOME:
+            findings.append(f"{file}:{item.line}: torch.distributed belongs to {DISTRIBUTED_HOME}")
+    return findings
+
+
+def dangers(source: str, file: str) -> list[str]:
+    """Anything that can turn received bytes into running code."""
+    findings = []
+    for item in imports(source, file):
+        if item.module.split(".")[0] not in DANGEROUS_MODULES or item.module.startswith(HARMLESS_SUBMODULES):
+            continue
+        siblings = [other.module for other in imports(source, file) if other.line == item.line]
+        if any(name.startswith(HARMLESS_SUBMODULES) for name in siblings):
+            continue  # `from multiprocessing import shared_memory`
+        findings.append(f"{file}:{item.line}: imports {item.module}")
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        name = _called(node)
+        if name in DANGEROUS_CALLS or name in ("torch.load", "yaml.load", "os.system", "numpy.load", "np.load"):
+            findings.append(f"{file}:{node.lineno}: calls {name}")
+        if any(keyword.arg == "shell" for keyword in node.keywords):
+            findings.append(f"{file}:{node.lineno}: runs a shell")
+        trusted = [keyword.value for keyword in node.keywords if keyword.arg == "trust_remote_code"]
+        if any(not (isinstance(value, ast.Constant) and value.value is False) for value in trusted):
+            findings.append(f"{file}:{node.lineno}: trusts remote code")
+    return findings
+
+
+def sizes(source: str, file: str) -> list[str]:
+    """Files and functions that hold more than one idea."""
+    findings = []
+    lines = len(source.splitlines())
+    if lines >= MAX_FILE_LINES:
+        findings.append(f"{file}: {lines} lines, the limit is {MAX_FILE_LINES}")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length >= MAX_FUNCTION_LINES:
+                findings.append(f"{file}:{node.lineno}: {node.name} has {length} lines, limit {MAX_FUNCTION_LINES}")
+    return findings
+
+
+def silence(source: str, file: str) -> list[str]:
+    """Modules without an opening docstring, and broad handlers that swallow what they catch."""
+    tree = ast.parse(source)
+    findings = [] if ast.get_docstring(tree) else [f"{file}: opens without a docstring"]
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ExceptHandler):
+            continue
+        broad = node.type is None or (
+            isinstance(node.type, ast.Name) and node.type.id in ("Exception", "BaseException")
+        )
+        empty = all(isinstance(step, ast.Pass | ast.Continue) or _is_ellipsis(step) for step in node.body)
+        if broad and empty:
+            findings.append(f"{file}:{node.lineno}: swallows every exception")
+    return findings
+
+
+def _is_ellipsis(step: ast.stmt) -> bool:
+    return isinstance(step, ast.Expr) and isinstance(step.value, ast.Constant) and step.value.value is ...
+
+
+def unfinished(source: str, file: str) -> list[str]:
+    """Words that mark work left undone."""
+    return [
+        f"{file}:{number}: {match.group()}"
+        for number, line in enumerate(source.splitlines(), 1)
+        if (match := UNFINISHED.search(line))
+    ]

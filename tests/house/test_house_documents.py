@@ -1,0 +1,64 @@
+"""The documents say what the code does: made parts are up to date, and no route, field, metric or status is missing."""
+
+import importlib
+import pkgutil
+import re
+
+import pytest
+
+from server import metrics, schemas
+from server.routes import __path__ as folder
+from tests.house import documents
+from tests.house.rules import ROOT
+
+API = (ROOT / "docs" / "api.md").read_text()
+RELIABILITY = (ROOT / "docs" / "reliability.md").read_text()
+
+
+@pytest.mark.parametrize(("page", "marker", "make"), documents.MADE)
+def test_what_is_made_from_the_code_is_up_to_date(page, marker, make):
+    text = (ROOT / page).read_text()
+    assert documents.filled(text, marker, make()) == text, "run `make docs`"
+    assert documents.filled(text, marker, make() + "one line more") != text
+
+
+def test_a_page_without_markers_is_a_mistake():
+    with pytest.raises(ValueError, match="options"):
+        documents.filled("# page", "options", "x")
+
+
+def test_a_sentence_ends_at_its_full_stop():
+    assert documents.first_sentence("Reads `a.b` | c\nand d. Then more.\n\nOther.") == "Reads `a.b` \\| c and d."
+
+
+def routes() -> list[str]:
+    """Every path of every endpoint family."""
+    modules = [importlib.import_module(f"server.routes.{found.name}") for found in pkgutil.iter_modules(folder)]
+    return [route.path for module in modules for route in module.router.routes]
+
+
+def test_every_route_is_documented():
+    assert len(routes()) > 6
+    assert [path for path in routes() if f"`{path.replace(':path', '')}`" not in API] == []
+
+
+@pytest.mark.parametrize("schema", [schemas.CompletionRequest, schemas.ChatRequest], ids=lambda s: s.__name__)
+def test_every_field_is_documented(schema):
+    assert [name for name in schema.model_fields if f"`{name}`" not in API] == []
+
+
+def test_every_field_that_is_refused_is_documented():
+    assert [name for name in schemas.NEUTRAL_VALUES if f"`{name}`" not in API] == []
+
+
+def test_every_metric_is_documented():
+    named = [*metrics._GAUGES, *metrics._COUNTERS, *metrics._HISTOGRAMS]
+    assert [name for name in named if f"`{name}`" not in API] == []
+
+
+def test_every_exit_status_of_the_engine_is_documented():
+    from engine import core
+
+    statuses = {value for name, value in vars(core).items() if name.startswith("EXIT_")} | {2, 3, 4}
+    table = {int(number) for number in re.findall(r"^\| (\d+) \|", RELIABILITY, re.MULTILINE)}
+    assert statuses <= table

@@ -1,0 +1,102 @@
+"""The container recipes and the configuration files say what the README promises. Each check is shown to fail."""
+
+import shutil
+import subprocess
+import tomllib
+
+import pytest
+
+from tests.house import recipes
+from tests.house.rules import ROOT
+
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+COMPOSE = (ROOT / "docker-compose.yml").read_text()
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_images(target):
+    assert recipes.image_faults(DOCKERFILE, target) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("USER oarlock", "USER root"),
+        ("USER oarlock\n", ""),
+        ("'http://127.0.0.1:8000/health'", "'http://127.0.0.1:8000/version'"),
+        ('CMD ["python", "-c"', 'CMD ["curl"'),
+        (" --start-period=180s", ""),
+        ('ENTRYPOINT ["oarlock"]', "ENTRYPOINT oarlock"),
+        ("STOPSIGNAL SIGTERM\n", ""),
+        ("COPY --from=build-cuda", "COPY"),
+        ("AS cuda", "AS gpu"),
+    ],
+)
+def test_a_fault_in_an_image_is_noticed(old, new):
+    assert old in DOCKERFILE
+    assert recipes.image_faults(DOCKERFILE.replace(old, new), "cuda") != []
+
+
+def test_the_build_context_holds_what_the_image_needs():
+    ignored = (ROOT / ".dockerignore").read_text()
+    needed = ["requirements.txt", "pyproject.toml", "README.md", "LICENSE", "oarlock.py"]
+    needed += ["server", "engine", "workers", "configs", "models"]
+    assert recipes.context_faults(DOCKERFILE, ignored, needed) == []
+    assert recipes.context_faults(DOCKERFILE, ignored.replace("!models\n", ""), needed) != []
+    assert recipes.context_faults(DOCKERFILE, ignored.replace("*\n", "", 1), needed) != []
+    assert all((ROOT / name).exists() for name in needed)
+
+
+def test_services():
+    services = recipes.compose(COMPOSE)["services"]
+    assert recipes.service_faults(services["oarlock"], gpus=2) == []
+    assert recipes.service_faults(services["oarlock-cpu"], gpus=0) == []
+    assert services["oarlock-cpu"]["profiles"] == ["cpu"]
+    assert "profiles" not in services["oarlock"]  # `docker compose up` starts this one and no other
+    for service in services.values():
+        assert service["build"]["target"] in recipes.stages(DOCKERFILE)
+        config = service["command"][service["command"].index("--config") + 1]
+        assert (ROOT / config).is_file()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("count: 2", "count: 1"),
+        ("shm_size: 8gb", "shm_size: 64mb"),
+        ("    shm_size: 8gb\n", ""),
+        ("stop_grace_period: 45s", "stop_grace_period: 30s"),
+        ('["127.0.0.1:8000:8000"]', '["8000:8000"]'),
+        ("/health'", "/version'"),
+        ("start_period: 15m", "start_period: 5s"),
+        ("restart: on-failure", "restart: always"),
+        ("init: true", "ipc: host"),
+        ('volumes: ["huggingface:/cache/huggingface"]', "volumes: []"),
+    ],
+)
+def test_a_fault_in_the_service_is_noticed(old, new):
+    assert old in COMPOSE
+    service = recipes.compose(COMPOSE.replace(old, new))["services"]["oarlock"]
+    assert recipes.service_faults(service, gpus=2) != []
+
+
+def test_compose_itself_accepts_the_file():
+    if not shutil.which("docker") or subprocess.run(["docker", "compose", "version"], capture_output=True).returncode:
+        pytest.skip("the docker client with its compose plug-in is not installed")
+    command = ["docker", "compose", "--profile", "cpu", "config", "--quiet"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+
+
+def test_durations_and_sizes():
+    assert recipes.seconds("1m30s") == 90
+    assert recipes.size_bytes("8gb") == 8 * 2**30
+
+
+def test_the_packages_that_ship_are_the_rooms():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["scripts"] == {"oarlock": "server.cli:main"}
+    assert project["tool"]["setuptools"]["packages"]["find"]["include"] == ["server*", "engine*", "workers*"]
+    ranges = {line.split(";")[0].split(">")[0].strip() for line in project["project"]["dependencies"]}
+    pins = {line.split("==")[0] for line in (ROOT / "requirements.txt").read_text().splitlines() if "==" in line}
+    assert ranges == pins
