@@ -1,0 +1,169 @@
+"""The pool of KV blocks: who holds which, which free ones still hold a prefix worth finding, and what to evict.
+
+Knows block ids and token ids. Does not know tensors, what a block weighs, or when anyone runs.
+
+A block is in exactly one of three places: *held* (reference count > 0), *cached* (nobody holds it, but its content can
+be found again) or *free* (its content means nothing). Block 0 is the null block and is in none of them.
+"""
+
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from hashlib import blake2b
+
+from engine.sequence import Sequence
+
+NULL_BLOCK = 0
+_DIGEST_BYTES = 32
+
+
+class BlockManager:
+    """Reference counts, least-recently-freed order and a prefix cache over full, computed blocks."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"a pool of {num_blocks} blocks has nothing to hand out: block 0 is the null block")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._refs = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(1, num_blocks))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently freed first
+        self._published: dict[bytes, int] = {}  # digest -> block
+        # What a published block holds. Compared on every hit: a hash is a hint where to look, never the proof.
+        self._digest: list[bytes | None] = [None] * num_blocks
+        self._content: list[tuple[bytes, tuple[int, ...]] | None] = [None] * num_blocks
+
+    @property
+    def num_total(self) -> int:
+        return self.num_blocks - 1
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be handed out now: free ones, and cached ones by eviction."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_total - self.num_available
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def match(self, seq: Sequence, max_tokens: int) -> int:
+        """Give `seq`, which holds nothing, the longest cached prefix of at most `max_tokens` tokens; return its length.
+
+        At least one token is always left to compute: a step must produce the logits that follow the prompt.
+        """
+        assert not seq.block_ids
+        if not self.enable_prefix_caching:
+            return 0
+        for column in range(min(max_tokens, seq.num_tokens - 1) // self.block_size):
+            block = self._lookup(seq, column)
+            if block is None:
+                break
+            if self._refs[block] == 0:
+                del self._cached[block]
+            self._refs[block] += 1
+            seq.block_ids.append(block)
+        seq.num_published_blocks = len(seq.block_ids)
+        return len(seq.block_ids) * self.block_size
+
+    def grow(self, seq: Sequence, num_tokens: int) -> list[int] | None:
+        """Give `seq` blocks for `num_tokens` tokens in all. Returns the new ones; None, and no change, if too few."""
+        missing = self.blocks_for(num_tokens) - len(seq.block_ids)
+        if missing > self.num_available:
+            return None
+        new = [self._take() for _ in range(missing)]
+        seq.block_ids += new
+        return new
+
+    def publish(self, seq: Sequence) -> None:
+        """Let others find the full blocks that `seq` has computed. They are never written again."""
+        if not self.enable_prefix_caching:
+            return
+        for column in range(seq.num_published_blocks, seq.num_computed_tokens // self.block_size):
+            digest = self._digest_at(seq, column)
+            block = seq.block_ids[column]
+            # Two sequences may compute the same block side by side: the first stays the one to be found.
+            if digest not in self._published:
+                self._published[digest] = block
+                self._digest[block] = digest
+                self._content[block] = (seq.request.cache_salt, self._tokens(seq, column))
+            seq.num_published_blocks = column + 1
+
+    def release(self, seq: Sequence) -> None:
+        """`seq` holds nothing any more. Its last blocks will be evicted first: prefixes outlive their tails."""
+        for block in reversed(seq.block_ids):
+            self._refs[block] -= 1
+            if self._refs[block] == 0:
+                (self._free if self._digest[block] is None else self._cached)[block] = None
+        seq.block_ids.clear()
+        seq.num_published_blocks = 0
+
+    def forget(self, seq: Sequence) -> None:
+        """Let nobody find the blocks of `seq` again. It goes on holding them."""
+        for block in seq.block_ids:
+            if self._digest[block] is not None:
+                self._forget(block)
+
+    def audit(self, holders: Iterable[Sequence]) -> None:
+        """Raise AssertionError unless every block is in exactly one place and every count is right."""
+        counts = Counter(block for seq in holders for block in seq.block_ids)
+        assert NULL_BLOCK not in counts, "the null block was handed out"
+        for block in range(1, self.num_blocks):
+            places = (block in self._free) + (block in self._cached) + (self._refs[block] > 0)
+            assert places == 1, f"block {block} is in {places} places"
+            assert counts[block] == self._refs[block], (
+                f"block {block}: {counts[block]} holders, {self._refs[block]} counted"
+            )
+            digest = self._digest[block]
+            assert (digest is None) == (self._content[block] is None), f"block {block}: half published"
+            assert digest is None or self._published.get(digest) == block, f"block {block} cannot be found"
+            assert block not in self._cached or digest is not None, f"block {block} is cached without content"
+            assert block not in self._free or digest is None, f"block {block} is free but can be found"
+        assert NULL_BLOCK not in self._free and NULL_BLOCK not in self._cached
+        assert len(self._published) == sum(digest is not None for digest in self._digest), "a digest leads nowhere"
+        assert self.num_free + self.num_cached + self.num_held == self.num_total
+
+    def _take(self) -> int:
+        if self._free:
+            block, _ = self._free.popitem(last=False)
+        else:
+            block, _ = self._cached.popitem(last=False)
+            self._forget(block)
+        self._refs[block] = 1
+        return block
+
+    def _forget(self, block: int) -> None:
+        digest = self._digest[block]
+        assert digest is not None
+        del self._published[digest]
+        self._digest[block] = None
+        self._content[block] = None
+
+    def _lookup(self, seq: Sequence, column: int) -> int | None:
+        block = self._published.get(self._digest_at(seq, column))
+        if block is None or self._content[block] != (seq.request.cache_salt, self._tokens(seq, column)):
+            return None
+        return block
+
+    def _tokens(self, seq: Sequence, column: int) -> tuple[int, ...]:
+        return tuple(seq.token_ids[column * self.block_size : (column + 1) * self.block_size])
+
+    def _digest_at(self, seq: Sequence, column: int) -> bytes:
+        """blake2b(parent, token ids), whose first parent is the salt's own hash. Remembered by the sequence."""
+        digests = seq.digests
+        while len(digests) <= column:
+            parent = digests[-1] if digests else blake2b(seq.request.cache_salt, digest_size=_DIGEST_BYTES).digest()
+            tokens = array("i", self._tokens(seq, len(digests))).tobytes()
+            digests.append(blake2b(parent + tokens, digest_size=_DIGEST_BYTES).digest())
+        return digests[column]

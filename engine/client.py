@@ -1,0 +1,312 @@
+"""The async door to the engine: one process started, one socket, one iterator of events per request.
+
+Knows asyncio, frames and the engine's vocabulary. Does not know HTTP, text, or what happens inside the engine.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
+
+from engine import messages
+from engine.config import EngineConfig
+from engine.errors import EngineDeadError, OarlockError, RequestError, StartupError
+from engine.frames import Frame, FrameError, FrameReader
+from engine.stats import EngineStats
+from engine.types import EngineInfo, Request, TokenEvent
+
+logger = logging.getLogger("oarlock.engine.client")
+
+OnProgress = Callable[[str, float], None]
+_Answer = TokenEvent | OarlockError
+
+_MODULE = ("-P", "-m", "engine.process")  # -P: a folder named `engine` where the user stands is not ours
+_READ_BYTES = 1 << 18
+_STATS_TIMEOUT_S = 1.0  # a step in flight may take longer; then the last snapshot serves
+_REAP_S = 8.0  # more than the engine itself allows its clean-up
+_POLL_S = 0.01
+_EXIT_DIED = 5
+
+
+class EngineClient:
+    """Made by `start`. All methods belong to one event loop.
+
+    The engine ends with the thread that started it (the kernel sees to that), so start it from one that stays.
+    """
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        frames: FrameReader,
+        info: EngineInfo,
+    ) -> None:
+        self.info = info
+        self.dead = asyncio.Event()  # the process has ended; `exit_code` and `death_cause` say how
+        self.exit_code: int | None = None  # 0 after an orderly end
+        self.death_cause: str | None = None
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._frames = frames
+        self._ids = itertools.count(1)
+        self._queues: dict[int, asyncio.Queue[_Answer]] = {}
+        self._asked: dict[int, asyncio.Future[EngineStats]] = {}
+        self._last_stats = EngineStats()
+        self._progress_s = time.monotonic()
+        self._is_connected = True
+        self._is_closing = False
+        self._dispatcher = asyncio.create_task(self._dispatch(), name="engine-client")
+
+    # -- start and stop
+
+    @staticmethod
+    async def start(
+        config: EngineConfig, on_progress: OnProgress, *, command: Sequence[str] = _MODULE
+    ) -> "EngineClient":
+        """Start the engine's process and wait until every rank has loaded. Raises `StartupError`.
+
+        `command` is what the interpreter runs; the socket's number is added to it.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = _spawn(command, theirs.fileno())
+        try:
+            reader, writer = await asyncio.open_unix_connection(sock=ours)
+            writer.write(messages.config(config))
+            frames = FrameReader()
+            info = await _until_ready(process, reader, frames, on_progress)
+        except BaseException:  # cancelled too: nobody else knows of the process
+            ours.close()
+            process.kill()
+            process.wait()
+            raise
+        return EngineClient(process, reader, writer, frames, info)
+
+    async def close(self, timeout_s: float = 10.0) -> None:
+        """Ask the engine to stop; open requests get their terminal event. If it stays, it is killed. Idempotent."""
+        self._is_closing = True
+        if self._is_connected:
+            self._writer.write(messages.stop())
+        if not await self._ended(timeout_s):
+            self._process.kill()
+        await self._dispatcher
+
+    # -- requests
+
+    def new_request_id(self) -> int:
+        return next(self._ids)
+
+    async def generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
+        """Events of one request, the last of which has a `finish_reason`. Closing the iterator is the abort.
+
+        Before the first event: `RequestError` or `QueueFullError`. At any time: `EngineDeadError`.
+        """
+        self._check_alive()
+        request_id = request.request_id
+        if request_id in self._queues:
+            raise RequestError(f"Request id {request_id} is in use; `new_request_id` draws one.", "request_id")
+        try:
+            frame = messages.request(request)
+        except FrameError as error:
+            raise RequestError(f"The request cannot be sent: {error}.", "prompt") from error
+        queue: asyncio.Queue[_Answer] = asyncio.Queue()  # holds at most max_tokens events
+        self._queues[request_id] = queue
+        try:
+            self._writer.write(frame)
+            await self._drain()
+            while True:
+                answer = await queue.get()
+                if not isinstance(answer, TokenEvent):
+                    raise answer
+                yield answer
+                if answer.finish_reason is not None:
+                    return
+        finally:
+            # Still listed: no terminal event has come, so the engine is at work for nobody.
+            if self._queues.get(request_id) is queue:
+                del self._queues[request_id]
+                if self._is_connected:
+                    self._writer.write(messages.abort(request_id))
+
+    # -- state
+
+    @property
+    def is_alive(self) -> bool:
+        return self._is_connected and not self._is_closing and self.death_cause is None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def last_progress_age_s(self) -> float:
+        """Time since the engine proved that every rank answers: by a step, or by a heartbeat when idle."""
+        return time.monotonic() - self._progress_s
+
+    @property
+    def num_open(self) -> int:
+        """Requests without a terminal event."""
+        return len(self._queues)
+
+    async def stats(self) -> EngineStats:
+        """A fresh snapshot; the last known one when the engine is busy for long, or dead (`state` says so)."""
+        if self._is_connected:
+            number = next(self._ids)
+            future: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
+            self._asked[number] = future
+            self._writer.write(messages.ask_stats(number))
+            try:
+                return await asyncio.wait_for(future, _STATS_TIMEOUT_S)
+            except TimeoutError:
+                pass  # the last snapshot serves
+            finally:
+                self._asked.pop(number, None)
+        return self._last_stats
+
+    # -- the reading side
+
+    async def _dispatch(self) -> None:
+        """Until the socket ends, hand every frame to whom it is for; then tell everyone who still waits."""
+        cause: str | None = None
+        try:
+            while data := await self._reader.read(_READ_BYTES):
+                for frame in self._frames.feed(data):
+                    self._receive(frame)
+        except Exception as error:
+            logger.exception("event=engine_socket_failed")
+            cause = f"its socket failed: {error}"
+        finally:
+            self._is_connected = False
+            self._last_stats.state = "dead"
+            self._writer.close()
+            if cause is not None:
+                self.death_cause = self.death_cause or cause
+            self._tell_all()
+        await self._bury()
+
+    def _receive(self, frame: Frame) -> None:
+        if frame.kind == "events":
+            self._progress_s = time.monotonic()
+            for event in messages.read_events(frame):
+                self._answer(event.request_id, event, is_last=event.finish_reason is not None)
+        elif frame.kind == "alive":
+            self._progress_s = time.monotonic()
+        elif frame.kind == "refused":
+            request_id, error = messages.read_refused(frame)
+            self._answer(request_id, error, is_last=True)
+        elif frame.kind == "stats":
+            number, self._last_stats = messages.read_stats(frame)
+            future = self._asked.pop(number, None)
+            if future is not None and not future.done():
+                future.set_result(self._last_stats)
+        elif frame.kind == "dead":
+            self.death_cause, self.exit_code = messages.read_dead(frame)
+            self._tell_all()
+        else:
+            raise FrameError(f"the engine sent a {frame.kind!r} frame")
+
+    def _answer(self, request_id: int, answer: _Answer, *, is_last: bool) -> None:
+        queue = self._queues.get(request_id)
+        if queue is None:
+            return  # its iterator was closed a moment ago
+        if is_last:
+            del self._queues[request_id]
+        queue.put_nowait(answer)
+
+    def _tell_all(self) -> None:
+        """Nobody waits for an engine that is gone."""
+        queues, self._queues = self._queues, {}
+        for queue in queues.values():
+            queue.put_nowait(self._death())
+        asked, self._asked = self._asked, {}
+        for future in asked.values():
+            if not future.done():
+                future.set_result(self._last_stats)
+
+    async def _bury(self) -> None:
+        """Learn how the process ended; after that `dead` is set."""
+        if not await self._ended(_REAP_S):
+            self._process.kill()
+            await self._ended(_REAP_S)
+        status = self._process.poll()
+        if status is None or status < 0:
+            self.death_cause = self.death_cause or f"the engine process was ended by {_signal_name(status)}"
+            self.exit_code = self.exit_code or _EXIT_DIED
+        else:
+            self.exit_code = status
+            if status:
+                self.death_cause = self.death_cause or f"the engine process ended with exit code {status}"
+        self.dead.set()
+
+    async def _ended(self, timeout_s: float) -> bool:
+        """Whether the process ends in time. Polled: a waiting thread would outlive a cancelled call."""
+        deadline = time.monotonic() + timeout_s
+        while self._process.poll() is None:
+            if time.monotonic() >= deadline:
+                return False
+            await asyncio.sleep(_POLL_S)
+        return True
+
+    async def _drain(self) -> None:
+        with contextlib.suppress(ConnectionError):  # the dispatcher sees the same end and tells everyone why
+            await self._writer.drain()
+
+    def _check_alive(self) -> None:
+        if not self.is_alive:
+            raise self._death()
+
+    def _death(self) -> EngineDeadError:
+        if self._is_closing:
+            return EngineDeadError("The server is shutting down.")
+        return EngineDeadError("The inference engine has stopped. Nothing can be served until it is restarted.")
+
+
+def _spawn(command: Sequence[str], fd: int) -> subprocess.Popen[bytes]:
+    """Our packages are importable there wherever the user stands and however they were installed."""
+    root = str(Path(__file__).resolve().parent.parent)
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.Popen(
+        [sys.executable, *command, "--fd", str(fd), "--parent", str(os.getpid())],
+        pass_fds=[fd],
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+    )
+
+
+async def _until_ready(
+    process: subprocess.Popen[bytes], reader: asyncio.StreamReader, frames: FrameReader, on_progress: OnProgress
+) -> EngineInfo:
+    while data := await reader.read(_READ_BYTES):
+        for frame in frames.feed(data):
+            if frame.kind == "progress":
+                on_progress(*messages.read_progress(frame))
+            elif frame.kind == "failed":
+                raise messages.read_failed(frame)
+            elif frame.kind == "ready":
+                return messages.read_ready(frame)  # the engine sends nothing more before it is asked
+            else:
+                raise FrameError(f"the engine sent a {frame.kind!r} frame while starting")
+    status = await asyncio.to_thread(process.wait)
+    how = f"exit code {status}" if status >= 0 else f"it was ended by {_signal_name(status)}"
+    raise StartupError(
+        f"The engine process ended while starting ({how}).",
+        "If it was killed, the machine ran out of memory: use a smaller model. Else the lines above say why.",
+        status if status > 0 else 4 if status == -signal.SIGKILL else _EXIT_DIED,
+    )
+
+
+def _signal_name(status: int | None) -> str:
+    try:
+        return signal.Signals(-(status or 0)).name
+    except ValueError:
+        return f"signal {-(status or 0)}"

@@ -1,0 +1,256 @@
+"""The loop: drain the inbox, take a step, send what it did. Idle means blocked in one select, with a heartbeat.
+
+A mistake with one request ends that request. A lost rank ends every request, each with one clear event, and the loop.
+Does not know asyncio, HTTP or text; never waits for the frontend to read.
+"""
+
+import logging
+import os
+import selectors
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from engine import messages
+from engine.config import EngineConfig
+from engine.errors import QueueFullError, RequestError, WorkerError
+from engine.frames import Frame, FrameError
+from engine.link import Link, LinkClosedError
+from engine.scheduler import INTERNAL
+from engine.stats import EngineStats
+from engine.stepper import Stepper
+from engine.types import FinishReason, TokenEvent
+
+if TYPE_CHECKING:
+    from workers.group import WorkerGroup
+
+logger = logging.getLogger("oarlock.engine")
+
+EXIT_OK = 0
+EXIT_BUG = 1
+EXIT_RANK_DIED = 5
+EXIT_RANK_HUNG = 6
+
+DEAD = "The inference engine stopped while this request was running. Nothing more can be served until it is restarted."
+STOPPING = "The server is shutting down; this request was not completed."
+
+_UNREAD_LIMIT_S = 60.0  # a frontend that has not read for so long is as good as gone
+_LAST_WORDS_S = 2.0
+
+
+class EngineCore:
+    """Owns the step and the link. `run` returns the process's exit code; the group is left for the caller to close."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        group: "WorkerGroup",
+        link: Link,
+        *,
+        wake_fd: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.stepper = Stepper(config, group, clock)
+        self.scheduler = self.stepper.scheduler
+        self.busy_since: float | None = None  # read by a watchdog thread: when the running step or ping began
+        self._group = group
+        self._link = link
+        self._clock = clock
+        self._interval_s = config.heartbeat_interval_s
+        self._started_s = clock()
+        self._next_beat_s = self._started_s + self._interval_s
+        self._sent_s = self._started_s  # when the frontend last took a byte, or had nothing to take
+        # Ranks in processes of their own compute while events are sent; an inline rank computes inside `submit`.
+        self._sends_during_step = bool(group.rank_pids)
+        self._outbox: list[TokenEvent] = []
+        self._stopping = False
+        self._was_stuck = False
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(link, selectors.EVENT_READ, "link")
+        for fd in group.fileno_for_death():
+            self._selector.register(fd, selectors.EVENT_READ, "death")
+        if wake_fd is not None:
+            os.set_blocking(wake_fd, False)
+            self._selector.register(wake_fd, selectors.EVENT_READ, "wake")
+
+    def stop(self) -> None:
+        """Leave the loop after the step in flight. May be called from a signal handler."""
+        self._stopping = True
+
+    def run(self) -> int:
+        """Until told to stop, or until the frontend or a rank is gone."""
+        try:
+            while not self._stopping:
+                if not self.tick() and not self._stopping:
+                    self._wait()
+            self._part(STOPPING)
+            return EXIT_OK
+        except LinkClosedError as error:
+            logger.info('event=frontend_gone cause="%s"', error)
+            return EXIT_OK
+        except WorkerError as error:
+            logger.error('event=rank_lost rank=%d step=%d hung=%s cause="%s"', *_facts(error))
+            return self._die(str(error), EXIT_RANK_HUNG if error.hung else EXIT_RANK_DIED)
+        except Exception as error:
+            logger.exception("event=engine_failed")
+            return self._die(f"the engine loop failed: {type(error).__name__}", EXIT_BUG)
+
+    def tick(self) -> bool:
+        """One turn: inbox, step, outbox. False when there is nothing to compute now."""
+        self._receive()
+        if self._stopping or self._link.is_full:
+            return False
+        self.busy_since = self._clock()
+        output = self.stepper.begin()
+        self._outbox += self.stepper.take_events()
+        self._send_outbox()
+        if output is None:
+            self.busy_since = None
+            return self._may_go_on()
+        self._was_stuck = False
+        self._outbox += self.stepper.finish(output)
+        now = self._clock()
+        self.busy_since = None
+        self._next_beat_s = now + self._interval_s
+        if not self._outbox:
+            self._link.send(messages.alive(output.step_id))
+        if not self._sends_during_step:
+            self._send_outbox()
+        return True
+
+    # -- inbox
+
+    def _receive(self) -> None:
+        for frame in self._link.receive():
+            self._handle(frame)
+
+    def _handle(self, frame: Frame) -> None:
+        if frame.kind == "request":
+            self._add(frame)
+        elif frame.kind == "abort":
+            event = self.scheduler.abort(messages.read_id(frame), self._clock())
+            if event is not None:
+                self._outbox.append(event)
+        elif frame.kind == "stats":
+            self._link.send(messages.stats(messages.read_ask_stats(frame), self.snapshot()))
+        elif frame.kind == "stop":
+            self.stop()
+        else:
+            raise FrameError(f"the frontend sent a {frame.kind!r} frame")
+
+    def _add(self, frame: Frame) -> None:
+        request_id = messages.read_id(frame)
+        now = self._clock()
+        try:
+            self.scheduler.add(messages.read_request(frame), now)
+        except (RequestError, QueueFullError) as error:
+            self._link.send(messages.refused(request_id, error))
+        except Exception:
+            logger.exception("event=request_failed request_id=%d stage=add", request_id)
+            self._outbox.append(self._fail(request_id))
+
+    def _fail(self, request_id: int) -> TokenEvent:
+        """One request ends by our fault, known to the scheduler or not."""
+        event = self.scheduler.fail(request_id, INTERNAL, self._clock())
+        if event is None:
+            self.scheduler.stats.num_errors += 1
+            event = TokenEvent(request_id, finish_reason=FinishReason.ERROR, error=INTERNAL)
+        return event
+
+    def snapshot(self) -> EngineStats:
+        stats = self.scheduler.refresh_gauges()
+        stats.uptime_s = self._clock() - self._started_s
+        return stats
+
+    # -- outbox
+
+    def _send_outbox(self) -> None:
+        outbox, self._outbox = self._outbox, []
+        for group in messages.chunks(outbox):
+            try:
+                frame = messages.events(group)
+            except Exception:
+                logger.exception("event=encode_failed")
+                frame = messages.events([self._sendable(event) for event in group])
+            self._link.send(frame)
+
+    def _sendable(self, event: TokenEvent) -> TokenEvent:
+        """`event`, or the end of its request when it cannot be written."""
+        try:
+            messages.events([event])
+        except Exception:
+            logger.exception("event=request_failed request_id=%d stage=send", event.request_id)
+            return self._fail(event.request_id)
+        return event
+
+    # -- idle
+
+    def _may_go_on(self) -> bool:
+        """After a turn without a step: whether the next may have one. Work that nobody can run is our own mistake."""
+        if not self.scheduler.has_work:
+            return False
+        if not self._was_stuck:
+            self._was_stuck = True
+            return True
+        counts = (self.scheduler.num_running, self.scheduler.num_waiting)
+        logger.error("event=scheduler_stuck running=%d waiting=%d", *counts)
+        self._outbox += self.scheduler.fail_all(INTERNAL, self._clock())
+        self._send_outbox()
+        return False
+
+    def _wait(self) -> None:
+        """Block until the frontend speaks or reads, a rank ends, a signal comes or a heartbeat is due."""
+        now = self._clock()
+        if not self._link.has_pending:
+            self._sent_s = now
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._link.has_pending else 0)
+        self._selector.modify(self._link, wanted, "link")
+        for key, ready in self._selector.select(max(0.0, self._next_beat_s - now)):
+            if key.data == "wake":
+                os.read(key.fd, 4096)
+            elif key.data == "death":
+                self._group.ping()  # which says who it was
+                raise WorkerError(-1, self.scheduler.stats.step_id, "the channel of a rank was closed")
+            elif ready & selectors.EVENT_WRITE and self._link.flush():
+                self._sent_s = self._clock()
+        if self._link.has_pending and self._clock() - self._sent_s > _UNREAD_LIMIT_S:
+            raise LinkClosedError(f"it has not read for {_UNREAD_LIMIT_S:g} s")
+        if self._clock() >= self._next_beat_s:
+            self._beat()
+
+    def _beat(self) -> None:
+        """An idle engine still proves that every rank answers."""
+        self.busy_since = self._clock()
+        self._group.ping()
+        self.busy_since = None
+        self._next_beat_s = self._clock() + self._interval_s
+        self._link.send(messages.alive(self.scheduler.stats.step_id))
+
+    # -- the end
+
+    def _die(self, cause: str, exit_code: int) -> int:
+        """The frontend hears first that nothing more will come, then of each request's end."""
+        self.scheduler.stats.state = "dead"
+        try:
+            self._send_outbox()
+            self._link.send(messages.dead(cause, exit_code))
+            self._part(DEAD)
+        except LinkClosedError as error:
+            logger.info('event=frontend_gone cause="%s"', error)
+        return exit_code
+
+    def _part(self, message: str) -> None:
+        """Every open request gets its terminal event, as far as the frontend still reads."""
+        self.busy_since = None
+        self._outbox += self.stepper.take_events() + self.scheduler.fail_all(message, self._clock())
+        self._send_outbox()
+        deadline = time.monotonic() + _LAST_WORDS_S
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._link, selectors.EVENT_WRITE)
+            while self._link.has_pending and (left := deadline - time.monotonic()) > 0:
+                selector.select(left)
+                self._link.flush()
+
+
+def _facts(error: WorkerError) -> tuple[int, int, bool, str]:
+    return error.rank, error.step_id, error.hung, error.cause

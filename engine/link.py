@@ -1,0 +1,82 @@
+"""The engine's end of the socket to its frontend: frames in, frames out, never waiting for a reader that does not read.
+
+Knows sockets and frames. Does not know what the frames say.
+"""
+
+import socket
+from contextlib import suppress
+
+from engine.frames import Frame, FrameReader
+
+_RECV_BYTES = 1 << 18
+_MAX_RECV_PER_CALL = 4 << 20  # so that a flood of requests cannot keep the loop from stepping
+_FULL_BYTES = 16 << 20
+
+
+class LinkClosedError(Exception):
+    """The frontend is gone."""
+
+
+class Link:
+    """Buffers what the frontend has not yet read. `is_full` asks the loop to stop producing."""
+
+    def __init__(self, sock: socket.socket, *, full_bytes: int = _FULL_BYTES) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._reader = FrameReader()
+        self._pending = bytearray()
+        self._full_bytes = full_bytes
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    @property
+    def has_pending(self) -> bool:
+        return bool(self._pending)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._pending) >= self._full_bytes
+
+    def receive(self) -> list[Frame]:
+        """Whatever has arrived. Raises `LinkClosedError` at end-of-file, `FrameError` on garbage."""
+        frames: list[Frame] = []
+        received = 0
+        while received < _MAX_RECV_PER_CALL:
+            try:
+                data = self._sock.recv(_RECV_BYTES)
+            except BlockingIOError:
+                break
+            except ConnectionError as error:
+                raise LinkClosedError(str(error)) from error
+            if not data:
+                raise LinkClosedError("end of file")
+            frames += self._reader.feed(data)
+            received += len(data)
+        return frames
+
+    def send(self, frame: bytes) -> None:
+        """Send now what the socket takes now; keep the rest for `flush`."""
+        self._pending += frame
+        self.flush()
+
+    def flush(self) -> int:
+        """Bytes that left. Raises `LinkClosedError` when nobody can read them any more."""
+        if not self._pending:
+            return 0
+        sent = 0
+        try:
+            with memoryview(self._pending) as view:
+                while sent < len(view):
+                    sent += self._sock.send(view[sent:])
+        except BlockingIOError:
+            pass  # the rest goes when the socket is writable again
+        except ConnectionError as error:
+            raise LinkClosedError(str(error)) from error
+        del self._pending[:sent]
+        return sent
+
+    def close(self) -> None:
+        with suppress(OSError):  # the other end may have gone first
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()

@@ -1,0 +1,289 @@
+"""What the frames between frontend and engine mean: one function to write and one to read each.
+
+    frontend -> engine   config, request, abort, stats, stop
+    engine -> frontend   progress, failed, ready, events, refused, alive, stats, dead
+
+Knows `types.py`, `stats.py` and the frame. Does not know sockets. The readers raise `FrameError` on any frame that does
+not hold what its kind promises.
+"""
+
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from functools import wraps
+from itertools import accumulate
+from typing import Any, TypeVar
+
+from engine.config import EngineConfig
+from engine.errors import ContextLengthError, OarlockError, QueueFullError, RequestError, StartupError
+from engine.frames import Frame, FrameError, encode
+from engine.stats import EngineStats
+from engine.types import EngineInfo, FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
+
+T = TypeVar("T")
+
+
+def _reader(read: Callable[[Frame], T]) -> Callable[[Frame], T]:
+    """A frame that lacks something, or holds something else, is one kind of error: `FrameError`."""
+
+    @wraps(read)
+    def checked(frame: Frame) -> T:
+        try:
+            return read(frame)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+            raise FrameError(f"a bad {frame.head.get('kind')!r} frame: {type(error).__name__}: {error}") from error
+
+    return checked
+
+
+# -- start
+
+
+def config(value: EngineConfig) -> bytes:
+    return encode({"kind": "config", "config": value.to_json()})
+
+
+@_reader
+def read_config(frame: Frame) -> EngineConfig:
+    return EngineConfig.from_json(frame.head["config"])
+
+
+def progress(phase: str, fraction: float) -> bytes:
+    return encode({"kind": "progress", "phase": phase, "fraction": round(fraction, 4)})
+
+
+@_reader
+def read_progress(frame: Frame) -> tuple[str, float]:
+    return str(frame.head["phase"]), float(frame.head["fraction"])
+
+
+def failed(error: StartupError) -> bytes:
+    return encode({"kind": "failed", "cause": error.cause, "fix": error.fix, "exit_code": error.exit_code})
+
+
+@_reader
+def read_failed(frame: Frame) -> StartupError:
+    head = frame.head
+    return StartupError(str(head["cause"]), str(head["fix"]), int(head["exit_code"]))
+
+
+def ready(info: EngineInfo) -> bytes:
+    return encode({"kind": "ready", "info": asdict(info)})
+
+
+@_reader
+def read_ready(frame: Frame) -> EngineInfo:
+    fields: dict[str, Any] = dict(frame.head["info"])
+    fields["rank_pids"] = tuple(fields["rank_pids"])
+    return EngineInfo(**fields)
+
+
+# -- requests
+
+
+def request(value: Request) -> bytes:
+    """Raises `FrameError` for ids that are not int32."""
+    head = {
+        "kind": "request",
+        "id": value.request_id,
+        "params": asdict(value.params),
+        "priority": value.priority,
+        "salt": value.cache_salt.hex(),
+    }
+    return encode(head, value.prompt_token_ids)
+
+
+@_reader
+def read_request(frame: Frame) -> Request:
+    head = frame.head
+    params = dict(head["params"])
+    for name in ("eos_token_ids", "stop_token_ids"):
+        params[name] = tuple(int(token) for token in params[name])
+    return Request(
+        request_id=int(head["id"]),
+        prompt_token_ids=tuple(frame.ints),
+        params=SamplingParams(**params),
+        priority=int(head["priority"]),
+        cache_salt=bytes.fromhex(head["salt"]),
+    )
+
+
+def abort(request_id: int) -> bytes:
+    return encode({"kind": "abort", "id": request_id})
+
+
+def refused(request_id: int, error: OarlockError) -> bytes:
+    head: dict[str, Any] = {"kind": "refused", "id": request_id, "message": str(error)}
+    if isinstance(error, QueueFullError):
+        head |= {"error": "queue_full", "retry_after_s": error.retry_after_s}
+    elif isinstance(error, RequestError):
+        name = "context_length" if isinstance(error, ContextLengthError) else "request"
+        head |= {"error": name, "param": error.param, "code": error.code}
+    else:
+        raise TypeError(f"{type(error).__name__} is no refusal")
+    return encode(head)
+
+
+@_reader
+def read_refused(frame: Frame) -> tuple[int, OarlockError]:
+    head = frame.head
+    request_id, message = int(head["id"]), str(head["message"])
+    if head["error"] == "queue_full":
+        return request_id, QueueFullError(message, float(head["retry_after_s"]))
+    if head["error"] == "context_length":
+        return request_id, ContextLengthError(message, head["param"])
+    return request_id, RequestError(message, head["param"], head["code"])
+
+
+@_reader
+def read_id(frame: Frame) -> int:
+    """Of a request or an abort."""
+    return int(frame.head["id"])
+
+
+# -- events
+#
+# One frame carries all events of a step. Most are one token and nothing else, so the head holds three columns and a
+# dictionary of exceptions:
+#
+#     ids      request ids                      extra    {index: {reason, stop, error, shapes of logprobs}}
+#     counts   token ids of each event          ints     token ids, then the integers of logprobs
+#     cached   num_cached_tokens of each        floats   logprobs
+
+
+def events(values: list[TokenEvent]) -> bytes:
+    tokens: list[int] = []
+    ints: list[int] = []
+    floats: list[float] = []
+    extra: dict[str, dict[str, Any]] = {}
+    for index, event in enumerate(values):
+        tokens += event.token_ids
+        if event.finish_reason or event.logprobs or event.prompt_logprobs:
+            extra[str(index)] = _extra(event, ints, floats)
+    head = {
+        "kind": "events",
+        "ids": [event.request_id for event in values],
+        "counts": [len(event.token_ids) for event in values],
+        "cached": [event.num_cached_tokens for event in values],
+        "extra": extra,
+    }
+    return encode(head, tokens + ints, floats)
+
+
+@_reader
+def read_events(frame: Frame) -> list[TokenEvent]:
+    head, ints = frame.head, frame.ints
+    ids, counts, cached, extra = head["ids"], head["counts"], head["cached"], head["extra"]
+    if min(counts, default=0) < 0 or sum(counts) > len(ints):
+        raise FrameError("token counts that the frame does not hold")
+    numbers = _Numbers(ints[sum(counts) :], frame.floats)
+    values = []
+    ends = accumulate(counts)
+    for index, (request_id, count, end, num_cached) in enumerate(zip(ids, counts, ends, cached, strict=True)):
+        token_ids = tuple(ints[end - count : end])
+        more = _read_extra(extra[str(index)], numbers) if str(index) in extra else {}
+        values.append(TokenEvent(int(request_id), token_ids, num_cached_tokens=int(num_cached), **more))
+    return values
+
+
+def _extra(event: TokenEvent, ints: list[int], floats: list[float]) -> dict[str, Any]:
+    extra: dict[str, Any] = {}
+    if event.finish_reason:
+        extra["reason"] = event.finish_reason.value
+    if event.stop_token_id is not None:
+        extra["stop"] = event.stop_token_id
+    if event.error is not None:
+        extra["error"] = event.error
+    for name, entries in (("logprobs", event.logprobs), ("prompt_logprobs", event.prompt_logprobs)):
+        if entries:
+            extra[name] = [len(entry.top) for entry in entries]
+            for entry in entries:
+                ints += (entry.token_id, entry.rank)
+                floats.append(entry.logprob)
+                for token, logprob in entry.top:
+                    ints.append(token)
+                    floats.append(logprob)
+    return extra
+
+
+def _read_extra(extra: dict[str, Any], numbers: "_Numbers") -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "finish_reason": FinishReason(extra["reason"]) if "reason" in extra else None,
+        "stop_token_id": extra.get("stop"),
+        "error": extra.get("error"),
+    }
+    for name in ("logprobs", "prompt_logprobs"):
+        if name in extra:
+            fields[name] = tuple(numbers.take(int(num_top)) for num_top in extra[name])
+    return fields
+
+
+class _Numbers:
+    """Reads logprobs back in the order they were written."""
+
+    def __init__(self, ints: array, floats: array) -> None:
+        self._ints = iter(ints)
+        self._floats = iter(floats)
+
+    def take(self, num_top: int) -> TokenLogprobs:
+        try:
+            token_id, rank, logprob = next(self._ints), next(self._ints), next(self._floats)
+            top = tuple((next(self._ints), next(self._floats)) for _ in range(num_top))
+        except (StopIteration, RuntimeError) as error:  # a generator turns the first into the second
+            raise FrameError("fewer logprobs than announced") from error
+        return TokenLogprobs(token_id, logprob, rank, top)
+
+
+# -- the rest
+
+
+def alive(step_id: int) -> bytes:
+    """Every rank has answered just now, though there was nothing to tell."""
+    return encode({"kind": "alive", "step_id": step_id})
+
+
+def ask_stats(number: int) -> bytes:
+    return encode({"kind": "stats", "number": number})
+
+
+def stats(number: int, value: EngineStats) -> bytes:
+    return encode({"kind": "stats", "number": number, "stats": value.to_dict()})
+
+
+@_reader
+def read_ask_stats(frame: Frame) -> int:
+    return int(frame.head["number"])
+
+
+@_reader
+def read_stats(frame: Frame) -> tuple[int, EngineStats]:
+    return int(frame.head["number"]), EngineStats.from_dict(frame.head["stats"])
+
+
+def stop() -> bytes:
+    return encode({"kind": "stop"})
+
+
+def dead(cause: str, exit_code: int) -> bytes:
+    return encode({"kind": "dead", "cause": cause, "exit_code": exit_code})
+
+
+@_reader
+def read_dead(frame: Frame) -> tuple[str, int]:
+    return str(frame.head["cause"]), int(frame.head["exit_code"])
+
+
+def chunks(values: Iterable[TokenEvent], most_entries: int = 4_000_000) -> Iterable[list[TokenEvent]]:
+    """Events in groups that each fit one frame, however many logprobs they carry."""
+    group: list[TokenEvent] = []
+    size = 0
+    for event in values:
+        group.append(event)
+        size += 1
+        if event.prompt_logprobs:
+            size += len(event.prompt_logprobs) * (2 + len(event.prompt_logprobs[0].top))
+        if size >= most_entries:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group

@@ -1,0 +1,390 @@
+"""Who runs next: one token budget per step, one list, no phases. The whole policy, and nothing else.
+
+A sequence has tokens known and tokens computed; each step gives it some number of tokens to catch up. Chunked prefill,
+decoding, prefix hits and recomputation after preemption are then the same case.
+
+Pure: the time is an argument, nothing is random, no set is iterated; the same calls give the same steps. Does not know
+arrays, devices, processes or text.
+"""
+
+import logging
+from dataclasses import dataclass
+
+from engine.admission import Limits, check
+from engine.blocks import BlockManager
+from engine.config import EngineConfig
+from engine.errors import QueueFullError, RequestError
+from engine.sequence import SchedulerOutput, Sequence, Status, StepResult, Work
+from engine.stats import EngineStats
+from engine.types import FinishReason, Request, TokenEvent, TokenLogprobs
+from engine.waiting import WaitingRoom
+from workers.config import WorkerInfo
+
+logger = logging.getLogger("oarlock.engine")
+
+# One level of priority is worth so much waiting: a request is overtaken only by more urgent ones that come within this
+# time per level, so none starves.
+PRIORITY_STEP_S = 30.0
+# A row of logits is as wide as the vocabulary; a step that scored a whole long prompt at once would not fit memory.
+MAX_SCORED_ROWS_PER_STEP = 256
+# A sequence preempted so often comes back only when it and all that run can finish without another preemption.
+MAX_EASY_RETURNS = 2
+
+NOT_FINITE = (
+    "The model produced numbers that are not finite (NaN or infinity) for this request, so it was stopped. "
+    "Other requests are not affected."
+)
+INTERNAL = "The server failed while working on this request, so it was stopped. The cause is in the server's log."
+
+
+@dataclass(slots=True)
+class _Budget:
+    """What is left of one step."""
+
+    tokens: int
+    scored_rows: int
+
+
+class Scheduler:
+    """Every accepted request leaves with exactly one terminal event and holds no block after it."""
+
+    def __init__(self, config: EngineConfig, info: WorkerInfo) -> None:
+        worker = config.worker
+        self.limits = Limits.of(config, info)
+        self.stats = EngineStats()
+        self.blocks = BlockManager(info.num_blocks, info.block_size, enable_prefix_caching=config.enable_prefix_caching)
+        self.max_num_batched_tokens = worker.max_num_batched_tokens
+        # Every running sequence must be able to get its one token, or decodes would starve each other.
+        self.max_num_seqs = min(worker.max_num_seqs, worker.max_num_batched_tokens)
+        self._waiting = WaitingRoom(config.max_waiting_requests, config.max_waiting_tokens)
+        self._running: list[Sequence] = []  # in the order they came in
+        self._open: dict[int, Sequence] = {}
+        self._free_rows = list(range(self.max_num_seqs - 1, -1, -1))
+        self._events: list[TokenEvent] = []  # terminal events that no commit returned
+        self._num_arrivals = 0
+        self._step_id = 0
+
+    # -- the door
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._open)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def add(self, request: Request, now: float) -> None:
+        """Let a request wait. Raises `RequestError` when it can never run, `QueueFullError` when it cannot wait."""
+        try:
+            if request.request_id in self._open:
+                raise RequestError(f"Request id {request.request_id} is in use.", "request_id")
+            check(request, self.limits)
+            self._waiting.check(len(request.prompt_token_ids), len(self._free_rows), now)
+        except (RequestError, QueueFullError):
+            self.stats.num_rejected += 1
+            raise
+        self._num_arrivals += 1
+        key = (now + request.priority * PRIORITY_STEP_S, self._num_arrivals)
+        seq = Sequence(request, key=key, max_len=self.limits.max_len, arrival_s=now)
+        self._open[request.request_id] = seq
+        self._waiting.push(seq)
+        self.stats.saw_arrival(seq)
+
+    def abort(self, request_id: int, now: float) -> TokenEvent | None:
+        """End a request whose caller went away. Safe at any time: a step in flight for it is ignored by `commit`."""
+        seq = self._open.get(request_id)
+        return None if seq is None else self._finish(seq, FinishReason.ABORT, now)
+
+    def fail(self, request_id: int, message: str, now: float) -> TokenEvent | None:
+        """End one request by the engine's fault."""
+        seq = self._open.get(request_id)
+        if seq is None:
+            return None
+        self.stats.num_errors += 1
+        return self._finish(seq, FinishReason.ERROR, now, error=message)
+
+    def fail_all(self, message: str, now: float) -> list[TokenEvent]:
+        """End every open request: nothing can be computed any more."""
+        events = [self.fail(request_id, message, now) for request_id in list(self._open)]
+        return self.take_events() + [event for event in events if event is not None]
+
+    def take_events(self) -> list[TokenEvent]:
+        """Terminal events of requests that failed outside `commit`."""
+        events, self._events = self._events, []
+        return events
+
+    # -- one step
+
+    def schedule(self, now: float) -> SchedulerOutput | None:
+        """Decide the next step: decodes first, then prefills under way, then the waiting room, all from one budget."""
+        output = SchedulerOutput(self._step_id + 1, [])
+        behind = self._schedule_decodes(output, now)
+        budget = _Budget(self.max_num_batched_tokens - len(output.work), MAX_SCORED_ROWS_PER_STEP)
+        for seq in behind:
+            if seq.status is Status.RUNNING:
+                self._give(seq, output, budget)
+        # Who has just been preempted must not come straight back for the blocks it gave up.
+        if not output.num_preempted:
+            self._admit(output, budget, now)
+        if not output.work:
+            return None
+        self._step_id += 1
+        self.stats.step_id = self._step_id
+        self.stats.iteration_tokens.observe(self.max_num_batched_tokens - budget.tokens)
+        return output
+
+    def commit(self, output: SchedulerOutput, result: StepResult, now: float) -> list[TokenEvent]:
+        """Take a step's answer in: append tokens, share full blocks, decide ends. Whoever left meanwhile is ignored."""
+        events = []
+        row = 0
+        for work in output.work:
+            seq, first = work.seq, row
+            row += work.num_rows
+            if seq.status is not Status.RUNNING:
+                continue
+            try:
+                event = self._advance(work, result, first, now)
+            except Exception:
+                event = self._contain(seq, "commit", now)
+            if event is not None:
+                events.append(event)
+        return events
+
+    def _schedule_decodes(self, output: SchedulerOutput, now: float) -> list[Sequence]:
+        """One token for each sequence that is only one behind; the others are returned."""
+        behind = []
+        work, block_size = output.work, self.blocks.block_size
+        for seq in list(self._running):
+            if seq.status is not Status.RUNNING:
+                continue  # preempted a moment ago, for the sake of an older one
+            start = seq.num_computed_tokens
+            if len(seq.token_ids) - start > 1:
+                behind.append(seq)
+                continue
+            try:
+                if start < len(seq.block_ids) * block_size or self._grow(seq, output):
+                    work.append(Work(seq, start, 1, seq.samples))
+            except Exception:
+                self._events.append(self._contain(seq, "schedule", now))
+        if output.num_preempted:
+            output.work = [item for item in work if item.seq.status is Status.RUNNING]
+        return behind
+
+    def _grow(self, seq: Sequence, output: SchedulerOutput) -> bool:
+        """One more block for `seq`, taken from the youngest if need be. False when `seq` was itself the youngest."""
+        while (new := self.blocks.grow(seq, seq.num_computed_tokens + 1)) is None:
+            victim = max(self._running, key=lambda other: other.key)
+            self._preempt(victim)
+            output.num_preempted += 1
+            if victim is seq:
+                return False
+        column = len(seq.block_ids) - len(new)
+        output.new_blocks += [(seq.row, column + index, block) for index, block in enumerate(new)]
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Give everything back and wait again; what was generated is kept and will be recomputed like a prompt."""
+        self._leave_running(seq)
+        seq.num_computed_tokens = 0
+        seq.num_preemptions += 1
+        self.stats.num_preemptions += 1
+        self._waiting.push(seq)
+
+    def _give(self, seq: Sequence, output: SchedulerOutput, budget: _Budget) -> None:
+        """As many tokens of `seq` as the budget allows."""
+        start = seq.num_computed_tokens
+        num_tokens = min(seq.num_tokens - start, budget.tokens)
+        score_from = num_scored = 0
+        if seq.request.params.prompt_logprobs is not None:
+            score_from = max(start, len(seq.prompt_logprobs))
+            score_to = seq.num_prompt_tokens - 1  # the prompt's last token predicts a sampled one
+            if score_to - score_from > budget.scored_rows:
+                num_tokens = min(num_tokens, score_from - start + budget.scored_rows)
+            num_scored = max(0, min(start + num_tokens, score_to) - score_from)
+        if num_tokens <= 0:
+            return
+        budget.tokens -= num_tokens
+        budget.scored_rows -= num_scored
+        wants_logits = start + num_tokens == seq.num_tokens and seq.samples
+        output.work.append(Work(seq, start, num_tokens, wants_logits, score_from, num_scored))
+
+    def _admit(self, output: SchedulerOutput, budget: _Budget, now: float) -> None:
+        """Let waiting sequences in, strictly in order: a long prompt at the head is not overtaken for ever."""
+        while self._waiting and self._free_rows and budget.tokens > 0:
+            seq = self._waiting.head
+            try:
+                if not self._enter(seq, output, now):
+                    break
+                self._give(seq, output, budget)
+            except Exception:
+                self._events.append(self._contain(seq, "admit", now))
+
+    def _enter(self, seq: Sequence, output: SchedulerOutput, now: float) -> bool:
+        """Give a waiting sequence its row and blocks for all it knows. False when they are not to be had now."""
+        num_cached = self.blocks.match(seq, seq.num_skippable_tokens)
+        needed = self.blocks.blocks_for(seq.num_tokens) - len(seq.block_ids)
+        # A block in reserve for each one running: who enters should not at once be preempted by their growth.
+        if needed + len(self._running) > self.blocks.num_available or not self._may_return(seq):
+            self.blocks.release(seq)
+            return False
+        new = self.blocks.grow(seq, seq.num_tokens)
+        assert new is not None
+        self._waiting.pop(now)
+        self._running.append(seq)
+        seq.status = Status.RUNNING
+        seq.row = self._free_rows.pop()
+        seq.num_computed_tokens = num_cached
+        if seq.first_scheduled_s is None:
+            seq.first_scheduled_s = now
+            seq.num_cached_tokens = num_cached
+            self.stats.saw_entry(seq, now)
+        output.new_rows.append(seq)
+        output.new_blocks += [(seq.row, column, block) for column, block in enumerate(seq.block_ids)]
+        return True
+
+    def _may_return(self, seq: Sequence) -> bool:
+        """Bounds the preemptions of one sequence: at last it waits until everyone's worst case fits beside its own."""
+        if seq.num_preemptions < MAX_EASY_RETURNS:
+            return True
+        worst = sum(self._most_blocks(other) for other in self._running) + self._most_blocks(seq)
+        return worst <= self.blocks.num_total
+
+    def _most_blocks(self, seq: Sequence) -> int:
+        most = seq.num_prompt_tokens + seq.request.params.max_tokens
+        return self.blocks.blocks_for(min(most, seq.max_len))
+
+    # -- the answer to a step
+
+    def _advance(self, work: Work, result: StepResult, first: int, now: float) -> TokenEvent | None:
+        seq, params = work.seq, work.seq.request.params
+        last = first + work.num_scored
+        if not all(result.finite[first : last + work.wants_logits]):
+            self.stats.num_nonfinite += 1
+            self.blocks.forget(seq)  # its KV may be spoilt: nobody else shall find it
+            return self.fail(seq.request_id, NOT_FINITE, now)
+        seq.num_computed_tokens = work.start + work.num_tokens
+        if seq.num_computed_tokens // self.blocks.block_size > seq.num_published_blocks:
+            self.blocks.publish(seq)
+        for row in range(first, last):
+            assert params.prompt_logprobs is not None
+            seq.prompt_logprobs.append(_logprobs(result, row, params.prompt_logprobs))
+        if work.wants_logits:
+            return self._accept(seq, result, last, now)
+        if not seq.samples and seq.num_computed_tokens == seq.num_tokens:
+            return self._finish(seq, FinishReason.LENGTH, now, prompt_logprobs=tuple(seq.prompt_logprobs))
+        return None
+
+    def _accept(self, seq: Sequence, result: StepResult, row: int, now: float) -> TokenEvent:
+        """The sampled token becomes the sequence's; it may be its last."""
+        params, token = seq.request.params, result.token_ids[row]
+        is_stop = token in seq.stop_ids  # none is sampled before `min_tokens`: they were banned
+        seq.token_ids.append(token)
+        num_generated = len(seq.token_ids) - seq.num_prompt_tokens
+        prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        if num_generated == 1:
+            prompt_logprobs = tuple(seq.prompt_logprobs)
+        self.stats.saw_token(seq, now)
+        logprobs = () if params.logprobs is None else (_logprobs(result, row, params.logprobs),)
+        if is_stop:
+            reason = FinishReason.STOP
+        elif num_generated >= params.max_tokens or len(seq.token_ids) >= seq.max_len:
+            reason = FinishReason.LENGTH
+        else:
+            return TokenEvent(
+                seq.request_id, (token,), logprobs, prompt_logprobs, num_cached_tokens=seq.num_cached_tokens
+            )
+        return self._finish(
+            seq,
+            reason,
+            now,
+            token_ids=(token,),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            stop_token_id=token if is_stop else None,
+        )
+
+    # -- ends
+
+    def _finish(
+        self,
+        seq: Sequence,
+        reason: FinishReason,
+        now: float,
+        *,
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprobs, ...] = (),
+        prompt_logprobs: tuple[TokenLogprobs, ...] = (),
+        stop_token_id: int | None = None,
+        error: str | None = None,
+    ) -> TokenEvent:
+        """The one way out. Blocks and row are free again when this returns."""
+        if seq.status is Status.RUNNING:
+            self._leave_running(seq)
+        else:
+            self._waiting.remove(seq)
+            self.blocks.release(seq)  # it holds none, unless it failed on its way in
+        seq.status = Status.FINISHED
+        del self._open[seq.request_id]
+        self.stats.saw_end(seq, reason, now)
+        return TokenEvent(
+            seq.request_id,
+            token_ids,
+            logprobs,
+            prompt_logprobs,
+            finish_reason=reason,
+            stop_token_id=stop_token_id,
+            num_cached_tokens=seq.num_cached_tokens,
+            error=error,
+        )
+
+    def _contain(self, seq: Sequence, stage: str, now: float) -> TokenEvent:
+        """Our own mistake with one sequence ends that sequence, not the engine. Call it from an `except` block."""
+        logger.exception("event=request_failed request_id=%d stage=%s", seq.request_id, stage)
+        event = self.fail(seq.request_id, INTERNAL, now)
+        return event or TokenEvent(seq.request_id, finish_reason=FinishReason.ERROR, error=INTERNAL)
+
+    def _leave_running(self, seq: Sequence) -> None:
+        self._running.remove(seq)
+        self.blocks.release(seq)
+        self._free_rows.append(seq.row)
+        seq.row = -1
+        seq.status = Status.WAITING
+
+    # -- what can be asked at any time
+
+    def refresh_gauges(self) -> EngineStats:
+        """The stats with today's gauges."""
+        stats, blocks = self.stats, self.blocks
+        stats.num_requests_running = len(self._running)
+        stats.num_requests_waiting = len(self._waiting)
+        stats.num_waiting_tokens = self._waiting.num_tokens
+        stats.num_blocks_total = blocks.num_total
+        stats.num_blocks_free = blocks.num_free
+        stats.num_blocks_cached = blocks.num_cached
+        stats.num_blocks_held = blocks.num_held
+        stats.kv_cache_usage = blocks.num_held / blocks.num_total
+        return stats
+
+    def audit(self) -> None:
+        """Raise AssertionError unless all books balance."""
+        self.blocks.audit(self._open.values())
+        rows = sorted([seq.row for seq in self._running] + self._free_rows)
+        assert rows == list(range(self.max_num_seqs)), "rows are lost or shared"
+        assert sorted(self._open) == sorted(seq.request_id for seq in [*self._running, *self._waiting])
+        for seq in self._waiting:
+            assert not seq.block_ids and not seq.num_computed_tokens, "a waiting sequence holds something"
+        assert self._waiting.num_tokens == sum(seq.num_prompt_tokens for seq in self._waiting)
+
+
+def _logprobs(result: StepResult, row: int, num_top: int) -> TokenLogprobs:
+    assert result.logprobs is not None and result.ranks is not None
+    top: tuple[tuple[int, float], ...] = ()
+    if num_top:
+        assert result.top_ids is not None and result.top_logprobs is not None
+        top = tuple(zip(result.top_ids[row][:num_top], result.top_logprobs[row][:num_top], strict=True))
+    return TokenLogprobs(result.token_ids[row], result.logprobs[row], result.ranks[row], top)

@@ -1,0 +1,140 @@
+"""The state of one running request, and what one step decided. Private to the engine and mutable.
+
+Knows token ids and block ids. Does not know policy (`scheduler.py`), memory accounting (`blocks.py`) or arrays.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from engine.types import Request, TokenLogprobs
+
+
+class Status(Enum):
+    """Where a sequence stands. FINISHED is final: a step still in flight for it is ignored."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+class Sequence:
+    """One request on its way. `token_ids` is what is known, `num_computed_tokens` is what has KV."""
+
+    __slots__ = (
+        "arrival_s",
+        "block_ids",
+        "digests",
+        "first_scheduled_s",
+        "first_token_s",
+        "key",
+        "last_token_s",
+        "max_len",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_published_blocks",
+        "prompt_logprobs",
+        "request",
+        "row",
+        "status",
+        "stop_ids",
+        "token_ids",
+    )
+
+    def __init__(self, request: Request, *, key: tuple[float, int], max_len: int, arrival_s: float) -> None:
+        params = request.params
+        self.request = request
+        self.key = key  # the smaller runs first and is preempted last
+        self.token_ids: list[int] = list(request.prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.max_len = max_len  # prompt and generated tokens together never exceed it
+        self.num_computed_tokens = 0
+        self.block_ids: list[int] = []
+        self.digests: list[bytes] = []  # chained hashes of the full blocks, as far as anyone asked
+        self.num_published_blocks = 0
+        self.row = -1  # stable while the sequence runs
+        self.status = Status.WAITING
+        self.stop_ids = frozenset(params.eos_token_ids) | frozenset(params.stop_token_ids)
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.num_cached_tokens = 0  # of the prompt, at its first admission
+        self.num_preemptions = 0
+        self.arrival_s = arrival_s
+        self.first_scheduled_s: float | None = None
+        self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
+
+    @property
+    def request_id(self) -> int:
+        return self.request.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def samples(self) -> bool:
+        """False when only the prompt is to be scored."""
+        return self.request.params.max_tokens > 0
+
+    @property
+    def num_skippable_tokens(self) -> int:
+        """How many leading tokens need not run when their KV is at hand: all but those still to be scored."""
+        params = self.request.params
+        if params.prompt_logprobs is None or len(self.prompt_logprobs) >= self.num_prompt_tokens - 1:
+            return len(self.token_ids)
+        return len(self.prompt_logprobs)
+
+    @property
+    def banned_ids(self) -> tuple[int, ...]:
+        """Ids that may not be sampled next: whatever would end the sequence before `min_tokens`."""
+        if self.num_generated_tokens >= self.request.params.min_tokens:
+            return ()
+        return tuple(sorted(self.stop_ids))
+
+
+@dataclass(slots=True)
+class Work:
+    """Some tokens of one sequence: `token_ids[start : start + num_tokens]`.
+
+    Its rows of logits are, in this order: `num_scored` prompt tokens from position `score_from` on, each predicting its
+    successor, then one for the next token if `wants_logits`.
+    """
+
+    seq: Sequence
+    start: int
+    num_tokens: int
+    wants_logits: bool
+    score_from: int = 0
+    num_scored: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_scored + self.wants_logits
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """The decision for one step."""
+
+    step_id: int
+    work: list[Work]
+    new_blocks: list[tuple[int, int, int]] = field(default_factory=list)  # (row, column, block id)
+    new_rows: list[Sequence] = field(default_factory=list)  # sequences whose row was not theirs in the last step
+    num_preempted: int = 0
+
+
+@dataclass(slots=True)
+class StepResult:
+    """The ranks' answer as plain lists, one entry per row of logits in the order of the work."""
+
+    token_ids: list[int]
+    finite: list[bool]
+    logprobs: list[float] | None = None
+    ranks: list[int] | None = None
+    top_ids: list[list[int]] | None = None
+    top_logprobs: list[list[float]] | None = None

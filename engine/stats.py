@@ -1,0 +1,174 @@
+"""Counters, gauges and histograms as plain data: what happened, in numbers that can be added up and sent as JSON.
+
+Does not know: how a dashboard names or formats them (that is the server's), nor any clock.
+"""
+
+import json
+from bisect import bisect_left
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from engine.sequence import Sequence
+from engine.types import FinishReason
+
+_SECONDS = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+)
+_SHORT_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3)
+_LONG_SECONDS = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+_ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Counts per bucket; `counts[i]` holds values <= `bounds[i]`, the last one everything above. Not cumulative."""
+
+    bounds: tuple[float, ...]
+    counts: list[int] = field(default_factory=list)
+    sum: float = 0.0
+    count: int = 0
+
+    def __post_init__(self) -> None:
+        self.bounds = tuple(self.bounds)
+        if not self.counts:
+            self.counts = [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+        self.count += 1
+
+
+def _seconds() -> Histogram:
+    return Histogram(_SECONDS)
+
+
+def _short_seconds() -> Histogram:
+    return Histogram((*_SHORT_SECONDS, 0.5, 1.0, 2.5, 5.0, 10.0))
+
+
+def _long_seconds() -> Histogram:
+    return Histogram(_LONG_SECONDS)
+
+
+def _tokens() -> Histogram:
+    return Histogram(_TOKENS)
+
+
+def _iteration_tokens() -> Histogram:
+    return Histogram(_ITERATION_TOKENS)
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """One engine since its start. Gauges are set when a snapshot is taken, counters only ever grow."""
+
+    state: str = "ready"  # ready | dead
+    uptime_s: float = 0.0
+    step_id: int = 0  # the last step that was begun
+    # gauges
+    num_requests_running: int = 0
+    num_requests_waiting: int = 0
+    num_waiting_tokens: int = 0
+    kv_cache_usage: float = 0.0  # 0..1, blocks that running requests hold
+    num_blocks_total: int = 0  # without the null block
+    num_blocks_free: int = 0  # hold nothing worth keeping
+    num_blocks_cached: int = 0  # held by nobody, kept for a prefix hit, evicted when needed
+    num_blocks_held: int = 0
+    # counters
+    prefix_cache_queries: int = 0  # prompt tokens looked up
+    prefix_cache_hits: int = 0  # prompt tokens found
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    num_preemptions: int = 0
+    num_accepted: int = 0
+    num_rejected: int = 0  # refused at the door: their fault (400) or a full waiting room (429)
+    num_errors: int = 0  # requests that ended by the engine's fault
+    num_nonfinite: int = 0  # of these: the model's logits were not finite
+    finished: dict[str, int] = field(default_factory=lambda: {reason.value: 0 for reason in FinishReason})
+    # histograms
+    queue_time_s: Histogram = field(default_factory=_long_seconds)
+    time_to_first_token_s: Histogram = field(default_factory=_seconds)
+    prefill_time_s: Histogram = field(default_factory=_long_seconds)
+    decode_time_s: Histogram = field(default_factory=_long_seconds)
+    e2e_latency_s: Histogram = field(default_factory=_long_seconds)
+    inter_token_latency_s: Histogram = field(default_factory=_short_seconds)
+    time_per_output_token_s: Histogram = field(default_factory=_short_seconds)  # of one request, mean after the first
+    step_time_s: Histogram = field(default_factory=_short_seconds)
+    iteration_tokens: Histogram = field(default_factory=_iteration_tokens)
+    request_prompt_tokens: Histogram = field(default_factory=_tokens)
+    request_generation_tokens: Histogram = field(default_factory=_tokens)
+
+    def saw_arrival(self, seq: Sequence) -> None:
+        self.num_accepted += 1
+        self.prompt_tokens += seq.num_prompt_tokens
+        self.request_prompt_tokens.observe(seq.num_prompt_tokens)
+
+    def saw_entry(self, seq: Sequence, now: float) -> None:
+        """A sequence begins to run for the first time."""
+        self.queue_time_s.observe(now - seq.arrival_s)
+        self.prefix_cache_queries += seq.num_prompt_tokens
+        self.prefix_cache_hits += seq.num_cached_tokens
+
+    def saw_token(self, seq: Sequence, now: float) -> None:
+        """A token was sampled for `seq`, whose times are brought up to date here."""
+        self.generation_tokens += 1
+        if seq.last_token_s is not None:
+            self.inter_token_latency_s.observe(now - seq.last_token_s)
+        elif seq.first_scheduled_s is not None:
+            seq.first_token_s = now
+            self.time_to_first_token_s.observe(now - seq.arrival_s)
+            self.prefill_time_s.observe(now - seq.first_scheduled_s)
+        seq.last_token_s = now
+
+    def saw_end(self, seq: Sequence, reason: FinishReason, now: float) -> None:
+        self.finished[reason.value] += 1
+        if reason in (FinishReason.ABORT, FinishReason.ERROR):
+            return  # how long it took says nothing about how fast the engine is
+        self.e2e_latency_s.observe(now - seq.arrival_s)
+        self.request_generation_tokens.observe(seq.num_generated_tokens)
+        if seq.first_token_s is not None:
+            self.decode_time_s.observe(now - seq.first_token_s)
+            if seq.num_generated_tokens > 1:
+                self.time_per_output_token_s.observe((now - seq.first_token_s) / (seq.num_generated_tokens - 1))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str | bytes) -> "EngineStats":
+        return EngineStats.from_dict(json.loads(text))
+
+    def to_dict(self) -> dict[str, Any]:
+        """A snapshot that later changes cannot reach."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> "EngineStats":
+        fields: dict[str, Any] = {
+            key: Histogram(**value) if _is_histogram(value) else value for key, value in data.items()
+        }
+        return EngineStats(**fields)
+
+
+def _is_histogram(value: object) -> bool:
+    return isinstance(value, dict) and "bounds" in value

@@ -1,0 +1,341 @@
+"""Ranks without a model: KV memory that remembers what was written where, and tokens that depend on it.
+
+A token is a function of (history, seed, position), and the history is read back through the block table, so that any
+mistake in paging, sharing, recomputation or batching shows as a wrong token or a failed check.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from engine.config import EngineConfig, WorkerConfig
+from engine.errors import WorkerError
+from engine.scheduler import Scheduler
+from engine.sequence import SchedulerOutput
+from engine.step_builder import StepBuilder
+from engine.stepper import _as_lists
+from engine.types import FinishReason, Request, SamplingParams, TokenEvent
+from workers.config import WorkerInfo
+from workers.protocol import StepMetadata, StepOutput
+
+VOCAB = 64
+EOS = 7
+_ROOT = 12345
+
+
+def make_config(
+    *,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 32,
+    block_size: int = 4,
+    max_model_len: int = 64,
+    step_timeout_s: float = 120.0,
+    **engine,
+) -> EngineConfig:
+    worker = WorkerConfig(
+        "nowhere",
+        device="cpu",
+        dtype="float32",
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        step_timeout_s=step_timeout_s,
+    )
+    return EngineConfig(worker, **engine)
+
+
+def make_info(config: EngineConfig, num_blocks: int = 33) -> WorkerInfo:
+    worker = config.worker
+    assert worker.max_model_len is not None
+    return WorkerInfo(
+        num_blocks=num_blocks,
+        block_size=worker.block_size,
+        max_model_len=worker.max_model_len,
+        vocab_size=VOCAB,
+        tensor_parallel_size=1,
+        device="cpu",
+        dtype="float32",
+        attention_backend="fake",
+        architecture="Fake",
+        num_parameters=1,
+        weight_bytes_per_rank=1,
+        kv_bytes_per_token_per_rank=1,
+        load_seconds=0.0,
+    )
+
+
+def make_request(request_id: int, prompt, *, priority: int = 0, cache_salt: bytes = b"", **params) -> Request:
+    params = {"seed": request_id, "max_tokens": 4, **params}
+    return Request(request_id, tuple(prompt), SamplingParams(**params), priority=priority, cache_salt=cache_salt)
+
+
+def _chain(history: int, token: int, position: int) -> int:
+    return hash((history, token, position))
+
+
+def next_token(history: int, seed: int, position: int, banned=()) -> int:
+    offset = 0
+    while (token := hash((history, seed, position, offset)) % VOCAB) in banned:
+        offset += 1
+    return token
+
+
+def score(history: int, token: int) -> float:
+    return float(np.float32(-(hash((history, token)) % 1000) / 100))
+
+
+def expected_tokens(request: Request, max_len: int = 64) -> list[int]:
+    """What the fake model generates for `request` when it is alone in the world."""
+    params = request.params
+    history = _ROOT
+    for position, token in enumerate(request.prompt_token_ids):
+        history = _chain(history, token, position)
+    length = len(request.prompt_token_ids)
+    stops = {*params.eos_token_ids, *params.stop_token_ids}
+    tokens: list[int] = []
+    while len(tokens) < params.max_tokens and length + len(tokens) < max_len:
+        position = length + len(tokens)
+        banned = stops if len(tokens) < params.min_tokens else ()
+        token = next_token(history, params.seed, position, banned)
+        tokens.append(token)
+        history = _chain(history, token, position)
+        if token in stops:
+            break
+    return tokens
+
+
+def expected_prompt_scores(request: Request) -> list[tuple[int, float]]:
+    history = _ROOT
+    scores = []
+    prompt = request.prompt_token_ids
+    for position, token in enumerate(prompt[:-1]):
+        history = _chain(history, token, position)
+        scores.append((prompt[position + 1], score(history, prompt[position + 1])))
+    return scores
+
+
+@dataclass
+class Faults:
+    """What goes wrong, and when."""
+
+    poisoned_seeds: tuple[int, ...] = ()  # rows with such a seed have logits that are not finite
+    die_at_step: int | None = None
+    hang_at_step: int | None = None
+    die_at_ping: int | None = None
+
+
+class FakeGroup:
+    """One rank of Python; checks every step it is given."""
+
+    rank_pids: tuple[int, ...] = ()
+
+    def __init__(self, config: EngineConfig, info: WorkerInfo, faults: Faults | None = None) -> None:
+        self.config = config.worker
+        self.info = info
+        self.faults = faults or Faults()
+        self.num_steps = 0
+        self.num_pings = 0
+        self.is_closed = False
+        self._kv: dict[int, tuple[int, int, int]] = {}  # slot -> (history, token, position)
+        self._step: StepMetadata | None = None
+        self._last_step_id = 0
+
+    def submit(self, step: StepMetadata) -> None:
+        assert not self.is_closed and self._step is None
+        assert step.step_id > self._last_step_id
+        self._last_step_id = step.step_id
+        self._check(step)
+        self._step = step
+
+    def collect(self) -> StepOutput:
+        step, self._step = self._step, None
+        assert step is not None
+        self.num_steps += 1
+        if step.step_id == self.faults.die_at_step:
+            raise WorkerError(1, step.step_id, "killed by signal 9")
+        if step.step_id == self.faults.hang_at_step:
+            raise WorkerError(1, step.step_id, "no answer within 5 s", hung=True)
+        return self._answer(step, self._compute(step))
+
+    def ping(self) -> None:
+        self.num_pings += 1
+        if self.num_pings == self.faults.die_at_ping:
+            raise WorkerError(0, self._last_step_id, "exit status 1")
+
+    def fileno_for_death(self) -> list[int]:
+        return []
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def _check(self, step: StepMetadata) -> None:
+        worker, size = self.config, self.info.block_size
+        assert 0 < step.num_seqs <= worker.max_num_seqs
+        assert 0 < step.num_tokens <= worker.max_num_batched_tokens
+        assert len(set(step.slot_mapping.tolist())) == step.num_tokens, "two tokens share a slot"
+        assert step.slot_mapping.min() >= size, "the null block is written"
+        assert step.slot_mapping.dtype == np.int64
+        ends = step.query_start_loc.tolist()
+        for s in range(step.num_seqs):
+            positions = step.positions[ends[s] : ends[s + 1]].tolist()
+            assert positions == list(range(step.seq_lens[s] - len(positions), step.seq_lens[s])), "positions jump"
+            for slot, position in zip(step.slot_mapping[ends[s] : ends[s + 1]].tolist(), positions, strict=True):
+                assert slot == step.block_tables[s, position // size] * size + position % size
+
+    def _compute(self, step: StepMetadata) -> list[int]:
+        """Write every token's KV and return the history up to and including each token."""
+        histories = []
+        ends = step.query_start_loc.tolist()
+        for s in range(step.num_seqs):
+            slots = self._slots(step, s)
+            history = self._context(slots[: step.positions[ends[s]]])
+            for t in range(ends[s], ends[s + 1]):
+                token, position = int(step.token_ids[t]), int(step.positions[t])
+                history = _chain(history, token, position)
+                self._kv[int(step.slot_mapping[t])] = (history, token, position)
+                histories.append(history)
+        return histories
+
+    def _slots(self, step: StepMetadata, s: int) -> list[int]:
+        size = self.info.block_size
+        table = step.block_tables[s].tolist()
+        return [table[p // size] * size + p % size for p in range(int(step.seq_lens[s]))]
+
+    def _context(self, slots: list[int]) -> int:
+        """Read the whole context back through the block table: every entry must follow from the one before."""
+        history = _ROOT
+        for position, slot in enumerate(slots):
+            stored, token, at = self._kv[slot]
+            assert at == position and stored == _chain(history, token, position), "the KV of someone else"
+            history = stored
+        return history
+
+    def _answer(self, step: StepMetadata, histories: list[int]) -> StepOutput:
+        banned: dict[int, set[int]] = {}
+        for row, token in zip(step.bias_rows.tolist(), step.bias_ids.tolist(), strict=True):
+            banned.setdefault(row, set()).add(token)
+        tokens, logprobs = [], []
+        for row, index in enumerate(step.logits_indices.tolist()):
+            history, target = histories[index], int(step.target_ids[row])
+            assert step.sample_positions[row] == step.positions[index] + 1
+            sampled = next_token(history, int(step.seeds[row]), int(step.sample_positions[row]), banned.get(row, ()))
+            tokens.append(sampled if target < 0 else target)
+            logprobs.append(score(history, tokens[-1]))
+        finite = ~np.isin(step.seeds, self.faults.poisoned_seeds)
+        output = StepOutput(step.step_id, np.array(tokens, np.int32), finite)
+        k = step.max_num_logprobs
+        if k < 0:
+            return output
+        top_ids = np.tile(np.arange(k, dtype=np.int32), (len(tokens), 1))
+        return replace(
+            output,
+            logprobs=np.array(logprobs, np.float32),
+            ranks=np.ones(len(tokens), np.int32),
+            top_ids=top_ids,
+            top_logprobs=-top_ids.astype(np.float32),
+        )
+
+
+class Driver:
+    """The scheduler, the builder and the fake ranks, one step at a time, with every check switched on."""
+
+    def __init__(self, config: EngineConfig, num_blocks: int = 33, faults: Faults | None = None) -> None:
+        self.config = config
+        self.info = make_info(config, num_blocks)
+        self.scheduler = Scheduler(config, self.info)
+        self.group = FakeGroup(config, self.info, faults)
+        self.builder = StepBuilder(
+            max_num_seqs=self.scheduler.max_num_seqs,
+            max_model_len=self.info.max_model_len,
+            block_size=self.info.block_size,
+        )
+        self.now = 0.0
+        self.requests: dict[int, Request] = {}
+        self.tokens: dict[int, list[int]] = {}
+        self.ends: dict[int, TokenEvent] = {}
+        self.events: list[TokenEvent] = []
+        self.prompt_logprobs: dict[int, tuple] = {}
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add(request, self.now)
+        self.requests[request.request_id] = request
+        self.tokens[request.request_id] = []
+
+    def begin(self) -> SchedulerOutput | None:
+        self.now += 0.01
+        output = self.scheduler.schedule(self.now)
+        if output is not None:
+            self._check(output)
+            self.group.submit(self.builder.build(output))
+        self.see(self.scheduler.take_events())
+        return output
+
+    def finish(self, output: SchedulerOutput) -> list[TokenEvent]:
+        result = _as_lists(self.group.collect())
+        events = self.scheduler.commit(output, result, self.now)
+        self.see(events)
+        self.scheduler.audit()
+        return events
+
+    def step(self) -> SchedulerOutput | None:
+        output = self.begin()
+        if output is not None:
+            self.finish(output)
+        return output
+
+    def abort(self, request_id: int) -> None:
+        event = self.scheduler.abort(request_id, self.now)
+        self.see([] if event is None else [event])
+        self.scheduler.audit()
+
+    def run(self, most: int = 5000) -> "Driver":
+        for _ in range(most):
+            if not self.scheduler.has_work:
+                return self
+            assert self.step() is not None, "there is work, but no step"
+        raise AssertionError(f"not idle after {most} steps")
+
+    def see(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            self.events.append(event)
+            assert event.request_id not in self.ends, "an event after the terminal one"
+            self.tokens[event.request_id] += event.token_ids
+            if event.prompt_logprobs:
+                assert event.request_id not in self.prompt_logprobs
+                self.prompt_logprobs[event.request_id] = event.prompt_logprobs
+            if event.finish_reason is not None:
+                self.ends[event.request_id] = event
+
+    def check_outputs(self) -> None:
+        """Everyone has ended once, and said what it would have said alone."""
+        assert self.ends.keys() == self.requests.keys()
+        for request_id, request in self.requests.items():
+            expected = expected_tokens(request, self.scheduler.limits.max_len)
+            got = self.tokens[request_id]
+            if self.ends[request_id].finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                assert got == expected
+                if request.params.prompt_logprobs is not None:
+                    pairs = [(e.token_id, e.logprob) for e in self.prompt_logprobs.get(request_id, ())]
+                    assert pairs == expected_prompt_scores(request)
+            else:
+                assert got == expected[: len(got)]
+
+    def check_idle(self) -> None:
+        blocks = self.scheduler.blocks
+        assert blocks.num_held == 0
+        assert blocks.num_free + blocks.num_cached == self.info.num_blocks - 1
+        self.scheduler.audit()
+
+    def _check(self, output: SchedulerOutput) -> None:
+        scheduler = self.scheduler
+        assert not (output.num_preempted and output.new_rows), "blocks just given up are handed out to a newcomer"
+        assert len(output.work) <= scheduler.max_num_seqs
+        assert sum(work.num_tokens for work in output.work) <= scheduler.max_num_batched_tokens
+        for work in output.work:
+            assert work.num_tokens > 0 and work.start == work.seq.num_computed_tokens
+            size = scheduler.blocks.block_size
+            first, last = work.start // size, (work.start + work.num_tokens - 1) // size
+            for block in work.seq.block_ids[first : last + 1]:
+                assert scheduler.blocks._refs[block] == 1, "a shared block is written"
+                assert scheduler.blocks._digest[block] is None, "a published block is written"

@@ -1,0 +1,57 @@
+"""The real engine process with fake ranks: what tests start instead of `python -m engine.process`.
+
+The scenario is JSON in `model_path`, the one field of the configuration that is free text.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+
+from engine_fakes import FakeGroup, Faults, make_info
+
+from engine.config import EngineConfig
+from engine.errors import StartupError
+from engine.process import main
+
+
+class ScenarioGroup(FakeGroup):
+    """Ranks that are slow, stuck or suddenly gone."""
+
+    def __init__(self, worker, scenario: dict) -> None:
+        config = EngineConfig(worker)
+        faults = Faults(die_at_step=scenario.get("die_at_step"), hang_at_step=scenario.get("hang_at_step"))
+        super().__init__(config, make_info(config, scenario.get("num_blocks", 33)), faults)
+        self._scenario = scenario
+
+    def submit(self, step) -> None:
+        time.sleep(self._scenario.get("step_s", 0.0))
+        if step.step_id == self._scenario.get("stuck_at_step"):
+            time.sleep(1000)
+        if step.step_id == self._scenario.get("killed_at_step"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().submit(step)
+
+    def close(self) -> None:
+        time.sleep(self._scenario.get("close_s", 0.0))
+        super().close()
+
+
+def start_group(worker, *, inline: bool, on_progress):
+    scenario = json.loads(worker.model_path)
+    assert inline
+    for fraction in (0.0, 0.5, 1.0):
+        on_progress("loading", fraction)
+    time.sleep(scenario.get("load_s", 0.0))
+    if scenario.get("fails") == "startup":
+        raise StartupError("The model has 7 heads.", "Use --tensor-parallel-size 7.", 3)
+    if scenario.get("fails") == "bug":
+        raise KeyError("nonsense")
+    if scenario.get("fails") == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return ScenarioGroup(worker, scenario)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], start_group))

@@ -1,0 +1,197 @@
+"""The block pool: places, counts, prefix hits, eviction order."""
+
+import pytest
+from engine_fakes import make_request
+
+from engine.blocks import BlockManager
+from engine.sequence import Sequence
+
+SIZE = 4
+
+
+def sequence(prompt, salt: bytes = b"") -> Sequence:
+    return Sequence(make_request(1, prompt, cache_salt=salt), key=(0.0, 1), max_len=1000, arrival_s=0.0)
+
+
+def pool(num_blocks: int = 9, caching: bool = True) -> BlockManager:
+    return BlockManager(num_blocks, SIZE, enable_prefix_caching=caching)
+
+
+def compute(blocks: BlockManager, seq: Sequence) -> list[int]:
+    """Let `seq` hold and compute all it knows, and publish it."""
+    num_cached = blocks.match(seq, seq.num_tokens)
+    assert blocks.grow(seq, seq.num_tokens) is not None
+    seq.num_computed_tokens = seq.num_tokens
+    blocks.publish(seq)
+    assert num_cached % SIZE == 0
+    return list(seq.block_ids)
+
+
+def test_the_null_block_is_never_handed_out() -> None:
+    blocks = pool(5)
+    seq = sequence(range(16))
+    assert blocks.grow(seq, 16) == [1, 2, 3, 4]
+    assert blocks.grow(seq, 17) is None
+    assert seq.block_ids == [1, 2, 3, 4]
+    blocks.audit([seq])
+    with pytest.raises(ValueError, match="null block"):
+        BlockManager(1, SIZE, enable_prefix_caching=True)
+
+
+def test_growth_takes_only_what_is_missing() -> None:
+    blocks = pool()
+    seq = sequence(range(5))
+    assert len(blocks.grow(seq, 5) or []) == 2
+    assert blocks.grow(seq, 8) == []
+    assert len(blocks.grow(seq, 9) or []) == 1
+
+
+def test_a_prefix_is_shared_while_held_and_after() -> None:
+    blocks = pool()
+    first, second, third = (sequence([*range(8), tail]) for tail in (90, 91, 92))
+    held = compute(blocks, first)
+    assert blocks.match(second, 9) == 8
+    assert second.block_ids == held[:2]
+    blocks.audit([first, second])
+    blocks.release(first)
+    blocks.release(second)
+    blocks.audit([])
+    assert (blocks.num_cached, blocks.num_free, blocks.num_held) == (2, 6, 0)
+    assert blocks.match(third, 9) == 8
+    assert third.block_ids == held[:2]
+    blocks.audit([third])
+
+
+def test_a_full_hit_leaves_a_token_to_compute() -> None:
+    blocks = pool()
+    compute(blocks, sequence(range(8)))
+    assert blocks.match(sequence(range(8)), 8) == 4
+
+
+def test_a_match_respects_its_limit() -> None:
+    blocks = pool()
+    compute(blocks, sequence(range(13)))
+    assert blocks.match(sequence(range(13)), 7) == 4
+    assert blocks.match(sequence(range(13)), 0) == 0
+
+
+@pytest.mark.parametrize(
+    "prompt, salt", [(range(1, 10), b""), (range(9), b"tenant"), ([0, 1, 2, 99, 4, 5, 6, 7, 8], b"")]
+)
+def test_other_tokens_or_another_salt_share_nothing(prompt, salt) -> None:
+    blocks = pool()
+    compute(blocks, sequence(range(9)))
+    assert blocks.match(sequence(prompt, salt), 9) == 0
+
+
+def test_equal_tokens_after_another_prefix_are_not_shared() -> None:
+    blocks = pool()
+    compute(blocks, sequence([9, 9, 9, 9, 4, 5, 6, 7, 8]))
+    other = sequence([0, 1, 2, 3, 4, 5, 6, 7, 8])
+    compute(blocks, sequence([0, 1, 2, 3, 50]))
+    assert blocks.match(other, 9) == 4
+
+
+def test_each_salt_has_its_own_copy() -> None:
+    blocks = pool(13)
+    compute(blocks, sequence(range(9), b"one"))
+    compute(blocks, sequence(range(9), b"two"))
+    first, second = sequence(range(9), b"one"), sequence(range(9), b"two")
+    assert blocks.match(first, 9) == blocks.match(second, 9) == 8
+    assert not set(first.block_ids) & set(second.block_ids)
+
+
+def test_a_digest_that_lies_is_found_out_by_the_tokens() -> None:
+    blocks = pool()
+    first, second = sequence(range(9)), sequence(range(100, 109))
+    compute(blocks, first)
+    blocks._digest_at(first, 1)
+    second.digests = list(first.digests)  # as if both hashed alike
+    assert blocks.match(second, 9) == 0
+
+
+def test_free_blocks_go_first_then_the_least_recently_freed_prefix() -> None:
+    blocks = pool(7)
+    old, new = sequence(range(9)), sequence(range(50, 59))
+    old_ids, new_ids = compute(blocks, old), compute(blocks, new)
+    blocks.release(old)
+    blocks.release(new)
+    assert (blocks.num_cached, blocks.num_free) == (4, 2)
+    taker = sequence(range(200, 216))
+    got = blocks.grow(taker, 16)
+    assert got is not None
+    # two that meant nothing, then the older prefix, its tail before its root
+    assert set(got[:2]) == {old_ids[2], new_ids[2]}
+    assert got[2:] == [old_ids[1], old_ids[0]]
+    blocks.audit([taker])
+    assert blocks.match(sequence(range(9)), 9) == 0
+    assert blocks.match(sequence(range(50, 59)), 9) == 8
+
+
+def test_a_hit_renews_a_prefix() -> None:
+    blocks = pool(5)
+    first, second = sequence(range(5)), sequence(range(50, 55))
+    compute(blocks, first)
+    compute(blocks, second)
+    blocks.release(first)
+    blocks.release(second)
+    again = sequence(range(5))
+    blocks.match(again, 5)
+    blocks.release(again)
+    taker = sequence(range(200, 212))
+    blocks.grow(taker, 12)
+    assert blocks.match(sequence(range(5)), 5) == 4
+    assert blocks.match(sequence(range(50, 55)), 5) == 0
+
+
+def test_twins_computed_side_by_side_are_published_once() -> None:
+    blocks = pool()
+    first, second = sequence(range(5)), sequence(range(5))
+    for seq in (first, second):
+        blocks.grow(seq, 5)
+        seq.num_computed_tokens = 5
+    blocks.publish(first)
+    blocks.publish(second)
+    blocks.audit([first, second])
+    blocks.release(first)
+    blocks.release(second)
+    blocks.audit([])
+    assert blocks.num_cached == 1
+
+
+def test_forgotten_blocks_are_found_by_nobody() -> None:
+    blocks = pool()
+    seq = sequence(range(9))
+    compute(blocks, seq)
+    blocks.forget(seq)
+    blocks.audit([seq])
+    assert blocks.match(sequence(range(9)), 9) == 0
+    blocks.release(seq)
+    assert blocks.num_cached == 0
+    blocks.audit([])
+
+
+def test_without_caching_nothing_is_kept() -> None:
+    blocks = pool(caching=False)
+    seq = sequence(range(9))
+    compute(blocks, seq)
+    blocks.release(seq)
+    assert (blocks.num_cached, blocks.num_free) == (0, 8)
+    assert blocks.match(sequence(range(9)), 9) == 0
+
+
+@pytest.mark.parametrize("spoil", ["refs", "free", "digest", "held"])
+def test_the_audit_notices(spoil: str) -> None:
+    blocks = pool()
+    seq = sequence(range(9))
+    compute(blocks, seq)
+    if spoil == "refs":
+        blocks._refs[seq.block_ids[0]] += 1
+    elif spoil == "free":
+        blocks._free[seq.block_ids[0]] = None
+    elif spoil == "digest":
+        blocks._digest[seq.block_ids[0]] = None
+    else:
+        seq.block_ids.append(seq.block_ids[0])
+    with pytest.raises(AssertionError):
+        blocks.audit([seq])

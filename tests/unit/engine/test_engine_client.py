@@ -1,0 +1,388 @@
+"""Client and engine process over a real socket, with fake ranks: requests, aborts, refusals, every kind of end."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from engine_fakes import expected_tokens, make_config, make_request
+
+from engine.client import EngineClient
+from engine.config import EngineConfig
+from engine.errors import ContextLengthError, EngineDeadError, QueueFullError, RequestError, StartupError
+from engine.types import FinishReason, TokenEvent
+
+HERE = Path(__file__).parent
+ENGINE = str(HERE / "fake_engine.py")
+
+
+def scenario_config(config: EngineConfig | None = None, **scenario) -> EngineConfig:
+    config = config or make_config()
+    return replace(config, worker=config.worker.with_(model_path=json.dumps(scenario)))
+
+
+@contextlib.asynccontextmanager
+async def started(config: EngineConfig, on_progress=lambda *_: None) -> AsyncIterator[EngineClient]:
+    client = await EngineClient.start(config, on_progress, command=[ENGINE])
+    try:
+        yield client
+    finally:
+        await client.close()
+        assert client._process.poll() is not None
+
+
+def run(scene: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        await asyncio.wait_for(scene(), 30)
+
+    asyncio.run(bounded())
+
+
+async def collect(client: EngineClient, request) -> list[TokenEvent]:
+    return [event async for event in client.generate(request)]
+
+
+async def until_idle(client: EngineClient) -> None:
+    while (stats := await client.stats()).num_requests_running + stats.num_requests_waiting:
+        await asyncio.sleep(0.01)
+    assert stats.num_blocks_free + stats.num_blocks_cached == stats.num_blocks_total
+    assert client.num_open == 0 and not client._asked
+
+
+def exists(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_many_requests_at_once_are_each_answered_rightly() -> None:
+    async def scene() -> None:
+        phases = []
+        async with started(scenario_config(), lambda *seen: phases.append(seen)) as client:
+            assert phases == [("loading", 0.0), ("loading", 0.5), ("loading", 1.0)]
+            assert client.info.block_size == 4 and client.info.vocab_size == 64 and client.info.rank_pids == ()
+            assert client.info.max_num_seqs == 8 and client.info.enable_prefix_caching
+            requests = [
+                make_request(client.new_request_id(), [1, 2, number % 5], max_tokens=3 + number % 20)
+                for number in range(40)
+            ]
+            answers = await asyncio.gather(*(collect(client, request) for request in requests))
+            for request, events in zip(requests, answers, strict=True):
+                assert [token for event in events for token in event.token_ids] == expected_tokens(request)
+                assert [event.finish_reason is not None for event in events] == [False] * (len(events) - 1) + [True]
+            await until_idle(client)
+            stats = await client.stats()
+            assert stats.num_accepted == stats.finished["length"] == 40
+            assert client.is_alive and client.last_progress_age_s < 5
+        assert client.exit_code == 0 and client.dead.is_set() and not client.is_alive
+
+    run(scene)
+
+
+def test_it_works_on_uvloop_too() -> None:
+    uvloop = pytest.importorskip("uvloop")
+
+    async def scene() -> None:
+        async with started(scenario_config()) as client:
+            request = make_request(1, [1, 2], max_tokens=9)
+            events = await collect(client, request)
+            assert [token for event in events for token in event.token_ids] == expected_tokens(request)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(scene(), 30))
+
+
+@pytest.mark.parametrize("how", ["close", "cancel", "drop"])
+def test_closing_the_iterator_is_the_abort(how: str) -> None:
+    async def scene() -> None:
+        async with started(scenario_config(step_s=0.01)) as client:
+            iterator = client.generate(make_request(1, [1], max_tokens=60))
+            first = await anext(iterator)
+            assert first.finish_reason is None
+            if how == "close":
+                await iterator.aclose()
+            elif how == "drop":
+                del iterator
+            else:
+                task = asyncio.create_task(anext(iterator))
+                await asyncio.sleep(0)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            await until_idle(client)
+            assert (await client.stats()).finished["abort"] == 1
+
+    run(scene)
+
+
+def test_an_iterator_that_was_never_started_asks_for_nothing() -> None:
+    async def scene() -> None:
+        async with started(scenario_config()) as client:
+            iterator = client.generate(make_request(1, [1]))
+            await iterator.aclose()
+            assert (await client.stats()).num_accepted == 0
+
+    run(scene)
+
+
+def test_refusals_come_before_the_first_event() -> None:
+    async def scene() -> None:
+        config = make_config(max_num_seqs=1, max_waiting_requests=1)
+        async with started(scenario_config(config, step_s=0.05)) as client:
+            with pytest.raises(ContextLengthError):
+                await collect(client, make_request(client.new_request_id(), [1] * 64))
+            with pytest.raises(RequestError, match="vocabulary"):
+                await collect(client, make_request(client.new_request_id(), [64]))
+            with pytest.raises(RequestError, match="cannot be sent"):
+                await collect(client, make_request(client.new_request_id(), [2**40]))
+            long = [asyncio.create_task(collect(client, make_request(client.new_request_id(), [1], max_tokens=9)))]
+            await asyncio.sleep(0.1)
+            long.append(asyncio.create_task(collect(client, make_request(client.new_request_id(), [1], max_tokens=9))))
+            await asyncio.sleep(0.1)
+            with pytest.raises(QueueFullError) as refused:
+                await collect(client, make_request(client.new_request_id(), [1]))
+            assert refused.value.retry_after_s >= 1
+            await asyncio.gather(*long)
+            assert client.num_open == 0
+
+    run(scene)
+
+
+def test_an_id_in_use_is_refused_and_its_owner_goes_on() -> None:
+    async def scene() -> None:
+        async with started(scenario_config(step_s=0.01)) as client:
+            request = make_request(1, [1], max_tokens=20)
+            task = asyncio.create_task(collect(client, request))
+            await asyncio.sleep(0.05)
+            with pytest.raises(RequestError, match="in use"):
+                await collect(client, request)
+            events = await task
+            assert [token for event in events for token in event.token_ids] == expected_tokens(request)
+
+    run(scene)
+
+
+def test_stats_do_not_wait_for_a_long_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.client._STATS_TIMEOUT_S", 0.1)
+
+    async def scene() -> None:
+        async with started(scenario_config(step_s=0.6)) as client:
+            task = asyncio.create_task(collect(client, make_request(1, [1], max_tokens=2)))
+            await asyncio.sleep(0.1)
+            begun = asyncio.get_running_loop().time()
+            assert (await client.stats()).state == "ready"
+            assert asyncio.get_running_loop().time() - begun < 0.5
+            await task
+
+    run(scene)
+
+
+# -- ends
+
+
+@pytest.mark.parametrize(
+    "scenario, code, cause",
+    [
+        ({"die_at_step": 3}, 5, "rank 1"),
+        ({"hang_at_step": 3}, 6, "rank 1"),
+        ({"killed_at_step": 3}, 5, "SIGKILL"),
+        ({"stuck_at_step": 3}, 6, "exit code 6"),
+    ],
+)
+def test_when_the_engine_dies_everyone_is_told(scenario: dict, code: int, cause: str) -> None:
+    async def scene() -> None:
+        config = scenario_config(make_config(max_num_seqs=2, step_timeout_s=0.4), **scenario)
+        async with started(config) as client:
+            outcomes = await asyncio.gather(
+                *(collect(client, make_request(number, [number], max_tokens=30)) for number in range(1, 6)),
+                return_exceptions=True,
+            )
+            assert [type(outcome) for outcome in outcomes] == [EngineDeadError] * 5
+            assert not client.is_alive and client.num_open == 0
+            with pytest.raises(EngineDeadError):
+                await collect(client, make_request(9, [1]))
+            await client.dead.wait()
+            assert client.exit_code == code and cause in (client.death_cause or "")
+            assert (await client.stats()).state == "dead"
+
+    run(scene)
+
+
+def test_what_was_computed_before_the_death_is_delivered_before_the_error() -> None:
+    async def scene() -> None:
+        async with started(scenario_config(die_at_step=4)) as client:
+            request = make_request(1, [1, 2], max_tokens=30)
+            tokens: list[int] = []
+            with pytest.raises(EngineDeadError):
+                async for event in client.generate(request):
+                    tokens += event.token_ids
+            assert tokens == expected_tokens(request)[:3]
+
+    run(scene)
+
+
+def test_an_orderly_close_ends_open_requests_with_one_event() -> None:
+    async def scene() -> None:
+        async with started(scenario_config(step_s=0.02)) as client:
+            tasks = [asyncio.create_task(collect(client, make_request(n, [n], max_tokens=60))) for n in (1, 2)]
+            await asyncio.sleep(0.2)
+            await client.close()
+            await client.close()
+            for events in await asyncio.gather(*tasks):
+                assert events[-1].finish_reason is FinishReason.ERROR and "shutting down" in (events[-1].error or "")
+            assert client.exit_code == 0
+            with pytest.raises(EngineDeadError, match="shutting down"):
+                await collect(client, make_request(9, [1]))
+
+    run(scene)
+
+
+def test_close_is_bounded_when_the_engine_hangs() -> None:
+    async def scene() -> None:
+        async with started(scenario_config(stuck_at_step=2)) as client:
+            task = asyncio.create_task(collect(client, make_request(1, [1], max_tokens=60)))
+            await asyncio.sleep(0.2)
+            await client.close(timeout_s=0.2)
+            assert client.exit_code == 5
+            with pytest.raises(EngineDeadError):
+                await task
+
+    run(scene)
+
+
+def test_a_group_that_does_not_close_cannot_hold_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> None:
+        async with started(scenario_config(close_s=1000)) as client:
+            await client.close(timeout_s=9)
+            assert client.exit_code == 0  # the deadline's own exit, not the client's kill
+
+    run(scene)
+
+
+def test_terminate_is_an_orderly_stop_and_interrupt_is_ignored() -> None:
+    async def scene() -> None:
+        async with started(scenario_config(step_s=0.01)) as client:
+            os.kill(client.pid, signal.SIGINT)
+            request = make_request(1, [1], max_tokens=10)
+            events = await collect(client, request)
+            assert [token for event in events for token in event.token_ids] == expected_tokens(request)
+            os.kill(client.pid, signal.SIGTERM)
+            await client.dead.wait()
+            assert client.exit_code == 0 and not client.is_alive
+
+    run(scene)
+
+
+@pytest.mark.parametrize(
+    "scenario, code, says",
+    [
+        ({"fails": "startup"}, 3, "7 heads"),
+        ({"fails": "bug"}, 1, "KeyError"),
+        ({"fails": "killed"}, 4, "SIGKILL"),
+    ],
+)
+def test_a_start_that_fails_says_why(scenario: dict, code: int, says: str) -> None:
+    async def scene() -> None:
+        with pytest.raises(StartupError, match=says) as failure:
+            await EngineClient.start(scenario_config(**scenario), lambda *_: None, command=[ENGINE])
+        assert failure.value.exit_code == code and failure.value.fix
+
+    run(scene)
+
+
+def test_a_cancelled_start_leaves_no_process() -> None:
+    async def scene() -> None:
+        loading = asyncio.Event()
+        config = scenario_config(load_s=1000)
+        start = EngineClient.start(config, lambda phase, fraction: loading.set(), command=[ENGINE])
+        task = asyncio.create_task(start)
+        await loading.wait()
+        children = _children()
+        assert children
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not any(exists(pid) for pid in children)
+
+    run(scene)
+
+
+def _children() -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("mode, scenario", [("ready", {}), ("while_loading", {"load_s": 1000})])
+def test_killing_the_frontend_ends_the_engine(mode: str, scenario: dict) -> None:
+    root = str(HERE.parents[2])
+    frontend = subprocess.Popen(
+        [sys.executable, str(HERE / "fake_frontend.py"), json.dumps(scenario), mode],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": root},
+    )
+    assert frontend.stdout is not None
+    with frontend.stdout:
+        pid = int(frontend.stdout.readline())
+        assert exists(pid)
+        frontend.kill()
+        frontend.wait()
+    deadline = time.monotonic() + 10
+    while exists(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not exists(pid)
+
+
+def test_an_idle_engine_uses_no_processor_time() -> None:
+    async def scene() -> None:
+        async with started(scenario_config()) as client:
+            await collect(client, make_request(1, [1]))
+
+            def ticks() -> int:
+                fields = Path(f"/proc/{client.pid}/stat").read_text().rpartition(")")[2].split()
+                return int(fields[11]) + int(fields[12])
+
+            before = ticks()
+            await asyncio.sleep(1.0)
+            assert ticks() - before <= 2  # of a hundred
+
+    run(scene)
+
+
+def test_nothing_is_left_open_after_many_lives() -> None:
+    async def scene() -> None:
+        async def life() -> None:
+            async with started(scenario_config()) as client:
+                await collect(client, make_request(1, [1]))
+
+        await life()
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(2):
+            await life()
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(asyncio.all_tasks()) <= 2  # this one and the watcher around it
+
+    run(scene)
+
+
+def test_the_real_command_imports_no_torch_and_ignores_the_current_folder(tmp_path: Path) -> None:
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "__init__.py").write_text("raise RuntimeError('the wrong engine')")
+    code = "import sys, engine.process; sys.exit('torch' in sys.modules)"
+    env = {**os.environ, "PYTHONPATH": str(HERE.parents[2])}
+    assert subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, env=env, check=False).returncode == 0
+
+    async def scene() -> None:
+        with pytest.raises(StartupError) as failure:  # the real group, and a model that does not exist
+            await EngineClient.start(EngineConfig(make_config().worker), lambda *_: None)
+        assert failure.value.exit_code == 3
+
+    run(scene)

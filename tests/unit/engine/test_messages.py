@@ -1,0 +1,153 @@
+"""Every message reads back as it was written; a frame that lies about itself is a `FrameError`."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine import messages
+from engine.config import EngineConfig, WorkerConfig
+from engine.errors import ContextLengthError, QueueFullError, RequestError, StartupError
+from engine.frames import Frame, FrameError, FrameReader
+from engine.stats import EngineStats
+from engine.types import EngineInfo, FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
+
+_IDS = st.integers(0, 2**31 - 1)
+_F32 = st.floats(width=32, allow_nan=False)
+_LOGPROBS = st.builds(
+    TokenLogprobs, _IDS, _F32, st.integers(1, 2**31 - 1), st.lists(st.tuples(_IDS, _F32), max_size=3).map(tuple)
+)
+_EVENTS = st.builds(
+    TokenEvent,
+    request_id=st.integers(0, 2**53),
+    token_ids=st.lists(_IDS, max_size=3).map(tuple),
+    logprobs=st.lists(_LOGPROBS, max_size=3).map(tuple),
+    prompt_logprobs=st.lists(_LOGPROBS, max_size=3).map(tuple),
+    num_cached_tokens=_IDS,
+)
+_ENDS = st.builds(
+    TokenEvent,
+    request_id=st.integers(0, 2**53),
+    token_ids=st.lists(_IDS, max_size=3).map(tuple),
+    finish_reason=st.sampled_from(FinishReason),
+    stop_token_id=st.none() | _IDS,
+    error=st.none() | st.text(),
+)
+
+
+def frame_of(data: bytes) -> Frame:
+    (frame,) = FrameReader().feed(data)
+    return frame
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(_EVENTS | _ENDS, max_size=6))
+def test_events(values) -> None:
+    assert messages.read_events(frame_of(messages.events(values))) == values
+
+
+def test_infinite_logprobs_travel() -> None:
+    event = TokenEvent(1, (2,), (TokenLogprobs(2, -math.inf, 5, ((1, 0.0), (2, -math.inf))),))
+    assert messages.read_events(frame_of(messages.events([event]))) == [event]
+
+
+def test_requests() -> None:
+    params = SamplingParams(
+        max_tokens=7, temperature=0.25, seed=-(2**63), eos_token_ids=(1, 2), stop_token_ids=(3,), prompt_logprobs=2
+    )
+    request = Request(9, (1, 2, 2**31 - 1), params, priority=-3, cache_salt=b"\x00\xff")
+    assert messages.read_request(frame_of(messages.request(request))) == request
+    with pytest.raises(FrameError):
+        messages.request(Request(1, (2**31,), SamplingParams()))
+
+
+@pytest.mark.parametrize(
+    "error", [RequestError("bad", "prompt", "c"), ContextLengthError("long"), QueueFullError("full", 2.5)]
+)
+def test_refusals(error) -> None:
+    request_id, got = messages.read_refused(frame_of(messages.refused(4, error)))
+    assert request_id == 4 and type(got) is type(error) and vars(got) == vars(error) and str(got) == str(error)
+
+
+def test_what_is_no_refusal_is_not_sent_as_one() -> None:
+    with pytest.raises(TypeError):
+        messages.refused(1, ValueError("x"))  # type: ignore[arg-type]
+
+
+def test_start_and_end() -> None:
+    config = EngineConfig(WorkerConfig("model", max_model_len=5), max_waiting_requests=3)
+    assert messages.read_config(frame_of(messages.config(config))) == config
+    info = EngineInfo(1, 2, 3, 4, 5, 6, 7, "cpu", "float32", "x", "A", 8, 9, 10, True, 0.5, (11, 12))
+    assert messages.read_ready(frame_of(messages.ready(info))) == info
+    assert messages.read_progress(frame_of(messages.progress("loading", 0.5))) == ("loading", 0.5)
+    failed = messages.read_failed(frame_of(messages.failed(StartupError("cause", "fix", 4))))
+    assert (failed.cause, failed.fix, failed.exit_code) == ("cause", "fix", 4)
+    assert messages.read_dead(frame_of(messages.dead("gone", 5))) == ("gone", 5)
+    stats = EngineStats(num_accepted=3)
+    stats.step_time_s.observe(0.2)
+    assert messages.read_stats(frame_of(messages.stats(6, stats))) == (6, stats)
+    assert messages.read_ask_stats(frame_of(messages.ask_stats(6))) == 6
+    assert messages.read_id(frame_of(messages.abort(7))) == 7
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 5) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+_READERS = [
+    messages.read_config,
+    messages.read_progress,
+    messages.read_failed,
+    messages.read_ready,
+    messages.read_request,
+    messages.read_refused,
+    messages.read_id,
+    messages.read_events,
+    messages.read_stats,
+    messages.read_ask_stats,
+    messages.read_dead,
+]
+_GOOD = {
+    "id": 1,
+    "ids": [1, 2],
+    "counts": [1, 1],
+    "cached": [0, 0],
+    "extra": {"0": {"reason": "stop", "logprobs": [1]}},
+    "params": {"eos_token_ids": [], "stop_token_ids": []},
+    "priority": 0,
+    "salt": "00",
+    "number": 1,
+}
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(_READERS), st.dictionaries(st.sampled_from([*_GOOD, "stats", "info", "config"]), _JSON), st.data()
+)
+def test_frames_that_mean_nothing_are_typed_errors(read, spoilt, data) -> None:
+    frame = Frame({**_GOOD, "kind": "x", **spoilt})
+    frame.ints.extend(data.draw(st.lists(st.integers(-9, 9), max_size=5)))
+    try:
+        read(frame)
+    except FrameError:
+        return
+    # what was read without complaint can be read again: nothing was consumed or half done
+    read(frame)
+
+
+def test_counts_that_lie() -> None:
+    for counts in ([5, 0], [-1, 1], [1]):
+        frame = Frame({"kind": "events", "ids": [1, 2], "counts": counts, "cached": [0, 0], "extra": {}})
+        frame.ints.extend([1])
+        with pytest.raises(FrameError):
+            messages.read_events(frame)
+
+
+def test_large_answers_are_cut_into_several_frames() -> None:
+    entries = tuple(TokenLogprobs(1, 0.0, 1) for _ in range(10))
+    values = [TokenEvent(number, prompt_logprobs=entries) for number in range(7)]
+    groups = list(messages.chunks(values, most_entries=40))
+    assert [len(group) for group in groups] == [2, 2, 2, 1]
+    assert [event for group in groups for event in group] == values

@@ -1,0 +1,118 @@
+"""Random operation sequences against the invariants: every book balances after each, every token is right."""
+
+from engine_fakes import EOS, Driver, make_config, make_request
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.errors import QueueFullError, RequestError
+from engine.sequence import SchedulerOutput
+from engine.types import FinishReason
+
+# Few distinct prompts, many shared prefixes.
+_PROMPTS = st.builds(
+    lambda prefix, tail: [1, 2, 3, 4] * prefix + tail,
+    st.integers(0, 6),
+    st.lists(st.integers(0, 3), min_size=0, max_size=9),
+).filter(bool)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Arrivals, steps, aborts before, during and after a step, on pools small enough to preempt."""
+
+    @initialize(
+        num_blocks=st.integers(8, 30),
+        max_num_seqs=st.integers(1, 6),
+        budget=st.integers(1, 24),
+        block_size=st.integers(1, 5),
+        caching=st.booleans(),
+    )
+    def start(self, num_blocks: int, max_num_seqs: int, budget: int, block_size: int, caching: bool) -> None:
+        config = make_config(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            block_size=block_size,
+            max_model_len=48,
+            max_waiting_requests=6,
+            max_waiting_tokens=100,
+            enable_prefix_caching=caching,
+        )
+        self.driver = Driver(config, num_blocks)
+        self.pending: SchedulerOutput | None = None
+        self.next_id = 1
+
+    @rule(
+        prompt=_PROMPTS,
+        max_tokens=st.integers(0, 25),
+        min_tokens=st.integers(0, 5),
+        stops=st.lists(st.integers(0, 63), max_size=6),
+        logprobs=st.sampled_from([None, None, 0, 2]),
+        prompt_logprobs=st.sampled_from([None, None, None, 0, 3]),
+        priority=st.integers(-1, 2),
+        salt=st.sampled_from([b"", b"tenant"]),
+    )
+    def arrive(self, prompt, max_tokens, min_tokens, stops, logprobs, prompt_logprobs, priority, salt) -> None:
+        request = make_request(
+            self.next_id,
+            prompt,
+            priority=priority,
+            cache_salt=salt,
+            max_tokens=max_tokens,
+            min_tokens=min(min_tokens, max_tokens),
+            eos_token_ids=(EOS,),
+            stop_token_ids=tuple(stops),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+        self.next_id += 1
+        rejected = self.driver.scheduler.stats.num_rejected
+        try:
+            self.driver.add(request)
+        except (QueueFullError, RequestError):
+            assert self.driver.scheduler.stats.num_rejected == rejected + 1
+
+    @precondition(lambda self: self.pending is None)
+    @rule()
+    def begin(self) -> None:
+        self.pending = self.driver.begin()
+        assert self.pending is not None or not self.driver.scheduler.has_work
+
+    @precondition(lambda self: self.pending is not None)
+    @rule()
+    def finish(self) -> None:
+        assert self.pending is not None
+        self.driver.finish(self.pending)
+        self.pending = None
+
+    @precondition(lambda self: self.pending is None)
+    @rule(count=st.integers(1, 12))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.driver.step()
+
+    @rule(data=st.data())
+    def abort(self, data) -> None:
+        open_ids = [i for i in self.driver.requests if i not in self.driver.ends]
+        if open_ids:
+            self.driver.abort(data.draw(st.sampled_from(open_ids)))
+
+    @invariant()
+    def books_balance(self) -> None:
+        if hasattr(self, "driver"):
+            self.driver.scheduler.audit()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        if self.pending is not None:
+            self.driver.finish(self.pending)
+        self.driver.run()
+        self.driver.check_outputs()
+        self.driver.check_idle()
+        stats = self.driver.scheduler.refresh_gauges()
+        assert stats.num_accepted == sum(stats.finished.values()) == len(self.driver.requests)
+        assert stats.finished[FinishReason.ERROR] == 0
+
+
+EngineMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestEngineMachine = EngineMachine.TestCase

@@ -1,0 +1,128 @@
+"""The step's arrays, entry by entry, against what the work says."""
+
+import numpy as np
+import pytest
+from engine_fakes import EOS, make_config, make_request
+
+from engine.sequence import SchedulerOutput, Sequence, Work
+from engine.step_builder import StepBuilder
+from workers.protocol import max_step_bytes, pack_step, unpack_step
+
+SIZE = 4
+
+
+def running(row: int, prompt, blocks, *, generated=(), **params) -> Sequence:
+    seq = Sequence(make_request(row + 1, prompt, **params), key=(0.0, row), max_len=64, arrival_s=0.0)
+    seq.row, seq.block_ids = row, list(blocks)
+    seq.token_ids += generated
+    return seq
+
+
+def output_of(*work: Work, step_id: int = 1, new: bool = True) -> SchedulerOutput:
+    seqs = [item.seq for item in work] if new else []
+    blocks = [(seq.row, column, block) for seq in seqs for column, block in enumerate(seq.block_ids)]
+    return SchedulerOutput(step_id, list(work), blocks, seqs)
+
+
+def builder() -> StepBuilder:
+    return StepBuilder(max_num_seqs=4, max_model_len=64, block_size=SIZE)
+
+
+def test_a_mixed_step() -> None:
+    decode = running(2, [1, 2, 3], [9, 4], generated=[7, 8], seed=-5, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1)
+    chunk = running(0, range(10, 20), [5, 6, 7])
+    whole = running(1, [30, 31], [8], logprobs=2, seed=2**62)
+    step = builder().build(output_of(Work(decode, 4, 1, True), Work(chunk, 3, 4, False), Work(whole, 0, 2, True)))
+    assert step.token_ids.tolist() == [8, 13, 14, 15, 16, 30, 31]
+    assert step.positions.tolist() == [4, 3, 4, 5, 6, 0, 1]
+    assert step.slot_mapping.tolist() == [4 * SIZE, 5 * SIZE + 3, 6 * SIZE, 6 * SIZE + 1, 6 * SIZE + 2, 32, 33]
+    assert step.query_start_loc.tolist() == [0, 1, 5, 7]
+    assert step.seq_lens.tolist() == [5, 7, 2]
+    assert step.block_tables.tolist() == [[9, 4], [5, 6], [8, 0]]
+    assert step.logits_indices.tolist() == [0, 6]
+    assert step.target_ids.tolist() == [-1, -1]
+    assert step.sample_positions.tolist() == [5, 2]
+    assert step.seeds.tolist() == [-5, 2**62]
+    assert step.num_logprobs.tolist() == [-1, 2]
+    np.testing.assert_allclose(step.temperature, [0.5, 1.0])
+    np.testing.assert_allclose(step.top_p, [0.9, 1.0])
+    assert step.top_k.tolist() == [3, 0]
+    np.testing.assert_allclose(step.min_p, [0.1, 0.0])
+    assert len(step.bias_rows) == 0
+
+
+def test_every_array_has_the_type_of_the_layout() -> None:
+    step = builder().build(output_of(Work(running(0, [1, 2], [3], min_tokens=1, eos_token_ids=(EOS,)), 0, 2, True)))
+    buffer = memoryview(bytearray(max_step_bytes(make_config().worker)))
+    pack_step(step, buffer)
+    back = unpack_step(buffer)
+    for name in (name for name in step.__slots__ if name != "step_id"):
+        ours, theirs = getattr(step, name), getattr(back, name)
+        assert ours.dtype == theirs.dtype, name
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_scored_rows_and_a_sampled_one() -> None:
+    seq = running(3, [10, 11, 12, 13], [2], prompt_logprobs=1, logprobs=0)
+    other = running(0, [5], [3])
+    work = Work(other, 0, 1, True), Work(seq, 1, 3, True, score_from=1, num_scored=2)
+    step = builder().build(output_of(*work))
+    assert step.logits_indices.tolist() == [0, 1, 2, 3]
+    assert step.target_ids.tolist() == [-1, 12, 13, -1]
+    assert step.sample_positions.tolist() == [1, 2, 3, 4]
+    assert step.num_logprobs.tolist() == [-1, 1, 1, 0]
+    assert step.seeds.tolist() == [1, 4, 4, 4]
+
+
+def test_a_chunk_without_logits_has_no_rows() -> None:
+    step = builder().build(output_of(Work(running(0, range(8), [1, 2]), 0, 4, False)))
+    assert len(step.logits_indices) == len(step.seeds) == 0
+
+
+def test_bans_end_with_min_tokens() -> None:
+    made = builder()
+    seq = running(0, [1, 2], [1, 2], min_tokens=2, eos_token_ids=(EOS,), stop_token_ids=(9, 3))
+    free = running(1, [1], [3])
+    banned = []
+    for count, token in enumerate([40, 41, 42]):
+        work = Work(free, 0, 1, True), Work(seq, 1 + count, 1, True)
+        step = made.build(output_of(*work, step_id=count + 1, new=count == 0))
+        banned.append((step.bias_rows.tolist(), step.bias_ids.tolist()))
+        assert np.isneginf(step.bias_values).all()
+        seq.token_ids.append(token)
+    assert banned == [([1, 1, 1], [3, 7, 9])] * 2 + [([], [])]
+
+
+def test_a_row_forgets_its_last_owner() -> None:
+    made = builder()
+    made.build(output_of(Work(running(0, range(12), [7, 8, 9], temperature=0.0, logprobs=3), 0, 12, True)))
+    step = made.build(
+        output_of(Work(running(0, range(3), [5]), 0, 3, True), Work(running(1, range(9), [1, 2, 3]), 0, 9, True))
+    )
+    assert step.block_tables.tolist() == [[5, 0, 0], [1, 2, 3]]
+    assert step.temperature[0] == 1.0 and step.num_logprobs[0] == -1
+
+
+def test_only_new_entries_are_written_and_building_twice_is_harmless() -> None:
+    made = builder()
+    seq = running(0, range(4), [6])
+    made.build(output_of(Work(seq, 0, 4, True)))
+    seq.token_ids.append(50)
+    seq.block_ids.append(3)
+    output = SchedulerOutput(2, [Work(seq, 4, 1, True)], [(0, 1, 3)])
+    first, second = made.build(output), made.build(output)
+    assert first.block_tables.tolist() == second.block_tables.tolist() == [[6, 3]]
+    assert first.slot_mapping.tolist() == second.slot_mapping.tolist() == [3 * SIZE]
+
+
+def test_a_step_keeps_its_numbers_when_the_tables_move_on() -> None:
+    made = builder()
+    step = made.build(output_of(Work(running(0, range(4), [6], temperature=0.25), 0, 4, True)))
+    made.build(output_of(Work(running(0, range(4), [9], temperature=0.75), 0, 4, True), step_id=2))
+    assert step.block_tables.tolist() == [[6]] and step.temperature.tolist() == [0.25]
+
+
+@pytest.mark.parametrize("value", ["hot", None])
+def test_a_parameter_of_another_type_is_an_error_not_a_step(value) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        builder().build(output_of(Work(running(0, [1], [1], top_k=value), 0, 1, True)))
