@@ -1,0 +1,173 @@
+"""Runs a `Decoder` over pages as the engine would, without an engine: the harness of the golden tests.
+
+Ranks are threads that meet at a barrier, so that whole models run at any tensor-parallel size in one process and the
+sums over ranks are real. Block ids are dealt in a shuffled order: nothing may rely on pages lying side by side.
+"""
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.attention.base import AttentionBackend, KVSpec
+from workers.attention.reference import ReferenceBackend
+from workers.batch import Batch
+from workers.models.decoder import Decoder
+from workers.parallel import TensorParallel
+from workers.preflight import read_spec
+from workers.protocol import StepMetadata
+from workers.weights.checkpoint import Checkpoint
+from workers.weights.reader import WeightReader
+
+BLOCK_SIZE = 8
+
+
+class Meeting:
+    """What the ranks of one thread group share."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=60)
+        self.slots: list[Tensor | None] = [None] * size
+
+
+class ThreadRank(TensorParallel):
+    """A rank whose companions are threads. Adds in rank order, as the real group promises."""
+
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        super().__init__(rank, meeting.size)
+        self._meeting = meeting
+
+    def _exchange(self, x: Tensor) -> list[Tensor]:
+        meeting = self._meeting
+        meeting.slots[self.rank] = x.clone()
+        meeting.barrier.wait()
+        parts = [part for part in meeting.slots if part is not None]
+        meeting.barrier.wait()
+        return parts
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        total, *rest = self._exchange(x)
+        for part in rest:
+            total = total + part
+        return total
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.stack(self._exchange(x))
+
+
+def on_ranks(size: int, work: Callable[[TensorParallel], Tensor]) -> list[Tensor]:
+    """`work` on every rank at once; its results in rank order."""
+    if size == 1:
+        with torch.inference_mode():
+            return [work(TensorParallel.solo())]
+    meeting = Meeting(size)
+    results: list[Tensor | None] = [None] * size
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            with torch.inference_mode():
+                results[rank] = work(ThreadRank(rank, meeting))
+        except BaseException as error:
+            errors.append(error)
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+    return [result for result in results if result is not None]
+
+
+def load_decoder(path: Path, tp: TensorParallel, dtype: torch.dtype = torch.float32) -> Decoder:
+    decoder = Decoder(read_spec(str(path)), tp, dtype, torch.device("cpu"))
+    with WeightReader(Checkpoint.open(path)) as weights:
+        decoder.load(weights, lambda share: None)
+    return decoder
+
+
+class PagedRun:
+    """One decoder with pages of its own, fed step by step."""
+
+    def __init__(self, decoder: Decoder, backend: Callable[[KVSpec], AttentionBackend] = ReferenceBackend) -> None:
+        self.decoder = decoder
+        spec = decoder.kv_spec(BLOCK_SIZE, torch.device("cpu"))
+        self.backend = backend(spec)
+        self.pages = self.backend.allocate(256)
+        self.free = list(range(1, 256))
+        random.Random(0).shuffle(self.free)
+        self.blocks: dict[int, list[int]] = {}
+        self.lengths: dict[int, int] = {}
+
+    def step(self, work: dict[int, Sequence[int]]) -> dict[int, Tensor]:
+        """Feed each sequence its next tokens -> the logits of all of them, whole vocabulary: float32 [n, vocab]."""
+        step = self._metadata(work)
+        batch = Batch.from_step(step, torch.device("cpu"))
+        hidden = self.decoder(batch, self.pages, self.backend, self.backend.prepare(batch))
+        local = self.decoder.compute_logits(hidden)[: step.num_tokens]  # [T, vocab_local]
+        gathered = self.decoder.place.tp.all_gather(local)  # [ranks, T, vocab_local]
+        logits = gathered.transpose(0, 1).flatten(1)  # [T, padded vocabulary]
+        vocab = self.decoder.spec.vocab_size
+        assert torch.isneginf(logits[:, vocab:]).all()
+        return dict(zip(work, logits[:, :vocab].split([len(tokens) for tokens in work.values()]), strict=True))
+
+    def _metadata(self, work: dict[int, Sequence[int]]) -> StepMetadata:
+        positions, slots = [], []
+        for seq, tokens in work.items():
+            start = self.lengths.get(seq, 0)
+            self.lengths[seq] = start + len(tokens)
+            blocks = self.blocks.setdefault(seq, [])
+            while len(blocks) * BLOCK_SIZE < self.lengths[seq]:
+                blocks.append(self.free.pop())
+            for position in range(start, self.lengths[seq]):
+                positions.append(position)
+                slots.append(blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
+        width = max(len(self.blocks[seq]) for seq in work)
+        tables = np.zeros((len(work), width), np.int32)
+        for row, seq in enumerate(work):
+            tables[row, : len(self.blocks[seq])] = self.blocks[seq]
+        counts = [len(tokens) for tokens in work.values()]
+        total = sum(counts)
+        none = np.zeros(0, np.int32)
+        ids = np.array([token for tokens in work.values() for token in tokens], np.int32)
+        return StepMetadata(
+            step_id=1,
+            token_ids=ids,
+            positions=np.array(positions, np.int32),
+            slot_mapping=np.array(slots, np.int64),
+            query_start_loc=np.cumsum([0, *counts]).astype(np.int32),
+            seq_lens=np.array([self.lengths[seq] for seq in work], np.int32),
+            block_tables=tables,
+            logits_indices=np.arange(total, dtype=np.int32),
+            target_ids=np.full(total, -1, np.int32),
+            sample_positions=np.array(positions, np.int32) + 1,
+            temperature=np.zeros(total, np.float32),
+            top_p=np.ones(total, np.float32),
+            top_k=np.zeros(total, np.int32),
+            min_p=np.zeros(total, np.float32),
+            seeds=np.zeros(total, np.int64),
+            num_logprobs=np.full(total, -1, np.int32),
+            bias_rows=none,
+            bias_ids=none,
+            bias_values=np.zeros(0, np.float32),
+        )
+
+
+def greedy(run: PagedRun, prompts: dict[int, list[int]], count: int) -> dict[int, list[int]]:
+    """`count` greedy tokens for every prompt, all in one batch, one token per step after the first."""
+    outputs: dict[int, list[int]] = {seq: [] for seq in prompts}
+    work: dict[int, Sequence[int]] = dict(prompts)
+    for _ in range(count):
+        logits = run.step(work)
+        for seq, rows in logits.items():
+            outputs[seq].append(int(rows[-1].argmax()))
+        work = {seq: tokens[-1:] for seq, tokens in outputs.items()}
+    return outputs

@@ -1,0 +1,117 @@
+"""Checkpoints for tests: tiny seeded models of every family, written by transformers itself, and one of true size.
+
+from tests.golden.tiny_models import make_tiny
+
+path = make_tiny(tmp_path, "qwen2", num_key_value_heads=1, tokenizer=True)
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+# Small and odd on purpose: heads share KV heads, and no size is a power of two by accident of the family's defaults.
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+}
+# What sets a family apart. Mistral's window is shorter than the tests' prompts.
+_FAMILY: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 24, "head_dim": None},
+    "qwen2": {},
+    "qwen3": {"head_dim": 24},
+}
+
+
+def make_tiny(
+    folder: Path,
+    family: str,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "50GB",
+    tokenizer: bool = False,
+    **overrides: Any,
+) -> Path:
+    """Write `folder/<family>-<n>` with config.json and safetensors (in shards if they exceed `max_shard_size`).
+
+    `overrides` are fields of the family's transformers config. Biases and norms are random too: at their initial
+    values a lost one would not show. With `tokenizer`, a byte-level one whose ids all decode is written beside it.
+    """
+    path = folder / f"{family}-{len(list(folder.glob(f'{family}-*')))}"
+    model = tiny_model(family, seed=seed, **overrides)
+    model.to(dtype).save_pretrained(path, max_shard_size=max_shard_size)
+    if tokenizer:
+        write_byte_tokenizer(path, model.config.vocab_size)
+    return path
+
+
+def tiny_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """The model itself, float32, in evaluation mode."""
+    config = AutoConfig.for_model(family, **{**_SHAPE, **_FAMILY[family], **overrides})
+    return _random_model(config, seed, std=0.08)
+
+
+def _random_model(config: Any, seed: int, std: float) -> PreTrainedModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("bias"):
+                    parameter.normal_(std=0.1)
+                elif name.endswith("norm.weight"):
+                    parameter.normal_(mean=1.0, std=0.1)
+                elif std > 0:
+                    parameter.normal_(std=std)
+    return model.eval()
+
+
+def write_byte_tokenizer(path: Path, vocab_size: int) -> None:
+    """Byte-level: the two special tokens, the 256 bytes, then invented words up to `vocab_size`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    if vocab_size < 258:
+        raise ValueError(f"a byte-level tokenizer needs 258 ids, the model has {vocab_size}")
+    special = ["<|begin|>", "<|end|>"]
+    tokens = special + sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens += [f"w{index}" for index in range(vocab_size - len(tokens))]
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=special[0], eos_token=special[1]).save_pretrained(
+        path
+    )
+
+
+def qwen25_half_b(path: Path, seed: int = 0) -> Path:
+    """Qwen2.5-0.5B's exact shape with random weights in bfloat16 (988 MB): for benchmarks, made once and kept."""
+    if not (path / "model.safetensors").exists():
+        config = AutoConfig.for_model(
+            "qwen2",
+            vocab_size=151_936,
+            hidden_size=896,
+            intermediate_size=4864,
+            num_hidden_layers=24,
+            num_attention_heads=14,
+            num_key_value_heads=2,
+            max_position_embeddings=32_768,
+            rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+            tie_word_embeddings=True,
+            bos_token_id=0,
+            eos_token_id=1,
+        )
+        _random_model(config, seed, std=0.0).to(torch.bfloat16).save_pretrained(path)
+    return path

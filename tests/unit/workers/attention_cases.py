@@ -1,0 +1,123 @@
+"""Builds mixed batches over scattered, poisoned pages, for the tests of attention backends."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.attention.base import AttentionBackend, AttentionSpec, KVSpec, LayerKV
+from workers.batch import Batch
+from workers.protocol import NULL_BLOCK, StepMetadata
+
+
+@dataclass(frozen=True)
+class Seq:
+    """A sequence whose last `query` of `context` tokens are in the step."""
+
+    query: int
+    context: int
+
+
+def tables_for(seqs: list[Seq], block_size: int, seed: int = 0) -> tuple[np.ndarray, int]:
+    """Block tables over a random permutation of the blocks, and the number of blocks (some stay unused)."""
+    counts = [-(-seq.context // block_size) for seq in seqs]
+    num_blocks = sum(counts) + 4
+    free = list(np.random.default_rng(seed).permutation(np.arange(1, num_blocks)))
+    tables = np.full((len(seqs), max(counts)), NULL_BLOCK, np.int32)
+    for row, count in enumerate(counts):
+        tables[row, :count] = [free.pop() for _ in range(count)]
+    return tables, num_blocks
+
+
+def batch_of(tables: np.ndarray, seqs: list[Seq], block_size: int, device: torch.device) -> Batch:
+    """The batch that writes and attends the last `query` tokens of each sequence."""
+    positions = np.concatenate([np.arange(seq.context - seq.query, seq.context) for seq in seqs]).astype(np.int32)
+    owner = np.repeat(np.arange(len(seqs)), [seq.query for seq in seqs])
+    slots = tables[owner, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    tokens = len(positions)
+    empty_f, empty_i = np.empty(0, np.float32), np.empty(0, np.int32)
+    step = StepMetadata(
+        step_id=1,
+        token_ids=np.zeros(tokens, np.int32),
+        positions=positions,
+        slot_mapping=slots,
+        query_start_loc=np.cumsum([0, *(seq.query for seq in seqs)]).astype(np.int32),
+        seq_lens=np.array([seq.context for seq in seqs], np.int32),
+        block_tables=tables,
+        logits_indices=empty_i,
+        target_ids=empty_i,
+        sample_positions=empty_i,
+        temperature=empty_f,
+        top_p=empty_f,
+        top_k=empty_i,
+        min_p=empty_f,
+        seeds=np.empty(0, np.int64),
+        num_logprobs=empty_i,
+        bias_rows=empty_i,
+        bias_ids=empty_i,
+        bias_values=empty_f,
+    )
+    return Batch.from_step(step, device)
+
+
+class Case:
+    """Random q, k, v of several sequences, the same for every backend that is asked."""
+
+    def __init__(
+        self, spec: KVSpec, layer: AttentionSpec, seqs: list[Seq], seed: int = 0, key_bias: float = 0.0
+    ) -> None:
+        self.spec, self.layer, self.seqs = spec, layer, seqs
+        random = torch.Generator().manual_seed(seed)
+        heads, width = spec.num_kv_heads, spec.head_dim
+
+        def noise(rows: int, count: int) -> Tensor:
+            return torch.randn(rows, count, width, generator=random).to(spec.device, spec.dtype)
+
+        bias = torch.full((width,), key_bias, dtype=spec.dtype, device=spec.device)
+        self.k = [noise(seq.context, heads) + bias for seq in seqs]  # one [context, kv_heads, D] per sequence
+        self.v = [noise(seq.context, heads) for seq in seqs]
+        self.q = [noise(seq.context, layer.num_heads) for seq in seqs]
+        self.tables, self.num_blocks = tables_for(seqs, spec.block_size, seed)
+
+    def run(
+        self, backend: AttentionBackend, chunks: list[list[Seq]] | None = None, alone: int | None = None
+    ) -> list[Tensor]:
+        """Results [query, heads * D] per sequence of the last step. `chunks` are the steps to take, one `Seq` per
+        sequence (query 0: not in the step); by default the earlier context in one, then `self.seqs`."""
+        kv = backend.allocate(self.num_blocks)[0]
+        self._poison(kv, backend)
+        if chunks is None:
+            chunks = [[Seq(seq.context - seq.query, seq.context - seq.query) for seq in self.seqs], self.seqs]
+        results: list[list[Tensor]] = [[] for _ in self.seqs]
+        for step in chunks:
+            here = [i for i, seq in enumerate(step) if seq.query and alone in (None, i)]
+            if here:
+                for i, rows in zip(here, self._step(backend, kv, [step[i] for i in here], here), strict=True):
+                    results[i].append(rows)
+        return [torch.cat(rows) if rows else torch.empty(0) for rows in results]
+
+    def _step(self, backend: AttentionBackend, kv: LayerKV, seqs: list[Seq], here: list[int]) -> list[Tensor]:
+        batch = batch_of(self.tables[here], seqs, self.spec.block_size, self.spec.device)
+        pad = len(batch.token_ids) - batch.num_tokens
+
+        def cut(source: list[Tensor]) -> Tensor:
+            rows = torch.cat([source[i][s.context - s.query : s.context] for i, s in zip(here, seqs, strict=True)])
+            return torch.cat([rows, torch.ones_like(rows[:1]).expand(pad, -1, -1)])
+
+        plan = backend.prepare(batch)
+        backend.write(kv, cut(self.k), cut(self.v), batch)
+        out = backend.attend(cut(self.q), kv, plan, self.layer)
+        assert out.shape == (batch.num_tokens + pad, self.layer.num_heads * self.spec.head_dim)
+        assert out[batch.num_tokens :].isfinite().all()
+        return list(out[: batch.num_tokens].split([seq.query for seq in seqs]))
+
+    def _poison(self, kv: LayerKV, backend: AttentionBackend) -> None:
+        """NaN in every slot of every block but the null block, through the door everyone uses."""
+        slots = self.num_blocks * self.spec.block_size
+        tables = np.arange(self.num_blocks, dtype=np.int32)[None]
+        batch = batch_of(tables, [Seq(slots, slots)], self.spec.block_size, self.spec.device)
+        shape = (slots, self.spec.num_kv_heads, self.spec.head_dim)
+        nans = torch.full(shape, float("nan"), dtype=self.spec.dtype, device=self.spec.device)
+        nans[: self.spec.block_size] = 0
+        backend.write(kv, nans, nans, batch)

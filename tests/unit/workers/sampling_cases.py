@@ -1,0 +1,177 @@
+"""A sampler that sorts everything in float64 and is obviously right, and in-process ranks to compare it with."""
+
+import math
+import threading
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.parallel import TensorParallel
+from workers.protocol import StepMetadata, StepOutput
+from workers.sampling.sampler import Sampler
+
+MASK = 0xFFFFFFFF
+
+
+class ThreadRanks:
+    """Ranks as threads: `all_gather` through a shared list and a barrier. A rank that strays breaks the barrier."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=20)
+        self.slots: list[Tensor] = [torch.empty(0)] * size
+        self.calls = [0] * size
+
+    def member(self, rank: int) -> TensorParallel:
+        ranks = self
+
+        class Member(TensorParallel):
+            def all_gather(self, x: Tensor) -> Tensor:
+                ranks.calls[rank] += 1
+                ranks.slots[rank] = x.clone()
+                ranks.barrier.wait()
+                out = torch.stack(ranks.slots)
+                ranks.barrier.wait()
+                return out
+
+        member = Member()
+        member.rank, member.size = rank, self.size
+        return member
+
+
+def sample_with(logits: Tensor, step: StepMetadata, size: int = 1) -> StepOutput:
+    """The answer of `size` ranks, each given its shard (padded to equal widths with -inf)."""
+    vocab = logits.shape[1]
+    width = -(-vocab // size)
+    padded = torch.nn.functional.pad(logits, (0, width * size - vocab), value=float("-inf"))
+    before = padded.clone()
+    ranks = ThreadRanks(size)
+    answers: list[StepOutput | None] = [None] * size
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            tp = TensorParallel.solo() if size == 1 else ranks.member(rank)
+            shard = padded[:, rank * width : (rank + 1) * width].contiguous()
+            answers[rank] = Sampler(tp, rank * width, width, vocab).sample(shard, step)
+            torch.testing.assert_close(
+                shard, before[:, rank * width : (rank + 1) * width], rtol=0, atol=0, equal_nan=True
+            )
+        except BaseException as error:
+            ranks.barrier.abort()
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    assert len(set(ranks.calls)) == 1, "every rank makes the same collective calls"
+    assert all(answer is None for answer in answers[1:])
+    assert answers[0] is not None
+    return answers[0]
+
+
+def step_of(rows: int, bias: list[tuple[int, int, float]] | None = None, **columns) -> StepMetadata:
+    """A step with `rows` logits rows; columns are scalars or lists."""
+
+    def column(name: str, default, dtype) -> np.ndarray:
+        return np.broadcast_to(np.asarray(columns.pop(name, default), dtype), (rows,)).copy()
+
+    bias = sorted(bias or [])
+    step = StepMetadata(
+        step_id=7,
+        token_ids=np.zeros(rows, np.int32),
+        positions=np.zeros(rows, np.int32),
+        slot_mapping=np.zeros(rows, np.int64),
+        query_start_loc=np.arange(rows + 1, dtype=np.int32),
+        seq_lens=np.ones(rows, np.int32),
+        block_tables=np.zeros((rows, 1), np.int32),
+        logits_indices=np.arange(rows, dtype=np.int32),
+        target_ids=column("target_ids", -1, np.int32),
+        sample_positions=column("sample_positions", np.arange(rows) + 10, np.int32),
+        temperature=column("temperature", 1.0, np.float32),
+        top_p=column("top_p", 1.0, np.float32),
+        top_k=column("top_k", 0, np.int32),
+        min_p=column("min_p", 0.0, np.float32),
+        seeds=column("seeds", np.arange(rows) * 77 + 5, np.int64),
+        num_logprobs=column("num_logprobs", -1, np.int32),
+        bias_rows=np.array([row for row, _, _ in bias], np.int32),
+        bias_ids=np.array([token for _, token, _ in bias], np.int32),
+        bias_values=np.array([value for _, _, value in bias], np.float32),
+    )
+    assert not columns, f"unknown columns {sorted(columns)}"
+    return step
+
+
+def naive_noise(seed: int, position: int, token: int) -> float:
+    """The noise of one token, in Python integers, from the definition."""
+
+    def mixed64(word: int) -> int:
+        word = (word + 0x9E3779B97F4A7C15) % 2**64
+        word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        word = (word ^ (word >> 27)) * 0x94D049BB133111EB % 2**64
+        return word ^ (word >> 31)
+
+    key = mixed64((mixed64(seed % 2**64) + position * 0x9E3779B97F4A7C15) % 2**64)
+    word = token
+    word = (word ^ (word >> 16)) * 0x7FEB352D & MASK
+    word = (word ^ (word >> 15)) * 0x846CA68B & MASK
+    word ^= word >> 16
+    word = (word ^ (key & MASK)) * ((key >> 32) | 1) & MASK
+    word = (word ^ (word >> 16)) * 0x7FEB352D & MASK
+    word = (word ^ (word >> 15)) * 0x846CA68B & MASK
+    word = word ^ 0x80000000  # signed order
+    uniform = (word + 0.5) / 2**32
+    return -math.log(-math.log(uniform))
+
+
+def naive_kept(row: Tensor, step: StepMetadata, i: int) -> list[int]:
+    """Ids that the filters keep in a biased row, likeliest first."""
+    x = row.double()
+    ids = sorted(range(len(row)), key=lambda token: (-float(x[token]), token))
+    temperature = float(step.temperature[i])
+    peak = float(x.max())
+    if step.min_p[i] > 0:
+        lowest = peak + temperature * math.log(float(step.min_p[i]))
+        ids = [token for token in ids if float(x[token]) >= lowest]
+    if step.top_k[i] > 0:
+        ids = ids[: int(step.top_k[i])]
+    if step.top_p[i] < 1:
+        masses = [math.exp((float(x[token]) - peak) / temperature) for token in ids]
+        target = float(step.top_p[i]) * math.fsum(masses)
+        kept, total = [], 0.0
+        for token, mass in zip(ids, masses, strict=True):
+            if kept and total >= target:
+                break
+            kept.append(token)
+            total += mass
+        ids = kept
+    return ids
+
+
+def naive_tokens(logits: Tensor, step: StepMetadata) -> list[int]:
+    """The whole procedure by sorting and Python floats."""
+    biased = logits.clone()
+    for row, token, value in zip(step.bias_rows, step.bias_ids, step.bias_values, strict=True):
+        biased[row, token] += float(value)
+    tokens = []
+    for i, row in enumerate(biased):
+        if step.target_ids[i] >= 0:
+            tokens.append(int(step.target_ids[i]))
+        elif step.temperature[i] == 0:
+            tokens.append(min(range(len(row)), key=lambda token: (-float(row[token]), token)))
+        else:
+            seed, position = int(step.seeds[i]), int(step.sample_positions[i])
+            temperature = float(step.temperature[i])
+            kept = naive_kept(row, step, i)
+            scores = {
+                token: float(row[token]) / temperature + naive_noise(seed, position, token)
+                for token in kept
+                if row[token] > -math.inf
+            }
+            tokens.append(max(scores, key=lambda token: scores[token]))
+    return tokens

@@ -1,0 +1,150 @@
+"""Every attention backend against the reference, and the promises of the CPU backend beyond it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.unit.workers.attention_cases import Case, Seq
+
+from workers.attention.base import AttentionSpec, KVSpec
+from workers.attention.choose import BACKENDS, choose
+from workers.attention.cpu import CpuBackend
+from workers.attention.reference import ReferenceBackend
+from workers.errors import StartupError
+
+CPU = torch.device("cpu")
+MIXED = [Seq(1, 1), Seq(1, 37), Seq(9, 9), Seq(1, 300), Seq(5, 64), Seq(1, 64), Seq(33, 129), Seq(2, 2)]
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small shapes: a second thread only waits for the first."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def specs(dtype=torch.float32, block=16, group=4, heads=2, width=64, window=None, softcap=None, device=CPU):
+    kv = KVSpec(1, heads, width, block, dtype, device)
+    return kv, AttentionSpec(0, heads * group, heads, width, width**-0.5, window, softcap)
+
+
+def available(kv: KVSpec):
+    return [backend for backend in BACKENDS if backend is not ReferenceBackend and backend.why_not(kv) is None]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"block": 1},
+        {"block": 16, "group": 1},
+        {"block": 32, "group": 7, "heads": 2},
+        {"block": 48, "group": 3, "heads": 1, "width": 80},
+        {"block": 128, "group": 8, "heads": 1, "width": 128},
+        {"block": 16, "group": 2, "heads": 4, "width": 32, "window": 1},
+        {"block": 16, "group": 2, "window": 40},
+        {"block": 128, "group": 5, "window": 200, "softcap": 30.0},
+        {"block": 32, "group": 6, "softcap": 5.0},
+    ],
+    ids=str,
+)
+def test_backends_agree_with_the_reference(options, dtype, device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    kv, layer = specs(dtype=dtype, device=torch.device(device), **options)
+    case = Case(kv, layer, MIXED)
+    expected = case.run(ReferenceBackend(kv))
+    assert torch.cat(expected).isfinite().all()
+    for backend in available(kv):
+        for ours, wanted in zip(case.run(backend(kv)), expected, strict=True):
+            torch.testing.assert_close(ours, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_reference_agrees_with_torch(window):
+    """The judge is judged once, by torch's own attention over whole sequences."""
+    kv, layer = specs(window=window, group=2)
+    case = Case(kv, layer, [Seq(20, 20), Seq(7, 50)])
+    for i, ours in enumerate(case.run(ReferenceBackend(kv))):
+        q, k, v = (x[i].transpose(0, 1) for x in (case.q, case.k, case.v))
+        visible = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril()
+        if window:
+            visible &= ~torch.ones_like(visible).tril(-window)
+        wanted = F.scaled_dot_product_attention(
+            q, k.repeat_interleave(2, 0), v.repeat_interleave(2, 0), attn_mask=visible
+        )
+        torch.testing.assert_close(ours, wanted.transpose(0, 1).flatten(1), atol=2e-6, rtol=2e-6)
+
+
+def test_scores_survive_large_key_biases():
+    """Keys that share a large offset make scores in the hundreds, which 16 bits would round by more than one."""
+    kv, layer = specs(dtype=torch.bfloat16, group=7)
+    case = Case(kv, layer, MIXED, key_bias=64.0)
+    for ours, wanted in zip(case.run(CpuBackend(kv)), case.run(ReferenceBackend(kv)), strict=True):
+        torch.testing.assert_close(ours, wanted, atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"group": 7}, {"group": 1, "block": 32}, {"group": 2, "width": 32, "heads": 4}, {"group": 4, "window": 50}],
+    ids=str,
+)
+def test_company_and_chunks_do_not_change_a_bit(options, dtype):
+    kv, layer = specs(dtype=dtype, **options)
+    case = Case(kv, layer, [Seq(1, 300), Seq(70, 100), Seq(1, 40), Seq(1, 33), Seq(3, 3)])
+    together = case.run(CpuBackend(kv))
+    for i in range(len(case.seqs)):
+        assert torch.equal(case.run(CpuBackend(kv), alone=i)[i], together[i]), f"sequence {i} depends on its company"
+    whole = case.run(CpuBackend(kv), [[Seq(seq.context, seq.context) for seq in case.seqs]])
+    pieces = [[Seq(*_next(seq.context, end, 57)) for seq in case.seqs] for end in range(57, 400, 57)]
+    by_one = [[Seq(int(end <= seq.context), end) for seq in case.seqs] for end in range(1, 301)]
+    for steps in (pieces, by_one):
+        for i, chunked in enumerate(case.run(CpuBackend(kv), steps)):
+            assert torch.equal(chunked, whole[i]), f"sequence {i} depends on its chunks"
+
+
+def _next(context: int, end: int, chunk: int) -> tuple[int, int]:
+    stop = min(end, context)
+    return max(0, stop - (end - chunk)), stop
+
+
+def test_long_prompts_are_cut_into_row_blocks_and_groups():
+    """The scratch bounds hold: scores never exceed the limit, and both cuts really happen."""
+    kv, layer = specs(dtype=torch.bfloat16, group=7, block=32)
+    seqs = [Seq(200, 700), *[Seq(1, n) for n in (900, 60, 64, 70, 880, 90, 100, 40)]]
+    case = Case(kv, layer, seqs)
+    backend = CpuBackend(kv)
+    ours = case.run(backend)
+    limit = 1 << 19
+    assert (
+        max(buffer.numel() for name, buffer in backend._scratch._buffers.items() if name in ("scores", "lost")) <= limit
+    )
+    for mine, wanted in zip(ours, case.run(ReferenceBackend(kv)), strict=True):
+        torch.testing.assert_close(mine, wanted, atol=1.6e-2, rtol=1.6e-2)
+
+
+def test_pages_hold_kv_heads_once():
+    kv, _ = specs(group=8, heads=2)
+    for backend in (ReferenceBackend(kv), CpuBackend(kv)):
+        (layer,) = backend.allocate(10)
+        spare = layer.k.numel() - 10 * 16 * 2 * 64
+        assert 0 <= spare <= 16 * 2 * 64, "at most one page beyond the blocks"
+
+
+def test_choose_prefers_the_fast_backend_and_says_why_not():
+    kv, _ = specs()
+    lines: list[str] = []
+    assert choose(kv, "auto", lines.append).name == "cpu"
+    assert choose(kv, "reference", lines.append).name == "reference"
+    odd = KVSpec(1, 2, 64, 16, torch.float64, CPU)
+    assert choose(odd, "auto", lines.append).name == "reference"
+    assert any("float64" in line for line in lines)
+    with pytest.raises(StartupError, match="float64") as refused:
+        choose(odd, "cpu", lines.append)
+    assert "auto" in refused.value.fix
+    with pytest.raises(StartupError, match="flashier"):
+        choose(kv, "flashier", lines.append)

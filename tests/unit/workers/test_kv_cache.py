@@ -1,0 +1,106 @@
+"""KV sizing: exact prices, limits of the machine, and refusals that help."""
+
+import pytest
+import torch
+
+from workers import kv_cache
+from workers.attention.base import KVSpec
+from workers.attention.choose import BACKENDS
+from workers.config import WorkerConfig
+from workers.errors import StartupError
+
+QWEN = KVSpec(24, 2, 64, 32, torch.bfloat16, torch.device("cpu"))
+
+
+def config(**changes) -> WorkerConfig:
+    return WorkerConfig("model", max_model_len=4096, max_num_seqs=4).with_(**changes)
+
+
+def test_price_of_a_token_is_exact():
+    assert QWEN.bytes_per_token == 2 * 24 * 2 * 64 * 2 == 12_288
+    for backend in BACKENDS:
+        pages = sum(t.numel() * t.itemsize for kv in backend(QWEN).allocate(9) for t in (kv.k, kv.v))
+        assert 9 * QWEN.bytes_per_block <= pages <= (9 + kv_cache.RESERVED_BLOCKS - 1) * QWEN.bytes_per_block
+
+
+def test_measured_host_memory_is_capped_by_what_sequences_can_use():
+    plenty = 10**12
+    assert kv_cache.blocks_that_fit(QWEN, config(), plenty) == 4 * 128 + 1
+    assert kv_cache.blocks_that_fit(QWEN, config(kv_cache_bytes=plenty), plenty) == plenty // QWEN.bytes_per_block - 1
+    cuda = KVSpec(24, 2, 64, 32, torch.bfloat16, torch.device("cuda", 0))
+    assert kv_cache.blocks_that_fit(cuda, config(), plenty) == plenty // QWEN.bytes_per_block - 1
+
+
+def test_blocks_never_cost_more_than_there_is():
+    for extra in range(0, 5 * QWEN.bytes_per_block, QWEN.bytes_per_block // 3):
+        available = (128 + kv_cache.RESERVED_BLOCKS) * QWEN.bytes_per_block + extra
+        blocks = kv_cache.blocks_that_fit(QWEN, config(), available)
+        assert (blocks + 1) * QWEN.bytes_per_block <= available, "the backend's spare page is paid for"
+        assert blocks - 1 >= 128, "one full sequence"
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "words"),
+    [
+        ({"kv_cache_bytes": 1 << 20}, "cpu", "--kv-cache-memory gives 1.0 MiB"),
+        ({}, "cpu", "25% of free memory"),
+        ({}, "cuda", "--gpu-memory-utilization 0.9"),
+    ],
+)
+def test_too_little_memory_is_refused_with_arithmetic_and_a_fix_that_works(changes, device, words):
+    spec = KVSpec(24, 2, 64, 32, torch.bfloat16, torch.device(device))
+    available = 1 << 20
+    with pytest.raises(StartupError) as refused:
+        kv_cache.blocks_that_fit(spec, config(**changes), available)
+    assert refused.value.exit_code == 4
+    assert words in refused.value.cause
+    assert "12288 bytes" in refused.value.cause
+    assert "--max-model-len" in refused.value.fix or "smaller model" in refused.value.fix
+    with pytest.raises(StartupError) as refused:
+        kv_cache.blocks_that_fit(spec, config(**changes), 10 * spec.bytes_per_block)
+    shorter = int(refused.value.fix.split("--max-model-len to ")[1].split()[0])
+    assert kv_cache.blocks_that_fit(spec, config(max_model_len=shorter), 10 * spec.bytes_per_block) >= 2
+
+
+def test_explicit_size_wins_and_ranks_share_the_host(monkeypatch):
+    cpu = torch.device("cpu")
+    assert kv_cache.available_kv_bytes(config(kv_cache_bytes=123), cpu) == 123
+    monkeypatch.setattr(kv_cache, "free_host_bytes", lambda: 8_000)
+    assert kv_cache.available_kv_bytes(config(), cpu) == 2_000
+    assert kv_cache.available_kv_bytes(config(tensor_parallel_size=4), cpu) == 500
+
+
+def test_device_memory_is_utilisation_minus_what_is_used(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (700, 1000))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    device = torch.device("cuda", 0)
+    assert kv_cache.available_kv_bytes(config(gpu_memory_utilization=0.5), device) == 200
+    assert kv_cache.available_kv_bytes(config(gpu_memory_utilization=0.25), device) == 0
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_control_groups_limit_what_counts_as_free(tmp_path, version):
+    base = tmp_path / "fs" / ("memory" if version == 1 else "")
+    group = base / "slice" / "box"
+    group.mkdir(parents=True)
+    limit, usage = kv_cache._CGROUP_FILES[0 if version == 2 else 1]
+    membership = tmp_path / "cgroup"
+    membership.write_text("5:memory:/slice/box\n3:cpu:/x\n" if version == 1 else "0::/slice/box\n")
+    (group.parent / limit).write_text("10000\n")  # the parent's limit binds
+    (group.parent / usage).write_text("4000\n")
+    (group.parent / "memory.stat").write_text("anon 1\ninactive_file 500\n")
+    (group / limit).write_text("max\n" if version == 2 else "9223372036854771712\n")
+    (group / usage).write_text("3000\n")
+    assert kv_cache.free_host_bytes(tmp_path / "fs", membership) == 6500
+    (group.parent / usage).write_text("20000\n")
+    assert kv_cache.free_host_bytes(tmp_path / "fs", membership) == 0
+
+
+def test_without_control_groups_the_machine_counts(tmp_path):
+    free = kv_cache.free_host_bytes(tmp_path, tmp_path / "missing")
+    assert free > 1 << 20
+
+
+def test_summary_names_blocks_tokens_and_users():
+    line = kv_cache.summary(QWEN, 1281)
+    assert line == "480.4 MiB of KV memory per rank: 1,280 blocks of 32 tokens, 40,960 tokens, 10 users at 4k"

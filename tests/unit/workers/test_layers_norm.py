@@ -1,0 +1,44 @@
+"""Norms are at least as exact as transformers', and a row's norm does not depend on its company."""
+
+import pytest
+import torch
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from tests.unit.workers.weights_in_memory import MemoryWeights, place
+from workers.layers.norm import HeadNorm, RMSNorm
+
+
+def exact(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    x = x.double()
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.double()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("eps", [1e-6, 1e-5, 0.1])
+def test_norm_is_at_least_as_exact_as_transformers(dtype: torch.dtype, eps: float) -> None:
+    torch.manual_seed(0)
+    weight, x = (1 + 0.2 * torch.randn(896)).to(dtype), (0.3 * torch.randn(64, 896)).to(dtype)
+    norm = RMSNorm("n", 896, eps, place(dtype=dtype))
+    norm.load(MemoryWeights({"n.weight": weight}))
+    theirs = Qwen3RMSNorm(896, eps).to(dtype)
+    theirs.weight.data.copy_(weight)
+    truth = exact(x, weight, eps)
+
+    def error(y: torch.Tensor) -> float:
+        return (y.double() - truth).pow(2).mean().sqrt().item()
+
+    assert norm(x).dtype == dtype
+    assert error(norm(x)) <= 1.02 * error(theirs(x))
+    for rows in (1, 2, 5, 33):
+        assert torch.equal(norm(x[:rows]), norm(x)[:rows])
+
+
+def test_head_norm_gives_queries_and_keys_their_own_weight_in_float32() -> None:
+    q_weight, k_weight = torch.randn(16).bfloat16(), torch.randn(16).bfloat16()
+    norm = HeadNorm("a", 6, 2, 16, 1e-6, place(dtype=torch.bfloat16))
+    norm.load(MemoryWeights({"a.q_norm.weight": q_weight, "a.k_norm.weight": k_weight}))
+    x = torch.randn(5, 8, 16).bfloat16()
+    out = norm(x)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out[:, :6].double(), exact(x[:, :6], q_weight, 1e-6), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(out[:, 6:].double(), exact(x[:, 6:], k_weight, 1e-6), rtol=1e-6, atol=1e-6)

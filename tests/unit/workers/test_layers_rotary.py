@@ -1,0 +1,127 @@
+"""Angles and rotation against transformers' own functions, for every kind and for partly rotated heads."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, Phi3Config
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply_partial
+
+from workers.layers.rotary import RotaryTable, rotate
+from workers.models.registry import describe
+from workers.models.spec import RopeSpec
+
+KINDS: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 1e6},
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+    "llama3": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+               "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn-given-attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "attention_factor": 1.25,
+                             "beta_fast": 16.0, "beta_slow": 2.0, "original_max_position_embeddings": 128},
+    "yarn-mscale": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "mscale": 1.0, "mscale_all_dim": 0.8,
+                    "truncate": False, "original_max_position_embeddings": 64},
+    "yarn-flat-ramp": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "beta_fast": 1.0, "beta_slow": 1.0,
+                       "truncate": False, "original_max_position_embeddings": 64},
+}  # fmt: skip
+
+
+def llama_config(rope: dict[str, Any], head_dim: int) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 32,
+        "hidden_size": 4 * head_dim,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 256,
+        "rope_parameters": dict(rope),
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head_dim", [8, 64, 128])
+def test_cos_sin_and_rotation_equal_transformers(kind: str, head_dim: int) -> None:
+    config = llama_config(KINDS[kind], head_dim)
+    spec = describe(config).rope
+    theirs = LlamaRotaryEmbedding(
+        LlamaConfig(**{key: value for key, value in config.items() if key != "architectures"})
+    )
+    positions = torch.tensor([0, 1, 2, 31, 63, 64, 65, 130, 255])
+    q, k = torch.randn(1, 4, 9, head_dim), torch.randn(1, 2, 9, head_dim)
+    cos, sin = theirs(q, positions[None])
+    ours_cos, ours_sin = RotaryTable(spec, torch.device("cpu"))(positions, 256)
+    half = head_dim // 2
+    assert torch.equal(ours_cos[:, 0], cos[0])
+    assert torch.equal(ours_sin[:, 0, half:], sin[0][:, half:]) and torch.equal(
+        ours_sin[:, 0, :half], -sin[0][:, :half]
+    )
+    expected = torch.cat(apply_rotary_pos_emb(q, k, cos, sin), 1)[0].transpose(0, 1)  # [T, heads, head_dim]
+    together = torch.cat((q, k), 1)[0].transpose(0, 1)
+    torch.testing.assert_close(rotate(together, ours_cos, ours_sin, torch.float32), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_old_and_new_config_forms_mean_the_same() -> None:
+    for rope in KINDS.values():
+        new = llama_config(rope, 64)
+        old = {key: value for key, value in new.items() if key != "rope_parameters"}
+        inner = {key: value for key, value in rope.items() if key not in ("rope_theta", "rope_type")}
+        old |= {"rope_theta": rope["rope_theta"], "rope_scaling": {"type": rope["rope_type"], **inner}}
+        assert describe(old).rope == describe(new).rope
+
+
+@pytest.mark.parametrize("share", [0.5, 0.75])
+def test_partly_rotated_heads_equal_transformers(share: float) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": share}
+    config = Phi3Config(hidden_size=128, num_attention_heads=4, num_key_value_heads=2, rope_parameters=rope,
+                        pad_token_id=0)  # fmt: skip
+    positions = torch.arange(40)
+    q, k = torch.randn(1, 4, 40, 32), torch.randn(1, 2, 40, 32)
+    cos, sin = Phi3RotaryEmbedding(config)(q, positions[None])
+    expected = torch.cat(apply_partial(q, k, cos, sin), 1)[0].transpose(0, 1)
+    table = RotaryTable(RopeSpec("default", 1e4, int(32 * share)), torch.device("cpu"))
+    ours = rotate(torch.cat((q, k), 1)[0].transpose(0, 1), *table(positions, 40), torch.float32)
+    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_dynamic_angles_equal_transformers_for_a_growing_sequence() -> None:
+    """Token after token beyond the trained length: each call of theirs sees one more, each position of ours its own."""
+    config = llama_config(KINDS["dynamic"], 64) | {"max_position_embeddings": 32}
+    theirs = LlamaRotaryEmbedding(
+        LlamaConfig(**{key: value for key, value in config.items() if key != "architectures"})
+    )
+    ours_cos, _ = RotaryTable(describe(config).rope, torch.device("cpu"))(torch.arange(80), 80)
+    x = torch.zeros(1)
+    theirs(x, torch.arange(20)[None])  # the prompt, within the trained length
+    for position in range(20, 80):
+        cos, _ = theirs(x, torch.tensor([[position]]))
+        torch.testing.assert_close(ours_cos[position, 0], cos[0, 0], rtol=0, atol=1e-5)
+
+
+def test_rotation_is_computed_in_float32_and_rounded_once() -> None:
+    table = RotaryTable(RopeSpec("default", 1e6, 64), torch.device("cpu"))
+    cos, sin = table(torch.tensor([30_000, 7]), 30_001)
+    x = torch.randn(2, 3, 64).bfloat16()
+    ours = rotate(x, cos, sin, torch.bfloat16)
+    assert torch.equal(ours, rotate(x.float(), cos, sin, torch.float32).bfloat16())
+
+
+@pytest.mark.parametrize("kind", ["default", "dynamic"])
+@pytest.mark.parametrize("size", [8, 24, 128])
+def test_an_angle_depends_on_its_position_alone(kind: str, size: int) -> None:
+    """Not on how many tokens share the step, nor on how the table grew."""
+    spec = RopeSpec(kind, 1e4, size, factor=2.0, original_max_positions=700)
+    at_once, grown = RotaryTable(spec, torch.device("cpu")), RotaryTable(spec, torch.device("cpu"))
+    cos, sin = at_once(torch.arange(5000), 5000)
+    for longest in (1, 700, 1025, 3001, 5000):
+        some = torch.tensor([longest - 1, longest // 2, 0])
+        few_cos, few_sin = grown(some, longest)
+        assert torch.equal(few_cos, cos[some]) and torch.equal(few_sin, sin[some])
+
+
+def test_an_unknown_kind_raises() -> None:
+    with pytest.raises(ValueError, match="'spiral'"):
+        RotaryTable(RopeSpec("spiral", 1e4, 8), torch.device("cpu"))

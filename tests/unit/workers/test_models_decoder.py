@@ -1,0 +1,156 @@
+"""The whole shard: what it reads, what it reports, and that a token's numbers are its own."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.golden.paged_run import PagedRun, load_decoder, on_ranks
+from tests.golden.tiny_models import FAMILIES, make_tiny
+from workers.attention.base import AttentionBackend, AttentionSpec, LayerKV
+from workers.attention.cpu import CpuBackend
+from workers.attention.reference import ReferenceBackend
+from workers.batch import Batch
+from workers.errors import StartupError
+from workers.layers.matmul import can_pack
+from workers.models.decoder import Decoder
+from workers.parallel import TensorParallel
+from workers.preflight import read_spec
+from workers.weights.checkpoint import SINGLE_FILE, Checkpoint
+from workers.weights.dummy import DummyWeights
+from workers.weights.reader import WeightReader
+
+CPU = torch.device("cpu")
+
+
+def edit(path: Path, **changes: torch.Tensor | None) -> None:
+    """Replace tensors (double underscores stand for dots), or drop those given as None."""
+    tensors = load_file(path / SINGLE_FILE)
+    for name, tensor in changes.items():
+        tensors.pop(name.replace("__", "."), None)
+        if tensor is not None:
+            tensors[name.replace("__", ".")] = tensor
+    save_file(tensors, path / SINGLE_FILE)
+
+
+def test_a_missing_tensor_fails_at_the_layer_that_wants_it(tmp_path: Path) -> None:
+    path = make_tiny(tmp_path, "qwen2")
+    edit(path, model__layers__1__self_attn__k_proj__bias=None)
+    with pytest.raises(StartupError, match=r"no tensor 'model\.layers\.1\.self_attn\.k_proj\.bias'"):
+        load_decoder(path, TensorParallel.solo())
+
+
+def test_a_tensor_without_a_place_is_an_error(tmp_path: Path) -> None:
+    path = make_tiny(tmp_path, "llama")
+    edit(path, model__layers__0__self_attn__q_proj__bias=torch.zeros(64))
+    with pytest.raises(StartupError, match=r"no place for: model\.layers\.0\.self_attn\.q_proj\.bias"):
+        load_decoder(path, TensorParallel.solo())
+
+
+def test_harmless_leftovers_load(tmp_path: Path) -> None:
+    path = make_tiny(tmp_path, "qwen2", tie_word_embeddings=True)
+    embedding = load_file(path / SINGLE_FILE)["model.embed_tokens.weight"]
+    edit(path, lm_head__weight=embedding, model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(4))
+    load_decoder(path, TensorParallel.solo())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fused_and_sharded_files_load_like_separate_ones(tmp_path: Path, family: str) -> None:
+    tokens = list(range(20))
+    plain = make_tiny(tmp_path, family)
+    shards = make_tiny(tmp_path, family, max_shard_size="100KB")
+    assert len(list(shards.glob("*.safetensors"))) > 2
+    fused = make_tiny(tmp_path, family)
+    tensors = load_file(fused / SINGLE_FILE)
+    for layer in range(3):
+        for whole, parts in (("self_attn.qkv_proj", "qkv"), ("mlp.gate_up_proj", ("gate", "up"))):
+            for kind in ("weight", "bias"):
+                names = [f"model.layers.{layer}.{whole.split('.')[0]}.{part}_proj.{kind}" for part in parts]
+                if names[0] in tensors:
+                    tensors[f"model.layers.{layer}.{whole}.{kind}"] = torch.cat([tensors.pop(n) for n in names])
+    save_file(tensors, fused / SINGLE_FILE)
+    for size in (1, 2, 8):
+        texts = [
+            on_ranks(size, lambda tp, path=path: PagedRun(load_decoder(path, tp)).step({0: tokens})[0])[0]
+            for path in (plain, shards, fused)
+        ]
+        assert torch.equal(texts[0], texts[1]) and torch.equal(texts[0], texts[2])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_reported_sizes_are_what_is_held(tmp_path: Path, tied: bool) -> None:
+    path = make_tiny(tmp_path, "qwen2", tie_word_embeddings=tied)
+    spec = read_spec(str(path))
+    one = load_decoder(path, TensorParallel.solo())
+    assert one.num_parameters == spec.num_parameters
+    second_form = spec.vocab_size * spec.hidden_size if tied and can_pack(torch.float32, "cpu") else 0
+    assert one.weight_bytes == 4 * (spec.num_parameters + second_form)
+    halves = [Decoder(spec, TensorParallel(rank, 2), torch.bfloat16, CPU) for rank in range(2)]
+    assert halves[0].weight_bytes < 0.55 * one.weight_bytes / 2
+    assert [half.vocab_start for half in halves] == [0, 160] and halves[1].vocab_local == 160
+    kv = halves[1].kv_spec(16, CPU)
+    assert (kv.num_layers, kv.num_kv_heads, kv.head_dim, kv.block_size, kv.dtype) == (3, 2, 8, 16, torch.bfloat16)
+    eighth = Decoder(spec, TensorParallel(7, 8), torch.float32, CPU)  # more ranks than KV heads
+    assert eighth.kv_spec(16, CPU).num_kv_heads == 1
+
+
+def test_progress_rises_to_one(tmp_path: Path) -> None:
+    path = make_tiny(tmp_path, "qwen3")
+    heard: list[float] = []
+    decoder = Decoder(read_spec(str(path)), TensorParallel.solo(), torch.float32, CPU)
+    with WeightReader(Checkpoint.open(path)) as weights:
+        decoder.load(weights, heard.append)
+    assert heard == sorted(heard) and heard[-1] == 1.0 and heard[0] < 0.5 and len(heard) > 10
+
+
+def test_noise_gives_the_same_model_at_every_number_of_ranks(tmp_path: Path) -> None:
+    spec = read_spec(str(make_tiny(tmp_path, "qwen2", tie_word_embeddings=True, vocab_size=303)))
+
+    def logits(tp: TensorParallel) -> torch.Tensor:
+        decoder = Decoder(spec, tp, torch.float32, CPU)
+        decoder.load(DummyWeights(3), lambda share: None)
+        return PagedRun(decoder).step({0: list(range(30))})[0]
+
+    whole = on_ranks(1, logits)[0]
+    assert whole.std() > 1e-3
+    for size in (2, 4, 8):
+        torch.testing.assert_close(on_ranks(size, logits)[0], whole, rtol=1e-4, atol=1e-5)
+
+
+class SelfBackend(ReferenceBackend):
+    """A token attends to itself alone, without arithmetic: what is left is the model's own."""
+
+    def attend(self, q: Tensor, kv: LayerKV, plan: Any, layer: AttentionSpec) -> Tensor:
+        own = kv.v.flatten(0, 1)[self.batch.slot_mapping]
+        return own.repeat_interleave(layer.num_heads // layer.num_kv_heads, dim=1).flatten(1)
+
+    def prepare(self, batch: Batch) -> list:
+        self.batch = batch
+        return []
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [(SelfBackend, torch.float32), (SelfBackend, torch.bfloat16), (CpuBackend, torch.bfloat16)],
+)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_a_tokens_logits_do_not_depend_on_its_company(
+    tmp_path: Path, family: str, backend: type[AttentionBackend], dtype: torch.dtype
+) -> None:
+    """Bit by bit: alone or among others, in one piece or in chunks."""
+    if not can_pack(dtype, "cpu"):
+        pytest.skip(f"this processor packs no {dtype}")
+    path = make_tiny(tmp_path, family, hidden_size=288, intermediate_size=608, head_dim=32)
+    decoder = load_decoder(path, TensorParallel.solo(), dtype)
+    tokens = [(7 * index) % 300 for index in range(40)]
+    with torch.inference_mode():
+        alone = PagedRun(decoder, backend).step({0: tokens})[0]
+        crowd = PagedRun(decoder, backend)
+        pieces = []
+        for number, (start, end) in enumerate(((0, 13), (13, 14), (14, 31), (31, 32), (32, 40))):
+            others = {10 * number + other: tokens[other : other + 9 * other] for other in range(1, 4)}
+            pieces.append(crowd.step({**others, 0: tokens[start:end]})[0])
+        assert torch.equal(torch.cat(pieces), alone)

@@ -1,0 +1,204 @@
+"""The start-up check: everything resolved, every user's mistake one clear sentence, no torch, no waiting."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.golden.tiny_models import FAMILIES, make_tiny
+from workers import preflight as module
+from workers.config import WorkerConfig
+from workers.errors import StartupError
+from workers.preflight import available_cores, cuda_device_count, preflight
+from workers.weights.checkpoint import SINGLE_FILE
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_tiny(tmp_path, "qwen2", dtype=torch.bfloat16)
+
+
+def config(model: Path, **changes: Any) -> WorkerConfig:
+    return WorkerConfig(str(model), device="cpu").with_(**changes)
+
+
+def edit_config(model: Path, **changes: Any) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_everything_is_resolved(model: Path) -> None:
+    found = preflight(WorkerConfig(str(model), tensor_parallel_size=2, device="cpu"))
+    assert (found.dtype, found.device, found.load_format, found.max_model_len) == (
+        "bfloat16",
+        "cpu",
+        "safetensors",
+        512,
+    )
+    assert found.num_threads == max(1, available_cores() // 2)
+    assert preflight(found) == found, "a resolved configuration stays as it is"
+
+
+def test_what_was_asked_for_is_kept(model: Path) -> None:
+    asked = config(model, dtype="float32", max_model_len=100, num_threads=3, load_format="dummy")
+    assert preflight(asked) == asked
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_passes_tied_and_untied(tmp_path: Path, family: str) -> None:
+    for tied in (False, True):
+        preflight(config(make_tiny(tmp_path, family, tie_word_embeddings=tied)))
+
+
+def test_without_a_declared_dtype_the_tensors_decide(model: Path) -> None:
+    edit_config(model, dtype=None)
+    assert preflight(config(model)).dtype == "bfloat16"
+    assert preflight(config(model, load_format="dummy")).dtype == "float32"
+
+
+def test_noise_needs_a_config_but_no_weights(model: Path) -> None:
+    (model / SINGLE_FILE).unlink()
+    assert preflight(config(model, load_format="dummy")).load_format == "dummy"
+    with pytest.raises(StartupError, match="holds no weights"):
+        preflight(config(model))
+
+
+SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "tp": ({"tensor_parallel_size": 3}, r"8 heads, 4 key-value heads, intermediate size 96.*work: 1, 2, 4, 8\."),
+    "tp zero": ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0"),
+    "length": ({"max_model_len": 513}, "max_model_len 513.*512 positions"),
+    "length zero": ({"max_model_len": 0}, "max_model_len is 0"),
+    "seqs": ({"max_num_seqs": 65, "max_num_batched_tokens": 64}, "max_num_seqs 65.*max_num_batched_tokens 64"),
+    "seqs zero": ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+    "tokens": ({"max_num_batched_tokens": -1}, "max_num_batched_tokens is -1"),
+    "block zero": ({"block_size": 0}, "block_size is 0"),
+    "block huge": ({"block_size": 4096}, "block_size 4096 is too large"),
+    "threads": ({"num_threads": 0}, "num_threads is 0"),
+    "kv": ({"kv_cache_bytes": -5}, "kv_cache_bytes is -5"),
+    "share": ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5"),
+    "timeout": ({"step_timeout_s": 0}, "step_timeout_s is 0"),
+    "device": ({"device": "tpu"}, "device is 'tpu'.*auto, cpu, cuda"),
+    "dtype": ({"dtype": "int8"}, "dtype is 'int8'"),
+    "format": ({"load_format": "gguf"}, "load_format is 'gguf'"),
+    "attention": ({"attention_backend": "fast"}, "attention_backend is 'fast'"),
+}
+
+
+@pytest.mark.parametrize("what", SETTINGS)
+def test_a_wrong_setting_is_named_with_its_limit(model: Path, what: str) -> None:
+    change, message = SETTINGS[what]
+    with pytest.raises(StartupError, match=message) as error:
+        preflight(config(model, **change))
+    assert error.value.exit_code == 3
+    assert "\n" not in error.value.cause + error.value.fix
+
+
+def retype(model: Path, name: str, dtype: torch.dtype) -> None:
+    tensors = load_file(model / SINGLE_FILE)
+    tensors[name] = tensors[name].to(dtype)
+    save_file(tensors, model / SINGLE_FILE)
+
+
+def truncate(model: Path) -> None:
+    path = model / SINGLE_FILE
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def drop(model: Path, name: str) -> None:
+    tensors = load_file(model / SINGLE_FILE)
+    del tensors[name]
+    save_file(tensors, model / SINGLE_FILE)
+
+
+MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no config": (lambda m: (m / "config.json").unlink(), "has no config.json"),
+    "broken config": (lambda m: (m / "config.json").write_text("{"), "config.json cannot be read"),
+    "config a list": (lambda m: (m / "config.json").write_text("[]"), "not a table"),
+    "config not text": (lambda m: (m / "config.json").write_bytes(b"\xff\xfe{"), "config.json cannot be read"),
+    "architecture": (lambda m: edit_config(m, architectures=["BertModel"]), "'BertModel'.*Qwen3ForCausalLM"),
+    "quantised": (lambda m: edit_config(m, quantization_config={"quant_method": "awq"}), r"quantised \(awq\)"),
+    "truncated": (truncate, "model.safetensors is truncated"),
+    "missing tensor": (lambda m: drop(m, "model.norm.weight"), "no tensor 'model.norm.weight'.*Qwen2ForCausalLM"),
+    "another size": (
+        lambda m: edit_config(m, intermediate_size=88),
+        r"gate_proj.weight' has shape \[96, 64\].*\[88, 64\]",
+    ),
+    "fewer layers": (lambda m: edit_config(m, num_hidden_layers=2, layer_types=None), r"model\.layers\.2.*12 such"),
+    "another dtype": (lambda m: retype(m, "model.norm.weight", torch.float8_e4m3fn), "'model.norm.weight' is F8_E4M3"),
+}
+
+
+@pytest.mark.parametrize("what", MODELS)
+def test_a_model_that_cannot_be_served_is_refused_before_it_is_read(model: Path, what: str) -> None:
+    change, message = MODELS[what]
+    change(model)
+    with pytest.raises(StartupError, match=message) as error:
+        preflight(config(model))
+    assert error.value.exit_code == 3
+    assert "\n" not in error.value.cause + error.value.fix
+
+
+def test_a_missing_directory_is_named() -> None:
+    with pytest.raises(StartupError, match="/nowhere/at/all does not exist"):
+        preflight(config(Path("/nowhere/at/all")))
+
+
+def test_pickled_weights_have_a_hint_of_their_own(model: Path) -> None:
+    (model / SINGLE_FILE).rename(model / "pytorch_model.bin")
+    with pytest.raises(StartupError, match=r"pickled weights.*save_pretrained"):
+        preflight(config(model))
+
+
+def test_fused_tensors_are_recognised(model: Path) -> None:
+    tensors = load_file(model / SINGLE_FILE)
+    for layer in range(3):
+        for kind in ("weight", "bias"):
+            names = [f"model.layers.{layer}.self_attn.{part}_proj.{kind}" for part in "qkv"]
+            tensors[f"model.layers.{layer}.self_attn.qkv_proj.{kind}"] = torch.cat([tensors.pop(n) for n in names])
+    save_file(tensors, model / SINGLE_FILE)
+    preflight(config(model))
+
+
+@pytest.mark.parametrize(
+    ("asked", "devices", "ranks", "outcome"),
+    [
+        ("auto", 0, 2, "cpu"),
+        ("auto", 2, 2, "cuda"),
+        ("cuda", 1, 1, "cuda"),
+        ("cpu", 4, 1, "cpu"),
+        ("cuda", 0, 1, "no CUDA device answers"),
+        ("cuda", 1, 2, "tensor_parallel_size 2 needs as many CUDA devices; 1 found"),
+        ("auto", 1, 2, "tensor_parallel_size 2 needs as many CUDA devices; 1 found"),
+    ],
+)
+def test_the_device_is_what_answers(
+    model: Path, monkeypatch: pytest.MonkeyPatch, asked: str, devices: int, ranks: int, outcome: str
+) -> None:
+    monkeypatch.setattr(module, "cuda_device_count", lambda: devices)
+    settings = config(model, device=asked, tensor_parallel_size=ranks)
+    if outcome in ("cpu", "cuda"):
+        assert preflight(settings).device == outcome
+    else:
+        with pytest.raises(StartupError, match=outcome):
+            preflight(settings)
+
+
+def test_devices_are_counted_as_torch_counts_them() -> None:
+    assert cuda_device_count() == (torch.cuda.device_count() if torch.version.cuda else 0)
+
+
+def test_it_never_imports_torch(model: Path) -> None:
+    code = (
+        "import sys; from workers.config import WorkerConfig; from workers.preflight import preflight; "
+        f"preflight(WorkerConfig({str(model)!r})); "
+        "print([name for name in ('torch', 'numpy', 'safetensors', 'transformers') if name in sys.modules])"
+    )
+    root = Path(__file__).parents[3]
+    answer = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "[]"

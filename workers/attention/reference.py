@@ -1,0 +1,84 @@
+"""The judge: attention as one would explain it on a blackboard, one sequence at a time, in float32, on any device.
+
+Knows nothing about speed. Every other backend must agree with it in one parametrised test.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workers.attention.base import AttentionSpec, KVSpec, LayerKV
+from workers.batch import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    """Query rows `start` to `stop` of one sequence, and the slots of all tokens it has in the cache."""
+
+    start: int
+    stop: int
+    slots: Tensor  # int64 [C]
+
+
+class ReferenceBackend:
+    """Pages are `[blocks, block_size, kv_heads, head_dim]`: a slot is a row of the first two dimensions taken as one."""
+
+    name = "reference"
+
+    def __init__(self, spec: KVSpec) -> None:
+        self.spec = spec
+
+    @staticmethod
+    def why_not(spec: KVSpec) -> str | None:
+        """It serves everything torch can hold in floating point."""
+        return None if spec.dtype.is_floating_point else f"{spec.dtype} is not a floating-point type"
+
+    def allocate(self, num_blocks: int) -> list[LayerKV]:
+        spec = self.spec
+        shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+
+        def pages() -> Tensor:
+            return torch.zeros(shape, dtype=spec.dtype, device=spec.device)
+
+        return [LayerKV(pages(), pages()) for _ in range(spec.num_layers)]
+
+    def prepare(self, batch: Batch) -> list[_Sequence]:
+        size = self.spec.block_size
+        plan = []
+        start = 0
+        for seq, (query_len, context_len) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
+            token = torch.arange(context_len, device=batch.block_tables.device)
+            blocks = batch.block_tables[seq].long()[token // size]
+            plan.append(_Sequence(start, start + query_len, blocks * size + token % size))
+            start += query_len
+        return plan
+
+    def write(self, kv: LayerKV, k: Tensor, v: Tensor, batch: Batch) -> None:
+        kv.k.flatten(0, 1).index_copy_(0, batch.slot_mapping, k)
+        kv.v.flatten(0, 1).index_copy_(0, batch.slot_mapping, v)
+
+    def attend(self, q: Tensor, kv: LayerKV, plan: list[_Sequence], layer: AttentionSpec) -> Tensor:
+        out = torch.zeros_like(q)  # padding rows stay zero
+        for seq in plan:
+            k = kv.k.flatten(0, 1)[seq.slots].float()  # [C, kv_heads, D]
+            v = kv.v.flatten(0, 1)[seq.slots].float()
+            out[seq.start : seq.stop] = _attend_one(q[seq.start : seq.stop].float(), k, v, layer).to(q.dtype)
+        return out.flatten(1)
+
+
+def _attend_one(q: Tensor, k: Tensor, v: Tensor, layer: AttentionSpec) -> Tensor:
+    """float32 `q` [Q, heads, D] at the last Q positions of a context `k`, `v` [C, kv_heads, D] -> [Q, heads, D]."""
+    group = layer.num_heads // layer.num_kv_heads
+    k = k.repeat_interleave(group, dim=1)  # [C, heads, D]   clarity before thrift: this is a judge, not a server
+    v = v.repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,chd->hqc", q, k) * layer.scale
+    if layer.softcap is not None:
+        scores = layer.softcap * torch.tanh(scores / layer.softcap)
+    key = torch.arange(len(k), device=q.device)
+    query = key[len(k) - len(q) :, None]
+    hidden = key > query
+    if layer.sliding_window is not None:
+        hidden |= key <= query - layer.sliding_window
+    probs = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+    return torch.einsum("hqc,chd->qhd", probs, v)

@@ -1,0 +1,138 @@
+"""How many KV blocks a rank can have: bytes in, blocks out, and a refusal that shows its arithmetic.
+
+Knows memory limits of the machine and the exact price of a block. Does not know page layouts (the attention backend
+owns them) or who uses which block (the engine does).
+"""
+
+from pathlib import Path
+
+import psutil
+import torch
+
+from workers.attention.base import KVSpec
+from workers.config import WorkerConfig
+from workers.errors import StartupError
+
+# Of the memory that is free once the weights are loaded: the machine has other work, and the page cache serves too.
+CPU_SHARE = 0.25
+# Block 0 is the null block, and a backend may keep one page that is never written.
+RESERVED_BLOCKS = 2
+OUT_OF_MEMORY = 4  # exit code
+
+_CGROUP_FILES = (  # limit, usage: version 2, then version 1
+    ("memory.max", "memory.current"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+
+
+def available_kv_bytes(config: WorkerConfig, device: torch.device) -> int:
+    """Bytes this rank may spend on KV memory, asked once its weights are loaded. An explicit size wins."""
+    if config.kv_cache_bytes is not None:
+        return config.kv_cache_bytes
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        # What lies above the utilisation is left for activations, libraries and other processes.
+        return max(0, int(config.gpu_memory_utilization * total) - (total - free))
+    return int(free_host_bytes() * CPU_SHARE) // config.tensor_parallel_size
+
+
+def blocks_that_fit(spec: KVSpec, config: WorkerConfig, available_bytes: int) -> int:
+    """Blocks to allocate, the null block included: at least one full sequence's, else `StartupError` (exit code 4).
+
+    Measured host memory is not taken beyond what `max_num_seqs` full sequences can use; an explicit size and device
+    memory, which nobody else wants, are used whole, because spare blocks keep prefixes for later requests.
+    """
+    assert config.max_model_len is not None, "preflight resolves the context length"
+    per_sequence = -(-config.max_model_len // spec.block_size)
+    fitting = available_bytes // spec.bytes_per_block
+    if fitting < per_sequence + RESERVED_BLOCKS:
+        raise _too_small(spec, config, available_bytes, per_sequence)
+    blocks = fitting - RESERVED_BLOCKS + 1
+    if config.kv_cache_bytes is None and spec.device.type == "cpu":
+        blocks = min(blocks, config.max_num_seqs * per_sequence + 1)
+    return blocks
+
+
+def summary(spec: KVSpec, num_blocks: int) -> str:
+    """One line for the operator: size, blocks, tokens, and how many users with 4,096 tokens each fit at once."""
+    usable = num_blocks - 1
+    tokens = usable * spec.block_size
+    users = usable // -(-4096 // spec.block_size)
+    return (
+        f"{human_bytes(num_blocks * spec.bytes_per_block)} of KV memory per rank: {usable:,} blocks of "
+        f"{spec.block_size} tokens, {tokens:,} tokens, {users:,} users at 4k"
+    )
+
+
+def human_bytes(count: int) -> str:
+    """`count` in the largest binary unit that keeps it at 1 or more."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def free_host_bytes(cgroup_root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
+    """Memory this process can still have: what the machine has, or what its control groups leave, if that is less."""
+    free = psutil.virtual_memory().available
+    for directory in _cgroup_directories(cgroup_root, membership):
+        for limit_name, usage_name in _CGROUP_FILES:
+            limit, usage = _number(directory / limit_name), _number(directory / usage_name)
+            if limit is not None and usage is not None:
+                free = min(free, max(0, limit - usage + _reclaimable(directory)))
+    return free
+
+
+def _cgroup_directories(root: Path, membership: Path) -> list[Path]:
+    """This process's groups and their parents: each of them limits. Empty where there are no control groups."""
+    if not membership.is_file():
+        return []
+    directories = []
+    for line in membership.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base = root / "memory" if controllers else root
+        # Inside a container the named path may lie outside what is mounted; the root of the mount is then our own group.
+        group = base / path.lstrip("/")
+        directories += [base, *(p for p in (group, *group.parents) if base in p.parents and p.is_dir())]
+    return directories
+
+
+def _number(path: Path) -> int | None:
+    """The integer in `path`; None if the file is missing or says "max"."""
+    if not path.is_file():
+        return None
+    text = path.read_text().strip()
+    return int(text) if text.isdigit() else None
+
+
+def _reclaimable(directory: Path) -> int:
+    """File cache counted as used by a group, which the kernel gives up when memory is wanted."""
+    path = directory / "memory.stat"
+    if not path.is_file():
+        return 0
+    pairs = dict(line.split(maxsplit=1) for line in path.read_text().splitlines() if " " in line)
+    return int(pairs.get("total_inactive_file", pairs.get("inactive_file", 0)))
+
+
+def _too_small(spec: KVSpec, config: WorkerConfig, available: int, per_sequence: int) -> StartupError:
+    need = (per_sequence + RESERVED_BLOCKS) * spec.bytes_per_block
+    largest = max(0, (available // spec.bytes_per_block - RESERVED_BLOCKS) * spec.block_size)
+    if config.kv_cache_bytes is not None:
+        source = "--kv-cache-memory gives"
+    elif spec.device.type == "cuda":
+        source = f"--gpu-memory-utilization {config.gpu_memory_utilization} leaves"
+    else:
+        source = f"{CPU_SHARE:.0%} of free memory shared by {config.tensor_parallel_size} rank(s) is"
+    cause = (
+        f"Not enough KV memory for one sequence of {config.max_model_len} tokens: it needs {human_bytes(need)} per rank "
+        f"({per_sequence} + {RESERVED_BLOCKS} blocks x {spec.block_size} tokens x {spec.bytes_per_token} bytes = 2 x "
+        f"{spec.num_layers} layers x {spec.num_kv_heads} KV heads x {spec.head_dim} x {spec.dtype.itemsize} bytes a "
+        f"token), and {source} {human_bytes(available)}."
+    )
+    shorter = f"lower --max-model-len to {largest} or less" if largest else "free memory or use a smaller model"
+    return StartupError(cause, f"Raise --kv-cache-memory to {-(-need // 2**20)}MiB or {shorter}.", OUT_OF_MEMORY)

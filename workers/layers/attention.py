@@ -1,0 +1,67 @@
+"""The attention half-block of one layer on one rank. Local from the projection to the output product, whose sum over
+ranks is the only communication. Pages and their layout belong to the backend.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from workers.attention.base import AttentionBackend, AttentionSpec, LayerKV
+from workers.batch import Batch
+from workers.layers.linear import QKVParallelLinear, RowParallelLinear
+from workers.layers.norm import HeadNorm
+from workers.layers.placement import Placement
+from workers.layers.rotary import rotate
+from workers.models.spec import DecoderSpec
+
+
+class Attention:
+    """Projections, head norm, rotation, cache, attention, output: one path for prefill, chunks and decode."""
+
+    def __init__(self, name: str, spec: DecoderSpec, layer: int, place: Placement) -> None:
+        self.place = place
+        self.head_dim = spec.head_dim
+        self.qkv = QKVParallelLinear(
+            name, spec.hidden_size, spec.head_dim, spec.num_heads, spec.num_kv_heads, spec.qkv_bias, place
+        )
+        shard = self.qkv.shard
+        self.output = RowParallelLinear(
+            f"{name}.o_proj", spec.num_heads * spec.head_dim, spec.hidden_size, spec.o_bias, place
+        )
+        self.norm = None
+        if spec.qk_norm:
+            self.norm = HeadNorm(name, shard.num_heads, shard.num_kv_heads, spec.head_dim, spec.rms_norm_eps, place)
+        self.spec = AttentionSpec(
+            layer=layer,
+            num_heads=shard.num_heads,
+            num_kv_heads=shard.num_kv_heads,
+            head_dim=spec.head_dim,
+            scale=spec.attention_scale,
+            sliding_window=spec.windows[layer],
+        )
+
+    @property
+    def parts(self) -> list[QKVParallelLinear | RowParallelLinear | HeadNorm]:
+        return [self.qkv, self.output] if self.norm is None else [self.qkv, self.norm, self.output]
+
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        batch: Batch,
+        kv: LayerKV,
+        backend: AttentionBackend,
+        plan: Any,
+    ) -> Tensor:
+        """`x` [T, hidden] normed, `residual` [T, hidden] -> the new residual [T, hidden]."""
+        heads, kv_heads = self.spec.num_heads, self.spec.num_kv_heads
+        qkv = self.qkv(x).view(x.shape[0], heads + 2 * kv_heads, self.head_dim)
+        qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
+        if self.norm is not None:
+            qk = self.norm(qk)
+        qk = rotate(qk, cos, sin, x.dtype)  # [T, H + K, D]
+        backend.write(kv, qk[:, heads:], v, batch)
+        mixed = backend.attend(qk[:, :heads], kv, plan, self.spec)  # [T, H * D]
+        return self.output(mixed, residual)

@@ -1,0 +1,26 @@
+"""The gated MLP half-block: activation(gate) * up, then down, with one sum over ranks."""
+
+from torch import Tensor
+
+from workers.layers.linear import GatedParallelLinear, RowParallelLinear
+from workers.layers.placement import Placement
+from workers.models.spec import DecoderSpec
+
+
+class GatedMLP:
+    """[T, hidden] -> the new residual [T, hidden]."""
+
+    def __init__(self, name: str, spec: DecoderSpec, place: Placement) -> None:
+        self.gate_up = GatedParallelLinear(
+            name, spec.hidden_size, spec.intermediate_size, spec.mlp_bias, spec.activation, place
+        )
+        self.down = RowParallelLinear(
+            f"{name}.down_proj", spec.intermediate_size, spec.hidden_size, spec.mlp_bias, place
+        )
+
+    @property
+    def parts(self) -> list[GatedParallelLinear | RowParallelLinear]:
+        return [self.gate_up, self.down]
+
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self.down(self.gate_up(x), residual)

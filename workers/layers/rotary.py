@@ -1,0 +1,116 @@
+"""Rotary position embedding: cos and sin once per step from absolute positions, then one rotation per layer.
+
+Frequencies follow transformers' formulas operation by operation, in float32, so that the angles have the same bits.
+The layout is its half-split one: element i of a head turns with element i + rotary_dim / 2.
+
+Dynamic NTK scaling changes the frequencies with the sequence's length. transformers takes the length at the time of
+the call, so that a prompt's angles depend on how it was cut into calls. Here a token's angles depend on its own
+position alone (length = position + 1): the same for whole and chunked prefill, for any company and with cached
+prefixes, and the same as transformers' for every prompt within `original_max_positions` and all tokens generated
+from it. Only a prompt that is itself longer differs.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from workers.models.spec import RopeSpec
+
+# Positions are computed this many at a time: torch treats the last few elements of an array otherwise, so the bits of
+# an angle would depend on how many tokens share the step. In blocks of one size they depend on the position alone.
+_BLOCK = 1024
+
+
+class RotaryTable:
+    """positions [T] -> cos, sin [T, 1, rotary_dim] float32; the first half of sin is negated, ready for `rotate`.
+
+    Rows are computed when a sequence first grows that long, and kept.
+    """
+
+    def __init__(self, spec: RopeSpec, device: torch.device) -> None:
+        self.spec = spec
+        self.device = device
+        self.exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32) / spec.rotary_dim  # [rotary_dim / 2]
+        self.inv_freq = inverse_frequencies(spec, self.exponents)  # [rotary_dim / 2]
+        self.rows = torch.empty((0, spec.rotary_dim), dtype=torch.float32, device=device)  # cos of each pair, then sin
+
+    def __call__(self, positions: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+        """`longest`: more than every position, known to the host."""
+        if longest > len(self.rows):
+            self._grow(max(longest, 2 * len(self.rows)))
+        cos, sin = self.rows.index_select(0, positions).unsqueeze(1).chunk(2, -1)  # [T, 1, rotary_dim / 2]
+        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+    def _grow(self, length: int) -> None:
+        blocks = [self.rows]
+        for start in range(len(self.rows), length, _BLOCK):
+            positions = torch.arange(start, start + _BLOCK)
+            inv_freq = self._dynamic(positions) if self.spec.kind == "dynamic" else self.inv_freq
+            angles = positions.unsqueeze(1).float() * inv_freq
+            rows = torch.cat((angles.cos(), angles.sin()), 1) * self.spec.attention_factor
+            blocks.append(rows.to(self.device))
+        self.rows = torch.cat(blocks)
+
+    def _dynamic(self, positions: Tensor) -> Tensor:
+        """Inverse frequencies of each position: [T, rotary_dim / 2]."""
+        spec = self.spec
+        length = (positions + 1).clamp_(min=spec.original_max_positions)
+        stretch = (spec.factor * length / spec.original_max_positions) - (spec.factor - 1)
+        theta = spec.theta * stretch ** (spec.rotary_dim / (spec.rotary_dim - 2))  # [T]
+        return 1.0 / (theta.unsqueeze(1) ** self.exponents)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+    """Turn the heads of `x` [T, H, head_dim] in float32 and round once, to `dtype`. Returns contiguous memory."""
+    size = cos.shape[-1]
+    if size == x.shape[-1]:
+        return torch.addcmul(x * cos, x.roll(size // 2, -1), sin).to(dtype)
+    turned = rotate(x[..., :size], cos, sin, dtype)
+    return torch.cat((turned, x[..., size:].to(dtype)), -1)
+
+
+def inverse_frequencies(spec: RopeSpec, exponents: Tensor) -> Tensor:
+    """Angle per position of each pair of elements: [rotary_dim / 2] float32. Raises on a kind it does not know."""
+    inv_freq = 1.0 / (spec.theta**exponents)
+    if spec.kind in ("default", "dynamic"):
+        return inv_freq
+    if spec.kind == "linear":
+        return inv_freq / spec.factor
+    if spec.kind == "llama3":
+        return _llama3(spec, inv_freq)
+    if spec.kind == "yarn":
+        return _yarn(spec, exponents)
+    raise ValueError(f"unknown rope kind {spec.kind!r}")
+
+
+def _llama3(spec: RopeSpec, inv_freq: Tensor) -> Tensor:
+    """Long wavelengths are stretched by the factor, short ones kept, those between blended."""
+    length = spec.original_max_positions
+    longest, shortest = length / spec.low_freq_factor, length / spec.high_freq_factor
+    wavelength = 2 * math.pi / inv_freq
+    stretched = torch.where(wavelength > longest, inv_freq / spec.factor, inv_freq)
+    blend = (length / wavelength - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
+    blended = (1 - blend) * stretched / spec.factor + blend * stretched
+    between = (wavelength >= shortest) & (wavelength <= longest)
+    return torch.where(between, blended, stretched)
+
+
+def _yarn(spec: RopeSpec, exponents: Tensor) -> Tensor:
+    """Fast pairs (many turns within the trained length) extrapolate, slow ones interpolate, a ramp between."""
+    size = spec.rotary_dim
+
+    def pair_with(turns: float) -> float:
+        """Where in the head a pair makes `turns` turns over the trained length."""
+        return (size * math.log(spec.original_max_positions / (turns * 2 * math.pi))) / (2 * math.log(spec.theta))
+
+    low, high = pair_with(spec.beta_fast), pair_with(spec.beta_slow)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    if low == high:
+        high += 0.001  # a ramp of no width would divide by zero
+    ramp = ((torch.arange(size // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    keep = 1 - ramp
+    powers = spec.theta**exponents
+    return 1.0 / (spec.factor * powers) * (1 - keep) + 1.0 / powers * keep

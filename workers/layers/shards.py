@@ -1,0 +1,64 @@
+"""How sizes divide among ranks. Torch-free: the start-up check and the layers use the same arithmetic.
+
+Query heads are cut in order. Key-value heads are partitioned while there is at least one per rank; with more ranks
+than heads, neighbouring ranks hold the same head, the one their query heads read.
+"""
+
+from dataclasses import dataclass
+
+from workers.errors import StartupError
+
+_LARGEST_TP = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShard:
+    """One rank's heads, counted and where they begin among all heads."""
+
+    num_heads: int
+    num_kv_heads: int
+    first_head: int
+    first_kv_head: int
+
+
+def heads_divide(num_heads: int, num_kv_heads: int, tp: int) -> bool:
+    return num_heads % tp == 0 and (num_kv_heads % tp == 0 or tp % num_kv_heads == 0)
+
+
+def working_sizes(num_heads: int, num_kv_heads: int, intermediate_size: int) -> list[int]:
+    """Every tensor-parallel size that this model can be cut into."""
+    return [
+        size
+        for size in range(1, min(num_heads, _LARGEST_TP) + 1)
+        if heads_divide(num_heads, num_kv_heads, size) and intermediate_size % size == 0
+    ]
+
+
+def shard_heads(layer: str, num_heads: int, num_kv_heads: int, rank: int, size: int) -> HeadShard:
+    """The heads of `rank` of `size`, from global counts. Raises `StartupError` naming the layer."""
+    if not heads_divide(num_heads, num_kv_heads, size):
+        raise StartupError(
+            f"{layer}: {num_heads} heads over {num_kv_heads} key-value heads cannot be cut into {size} ranks.",
+            f"Use a tensor-parallel size among {working_sizes(num_heads, num_kv_heads, 0)}.",
+        )
+    local_heads, local_kv_heads = num_heads // size, max(1, num_kv_heads // size)
+    assert local_heads % local_kv_heads == 0, f"{layer}: {local_heads} local heads over {local_kv_heads} KV heads"
+    return HeadShard(local_heads, local_kv_heads, rank * local_heads, rank * num_kv_heads // size)
+
+
+def shard_evenly(layer: str, what: str, total: int, size: int) -> int:
+    """`total / size`, or a `StartupError` naming the layer and both numbers."""
+    if total % size:
+        raise StartupError(
+            f"{layer}: {what} {total} cannot be cut into {size} equal parts.",
+            f"Use a tensor-parallel size that divides {total}.",
+        )
+    return total // size
+
+
+def shard_vocab(vocab_size: int, rank: int, size: int) -> tuple[int, int, int]:
+    """(first id, ids of this rank's shard, how many of those are real). Every shard has the same size, so the last
+    ones may hold padding ids beyond the vocabulary."""
+    local = -(-vocab_size // size)
+    start = rank * local
+    return start, local, max(0, min(vocab_size, start + local) - start)

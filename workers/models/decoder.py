@@ -1,0 +1,135 @@
+"""The one decoder that all families run: embedding, blocks, final norm, head. Reads from top to bottom.
+
+Knows its `DecoderSpec` and this rank's place in the group. The step comes as an argument: no state is kept between
+calls, and nothing here knows requests, sampling or where KV memory came from.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from workers.attention.base import AttentionBackend, AttentionSpec, KVSpec, LayerKV
+from workers.batch import Batch
+from workers.layers.attention import Attention
+from workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from workers.layers.mlp import GatedMLP
+from workers.layers.norm import RMSNorm
+from workers.layers.placement import Placement
+from workers.layers.rotary import RotaryTable
+from workers.models.spec import DecoderSpec, is_ignorable
+from workers.parallel import TensorParallel
+from workers.weights.source import WeightSource
+
+
+class _Part(Protocol):
+    """A layer that owns weights."""
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+    def load(self, weights: WeightSource) -> None: ...
+
+
+class Block:
+    """One layer: attention, then MLP, each on a normed copy of the residual stream."""
+
+    def __init__(self, name: str, spec: DecoderSpec, layer: int, place: Placement) -> None:
+        self.attention_norm = RMSNorm(f"{name}.input_layernorm", spec.hidden_size, spec.rms_norm_eps, place)
+        self.attention = Attention(f"{name}.self_attn", spec, layer, place)
+        self.mlp_norm = RMSNorm(f"{name}.post_attention_layernorm", spec.hidden_size, spec.rms_norm_eps, place)
+        self.mlp = GatedMLP(f"{name}.mlp", spec, place)
+
+    @property
+    def parts(self) -> list[_Part]:
+        return [self.attention_norm, *self.attention.parts, self.mlp_norm, *self.mlp.parts]
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        batch: Batch,
+        kv: LayerKV,
+        backend: AttentionBackend,
+        plan: Any,
+    ) -> Tensor:
+        hidden = self.attention(self.attention_norm(hidden), hidden, cos, sin, batch, kv, backend, plan)
+        return self.mlp(self.mlp_norm(hidden), hidden)  # [T, hidden]
+
+
+class Decoder:
+    """One rank's shard of the model. It holds no weights until `load`."""
+
+    def __init__(self, spec: DecoderSpec, tp: TensorParallel, dtype: torch.dtype, device: torch.device) -> None:
+        self.spec = spec
+        self.place = place = Placement(tp, dtype, device)
+        self.embedding = VocabParallelEmbedding("model.embed_tokens", spec.vocab_size, spec.hidden_size, place)
+        self.blocks = [Block(f"model.layers.{i}", spec, i, place) for i in range(spec.num_layers)]
+        self.norm = RMSNorm("model.norm", spec.hidden_size, spec.rms_norm_eps, place)
+        self.head = VocabParallelHead("lm_head", spec.vocab_size, spec.hidden_size, place)
+        self.rotary = RotaryTable(spec.rope, device)
+        self.attention_specs: list[AttentionSpec] = [block.attention.spec for block in self.blocks]
+
+    @property
+    def vocab_start(self) -> int:
+        """The first id of this rank's logits."""
+        return self.head.start
+
+    @property
+    def vocab_local(self) -> int:
+        """Ids in this rank's logits, the same on every rank; the last may be padding."""
+        return self.head.local
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model, over all ranks; a tied head counts once."""
+        return self.spec.num_parameters
+
+    @property
+    def weight_bytes(self) -> int:
+        """Held by this rank, a tied head's packed second form included."""
+        return sum(part.weight_bytes for part in self._parts()) + self.head.weight_bytes
+
+    def kv_spec(self, block_size: int, device: torch.device) -> KVSpec:
+        """The KV memory this shard needs."""
+        first = self.attention_specs[0]
+        return KVSpec(self.spec.num_layers, first.num_kv_heads, first.head_dim, block_size, self.place.dtype, device)
+
+    def load(self, weights: WeightSource, on_progress: Callable[[float], None]) -> None:
+        """Pull this rank's slices, layer by layer. `on_progress` hears the share of bytes done, ending with 1.0."""
+        total, done = self.weight_bytes, 0
+        for part in self._parts():
+            part.load(weights)
+            done += part.weight_bytes
+            on_progress(min(done / total, 0.999))
+        if self.spec.tie_word_embeddings:
+            self.head.tie(self.embedding)
+        else:
+            self.head.load(weights)
+        weights.finish(partial(is_ignorable, self.spec))
+        on_progress(1.0)
+
+    def _parts(self) -> Iterator[_Part]:
+        """Everything that loads weights, but for the head, which may borrow them."""
+        yield self.embedding
+        for block in self.blocks:
+            yield from block.parts
+        yield self.norm
+
+    def __call__(self, batch: Batch, kv: list[LayerKV], backend: AttentionBackend, plan: Any) -> Tensor:
+        """One step: [T, hidden], the final norm applied. Padding rows hold finite values that mean nothing."""
+        cos, sin = self.rotary(batch.positions, max(batch.context_lens))  # once per step, for all layers
+        hidden = self.embedding(batch.token_ids)  # [T, hidden]
+        for block, pages in zip(self.blocks, kv, strict=True):
+            hidden = block(hidden, cos, sin, batch, pages, backend, plan)
+        return self.norm(hidden)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Rows of the result of a step [L, hidden] -> float32 [L, vocab_local]: this rank's shard of the vocabulary.
+
+        Padding ids are -inf. On the CPU, two rows or more, so that a row's logits do not depend on how many there are.
+        """
+        return self.head(hidden)

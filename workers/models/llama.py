@@ -1,0 +1,18 @@
+"""Llama 2 and 3.x, and the many checkpoints that share their architecture. Torch-free."""
+
+from workers.models.hf_config import Fields, decoder_spec
+from workers.models.spec import DecoderSpec
+
+
+def describe_llama(fields: Fields) -> DecoderSpec:
+    attention_bias = fields.flag("attention_bias", False)
+    return decoder_spec(
+        fields,
+        kv_heads=None,
+        head_dim=None,
+        max_positions=2048,
+        windows=(None,) * fields.count("num_hidden_layers"),
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        mlp_bias=fields.flag("mlp_bias", False),
+    )

@@ -1,0 +1,38 @@
+"""Which architectures are served, and the page that describes each. Torch-free."""
+
+from collections.abc import Callable
+from typing import Any
+
+from workers.errors import StartupError
+from workers.models.hf_config import Fields
+from workers.models.llama import describe_llama
+from workers.models.mistral import describe_mistral
+from workers.models.qwen2 import describe_qwen2
+from workers.models.qwen3 import describe_qwen3
+from workers.models.spec import DecoderSpec
+
+FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
+    "LlamaForCausalLM": describe_llama,
+    "MistralForCausalLM": describe_mistral,
+    "Qwen2ForCausalLM": describe_qwen2,
+    "Qwen3ForCausalLM": describe_qwen3,
+}
+
+
+def describe(hf_config: dict[str, Any]) -> DecoderSpec:
+    """`config.json`, parsed -> the decoder it means. Raises `StartupError` for what is not served."""
+    names = hf_config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    family = FAMILIES.get(name) if isinstance(name, str) else None
+    supported = ", ".join(FAMILIES)
+    if family is None:
+        what = f"architecture {name!r} is not supported" if name else "config.json names no architecture"
+        raise StartupError(f"{what}.", f"Supported: {supported}.")
+    if hf_config.get("quantization_config") is not None:
+        settings = hf_config["quantization_config"]
+        method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else "unknown"
+        raise StartupError(
+            f"the checkpoint is quantised ({method}), which is not supported.",
+            "Use the model's bfloat16, float16 or float32 checkpoint.",
+        )
+    return family(Fields(hf_config))

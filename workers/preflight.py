@@ -1,0 +1,222 @@
+"""Checks a configuration against its model, and resolves every "auto", before any rank starts.
+
+Torch-free and quick: a user's mistake costs a fraction of a second and one line, not a minute and a traceback. Reads
+`config.json` and the headers of the weight files, never a tensor.
+"""
+
+import ctypes
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from workers.config import WorkerConfig
+from workers.errors import StartupError
+from workers.layers.shards import working_sizes
+from workers.models.registry import describe
+from workers.models.spec import FUSED_TENSORS, DecoderSpec, is_ignorable, tensor_shapes
+from workers.weights.checkpoint import Checkpoint
+
+_CHOICES = {
+    "device": ("auto", "cpu", "cuda"),
+    "dtype": ("auto", "bfloat16", "float16", "float32"),
+    "load_format": ("auto", "safetensors", "dummy"),
+    "attention_backend": ("auto", "reference", "cpu"),
+}
+_DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float32"}
+_MAX_BLOCK_SIZE = 1024
+
+
+def preflight(config: WorkerConfig) -> WorkerConfig:
+    """`config` with everything resolved. Raises `StartupError` (exit code 3) with cause and fix.
+
+    Asking the CUDA driver for its devices makes a later `fork` of this process unfit for CUDA: ranks must be spawned.
+    """
+    _check_limits(config)
+    directory = Path(config.model_path)
+    spec = describe(_read_config(directory))
+    _check_parallel(config.tensor_parallel_size, spec)
+    checkpoint = None if config.load_format == "dummy" else Checkpoint.open(directory)
+    if checkpoint is not None:
+        _check_tensors(checkpoint, spec)
+    device = _resolve_device(config)
+    return config.with_(
+        device=device,
+        dtype=_resolve_dtype(config.dtype, spec, checkpoint),
+        load_format="safetensors" if config.load_format == "auto" else config.load_format,
+        max_model_len=_resolve_length(config.max_model_len, spec),
+        num_threads=config.num_threads or max(1, available_cores() // config.tensor_parallel_size),
+    )
+
+
+def read_spec(model_path: str) -> DecoderSpec:
+    """The model in `model_path`, as described by its `config.json`."""
+    return describe(_read_config(Path(model_path)))
+
+
+def _check_limits(config: WorkerConfig) -> None:
+    for field, choices in _CHOICES.items():
+        value = getattr(config, field)
+        if value not in choices:
+            raise StartupError(f"{field} is {value!r}.", f"Choose one of {', '.join(choices)}.")
+    for field in ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "block_size"):
+        _check_at_least_one(field, getattr(config, field))
+    for field in ("max_model_len", "num_threads", "kv_cache_bytes"):
+        if getattr(config, field) is not None:
+            _check_at_least_one(field, getattr(config, field))
+    if config.max_num_seqs > config.max_num_batched_tokens:
+        raise StartupError(
+            f"max_num_seqs {config.max_num_seqs} is larger than max_num_batched_tokens "
+            f"{config.max_num_batched_tokens}, so not every sequence could get a token in a step.",
+            "Lower max_num_seqs or raise max_num_batched_tokens.",
+        )
+    if config.block_size > _MAX_BLOCK_SIZE:
+        raise StartupError(f"block_size {config.block_size} is too large.", f"Use at most {_MAX_BLOCK_SIZE}.")
+    if not 0 < config.gpu_memory_utilization <= 1:
+        raise StartupError(
+            f"gpu_memory_utilization is {config.gpu_memory_utilization}.", "Use a share above 0 and up to 1."
+        )
+    if not config.step_timeout_s > 0:
+        raise StartupError(f"step_timeout_s is {config.step_timeout_s}.", "Use a number of seconds above 0.")
+
+
+def _check_at_least_one(field: str, value: int) -> None:
+    if value < 1:
+        raise StartupError(f"{field} is {value}.", "It must be at least 1.")
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    if not directory.is_dir():
+        raise StartupError(f"model directory {directory} does not exist.", "Check the path, or download the model.")
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise StartupError(
+            f"{directory} has no config.json.", "Point to a model directory in the Hugging Face layout."
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise StartupError(f"{path} cannot be read: {error}.", "Download config.json again.") from error
+    if not isinstance(config, dict):
+        raise StartupError(f"{path} is not a table of settings.", "Download config.json again.")
+    return config
+
+
+def _check_parallel(size: int, spec: DecoderSpec) -> None:
+    working = working_sizes(spec.num_heads, spec.num_kv_heads, spec.intermediate_size)
+    if size not in working:
+        raise StartupError(
+            f"tensor_parallel_size {size} does not fit this model: {spec.num_heads} heads, {spec.num_kv_heads} "
+            f"key-value heads, intermediate size {spec.intermediate_size}.",
+            f"Sizes that work: {', '.join(map(str, working))}.",
+        )
+
+
+def _check_tensors(checkpoint: Checkpoint, spec: DecoderSpec) -> None:
+    """Every tensor the model wants is there in its shape, and nothing else is. Ranks check again as they load."""
+    left = dict(checkpoint.tensors)
+    for name, shape in _wanted(checkpoint, spec).items():
+        found = left.pop(name, None)
+        if found is None:
+            raise StartupError(
+                f"{checkpoint.directory} holds no tensor {name!r}, which {spec.architecture} needs.",
+                "Use a complete checkpoint whose config.json names its true architecture.",
+            )
+        if found.entry.shape != shape:
+            raise StartupError(
+                f"{found.path}: tensor {name!r} has shape {list(found.entry.shape)}, "
+                f"but config.json makes it {list(shape)}.",
+                "Use the config.json that belongs to these weights.",
+            )
+        if found.entry.dtype not in _DTYPE_NAMES:
+            raise StartupError(
+                f"{found.path}: tensor {name!r} is {found.entry.dtype}, which is not supported.",
+                "Use the model's bfloat16, float16 or float32 checkpoint.",
+            )
+    extra = sorted(name for name in left if not is_ignorable(spec, name))
+    if extra:
+        raise StartupError(
+            f"{left[extra[0]].path} holds tensor {extra[0]!r}, which {spec.architecture} has no place for"
+            f"{f' ({len(extra)} such tensors)' if len(extra) > 1 else ''}.",
+            "Use a checkpoint whose config.json names its true architecture; adapters must be merged first.",
+        )
+
+
+def _wanted(checkpoint: Checkpoint, spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
+    """The model's tensors, with fused ones in place of their parts where the checkpoint has them fused."""
+    wanted = tensor_shapes(spec)
+    for layer in range(spec.num_layers):
+        for fused, parts in FUSED_TENSORS.items():
+            for kind in ("weight", "bias"):
+                names = [f"model.layers.{layer}.{part}.{kind}" for part in parts]
+                fused_name = f"model.layers.{layer}.{fused}.{kind}"
+                if fused_name in checkpoint.tensors and names[0] in wanted:
+                    shapes = [wanted.pop(name) for name in names]
+                    wanted[fused_name] = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+    return wanted
+
+
+def _resolve_length(asked: int | None, spec: DecoderSpec) -> int:
+    if asked is None:
+        return spec.default_length
+    if asked > spec.longest_length:
+        raise StartupError(
+            f"max_model_len {asked} is more than the model's {spec.longest_length} positions.",
+            f"Use at most {spec.longest_length}.",
+        )
+    return asked
+
+
+def _resolve_dtype(asked: str, spec: DecoderSpec, checkpoint: Checkpoint | None) -> str:
+    """What was asked for, else what config.json declares, else what the embedding is stored in."""
+    if asked != "auto":
+        return asked
+    if spec.dtype is not None:
+        return spec.dtype
+    found = checkpoint.find("model.embed_tokens.weight") if checkpoint is not None else None
+    return "float32" if found is None else _DTYPE_NAMES[found.entry.dtype]
+
+
+def _resolve_device(config: WorkerConfig) -> str:
+    if config.device == "cpu":
+        return "cpu"
+    count = cuda_device_count()
+    if config.device == "auto" and count == 0:
+        return "cpu"
+    if count == 0:
+        raise StartupError(
+            "--device cuda: no CUDA device answers, or torch was built without CUDA.", "Use --device cpu."
+        )
+    if count < config.tensor_parallel_size:
+        raise StartupError(
+            f"tensor_parallel_size {config.tensor_parallel_size} needs as many CUDA devices; {count} found.",
+            f"Use --tensor-parallel-size {count}, or --device cpu.",
+        )
+    return "cuda"
+
+
+def cuda_device_count() -> int:
+    """Devices the CUDA driver offers and the installed torch can use; 0 without driver, device or CUDA build."""
+    torch = importlib.util.find_spec("torch")
+    folders = list(torch.submodule_search_locations or []) if torch is not None else []
+    if not any((Path(folder) / "lib" / "libtorch_cuda.so").exists() for folder in folders):
+        return 0
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # no driver on this machine
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+def available_cores() -> int:
+    """Cores this process may use: its affinity, or less under a container's CPU quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):  # not a cgroup-v2 system: affinity is all there is to know
+        return cores
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))

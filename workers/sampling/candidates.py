@@ -1,0 +1,71 @@
+"""The largest logits of a row without sorting it: maxima of small blocks first, then only the blocks that matter.
+
+One pass over the vocabulary (the block maxima) serves the greedy choice, the NaN check, the candidate lists and the
+bounds of the noisy choice. Equal logits are common (16-bit heads), so every order here is by value, then by lowest id.
+
+Knows float32 rows and local ids. Does not know ranks or sampling parameters.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 128
+_LOW_31 = 0x7FFFFFFF
+
+
+def block_maxima(x: Tensor) -> Tensor:
+    """Largest logit of each block of 128 ids: [R, V] -> [R, ceil(V / 128)]. NaN wins, as it must."""
+    rows, width = x.shape
+    whole = width // BLOCK
+    maxima = x[:, : whole * BLOCK].unflatten(1, (whole, BLOCK)).amax(-1) if whole else x.new_empty(rows, 0)
+    if width % BLOCK:
+        maxima = torch.cat([maxima, x[:, whole * BLOCK :].amax(-1, keepdim=True)], 1)
+    return maxima
+
+
+def take_blocks(x: Tensor, rows: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits and local ids of `blocks` [M] in `rows` [M]: both [M, 128], -inf beyond the end of the vocabulary."""
+    ids = blocks.unsqueeze(1) * BLOCK + torch.arange(BLOCK, device=x.device)
+    width = x.shape[1]
+    values = x[rows.unsqueeze(1), ids.clamp(max=width - 1)]
+    return values.masked_fill_(ids >= width, float("-inf")), ids
+
+
+def argmax(x: Tensor, rows: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
+    """Value and lowest local id of the largest logit of `rows` [R], given their block maxima [R, B]."""
+    blocks = maxima.argmax(-1)
+    values, ids = take_blocks(x, rows, blocks)
+    inside = values.argmax(-1, keepdim=True)
+    return values.gather(1, inside).squeeze(1), ids.gather(1, inside).squeeze(1)
+
+
+def best(x: Tensor, rows: Tensor, maxima: Tensor, count: int, first_id: int) -> Tensor:
+    """Keys of the `count` largest logits of `rows` [R], best first: int64 [R, count], padded with `-inf` keys.
+
+    The `count` blocks with the best (maximum, lowest place) hold them all, ties included: an element of another block
+    is beaten, in value or in id, by one element of each of those.
+    """
+    places = torch.arange(maxima.shape[1], device=x.device)
+    chosen = encode(maxima, places).topk(min(count, maxima.shape[1])).indices  # [R, C]
+    values, ids = take_blocks(x, rows.repeat_interleave(chosen.shape[1]), chosen.flatten())
+    keys = encode(values, ids + first_id).view(len(rows), chosen.shape[1] * BLOCK)
+    keys = keys.topk(min(count, keys.shape[1])).values
+    return F.pad(keys, (0, count - keys.shape[1]), value=_PADDING)
+
+
+def encode(values: Tensor, ids: Tensor) -> Tensor:
+    """One int64 per (float32 value, id) whose order is: larger value first, then lower id."""
+    bits = (values + 0.0).view(torch.int32)  # adding zero turns -0 into 0
+    ordered = bits ^ ((bits >> 31) & _LOW_31)
+    return (ordered.long() << 32) | (_LOW_31 - ids)
+
+
+def decode(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Values and ids of `encode`'s keys."""
+    ordered = (keys >> 32).int()
+    bits = ordered ^ ((ordered >> 31) & _LOW_31)
+    return bits.view(torch.float32), _LOW_31 - (keys & 0xFFFFFFFF)
+
+
+_PADDING = int(encode(torch.tensor([float("-inf")]), torch.tensor([_LOW_31])))

@@ -1,0 +1,102 @@
+"""Randomness without state: the noise of a token is a function of (seed, position, vocabulary id) and nothing else.
+
+Adding Gumbel noise to logits and taking the largest samples from their softmax. Since each token's noise is its own,
+the draw does not depend on the batch, the row or how the vocabulary is cut.
+
+A 32-bit counter-based hash: ids are mixed once, then keyed per row by two words derived from seed and position. Every
+step is a bijection of 32-bit words, so no two ids of a row share their noise. Integers are exact everywhere; logarithms
+are taken in float64, where the difference between two ways to compute them is far below any difference that matters.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.sampling.candidates import BLOCK, block_maxima, take_blocks
+
+_MULTIPLIERS = (0x7FEB352D, 0x846CA68B - (1 << 32))  # as signed 32-bit words
+# Ids hashed in one go: within the second-level cache on the CPU, few launches elsewhere.
+_CPU_CHUNK = 1 << 17
+_DEVICE_CHUNK = 1 << 25
+
+
+def row_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Two 32-bit words per row from int64 seeds and int32 positions: int32 [R, 2], the second odd."""
+    with np.errstate(over="ignore"):
+        word = _mixed64(seeds.astype(np.int64).view(np.uint64))
+        word = _mixed64(word + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    words = np.stack([word & np.uint64(0xFFFFFFFF), (word >> np.uint64(32)) | np.uint64(1)], 1)
+    return words.astype(np.uint32).view(np.int32)
+
+
+def _mixed64(word: np.ndarray) -> np.ndarray:
+    word = word + np.uint64(0x9E3779B97F4A7C15)
+    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return word ^ (word >> np.uint64(31))
+
+
+def mixed_ids(ids: Tensor) -> Tensor:
+    """The part of the hash that depends on the id alone: int64 ids -> int32."""
+    word = ids.to(torch.int32)
+    return _xorshift(_xorshift(_xorshift(word, 16) * _MULTIPLIERS[0], 15) * _MULTIPLIERS[1], 16)
+
+
+def noise_bits(mixed: Tensor, keys: Tensor) -> Tensor:
+    """Uniform 32-bit words, order-preserving as signed numbers: `mixed` [..., n] ids, `keys` [..., 2] of their row."""
+    word = (mixed ^ keys[..., :1]) * keys[..., 1:]
+    return _xorshift(_xorshift(word, 16) * _MULTIPLIERS[0], 15).mul_(_MULTIPLIERS[1])
+
+
+def _xorshift(word: Tensor, by: int) -> Tensor:
+    """`word ^ (word >>> by)`: the shift of a signed word drags its sign along, which the mask takes away again."""
+    return (word >> by).bitwise_and_((1 << (32 - by)) - 1).bitwise_xor_(word)
+
+
+def gumbel(bits: Tensor) -> Tensor:
+    """Standard Gumbel noise in float64, strictly increasing in `bits`; between -3.1 and 22.9."""
+    uniform = (bits.double() + (2**31 + 0.5)) * 2.0**-32  # in (0, 1), ends excluded
+    return uniform.log_().neg_().log_().neg_()
+
+
+class Noise:
+    """The noise of one rank's slice of the vocabulary."""
+
+    def __init__(self, first_id: int, count: int, device: torch.device) -> None:
+        self._mixed = mixed_ids(torch.arange(first_id, first_id + count, device=device))  # int32 [V]
+
+    def argmax(self, x: Tensor, rows: Tensor, maxima: Tensor, temperature: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Largest `x / temperature + noise` of `rows` [R] and its local id; -inf and 0 where a row has no finite value.
+
+        `maxima` [R, B] are the rows' block maxima, `temperature` float64 [R], `keys` int32 [R, 2]. A block's best
+        noise plus its best logit bounds what the block can reach: only blocks that could win are looked into.
+        """
+        bound = maxima.double() / temperature.unsqueeze(1) + gumbel(self._block_noise(keys))  # [R, B]
+        everyone = torch.arange(len(rows), device=x.device)
+        first, _ = self._scores(x, rows, everyone, bound.argmax(1), temperature, keys)
+        reached = first.amax(1, keepdim=True)
+        owner, blocks = ((bound >= reached) & (bound > float("-inf"))).nonzero().unbind(1)
+        scores, ids = self._scores(x, rows, owner, blocks, temperature, keys)  # [M, 128]
+        tops, inside = scores.max(1)
+        result = torch.full_like(temperature, float("-inf")).scatter_reduce_(0, owner, tops, "amax")
+        winners = (tops == result[owner]).nonzero().squeeze(1)
+        winning = torch.full_like(rows, x.shape[1])
+        winning.scatter_reduce_(0, owner[winners], ids[winners, inside[winners]], "amin")
+        return result, winning.masked_fill_(winning == x.shape[1], 0)
+
+    def _scores(
+        self, x: Tensor, rows: Tensor, owner: Tensor, blocks: Tensor, temperature: Tensor, keys: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Noisy logits (float64) and local ids of some blocks, `owner` [M] indexing `rows`: both [M, 128]."""
+        values, ids = take_blocks(x, rows[owner], blocks)
+        bits = noise_bits(self._mixed[ids.clamp(max=x.shape[1] - 1)], keys[owner])
+        return values.double() / temperature[owner].unsqueeze(1) + gumbel(bits), ids
+
+    def _block_noise(self, keys: Tensor) -> Tensor:
+        """The largest noise word of each block of ids: int32 [R, B]."""
+        count = len(self._mixed)
+        step = max(1, (_CPU_CHUNK if keys.device.type == "cpu" else _DEVICE_CHUNK) // count)
+        out = torch.empty((len(keys), -(-count // BLOCK)), dtype=torch.int32, device=keys.device)
+        for start in range(0, len(keys), step):
+            out[start : start + step] = block_maxima(noise_bits(self._mixed.unsqueeze(0), keys[start : start + step]))
+        return out

@@ -1,0 +1,213 @@
+"""One token per row that asks, from logits cut over the ranks by vocabulary.
+
+The order of operations, for every row and every number of ranks:
+
+    1. bias      added to the raw logits; -inf bans an id
+    2. greedy    temperature 0 or top-k 1: the largest, the lowest id among equals. Else:
+    3. temperature   logits are divided by it
+    4. min-p     keeps tokens at least min_p times as likely as the likeliest
+    5. top-k     keeps the k likeliest of those
+    6. top-p     keeps the shortest prefix of those, likeliest first, that holds top_p of their mass
+    7. noise     keyed by (seed, position, id) is added; the largest wins, which draws from the softmax of what is kept
+
+Logprobs and ranks are of the raw logits, before step 1. A row with NaN, with +inf or without any finite value is
+reported as not finite and disturbs no other.
+
+Knows tensors and one step's sampling columns. Does not know sequences, text or why an id is banned. Every rank makes
+the same collective calls: one gather per step, and more only for logprobs and for kept sets beyond the short lists.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.parallel import TensorParallel
+from workers.protocol import StepMetadata, StepOutput
+from workers.sampling.candidates import argmax, best, block_maxima
+from workers.sampling.filters import CANDIDATES, Filters, draw_from_list, draw_from_long_list, draw_in_rounds
+from workers.sampling.logprobs import RawLogprobs, exp_sum, raw_logprobs
+from workers.sampling.noise import Noise, row_keys
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Which of the L rows are chosen how: indices on the device."""
+
+    greedy: Tensor
+    drawn: Tensor  # from the whole distribution
+    filtered: Tensor  # from what min-p, top-k or top-p keep
+
+
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    """The ranks' answers to the first round, merged; the same on every rank."""
+
+    peak: Tensor  # float32 [L]   largest biased logit; NaN where there is one
+    tokens: Tensor  # int64 [L]   of greedy and drawn rows
+    keys: Tensor  # int64 [F, C]   the best candidates of filtered rows
+    totals: Tensor  # float64 [F]   their masses, see `draw_from_list`
+
+
+class Sampler:
+    """Rank r holds the logits of ids `vocab_start` to `vocab_start + vocab_local`; those from `vocab_size` on are -inf."""
+
+    def __init__(self, tp: TensorParallel, vocab_start: int, vocab_local: int, vocab_size: int) -> None:
+        self.tp = tp
+        self.vocab_start = vocab_start
+        self.vocab_local = vocab_local
+        self.vocab_size = vocab_size
+        self._noise: Noise | None = None  # made on the device of the first logits
+
+    def sample(self, logits: Tensor, step: StepMetadata) -> StepOutput | None:
+        """`logits`: this rank's float32 [L, vocab_local], changed and restored on the way. None but on rank 0."""
+        if self._noise is None:
+            self._noise = Noise(self.vocab_start, self.vocab_local, logits.device)
+        where, raw = self._add_bias(logits, step)
+        tokens, finite = self._choose(logits, step)
+        if where is not None:
+            logits.index_put_(where, raw)
+        scored = torch.from_numpy(step.target_ids).to(logits.device, torch.int64)
+        tokens = torch.where(scored >= 0, scored, tokens)
+        asked = np.flatnonzero((step.num_logprobs >= 0) | (step.target_ids >= 0))
+        answers = None
+        if len(asked):
+            rows = torch.from_numpy(asked).to(logits.device)
+            count = max(0, step.max_num_logprobs)
+            answers = raw_logprobs(self.tp, logits, self.vocab_start, rows, tokens[rows], count)
+        return _output(step, tokens, finite, asked, answers) if self.tp.rank == 0 else None
+
+    def _add_bias(self, logits: Tensor, step: StepMetadata) -> tuple[tuple[Tensor, Tensor] | None, Tensor]:
+        """Step 1 on this rank's ids. Returns the places and what stood there, to be put back."""
+        ids = step.bias_ids - self.vocab_start
+        ours = np.flatnonzero((ids >= 0) & (ids < self.vocab_local))
+        if not len(ours):
+            return None, logits.new_empty(0)
+
+        def moved(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(array[ours]).to(logits.device)
+
+        where = (moved(step.bias_rows).long(), moved(ids).long())
+        raw = logits[where]
+        logits.index_put_(where, moved(step.bias_values), accumulate=True)
+        return where, raw
+
+    def _choose(self, x: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor]:
+        """Steps 2 to 7 on biased logits: tokens int64 [L] (0 for scored and broken rows) and finite bool [L]."""
+        rows = _sorted_out(step, self.vocab_size, x.device)
+        filters = _columns(step, self.vocab_size, x.device)
+        first = self._first_round(x, rows, filters)
+        finite = first.peak.isfinite()
+        tokens = first.tokens
+        if len(rows.filtered):
+            tokens[rows.filtered] = self._draw_filtered(x, rows.filtered, first, filters.take(rows.filtered), finite)
+        return tokens.masked_fill_(~finite, 0), finite
+
+    def _first_round(self, x: Tensor, rows: _Rows, filters: Filters) -> _Gathered:
+        """What each rank can do alone, and the one gather that joins it."""
+        assert self._noise is not None
+        maxima = block_maxima(x)  # [L, B]
+        top = maxima.amax(1)
+        scores = torch.zeros(len(x), dtype=torch.float64, device=x.device)
+        ids = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+        if len(rows.greedy):
+            values, ids[rows.greedy] = argmax(x, rows.greedy, maxima[rows.greedy])
+            scores[rows.greedy] = values.double()
+        if len(rows.drawn):
+            drawn = filters.take(rows.drawn)
+            scores[rows.drawn], ids[rows.drawn] = self._noise.argmax(
+                x, rows.drawn, maxima[rows.drawn], drawn.temperature, drawn.keys
+            )
+        few = rows.filtered
+        keys = best(x, few, maxima[few], CANDIDATES, self.vocab_start)  # [F, C]
+        masses = self._masses(x, few, top, filters)
+        parts = [top.double().view(torch.int64), scores.view(torch.int64), ids + self.vocab_start]
+        size = len(x)
+        gathered = self.tp.all_gather(torch.cat([*parts, masses.view(torch.int64), keys.flatten()]))
+        tops, scores = gathered[:, : 2 * size].view(torch.float64).unflatten(1, (2, size)).unbind(1)  # [ranks, L]
+        winner = scores.argmax(0, keepdim=True)  # the first rank among equals has the lowest ids
+        tokens = gathered[:, 2 * size : 3 * size].gather(0, winner).squeeze(0)
+        peak = tops.amax(0)
+        masses = gathered[:, 3 * size : 3 * size + len(few)].view(torch.float64)  # [ranks, F]
+        lower = (tops[:, few] - peak[few]) / filters.temperature[few]
+        keys = gathered[:, 3 * size + len(few) :].reshape(self.tp.size, len(few), CANDIDATES).transpose(0, 1).flatten(1)
+        totals = (lower.exp() * masses).sum(0)
+        return _Gathered(peak.float(), tokens, keys.topk(CANDIDATES).values, totals)
+
+    def _masses(self, x: Tensor, few: Tensor, top: Tensor, filters: Filters) -> Tensor:
+        """sum(exp((x - local largest) / temperature)) of the rows whose nucleus needs it, else 0: float64 [F]."""
+        masses = torch.zeros(len(few), dtype=torch.float64, device=x.device)
+        needed = (filters.top_p < 1) & (filters.top_k == 0) & (filters.min_p == 0)
+        for place, row in enumerate(few.tolist()):
+            if needed[row]:
+                one = slice(row, row + 1)
+                masses[place] = exp_sum(x[one], top[one], filters.temperature[one].reciprocal().float())[0]
+        return masses
+
+    def _draw_filtered(self, x: Tensor, few: Tensor, first: _Gathered, filters: Filters, finite: Tensor) -> Tensor:
+        """Tokens of the filtered rows: from the short lists, and again for those they could not serve."""
+        assert self._noise is not None
+        tokens, enough = draw_from_list(first.keys, filters, first.totals)
+        short = ~enough & finite[few]
+        longer = (short & (filters.top_k > 0)).nonzero().squeeze(1)
+        if len(longer):
+            tokens[longer] = draw_from_long_list(
+                self.tp, x, few[longer], filters.take(longer), self.vocab_start
+            )
+        rounds = (short & (filters.top_k == 0)).nonzero().squeeze(1)
+        if len(rounds):
+            tokens[rounds] = draw_in_rounds(
+                self.tp, self._noise, x, few[rounds], first.peak[few[rounds]], filters.take(rounds), self.vocab_start
+            )
+        return tokens
+
+
+def _sorted_out(step: StepMetadata, vocab_size: int, device: torch.device) -> _Rows:
+    """Which row is chosen how. Scored rows are not chosen at all."""
+    chosen = step.target_ids < 0
+    greedy = chosen & ((step.temperature == 0) | (step.top_k == 1))
+    filtering = (step.top_p < 1) | (step.min_p > 0) | ((step.top_k > 0) & (step.top_k < vocab_size))
+    filtered = chosen & ~greedy & filtering
+    drawn = chosen & ~greedy & ~filtering
+
+    def indices(mask: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.flatnonzero(mask)).to(device)
+
+    return _Rows(indices(greedy), indices(drawn), indices(filtered))
+
+
+def _columns(step: StepMetadata, vocab_size: int, device: torch.device) -> Filters:
+    keys = row_keys(step.seeds, step.sample_positions)
+
+    def column(array: np.ndarray, dtype: torch.dtype) -> Tensor:
+        return torch.from_numpy(array).to(device, dtype)
+
+    return Filters(
+        temperature=column(step.temperature, torch.float64),
+        top_p=column(step.top_p, torch.float64),
+        top_k=column(np.where(step.top_k < vocab_size, step.top_k, 0), torch.int64),
+        min_p=column(step.min_p, torch.float64),
+        keys=column(keys, torch.int32),
+    )
+
+
+def _output(
+    step: StepMetadata, tokens: Tensor, finite: Tensor, asked: np.ndarray, answers: RawLogprobs | None
+) -> StepOutput:
+    """The answer; rows that did not ask for logprobs hold zeros, places beyond a row's own count hold id -1."""
+    rows = len(tokens)
+    out = StepOutput(step.step_id, tokens.cpu().numpy().astype(np.int32), finite.cpu().numpy())
+    if answers is None:
+        return out
+    count = answers.top_ids.shape[1]
+    out.logprobs = np.zeros(rows, np.float32)
+    out.ranks = np.zeros(rows, np.int32)
+    out.top_ids = np.full((rows, count), -1, np.int32)
+    out.top_logprobs = np.full((rows, count), -np.inf, np.float32)
+    wanted = np.arange(count) < step.num_logprobs[asked, None]
+    out.logprobs[asked] = answers.logprobs.cpu().numpy()
+    out.ranks[asked] = answers.ranks.cpu().numpy()
+    out.top_ids[asked] = np.where(wanted, answers.top_ids.cpu().numpy(), -1)
+    out.top_logprobs[asked] = np.where(wanted, answers.top_logprobs.cpu().numpy(), -np.inf)
+    return out

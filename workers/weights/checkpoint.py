@@ -1,0 +1,116 @@
+"""Where each tensor of a checkpoint lives: name -> file and entry, indexed once from the headers.
+
+Torch-free, so that a broken checkpoint is refused before a rank starts. Reads no tensor and knows no model.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from workers.errors import StartupError
+from workers.weights.header import TensorEntry, read_header
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A tensor and the file it is in."""
+
+    path: Path
+    entry: TensorEntry
+
+
+class Checkpoint:
+    """The tensors of one model directory. Files are found as transformers finds them: one file first, then an index."""
+
+    def __init__(self, directory: Path, tensors: dict[str, Located]) -> None:
+        self.directory = directory
+        self.tensors = tensors
+
+    @staticmethod
+    def open(directory: Path) -> "Checkpoint":
+        """Read and check every header. Raises `StartupError` naming the file, and the tensor where one is at fault."""
+        single = directory / SINGLE_FILE
+        if single.exists() or single.is_symlink():
+            return Checkpoint(directory, {name: Located(single, e) for name, e in read_header(single).items()})
+        if (directory / INDEX_FILE).exists():
+            return Checkpoint(directory, _open_sharded(directory))
+        raise _no_weights(directory)
+
+    def find(self, name: str) -> Located | None:
+        return self.tensors.get(name)
+
+
+def _open_sharded(directory: Path) -> dict[str, Located]:
+    weight_map = _read_index(directory / INDEX_FILE)
+    headers = {}
+    for file_name in sorted(set(weight_map.values())):
+        path = directory / file_name
+        if not path.exists():
+            tensor = next(name for name, file in weight_map.items() if file == file_name)
+            raise StartupError(
+                f"{path} is missing; {INDEX_FILE} says it holds tensor {tensor!r}.",
+                "Download the missing shard, or the whole model again.",
+            )
+        headers[file_name] = read_header(path)
+    tensors: dict[str, Located] = {}
+    for file_name, entries in headers.items():
+        for name, entry in entries.items():
+            # A name the index does not list still counts: a bias nobody mentioned must not be dropped in silence.
+            if weight_map.get(name, file_name) != file_name:
+                continue
+            if name in tensors:
+                raise StartupError(
+                    f"tensor {name!r} is both in {tensors[name].path.name} and in {file_name}.",
+                    "Use a checkpoint whose index lists every tensor.",
+                )
+            tensors[name] = Located(directory / file_name, entry)
+    for name, file_name in weight_map.items():
+        if name not in tensors:
+            raise StartupError(
+                f"{directory / file_name} does not hold tensor {name!r}, though {INDEX_FILE} says so.",
+                "Download the shard again; index and files do not belong together.",
+            )
+    return tensors
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    fix = "Download the index again."
+    try:
+        index = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise StartupError(f"{path} cannot be read: {error}.", fix) from error
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise StartupError(f"{path} has no weight_map.", fix)
+    for name, file_name in weight_map.items():
+        # A checkpoint is untrusted content: it may name files beside itself and nothing else.
+        if (
+            not isinstance(file_name, str)
+            or Path(file_name).name != file_name
+            or not file_name.endswith(".safetensors")
+        ):
+            raise StartupError(f"{path} places tensor {name!r} in {file_name!r}.", "Shards must lie beside the index.")
+    return weight_map
+
+
+def _no_weights(directory: Path) -> StartupError:
+    present = sorted(entry.name for entry in directory.iterdir())
+    pickles = [name for name in present if name.endswith((".bin", ".pt", ".pth"))]
+    shards = [name for name in present if name.endswith(".safetensors")]
+    if shards:
+        return StartupError(
+            f"{directory} has {shards[0]} but neither {SINGLE_FILE} nor {INDEX_FILE}.",
+            f"Download {INDEX_FILE} as well, or rename a single file to {SINGLE_FILE}.",
+        )
+    if pickles:
+        return StartupError(
+            f"{directory} holds only pickled weights ({pickles[0]}), which can run code and are never read.",
+            "Convert them once with transformers' save_pretrained, which writes safetensors.",
+        )
+    return StartupError(
+        f"{directory} holds no weights ({SINGLE_FILE} or {INDEX_FILE}).",
+        "Download the model's safetensors files, or use --load-format dummy for random weights.",
+    )

@@ -1,0 +1,51 @@
+"""Deterministic noise in place of a checkpoint, for tests and benchmarks (`--load-format dummy`).
+
+An element depends on the seed, its tensor's name and its index in the whole tensor, never on who asks: the shards of
+any number of ranks are slices of the same model.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from workers.weights.source import check_slice
+
+# Elements come from one pool of noise, entered at a place that the tensor's name decides. The length is a prime, so
+# that no two rows of a matrix repeat: cheaper by far than drawing half a billion normal numbers.
+_POOL = 1_048_573
+_STD = 0.02
+
+
+class DummyWeights:
+    """`WeightSource` that can answer for every name."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        noise = torch.randn(_POOL, generator=torch.Generator().manual_seed(seed)) * _STD
+        self._pool = torch.cat((noise, noise))  # twice, so that a run that passes the end needs no second piece
+
+    def has(self, name: str) -> bool:
+        """False: layers ask this about alternative layouts, and noise has only the ordinary one."""
+        return False
+
+    def take(self, name: str, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0) -> None:
+        check_slice(name, into, shape, dim, start)
+        assert len(shape) <= 2, f"{name}: only vectors and matrices are drawn"
+        columns = shape[-1]
+        if len(shape) == 1:
+            into, dim = into.unsqueeze(0), 1
+        assert columns <= _POOL, f"{name}: rows of {columns} elements would repeat"
+        first_row, first_column = (start, 0) if dim == 0 else (0, start)
+        digest = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=8).digest()
+        origin = int.from_bytes(digest, "little") + first_row * columns + first_column
+        at_once = max(1, _POOL // columns)
+        for row in range(0, into.shape[0], at_once):
+            part = into[row : row + at_once]
+            part.copy_(self._pool.as_strided(part.shape, (columns, 1), (origin + row * columns) % _POOL))
+        if name.endswith("norm.weight"):
+            into.add_(1.0)  # a norm scales about one; noise about zero would silence the layer
+
+    def finish(self, ignorable: Callable[[str], bool]) -> None:
+        """Nothing can be left over."""

@@ -1,0 +1,93 @@
+"""Copies slices of a checkpoint's tensors straight into a rank's memory, and remembers what nobody asked for.
+
+Each rank has its own reader. It never holds a tensor: `get_slice` gives a view of the mapped file, and the copy (which
+also converts the dtype) goes to its final place.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from workers.errors import StartupError
+from workers.weights.checkpoint import Checkpoint
+from workers.weights.source import check_slice, wrong_shape
+
+# Pages of a mapped file count as the rank's memory until the mapping goes: after this many bytes it is made anew.
+REMAP_BYTES = 64 << 20
+# One copy covers at most this much of a file, so that a slice of every row of a huge matrix stays bounded too.
+CHUNK_BYTES = 16 << 20
+
+
+class WeightReader:
+    """`WeightSource` over safetensors files. Use as a context manager, or call `close`."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._taken: set[str] = set()
+        self._path: Path | None = None
+        self._file: Any = None
+        self._mapped = 0
+
+    def __enter__(self) -> "WeightReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drop the mapping; the reader can still be used and maps again."""
+        self._file = None
+        self._path = None
+        self._mapped = 0
+
+    def has(self, name: str) -> bool:
+        return self._checkpoint.find(name) is not None
+
+    def take(self, name: str, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0) -> None:
+        found = self._checkpoint.find(name)
+        if found is None:
+            raise StartupError(
+                f"{self._checkpoint.directory} holds no tensor {name!r}, which the model needs.",
+                "Use a complete checkpoint whose config.json names its true architecture.",
+            )
+        if found.entry.shape != tuple(shape):
+            raise wrong_shape(name, found.path.name, found.entry.shape, shape)
+        check_slice(name, into, shape, dim, start)
+        self._taken.add(name)
+        if into.numel() == 0:
+            return
+        row_bytes = (found.entry.end - found.entry.begin) // shape[0]
+        rows_at_once = max(1, CHUNK_BYTES // row_bytes)
+        first, count = (start, into.shape[0]) if dim == 0 else (0, shape[0])
+        for offset in range(0, count, rows_at_once):
+            rows = min(rows_at_once, count - offset)
+            index: list[slice] = [slice(first + offset, first + offset + rows)]
+            if dim > 0:
+                index += [slice(None)] * (dim - 1) + [slice(start, start + into.shape[dim])]
+            view = self._open(found.path, rows * row_bytes).get_slice(name)[tuple(index)]
+            into[offset : offset + rows].copy_(view)
+            del view  # it keeps its mapping alive
+
+    def _open(self, path: Path, upcoming: int) -> Any:
+        if path != self._path or self._mapped + upcoming > REMAP_BYTES:
+            self.close()
+            try:
+                self._file = safe_open(str(path), framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise StartupError(f"{path} cannot be opened: {error}.", "Download the file again.") from error
+            self._path = path
+        self._mapped += upcoming
+        return self._file
+
+    def finish(self, ignorable: Callable[[str], bool]) -> None:
+        self.close()
+        left = sorted(name for name in self._checkpoint.tensors if name not in self._taken and not ignorable(name))
+        if left:
+            shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
+            raise StartupError(
+                f"{self._checkpoint.directory} holds tensors that its architecture has no place for: {shown}.",
+                "Use a checkpoint whose config.json names its true architecture; adapters must be merged first.",
+            )
