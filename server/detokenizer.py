@@ -1,0 +1,156 @@
+"""Token ids to text, piece by piece, byte-exact: a character is shown when its last byte has come.
+
+Two ways, chosen by the tokenizer's decoder. `TokenBytes` knows the bytes of every token (byte-level BPE, and
+SentencePiece with byte fallback): constant work per token and the true bytes for logprobs. Decoders of other kinds go
+through a sliding window over the library's own `decode`. Knows nothing of stop strings or of requests.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Backend(Protocol):
+    """What is needed of a `tokenizers.Tokenizer`."""
+
+    def id_to_token(self, id: int) -> str | None: ...
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+
+class Detokenizer(Protocol):
+    """The text of one growing sequence."""
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that these ids complete."""
+        ...
+
+    def flush(self) -> str:
+        """What is left when no more ids come: an unfinished character becomes U+FFFD."""
+        ...
+
+
+class TokenBytes:
+    """The bytes of each token id, computed once and kept.
+
+    `skipped` are the special ids: they have a name but add nothing to the text.
+    """
+
+    def __init__(self, backend: Backend, style: str, skipped: frozenset[int], strip_first_space: bool) -> None:
+        self._backend = backend
+        self._style = style  # "byte_level" or "metaspace"
+        self.skipped = skipped
+        self.strip_first_space = strip_first_space
+        self._known: dict[int, bytes] = {}
+
+    def __call__(self, token_id: int) -> bytes:
+        known = self._known.get(token_id)
+        if known is None:
+            known = self._known[token_id] = self._compute(token_id)
+        return known
+
+    def _compute(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id)
+        if token is None:  # padding of the vocabulary: an id without a token
+            return b""
+        if token_id in self.skipped:
+            return token.encode()
+        if self._style == "byte_level":
+            if all(character in _BYTE_OF for character in token):
+                return bytes(_BYTE_OF[character] for character in token)
+            return token.encode()  # an added token, written as it is
+        match = _BYTE_TOKEN.fullmatch(token)
+        return bytes([int(match[1], 16)]) if match else token.replace("▁", " ").encode()
+
+
+class BytesDetokenizer:
+    """Incremental decoding over `TokenBytes`."""
+
+    def __init__(self, token_bytes: TokenBytes, prompt_ids: Sequence[int] = ()) -> None:
+        self._bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._strip = token_bytes.strip_first_space
+        # A prompt may end inside a character, and it decides whether this is the start of the text.
+        for token_id in prompt_ids[-8:]:
+            self.push((token_id,))
+        if prompt_ids and any(i not in token_bytes.skipped and token_bytes(i) for i in prompt_ids):
+            self._strip = False
+
+    def push(self, ids: Sequence[int]) -> str:
+        table = self._bytes
+        data = b"".join([table(token_id) for token_id in ids if token_id not in table.skipped])
+        if self._strip and data:
+            self._strip = False
+            data = data.removeprefix(b" ")
+        return self._decoder.decode(data)
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """Incremental decoding by the difference of two decodes of a short window: for any other decoder."""
+
+    def __init__(self, backend: Backend, prompt_ids: Sequence[int] = ()) -> None:
+        self._backend = backend
+        self._ids = list(prompt_ids[-8:])
+        self._start = 0  # the window's first id
+        self._shown = len(self._ids)  # ids whose text has been returned
+
+    def push(self, ids: Sequence[int]) -> str:
+        self._ids.extend(ids)
+        text, before = self._window()
+        if len(text) <= len(before) or text.endswith("\ufffd"):
+            return ""
+        self._start, self._shown = self._shown, len(self._ids)
+        return text[len(before) :]
+
+    def flush(self) -> str:
+        text, before = self._window()
+        self._start = self._shown = len(self._ids)
+        return text[len(before) :]
+
+    def _window(self) -> tuple[str, str]:
+        decode = self._backend.decode
+        before = decode(self._ids[self._start : self._shown], skip_special_tokens=True)
+        return decode(self._ids[self._start :], skip_special_tokens=True), before
+
+
+def token_bytes_for(backend: Backend, decoder: dict[str, Any] | None, special_ids: frozenset[int]) -> TokenBytes | None:
+    """The byte table for the decoder described in `tokenizer.json`, or None if only the library can decode it."""
+    if decoder is None:
+        return None
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return TokenBytes(backend, "byte_level", special_ids, strip_first_space=False)
+    if "Metaspace" in kinds or _replaces_metaspace(steps):
+        if not set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
+            return None
+        strip = any(
+            (step["type"] == "Strip" and step.get("start", 0) > 0)
+            or (step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
+            for step in steps
+        )
+        return TokenBytes(backend, "metaspace", special_ids, strip_first_space=strip)
+    return None
+
+
+def _replaces_metaspace(steps: list[dict[str, Any]]) -> bool:
+    return any(step["type"] == "Replace" and step.get("pattern") == {"String": "▁"} for step in steps)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters by which byte-level BPE writes bytes: printable Latin-1 as itself, the rest from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in set(printable))
+    return alphabet | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()

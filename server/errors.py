@@ -1,0 +1,93 @@
+"""Which exception becomes which HTTP answer, in OpenAI's exact shape: four keys, always.
+
+The answer is chosen by class, never by text. Knows status codes and the error body; not routes, not engines.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import Response
+
+from engine.errors import EngineDeadError, EngineError, QueueFullError, RequestError
+
+MAX_MESSAGE = 2048
+INVALID = "invalid_request_error"
+_STATUS_TYPES = {401: "authentication_error", 403: "permission_error", 404: INVALID, 429: "rate_limit_error"}
+
+
+class HttpError(Exception):
+    """An answer other than 200 that the HTTP layer itself decides on."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+
+class ModelNotFoundError(RequestError):
+    """The request names a model that is not served (404)."""
+
+    def __init__(self, name: str, served: tuple[str, ...]) -> None:
+        shown = name if len(name) <= 64 else name[:64] + "…"
+        super().__init__(
+            f"The model '{shown}' does not exist. Served here: {', '.join(served)}.", "model", "model_not_found"
+        )
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection before the answer was complete. Nobody is left to answer."""
+
+
+def describe(error: BaseException) -> HttpError:
+    """The HTTP answer to any exception. What is not in our error tree is our own bug and says nothing of itself."""
+    if isinstance(error, HttpError):
+        return error
+    if isinstance(error, ModelNotFoundError):
+        return HttpError(404, error.message, param=error.param, code=error.code)
+    if isinstance(error, RequestError):
+        return HttpError(400, error.message, param=error.param, code=error.code)
+    if isinstance(error, QueueFullError):
+        return HttpError(429, error.message, code="queue_full", headers=retry_after(error.retry_after_s))
+    if isinstance(error, EngineDeadError):
+        message = "The engine has stopped; this server is shutting down. Send the request to another one."
+        return HttpError(503, message, code="engine_dead", headers={"x-should-retry": "false"})
+    if isinstance(error, EngineError):
+        return HttpError(500, f"The engine failed on this request: {error}", code="engine_error")
+    return HttpError(500, "Internal error. The server's log has the details under this request's id.")
+
+
+def error_object(error: HttpError) -> dict[str, Any]:
+    """The value of `error` in the body: exactly four keys."""
+    kind = _STATUS_TYPES.get(error.status) or (INVALID if error.status < 500 else "server_error")
+    message = error.message if len(error.message) <= MAX_MESSAGE else error.message[: MAX_MESSAGE - 1] + "…"
+    return {"message": message, "type": kind, "param": error.param, "code": error.code}
+
+
+def error_bytes(error: HttpError) -> bytes:
+    """The whole error body as JSON."""
+    return json.dumps({"error": error_object(error)}, ensure_ascii=False).encode("utf-8", "replace")
+
+
+def error_response(error: HttpError) -> Response:
+    """The plain HTTP answer."""
+    return Response(error_bytes(error), error.status, error.headers, "application/json")
+
+
+def retry_after(seconds: float) -> dict[str, str]:
+    """The header that the official clients obey."""
+    return {"Retry-After": str(max(1, math.ceil(seconds)))}

@@ -1,0 +1,151 @@
+"""What stands before every route: request id, Host check, key check, and "not now" while loading or draining.
+
+Plain ASGI: it must see streams as they are and cost nothing per chunk. Authorises on the ASGI path, never on a URL put
+together from headers. Deny by default: only the routes named here are open.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import re
+import secrets
+from collections.abc import Iterable
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.errors import HttpError, describe, error_response, retry_after
+from server.logs import event, logger
+from server.metrics import HttpCounters
+from server.state import Phase, ServerState
+
+PROBES = frozenset({"/health", "/health/live", "/health/ready"})
+ALWAYS_OPEN = PROBES | {"/version"}
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+_LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+_LOADING_RETRY_S = 5.0
+_log = logger("http")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class Guard:
+    """The outermost layer of the application."""
+
+    def __init__(
+        self, app: ASGIApp, state: ServerState, counters: HttpCounters, host: str, api_keys: Iterable[str]
+    ) -> None:
+        self._app = app
+        self._state = state
+        self._counters = counters
+        self._loopback = is_loopback(host)
+        self._host = host.lower()
+        # Hashed, so that the comparison takes the same time whatever was sent.
+        self._keys = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+        self._open = ALWAYS_OPEN | ({"/metrics"} if self._loopback else set())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"{scope['type']} connections are not served")
+        headers = _first_headers(scope["headers"])
+        request_id = _request_id(headers.get(b"x-request-id"))
+        scope.setdefault("state", {})["request_id"] = request_id
+        status = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message.setdefault("headers", []).append((b"x-request-id", request_id.encode()))
+            await send(message)
+
+        counted = False
+        try:
+            self._check(scope["path"], headers)
+            if scope["path"] not in self._open and scope["path"] != "/metrics":
+                self._check_state()
+                self._state.enter()
+                counted = True
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            if status:  # the answer has begun: nothing can be said any more, the server closes the connection
+                raise
+            answer = describe(error)
+            if answer.status == 500:
+                _log.error(event("request_failed", request_id=request_id, path=scope["path"]), exc_info=error)
+            await error_response(answer)(scope, receive, send_with_id)
+        finally:
+            if counted:
+                self._state.leave()
+            self._counters.count(scope["method"], scope["path"], status)
+
+    def _check(self, path: str, headers: dict[bytes, bytes]) -> None:
+        if self._loopback and not self._is_allowed_host(headers.get(b"host", b"")):
+            raise HttpError(
+                403,
+                "The Host header does not name this machine. Use http://127.0.0.1 or http://localhost.",
+                code="host_not_allowed",
+            )
+        if self._keys and path not in self._open and not self._has_key(headers.get(b"authorization", b"")):
+            raise HttpError(
+                401,
+                "A valid API key is required: send the header 'Authorization: Bearer KEY'.",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    def _check_state(self) -> None:
+        heartbeat, phase = self._state.heartbeat, self._state.phase
+        if phase is Phase.READY and heartbeat is not None and heartbeat.is_alive:
+            return
+        if phase is Phase.READY:  # the supervisor will notice in a moment
+            phase = Phase.DEAD
+        headers = retry_after(_LOADING_RETRY_S)
+        if phase is Phase.DRAINING:
+            headers["Connection"] = "close"
+        elif phase is Phase.DEAD:
+            headers["x-should-retry"] = "false"
+        message = self._state.why_not_ready() or "The server is not ready."
+        raise HttpError(503, message, code=f"server_{phase.value}", headers=headers)
+
+    def _is_allowed_host(self, raw: bytes) -> bool:
+        """A page that a browser loaded elsewhere must not reach this machine under a name of its own."""
+        host = raw.decode("latin-1").strip().lower()
+        if not host:  # HTTP/1.0 probes send none; browsers always do
+            return True
+        name = host[1 : host.index("]")] if host.startswith("[") and "]" in host else host.rpartition(":")[0] or host
+        return name in _LOOPBACK_NAMES or name == self._host or is_loopback(name)
+
+    def _has_key(self, raw: bytes) -> bool:
+        scheme, _, key = raw.partition(b" ")
+        digest = hashlib.sha256(key.strip()).digest()
+        matches = [hmac.compare_digest(digest, known) for known in self._keys]  # no early exit
+        return scheme.lower() == b"bearer" and any(matches)
+
+
+def _first_headers(headers: Iterable[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
+    found: dict[bytes, bytes] = {}
+    for name, value in headers:
+        found.setdefault(name, value)
+    return found
+
+
+def _request_id(given: bytes | None) -> str:
+    """The client's id when it is harmless, else a new one."""
+    if given is not None and _REQUEST_ID.fullmatch(given):
+        return given.decode()
+    return secrets.token_hex(12)
+
+
+def request_id_of(scope: Any) -> str:
+    return scope["state"]["request_id"]

@@ -1,0 +1,60 @@
+"""How a log line looks: one line per lifecycle event, `key=value`, control characters escaped.
+
+Nothing per token, never a prompt, never a key. Knows nothing of what is being logged.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import Any
+
+_NAMES = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+_ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), 0x7F, 0x85)} | {0x2028: "\\u2028", 0x2029: "\\u2029"}
+_ESCAPES |= {10: "\\n", 13: "\\r", 9: "\\t", 27: "\\e"}
+
+
+def escape(text: str) -> str:
+    """`text` on one line: what a client sends cannot forge a second line or move the cursor."""
+    if text.isprintable():
+        return text
+    return text.translate(_ESCAPES).encode("utf-8", "backslashreplace").decode()
+
+
+def event(name: str, **values: Any) -> str:
+    """`event=name a=1 b="two words"`: None is left out."""
+    parts = [f"event={name}"]
+    for key, value in values.items():
+        if value is None:
+            continue
+        text = f"{value:.3f}" if isinstance(value, float) else escape(str(value))
+        parts.append(f'{key}="{text}"' if " " in text or not text else f"{key}={text}")
+    return " ".join(parts)
+
+
+class _OneLine(logging.Formatter):
+    """`time=… level=… logger=… event=…` and, for our own bugs, the traceback below it."""
+
+    converter = time.gmtime
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", self.converter(record.created))
+        level, message = record.levelname, escape(record.message)
+        return f"time={stamp}.{int(record.msecs):03d}Z level={level} logger={record.name} {message}"
+
+
+def configure(level: str) -> None:
+    """Send our lines, and the libraries' warnings, to standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_OneLine())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("oarlock").setLevel(_NAMES[level])
+    # uvicorn tells of its own start and stop and of each client that vanished: ours are the lines that count
+    logging.getLogger("uvicorn").setLevel(logging.CRITICAL if level != "debug" else logging.DEBUG)
+
+
+def logger(name: str) -> logging.Logger:
+    return logging.getLogger(f"oarlock.{name}")

@@ -1,0 +1,208 @@
+"""How one option is described, parsed from text and checked. Knows types and ranges, not which options exist.
+
+An option is a dataclass field whose metadata says everything: help, example, range, choices, flag. Flags, environment
+names, TOML keys and the documentation table are all read from there, so none of them can drift.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+import types
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+class OptionError(ValueError):
+    """A value or a name given by the operator is wrong. `cause` and `fix` are one line each."""
+
+    def __init__(self, cause: str, fix: str) -> None:
+        super().__init__(f"{cause} {fix}")
+        self.cause = cause
+        self.fix = fix
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_KIND_NAMES: dict[type, str] = {str: "text", int: "integer", float: "number", bool: "switch"}
+_TRUE = {"1", "true", "yes", "on"}
+_FALSE = {"0", "false", "no", "off"}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One described option, joined with its name and type."""
+
+    name: str  # the TOML key and the attribute of Settings
+    kind: type  # str, int, float or bool
+    many: bool  # a tuple of `kind`
+    optional: bool  # None is a value: "decide for me"
+    default: Any
+    help: str
+    example: str
+    group: str
+    minimum: float | None = None
+    maximum: float | None = None
+    choices: tuple[str, ...] = ()
+    short: str | None = None
+    is_bytes: bool = False  # accepts 512MiB, 2GiB, 4096
+    secret: bool = False  # never printed
+    positional: bool = False
+
+    @property
+    def flag(self) -> str:
+        return self.name.upper() if self.positional else "--" + self.name.replace("_", "-")
+
+    @property
+    def env(self) -> str:
+        return "OARLOCK_" + self.name.upper()
+
+    @property
+    def type_name(self) -> str:
+        if self.choices:
+            return "|".join(self.choices)
+        name = "size" if self.is_bytes else _KIND_NAMES[self.kind]
+        return f"{name} …" if self.many else name
+
+    @property
+    def default_text(self) -> str:
+        if self.default is None or self.default == ():
+            return "automatic" if self.optional else "none"
+        return str(self.default).lower() if self.kind is bool else str(self.default)
+
+    def from_text(self, text: str) -> Any:
+        """The value of a flag or of an environment variable. Lists are split at commas."""
+        if self.many:
+            return self.check(tuple(self._scalar(part.strip()) for part in text.split(",") if part.strip()))
+        return self.check(self._scalar(text.strip()))
+
+    def from_texts(self, texts: Iterable[str]) -> Any:
+        """The values of a flag that takes several."""
+        return self.check(tuple(self._scalar(text) for text in texts))
+
+    def from_toml(self, value: Any) -> Any:
+        """The value of a TOML key: already typed, so its type is checked instead of guessed."""
+        if self.many:
+            items = value if isinstance(value, list) else [value]
+            if not all(isinstance(item, self.kind) for item in items):
+                raise self._wrong(value, f"a list of {self.type_name}")
+            return self.check(tuple(items))
+        if self.is_bytes and isinstance(value, str):
+            return self.check(self._scalar(value))
+        if self.kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if type(value) is not self.kind:
+            raise self._wrong(value, f"of type {self.type_name}")
+        return self.check(value)
+
+    def check(self, value: Any) -> Any:
+        """`value` if it is within range, else an `OptionError` that names the limit."""
+        if value is None:
+            if not self.optional:
+                raise self._wrong(value, "set")
+            return None
+        for item in value if self.many else (value,):
+            if self.choices and item not in self.choices:
+                near = difflib.get_close_matches(str(item), self.choices, 1)
+                hint = f" (did you mean {near[0]}?)" if near else ""
+                raise self._wrong(item, f"one of {', '.join(self.choices)}{hint}")
+            if self.kind is float and not math.isfinite(item):
+                raise self._wrong(item, "a finite number")
+            if self.minimum is not None and item < self.minimum:
+                raise self._wrong(item, f"at least {self.minimum:g}")
+            if self.maximum is not None and item > self.maximum:
+                raise self._wrong(item, f"at most {self.maximum:g}")
+            if self.kind is str and not item:
+                raise self._wrong(item, "not empty")
+        return value
+
+    def _scalar(self, text: str) -> Any:
+        if self.optional and text.lower() in ("auto", "none") and not self.choices:
+            return None
+        try:
+            if self.is_bytes:
+                return parse_size(text)
+            if self.kind is bool:
+                return _parse_bool(text)
+            return self.kind(text)
+        except ValueError:
+            raise self._wrong(text, f"of type {self.type_name}") from None
+
+    def _wrong(self, value: Any, wanted: str) -> OptionError:
+        shown = "…" if self.secret else repr(value)[:80]
+        return OptionError(f"{self.flag} is {shown}, but it must be {wanted}.", f"For example: {self.usage}")
+
+    @property
+    def usage(self) -> str:
+        if self.positional:
+            return self.example
+        if self.kind is bool:
+            return f"{self.flag} or --no-{self.flag[2:]}"
+        return f"{self.flag} {self.example}"
+
+
+def option(default: Any, *, help: str, example: str, group: str, **metadata: Any) -> Any:
+    """A dataclass field that describes itself. See `Option` for the metadata."""
+    return dataclasses.field(default=default, metadata=dict(help=help, example=example, group=group, **metadata))
+
+
+def describe(cls: type[DataclassInstance]) -> dict[str, Option]:
+    """Every option of a dataclass, by name, in the order of declaration."""
+    hints = typing.get_type_hints(cls)
+    described = {}
+    for item in dataclasses.fields(cls):
+        kind, many, optional = _unwrap(hints[item.name])
+        described[item.name] = Option(item.name, kind, many, optional, item.default, **item.metadata)
+    return described
+
+
+def _unwrap(hint: Any) -> tuple[type, bool, bool]:
+    """(scalar type, is a tuple, may be None) of an annotation such as `int | None` or `tuple[str, ...]`."""
+    optional = False
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        args = [arg for arg in typing.get_args(hint) if arg is not type(None)]
+        optional = len(args) < len(typing.get_args(hint))
+        hint = args[0]
+    if typing.get_origin(hint) is tuple:
+        return typing.get_args(hint)[0], True, optional
+    return hint, False, optional
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """The known name that `name` was probably meant to be."""
+    found = difflib.get_close_matches(name, list(names), 1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def parse_size(text: str) -> int:
+    """Bytes in `2GiB`, `512MiB`, `1.5GB` or `4096`. Bare K, M, G and T are binary."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in _UNITS:
+        raise ValueError(text)
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def format_size(size: int) -> str:
+    """`2147483648` as `2.0 GiB`."""
+    value = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def _parse_bool(text: str) -> bool:
+    lowered = text.lower()
+    if lowered in _TRUE:
+        return True
+    if lowered in _FALSE:
+        return False
+    raise ValueError(text)

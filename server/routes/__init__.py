@@ -1,0 +1,1 @@
+"""One endpoint family per file, thin: read, hand over, answer."""

@@ -1,0 +1,45 @@
+"""`GET /v1/models` and `/v1/models/{id}`. Ids may contain slashes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from server.serving import AnswerRoute, Serving
+
+router = APIRouter(route_class=AnswerRoute)
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> Response:
+    serving = Serving.of(request)
+    return JSONResponse({"object": "list", "data": [_card(serving, name) for name in serving.model_names]})
+
+
+@router.get("/v1/models/{model:path}")
+async def retrieve_model(request: Request, model: str) -> Response:
+    serving = Serving.of(request)
+    return JSONResponse(_card(serving, serving.check_model(model)))
+
+
+def _card(serving: Serving, name: str) -> dict[str, Any]:
+    info = serving.info
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(serving.state.started_at),
+        "owned_by": "oarlock",
+        "root": serving.model_names[0],
+        "parent": None,
+        "max_model_len": serving.service.max_len,
+        "architecture": info.architecture,
+        "num_parameters": info.num_parameters,
+        "vocab_size": info.vocab_size,
+        "dtype": info.dtype,
+        "device": info.device,
+        "tensor_parallel_size": info.tensor_parallel_size,
+        "chat": serving.service.tokenizer.template.exists,
+    }

@@ -1,0 +1,183 @@
+"""Text to ids and back, and chat templates, from the files of a checkpoint. Loaded once; used from a small thread pool.
+
+Reads `tokenizer.json` with the `tokenizers` library alone, so that the frontend needs neither torch nor transformers;
+a checkpoint without that file is converted by transformers. Never runs code from the checkpoint: templates are rendered
+in Jinja's immutable sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tokenizers
+
+from engine.errors import StartupError
+from server.chat_template import ChatTemplate
+from server.detokenizer import BytesDetokenizer, Detokenizer, TokenBytes, WindowDetokenizer, token_bytes_for
+
+_T = TypeVar("_T")
+_MAX_RENDERED = 64 * 1024  # characters a template may add to four times its input
+
+
+class Tokenizer:
+    """One checkpoint's tokenizer. The synchronous methods are for threads; the `a…` ones for the event loop."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any], eos: tuple[int, ...] = ()) -> None:
+        self.backend = backend
+        backend.no_truncation()
+        backend.no_padding()
+        described = json.loads(backend.to_str())
+        self._special = frozenset(item["id"] for item in described["added_tokens"] if item["special"])
+        self._bytes = token_bytes_for(backend, described["decoder"], self._special)
+        self._names = _special_names(config)
+        self.eos_token_ids = eos or self._ids_of(self._names.get("eos_token"))
+        self._bos = self._ids_of(self._names.get("bos_token"))[:1]
+        self._add_bos = config.get("add_bos_token")
+        self.template = ChatTemplate.from_config(config, self._names)
+        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
+
+    @staticmethod
+    def load(directory: str | Path) -> Tokenizer:
+        """Read the tokenizer of a checkpoint directory. Raises `StartupError`."""
+        path = Path(directory)
+        config = _read_json(path / "tokenizer_config.json")
+        template_file = path / "chat_template.jinja"
+        if template_file.is_file():
+            config["chat_template"] = template_file.read_text(encoding="utf-8")
+        return Tokenizer(_read_backend(path), config, _eos_ids(path))
+
+    @property
+    def vocab_size(self) -> int:
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of `text`, with the marks that the checkpoint puts around a plain text (such as a BOS)."""
+        ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if not add_special_tokens or not self._bos or self._add_bos is None:
+            return ids
+        if self._add_bos and ids[:1] != list(self._bos):
+            return [*self._bos, *ids]
+        if not self._add_bos and ids[:1] == list(self._bos) and not text.startswith(self._names["bos_token"]):
+            return ids[1:]
+        return ids
+
+    def render_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
+        """The ids of a conversation. Raises `RequestError` when the template refuses it."""
+        size = sum(len(message.get("content") or "") for message in messages)
+        text = self.template.render(messages, add_generation_prompt, max_size=4 * size + _MAX_RENDERED)
+        return self.encode(text, add_special_tokens=False)
+
+    async def aencode(self, text: str) -> list[int]:
+        return await self._run(lambda: self.encode(text))
+
+    async def arender_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        return await self._run(lambda: self.render_chat(messages))
+
+    def detokenizer(self, prompt_ids: Sequence[int] = ()) -> Detokenizer:
+        """The incremental decoder of one sequence that goes on from `prompt_ids`."""
+        if self._bytes is not None:
+            return BytesDetokenizer(self._bytes, prompt_ids)
+        return WindowDetokenizer(self.backend, prompt_ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The whole text of `ids`, as a stream of pieces would have shown it."""
+        detokenizer = self.detokenizer()
+        return detokenizer.push(ids) + detokenizer.flush()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The true bytes of one token; the name, for special ones."""
+        if self._bytes is not None:
+            return self._bytes(token_id)
+        if token_id in self._special:
+            return (self.backend.id_to_token(token_id) or "").encode()
+        return self.backend.decode([token_id], skip_special_tokens=False).encode()
+
+    def token_text(self, token_id: int) -> str:
+        """One token for people and for dictionary keys; a piece of a character is shown as `bytes:\\xe4\\xb8`."""
+        data = self.token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _ids_of(self, token: str | None) -> tuple[int, ...]:
+        token_id = self.backend.token_to_id(token) if token else None
+        return () if token_id is None else (token_id,)
+
+    async def _run(self, work: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        return _convert(path)
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception for every kind of damage
+        raise StartupError(
+            f"The tokenizer {file} cannot be read: {str(error)[:200]}.", "Fetch that file of the checkpoint again."
+        ) from None
+
+
+def _convert(path: Path) -> tokenizers.Tokenizer:
+    """A checkpoint with only a SentencePiece model, or a vocabulary and merges, by way of transformers."""
+    from transformers import AutoTokenizer  # slow to import, and needed by few checkpoints
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
+        return _checked(getattr(loaded, "backend_tokenizer", None))
+    except Exception as error:  # anything may be wrong with a foreign folder
+        raise StartupError(
+            f"{path} has no tokenizer.json and its tokenizer cannot be converted: {str(error)[:200]}.",
+            "Put the checkpoint's tokenizer.json beside its weights.",
+        ) from None
+
+
+def _checked(backend: object) -> tokenizers.Tokenizer:
+    if not isinstance(backend, tokenizers.Tokenizer):
+        raise TypeError("it has no fast form")
+    return backend
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise StartupError(f"{path} is not valid JSON: {error}.", "Fetch that file of the checkpoint again.") from None
+    if not isinstance(value, dict):
+        raise StartupError(f"{path} does not hold a JSON object.", "Fetch that file of the checkpoint again.")
+    return value
+
+
+def _eos_ids(path: Path) -> tuple[int, ...]:
+    """End-of-sequence ids: the generation config's, else the model config's."""
+    for name in ("generation_config.json", "config.json"):
+        value = _read_json(path / name).get("eos_token_id")
+        if value is not None:
+            return tuple(value) if isinstance(value, list) else (value,)
+    return ()
+
+
+def _special_names(config: dict[str, Any]) -> dict[str, str]:
+    """`bos_token`, `eos_token` … as plain strings: what chat templates refer to."""
+    names = {}
+    for key, value in config.items():
+        if key.endswith("_token") and isinstance(value, dict):
+            value = value.get("content")
+        if key.endswith("_token") and isinstance(value, str):
+            names[key] = value
+    return names
+
+
+__all__ = ["TokenBytes", "Tokenizer"]

@@ -1,0 +1,229 @@
+"""A scripted engine behind the real server: over a loopback socket where bytes matter, in-process elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+
+from engine.errors import EngineDeadError, QueueFullError
+from engine.stats import EngineStats
+from engine.types import EngineInfo, FinishReason, Request, TokenEvent, TokenLogprobs
+from server.app import create_app
+from server.http_server import HttpServer, bind, url_of
+from server.metrics import HttpCounters
+from server.serving import connect
+from server.settings import Settings, make_settings
+from server.state import Phase, ServerState
+from server.tokenizer import Tokenizer
+
+DEMO = Path(__file__).resolve().parents[2] / "models" / "oarlock-demo"
+INFO = EngineInfo(
+    max_model_len=256,
+    vocab_size=4096,
+    num_blocks=65,
+    block_size=16,
+    max_num_seqs=8,
+    max_num_batched_tokens=256,
+    tensor_parallel_size=2,
+    device="cpu",
+    dtype="float32",
+    attention_backend="reference",
+    architecture="Qwen2ForCausalLM",
+    num_parameters=8_900_000,
+    weight_bytes_per_rank=9_000_000,
+    kv_bytes_per_token_per_rank=2048,
+    enable_prefix_caching=True,
+    load_seconds=0.1,
+)
+
+
+@dataclass
+class FakeEngine:
+    """Answers every request with `reply`'s ids, one token per event, and remembers how each request ended."""
+
+    reply: Callable[[Request], list[int]]
+    eos: bool = True  # an end-of-sequence token after the reply
+    delay_s: float = 0.0  # before every event
+    fail_after: int | None = None  # tokens before the engine reports an error
+    die_after: int | None = None  # tokens before the engine is gone
+    refuse: Exception | None = None
+    pause_after: int | None = None  # tokens before the engine falls silent
+    info: EngineInfo = INFO
+    is_alive: bool = True
+    last_progress_age_s: float = 0.0
+    exit_code: int | None = None
+    death_cause: str | None = None
+    requests: list[Request] = field(default_factory=list)
+    aborted: list[int] = field(default_factory=list)
+    finished: list[int] = field(default_factory=list)
+    closed: bool = False
+    dead: asyncio.Event = field(default_factory=asyncio.Event)
+    resume: asyncio.Event = field(default_factory=asyncio.Event)
+    numbers: EngineStats = field(default_factory=EngineStats)
+    _next_id: int = 0
+
+    def new_request_id(self) -> int:
+        self._next_id += 1
+        return self._next_id
+
+    async def stats(self) -> EngineStats:
+        return self.numbers
+
+    async def close(self, timeout: float) -> None:
+        self.closed = True
+
+    def die(self, exit_code: int = 5) -> None:
+        self.is_alive, self.exit_code, self.death_cause = False, exit_code, "rank 1 was killed"
+        self.resume.set()
+        self.dead.set()
+
+    async def generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
+        self.requests.append(request)
+        if self.refuse is not None:
+            raise self.refuse
+        ended = False
+        try:
+            async for event in self._events(request):
+                ended = event.finish_reason is not None
+                if ended:
+                    self.finished.append(request.request_id)
+                yield event
+        finally:
+            if not ended:
+                self.aborted.append(request.request_id)
+
+    async def _events(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
+        params = request.params
+        first = {"prompt_logprobs": _prompt_logprobs(request), "num_cached_tokens": len(request.prompt_token_ids) // 2}
+        if params.max_tokens == 0:
+            yield TokenEvent(request.request_id, finish_reason=FinishReason.LENGTH, **first)
+            return
+        ids = self.reply(request)[: params.max_tokens]
+        end = params.eos_token_ids[:1] if self.eos and len(ids) < params.max_tokens else ()
+        tokens = [*ids, *end]
+        for number, token_id in enumerate(tokens):
+            await asyncio.sleep(self.delay_s)
+            if self.pause_after is not None and number >= self.pause_after:
+                await self.resume.wait()
+            if self.die_after == number or not self.is_alive:
+                raise EngineDeadError("rank 1 was killed")
+            if self.fail_after == number:
+                yield TokenEvent(request.request_id, finish_reason=FinishReason.ERROR, error="not finite", **first)
+                return
+            reason = None
+            if number == len(tokens) - 1:
+                reason = FinishReason.STOP if end else FinishReason.LENGTH
+            yield TokenEvent(
+                request.request_id,
+                (token_id,),
+                logprobs=(_logprob(token_id, params.logprobs),) if params.logprobs is not None else (),
+                finish_reason=reason,
+                stop_token_id=token_id if reason is FinishReason.STOP else None,
+                **(first if number == 0 else {}),
+            )
+
+
+def _logprob(token_id: int, top: int | None) -> TokenLogprobs:
+    best = tuple((token_id + index, -0.5 - index) for index in range(top or 0))
+    return TokenLogprobs(token_id, -0.5 if token_id % 7 else float("-inf"), 1, best)
+
+
+def _prompt_logprobs(request: Request) -> tuple[TokenLogprobs, ...]:
+    top = request.params.prompt_logprobs
+    return () if top is None else tuple(_logprob(i, top) for i in request.prompt_token_ids[1:])
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Iterator[Tokenizer]:
+    loaded = Tokenizer.load(DEMO)
+    yield loaded
+    loaded.close()
+
+
+@dataclass
+class Stage:
+    """A ready application around one fake engine."""
+
+    engine: FakeEngine
+    settings: Settings
+    state: ServerState
+    counters: HttpCounters
+    app: object
+
+    def client(self, **options: object) -> httpx.AsyncClient:
+        transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=True)  # type: ignore[arg-type]
+        return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def make_stage(tokenizer: Tokenizer) -> Callable[..., Stage]:
+    """`make_stage("text", option=…)`: an engine that answers every prompt with this text."""
+
+    def make(reply: str | Callable[[Request], list[int]] = "Hello, wörld! 😀", **options: object) -> Stage:
+        engine_options = {name: options.pop(name) for name in list(options) if name in FakeEngine.__dataclass_fields__}
+        settings = make_settings({"served_model_name": ("demo", "alias/with/slash"), **options})
+        ids = tokenizer.encode(reply, add_special_tokens=False) if isinstance(reply, str) else None
+        engine = FakeEngine(reply if ids is None else lambda request: ids, **engine_options)  # type: ignore[arg-type]
+        state, counters = ServerState(), HttpCounters()
+        app = create_app(settings, state, counters)
+        connect(settings, state, counters, engine, tokenizer)
+        state.heartbeat, state.phase = engine, Phase.READY
+        return Stage(engine, settings, state, counters, app)
+
+    return make
+
+
+@dataclass
+class Running:
+    """The same over a real socket, served from a thread of its own."""
+
+    stage: Stage
+    url: str
+    port: int
+
+
+@pytest.fixture
+def make_server(make_stage: Callable[..., Stage]) -> Iterator[Callable[..., Running]]:
+    """`make_server("text", …)`: `make_stage`, listening on a loopback port."""
+    running: list[tuple[HttpServer, threading.Thread]] = []
+
+    def make(*args: object, **options: object) -> Running:
+        listener = bind("127.0.0.1", 0)
+        stage = make_stage(*args, **options)
+        server = HttpServer(stage.app, listener)  # type: ignore[arg-type]
+        thread = threading.Thread(target=lambda: asyncio.run(server.run_until_stopped()), daemon=True)
+        thread.start()
+        wait_for(lambda: server.started)
+        running.append((server, thread))
+        return Running(stage, url_of(listener), listener.getsockname()[1])
+
+    yield make
+    for server, thread in running:
+        server.should_exit = True
+        thread.join(10)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Until it holds. The limit only keeps a broken test from hanging."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError("the condition never came true")
+        time.sleep(0.005)
+
+
+@pytest.fixture(name="wait_for")
+def wait_for_fixture() -> Callable[..., None]:
+    return wait_for
+
+
+@pytest.fixture
+def queue_full() -> QueueFullError:
+    return QueueFullError("The waiting room is full (512 requests).", 2.4)

@@ -1,0 +1,315 @@
+"""Whatever is sent: a 4xx in OpenAI's exact shape, the right field named, nothing large echoed, never a 5xx."""
+
+from __future__ import annotations
+
+import json
+
+import anyio
+import pytest
+
+LONE = '"\\ud800"'
+
+
+def fill(template: str, value: object) -> str:
+    """`value` as JSON in the place of `%s`; text goes in as it is."""
+    return template.replace("%s", value if isinstance(value, str) else json.dumps(value))
+
+
+COMPLETION = '{"prompt":"x",%s}'
+
+# (body, status, param)
+ANYWHERE = [
+    ("", 400, None),
+    ("not json", 400, None),
+    ("null", 400, None),
+    ("[]", 400, None),
+    ("5", 400, None),
+    ('"text"', 400, None),
+    ("[" * 100_000, 400, None),
+    ('{"a":' * 250 + "1" + "}" * 250, 400, None),
+    (b"\xef\xbb\xbf{}", 400, None),
+    ('{"prompt":"x"}'.encode("utf-16"), 400, None),
+    (b'{"prompt":"\xff"}', 400, None),
+    ('{"prompt":"x"} trailing', 400, None),
+    ('{"x":NaN,"prompt":"x","messages":[{"role":"user","content":"x"}]}', 400, None),
+    ('{"x":[{"y":1e999}],"prompt":"x","messages":[{"role":"user","content":"x"}]}', 400, None),
+    (
+        fill(
+            '{"prompt":"x","messages":[{"role":"user","content":"x"}],%s}',
+            ",".join(f'"k{i}":0' for i in range(300_000)),
+        ),
+        400,
+        None,
+    ),
+]
+SHARED = [
+    ('"model":5', 400, "model"),
+    ('"model":"unknown"', 404, "model"),
+    ('"model":"../../etc/passwd"', 404, "model"),
+    (fill('"model":"%s"', ("m" * 1_000_000)), 400, "model"),
+    ('"temperature":-1', 400, "temperature"),
+    ('"temperature":2.1', 400, "temperature"),
+    ('"temperature":NaN', 400, "temperature"),
+    ('"temperature":Infinity', 400, "temperature"),
+    ('"temperature":1e999', 400, "temperature"),
+    ('"temperature":"1"', 400, "temperature"),
+    ('"temperature":true', 400, "temperature"),
+    ('"top_p":1.1', 400, "top_p"),
+    ('"top_p":-0.1', 400, "top_p"),
+    ('"top_k":-2', 400, "top_k"),
+    ('"top_k":1' + "0" * 40, 400, "top_k"),
+    ('"top_k":1.5', 400, "top_k"),
+    ('"min_p":2', 400, "min_p"),
+    ('"n":0', 400, "n"),
+    ('"n":1000000000', 400, "n"),
+    ('"n":true', 400, "n"),
+    ('"n":"2"', 400, "n"),
+    ('"n":1.5', 400, "n"),
+    ('"seed":1' + "0" * 200, 400, "seed"),
+    ('"seed":9223372036854775808', 400, "seed"),
+    ('"seed":1.5', 400, "seed"),
+    ('"stop":""', 400, "stop"),
+    ('"stop":[""]', 400, "stop"),
+    ('"stop":5', 400, "stop"),
+    ('"stop":[5]', 400, "stop"),
+    (fill('"stop":%s', ["a"] * 65), 400, "stop"),
+    (fill('"stop":"%s"', ("s" * 1_000_000)), 400, "stop"),
+    (fill('"stop":%s', LONE), 400, None),
+    ('"stop_token_ids":[-1]', 400, "stop_token_ids"),
+    ('"stop_token_ids":[4096]', 400, "stop_token_ids"),
+    (fill('"stop_token_ids":%s', list(range(129))), 400, "stop_token_ids"),
+    ('"stream":"yes"', 400, "stream"),
+    ('"stream":1', 400, "stream"),
+    ('"stream_options":{"include_usage":true}', 400, "stream_options"),
+    ('"stream":true,"stream_options":[]', 400, "stream_options"),
+    ('"stream":true,"stream_options":{"include_usage":"yes"}', 400, "stream_options"),
+    ('"ignore_eos":1', 400, "ignore_eos"),
+    ('"min_tokens":-1', 400, "min_tokens"),
+    (fill('"user":"%s"', ("u" * 1_000_000)), 400, "user"),
+    ('"logit_bias":{"a":1}', 400, "logit_bias"),
+    ('"logit_bias":{"1":101}', 400, "logit_bias"),
+    ('"presence_penalty":0.5', 400, "presence_penalty"),
+    ('"presence_penalty":false', 400, "presence_penalty"),
+    ('"frequency_penalty":-1', 400, "frequency_penalty"),
+    ('"repetition_penalty":1.1', 400, "repetition_penalty"),
+    ('"response_format":{"type":"json_object"}', 400, "response_format"),
+    ('"response_format":{}', 400, "response_format"),
+    ('"tools":[{"type":"function"}]', 400, "tools"),
+    ('"tool_choice":"required"', 400, "tool_choice"),
+    (fill('"cache_salt":"%s"', ("c" * 10_000)), 400, "cache_salt"),
+    ('"guided_json":{}', 400, "guided_json"),
+]
+ONLY_COMPLETIONS = [
+    ("{}", 400, "prompt"),
+    ('{"prompt":null}', 400, "prompt"),
+    ('{"prompt":5}', 400, "prompt"),
+    ('{"prompt":{}}', 400, "prompt"),
+    ('{"prompt":""}', 400, "prompt"),
+    ('{"prompt":[]}', 400, "prompt"),
+    ('{"prompt":[[]]}', 400, "prompt"),
+    ('{"prompt":["a",5]}', 400, "prompt"),
+    ('{"prompt":[5,"a"]}', 400, "prompt"),
+    ('{"prompt":[5,true]}', 400, "prompt"),
+    ('{"prompt":[1.0]}', 400, "prompt"),
+    ('{"prompt":[-1]}', 400, "prompt"),
+    ('{"prompt":[4096]}', 400, "prompt"),
+    ('{"prompt":[9223372036854775808]}', 400, "prompt"),
+    ('{"prompt":[[[1]]]}', 400, "prompt"),
+    ('{"prompt":[[1],"a"]}', 400, "prompt"),
+    (fill('{"prompt":%s}', ["x"] * 1025), 400, "prompt"),
+    (fill('{"prompt":%s}', [1] * 500_000), 400, "prompt"),
+    (fill('{"prompt":%s}', LONE), 400, None),
+    (fill('{"prompt":"%s"}', ("word " * 200_000)), 400, "prompt"),
+    (fill('{"prompt":%s,"n":128}', ["x"] * 17), 400, "n"),
+    (fill(COMPLETION, '"max_tokens":0'), 400, "max_tokens"),
+    (fill(COMPLETION, '"max_tokens":-1'), 400, "max_tokens"),
+    (fill(COMPLETION, '"max_tokens":2147483648'), 400, "max_tokens"),
+    (fill(COMPLETION, '"max_tokens":true'), 400, "max_tokens"),
+    (fill(COMPLETION, '"max_tokens":"5"'), 400, "max_tokens"),
+    (fill(COMPLETION, '"max_tokens":1.5'), 400, "max_tokens"),
+    (fill(COMPLETION, ('"max_tokens":1' + "0" * 5000)), 400, None),
+    (fill(COMPLETION, '"min_tokens":17'), 400, "min_tokens"),
+    (fill(COMPLETION, '"logprobs":21'), 400, "logprobs"),
+    (fill(COMPLETION, '"logprobs":-1'), 400, "logprobs"),
+    (fill(COMPLETION, '"logprobs":true'), 400, "logprobs"),
+    (fill(COMPLETION, '"echo":"yes"'), 400, "echo"),
+    (fill(COMPLETION, '"suffix":"end"'), 400, "suffix"),
+    (fill(COMPLETION, '"best_of":2'), 400, "best_of"),
+    (fill(COMPLETION, '"n":2,"best_of":1'), 400, "best_of"),
+    (fill(COMPLETION, '"prompt_logprobs":1'), 400, "prompt_logprobs"),
+]
+ONLY_CHAT = [
+    ("{}", 400, "messages"),
+    ('{"messages":[]}', 400, "messages"),
+    ('{"messages":"hi"}', 400, "messages"),
+    ('{"messages":[5]}', 400, "messages[0]"),
+    ('{"messages":[{"role":"user"}]}', 400, "messages"),
+    ('{"messages":[{"content":"x"}]}', 400, "messages[0].role"),
+    ('{"messages":[{"role":"robot","content":"x"}]}', 400, "messages[0].role"),
+    ('{"messages":[{"role":"user","content":null}]}', 400, "messages"),
+    ('{"messages":[{"role":"user","content":5}]}', 400, "messages[0].content"),
+    ('{"messages":[{"role":"user","content":[]}]}', 400, "messages[0].content"),
+    ('{"messages":[{"role":"user","content":[5]}]}', 400, "messages[0].content[0]"),
+    (
+        '{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"http://x"}}]}]}',
+        400,
+        "messages[0].content[0].type",
+    ),
+    (fill('{"messages":%s}', [{"role": "user", "content": "x"}] * 4097), 400, "messages"),
+    (fill('{"messages":[{"role":"user","content":"%s"}]}', ("word " * 100_000)), 400, "messages"),
+    ('{"messages":[{"role":"user","content":"x"}],"max_tokens":0}', 400, "max_tokens"),
+    ('{"messages":[{"role":"user","content":"x"}],"logprobs":5}', 400, "logprobs"),
+    ('{"messages":[{"role":"user","content":"x"}],"top_logprobs":5}', 400, "top_logprobs"),
+    ('{"messages":[{"role":"user","content":"x"}],"logprobs":true,"top_logprobs":21}', 400, "top_logprobs"),
+]
+
+
+def _cases():
+    for path, needed, own in (
+        ("/v1/completions", '"prompt":"x"', ONLY_COMPLETIONS),
+        ("/v1/chat/completions", '"messages":[{"role":"user","content":"x"}]', ONLY_CHAT),
+    ):
+        shared = [("{" + needed + "," + fields + "}", status, param) for fields, status, param in SHARED]
+        for body, status, param in [*ANYWHERE, *shared, *own]:
+            yield path, body, status, param
+
+
+def check_error(response, status, param):
+    """OpenAI's shape: one key, and in it exactly four."""
+    assert response.status_code == status, response.text[:300]
+    assert response.headers["content-type"] == "application/json"
+    assert len(response.content) < 4096
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["type"] == "invalid_request_error"
+    assert body["error"]["param"] == param
+    assert len(body["error"]["message"]) > 10
+
+
+def test_every_bad_body_is_answered_in_shape(make_stage):
+    stage = make_stage()
+    cases = list(_cases())
+    assert len(cases) > 160
+
+    async def send():
+        headers = {"Content-Type": "application/json"}
+        async with stage.client(headers=headers, timeout=60) as client:
+            for path, body, status, param in cases:
+                response = await client.post(path, content=body)
+                try:
+                    check_error(response, status, param)
+                except AssertionError as error:
+                    raise AssertionError(f"{path} {body[:120]!r}: {error}") from error
+
+    anyio.run(send)
+    assert stage.engine.requests == []
+    assert stage.state.num_in_flight == 0
+
+
+def test_bad_streams_are_plain_http_errors(make_stage):
+    stage = make_stage()
+
+    async def send():
+        async with stage.client() as client:
+            for field, param in (({"temperature": 3}, "temperature"), ({"model": "nope"}, "model")):
+                response = await client.post("/v1/completions", json={"prompt": "x", "stream": True, **field})
+                check_error(response, 404 if param == "model" else 400, param)
+
+    anyio.run(send)
+
+
+@pytest.mark.parametrize(
+    ("content_type", "status"),
+    [
+        ("text/plain", 415),
+        ("application/x-www-form-urlencoded", 415),
+        ("multipart/form-data; boundary=x", 415),
+        ("application/json; charset=utf-7", 415),
+        ("", 415),
+        ("application/json; charset=UTF-8", 200),
+        ("application/vnd.api+json", 200),
+    ],
+)
+def test_content_types(make_stage, content_type, status):
+    async def send():
+        async with make_stage().client() as client:
+            return await client.post(
+                "/v1/completions", content='{"prompt":"x"}', headers={"Content-Type": content_type}
+            )
+
+    response = anyio.run(send)
+    if status == 200:
+        assert response.status_code == 200
+    else:
+        check_error(response, status, None)
+
+
+def test_compressed_and_oversized_bodies(make_stage):
+    stage = make_stage(max_body_size=2048)
+    body = fill('{"prompt":"%s"}', "x" * 4000)
+
+    async def chunks():
+        for start in range(0, len(body), 500):
+            yield body[start : start + 500].encode()
+
+    async def send():
+        headers = {"Content-Type": "application/json"}
+        async with stage.client(headers=headers) as client:
+            check_error(await client.post("/v1/completions", content=body), 413, None)
+            check_error(await client.post("/v1/completions", content=chunks()), 413, None)
+            gzip = {"Content-Encoding": "gzip"}
+            check_error(await client.post("/v1/completions", content="{}", headers=gzip), 415, None)
+
+    anyio.run(send)
+
+
+def test_routes_and_methods_that_do_not_exist(make_stage):
+    async def send():
+        async with make_stage().client() as client:
+            check_error(await client.get("/nope"), 404, None)
+            check_error(await client.get("/v1/embeddings"), 404, None)
+            check_error(await client.post("/v1/" + "x" * 5000), 404, None)
+            not_allowed = await client.get("/v1/completions")
+            check_error(not_allowed, 405, None)
+            assert not_allowed.headers["allow"] == "POST"
+            check_error(await client.delete("/v1/models"), 405, None)
+
+    anyio.run(send)
+
+
+def test_our_own_bug_is_a_500_that_says_nothing(make_stage, caplog):
+    stage = make_stage()
+
+    def broken(request):
+        raise RuntimeError("secret /path/to/thing")
+
+    stage.engine.reply = broken
+
+    async def send(stream):
+        async with stage.client() as client:
+            return await client.post("/v1/completions", json={"prompt": "x", "stream": stream})
+
+    for stream in (False, True):
+        response = anyio.run(send, stream)
+        assert response.status_code == 500
+        error = response.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["type"] == "server_error"
+        assert "secret" not in response.text
+    assert "secret" in caplog.text
+
+
+def test_a_full_queue_is_a_429_with_retry_after(make_stage, queue_full):
+    stage = make_stage(refuse=queue_full)
+
+    async def send(stream):
+        async with stage.client() as client:
+            return await client.post("/v1/completions", json={"prompt": "x", "n": 3, "stream": stream})
+
+    for stream in (False, True):
+        response = anyio.run(send, stream)
+        assert response.status_code == 429
+        assert response.headers["Retry-After"] == "3"
+        assert response.json()["error"]["code"] == "queue_full"
+        assert response.json()["error"]["type"] == "rate_limit_error"

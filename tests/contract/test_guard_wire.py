@@ -1,0 +1,218 @@
+"""Keys, Host, request ids, probes, models and metrics: what stands around the endpoints."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+
+import anyio
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+OPEN = {"/health", "/health/live", "/health/ready", "/version", "/metrics"}
+
+
+def _get(stage, path, **options):
+    async def send():
+        async with stage.client() as client:
+            return await client.get(path, **options)
+
+    return anyio.run(send)
+
+
+def test_every_route_but_the_named_few_wants_the_key(make_stage):
+    stage = make_stage(api_key=("first", "second"))
+    paths = [*json.loads(_get(make_stage(), "/openapi.json").text)["paths"], "/openapi.json", "/docs", "/nope", "/"]
+    assert len(paths) > 9
+    for path in paths:
+        status = _get(stage, path.replace("{model}", "demo")).status_code
+        assert (status != 401) == (path in OPEN), path
+    for header, status in (
+        ("Bearer first", 200),
+        ("bearer second", 200),
+        ("Bearer third", 401),
+        ("Bearer ", 401),
+        ("Basic first", 401),
+        ("first", 401),
+    ):
+        response = _get(stage, "/v1/models", headers={"Authorization": header})
+        assert response.status_code == status, header
+        if status == 401:
+            assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+            assert response.json()["error"]["type"] == "authentication_error"
+
+
+def test_metrics_want_the_key_when_the_network_can_ask(make_stage):
+    assert _get(make_stage(api_key=("k",), host="0.0.0.0"), "/metrics").status_code == 401
+    assert _get(make_stage(api_key=("k",), host="0.0.0.0"), "/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "allowed"),
+    [
+        ("127.0.0.1:8000", True),
+        ("localhost", True),
+        ("LOCALHOST:1", True),
+        ("[::1]:8000", True),
+        ("evil.example", False),
+        ("evil.example:8000", False),
+        ("127.0.0.1.evil.example", False),
+        ("localhost@evil.example", False),
+    ],
+)
+def test_a_foreign_host_header_is_refused_on_loopback(make_stage, host, allowed):
+    response = _get(make_stage(), "/v1/models", headers={"Host": host})
+    assert response.status_code == (200 if allowed else 403)
+    assert _get(make_stage(host="0.0.0.0"), "/v1/models", headers={"Host": host}).status_code == 200
+
+
+def test_request_ids_are_echoed_or_replaced(make_stage):
+    stage = make_stage()
+    assert _get(stage, "/v1/models", headers={"X-Request-Id": "a-B_c.9"}).headers["x-request-id"] == "a-B_c.9"
+    assert _get(stage, "/nope", headers={"X-Request-Id": "kept"}).headers["x-request-id"] == "kept"
+    for bad in ("", "x" * 65, "a b", "a/b", "http://169.254.169.254/", "ä".encode()):
+        given = _get(stage, "/v1/models", headers={"X-Request-Id": bad}).headers["x-request-id"]
+        assert re.fullmatch("[0-9a-f]{24}", given)
+
+
+def test_no_origin_is_ever_allowed(make_stage):
+    response = _get(make_stage(), "/v1/models", headers={"Origin": "http://evil.example"})
+    assert not [name for name in response.headers if name.startswith("access-control")]
+
+
+def test_models_tell_what_is_served(make_stage):
+    stage = make_stage()
+    body = _get(stage, "/v1/models").json()
+    assert body["object"] == "list"
+    assert [card["id"] for card in body["data"]] == ["demo", "alias/with/slash"]
+    card = _get(stage, "/v1/models/alias/with/slash").json()
+    assert (card["object"], card["root"], card["parent"]) == ("model", "demo", None)
+    assert (card["max_model_len"], card["dtype"], card["tensor_parallel_size"]) == (256, "float32", 2)
+    assert _get(stage, "/v1/models/nope").status_code == 404
+
+
+def test_metrics_have_the_fields_names_and_reconcile_with_usage(make_stage):
+    stage = make_stage("one two three")
+    stage.engine.numbers.num_requests_running = 3
+    stage.engine.numbers.kv_cache_usage = 0.25
+    stage.engine.numbers.time_to_first_token_s.observe(0.3)
+
+    async def send():
+        totals = [0, 0]
+        async with stage.client() as client:
+            for extra in ({}, {"n": 3}, {"prompt": ["a", "b"]}, {"stop": "two"}, {"max_tokens": 1}):
+                usage = (await client.post("/v1/completions", json={"prompt": "xyz", **extra})).json()["usage"]
+                totals = [totals[0] + usage["prompt_tokens"], totals[1] + usage["completion_tokens"]]
+            await client.post("/v1/completions", json={"prompt": "x", "n": 0})
+        return totals
+
+    prompt, completion = anyio.run(send)
+    page = _get(stage, "/metrics")
+    assert page.headers["content-type"].startswith("text/plain; version=0.0.4")
+    families = {family.name: family for family in text_string_to_metric_families(page.text)}
+    values = {
+        sample.name: sample.value
+        for family in families.values()
+        for sample in family.samples
+        if len(sample.labels) == 2
+    }
+    assert values["vllm:prompt_tokens_total"] == prompt
+    assert values["vllm:generation_tokens_total"] == completion
+    assert values["vllm:num_requests_running"] == 3
+    for name in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"):
+        assert values[name] == 0.25
+    for name in ("prefix_cache_queries", "prefix_cache_hits", "gpu_prefix_cache_queries", "gpu_prefix_cache_hits"):
+        assert values[f"vllm:{name}_total"] == 0
+    for name in ("inter_token_latency", "request_time_per_output_token", "e2e_request_latency", "request_queue_time"):
+        assert f"vllm:{name}_seconds" in families
+    ttft = {
+        s.labels.get("le"): s.value for s in families["vllm:time_to_first_token_seconds"].samples if "le" in s.labels
+    }
+    assert (ttft["0.25"], ttft["0.5"], ttft["+Inf"]) == (0, 1, 1)
+    finished = {s.labels["finished_reason"]: s.value for s in families["vllm:request_success"].samples}
+    assert finished == {"stop": 7, "length": 1, "abort": 0, "error": 0}
+    info = families["vllm:cache_config_info"].samples[0].labels
+    assert info == {"model_name": "demo", "engine": "0", "block_size": "16", "num_gpu_blocks": "65"}
+    assert all(s.labels["model_name"] == "demo" for family in families.values() for s in family.samples)
+
+
+def test_the_openapi_document_holds_every_limit_and_no_dangling_reference(make_stage):
+    document = _get(make_stage(), "/openapi.json").json()
+    schemas = document["components"]["schemas"]
+    text = json.dumps(document)
+    assert set(re.findall(r'"#/([^"]*)"', text)) == {f"components/schemas/{name}" for name in schemas}
+    completion = schemas["CompletionRequest"]["properties"]
+    assert completion["n"]["anyOf"][0] == {"maximum": 128, "minimum": 1, "type": "integer"}
+    assert completion["logprobs"]["anyOf"][0]["maximum"] == 20
+    assert document["openapi"].startswith("3.1")
+
+
+def test_metric_series_do_not_grow_with_hostile_requests(make_stage):
+    stage = make_stage()
+
+    async def send():
+        async with stage.client() as client:
+            for number in range(50):
+                await client.request(f"M{number}", f"/path{number}", headers={"X-Request-Id": str(number)})
+
+    anyio.run(send)
+    answers = [key for key in stage.counters.responses if key[1] == "other"]
+    assert answers == [("other", "other", 404)]
+
+
+def _raw(port, data, close=False):
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(data)
+        received = b""
+        while chunk := connection.recv(65536):
+            received += chunk
+        return received
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"NONSENSE\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nbad header\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\n" + b"".join(b"X-%d: 1\r\n" % i for i in range(200)) + b"\r\n", 431),
+        (b"GET / HTTP/1.1\r\nX-Big: " + b"x" * 40_000, 431),
+    ],
+)
+def test_broken_and_oversized_heads_are_answered_in_shape_and_closed(make_server, head, status):
+    answer = _raw(make_server().port, head)
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+    assert set(json.loads(answer.split(b"\r\n\r\n")[1])["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_head_that_never_ends_is_closed(make_server, monkeypatch):
+    monkeypatch.setattr("server.http_server.HEAD_TIMEOUT_S", 0.05)
+    port = make_server().port
+    assert _raw(port, b"") == b""
+    assert _raw(port, b"POST /v1/completions HTTP/1.1\r\nHost:").startswith(b"HTTP/1.1 408 ")
+    again = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\nGET /version HTT"
+    assert b"HTTP/1.1 408 " in _raw(port, again)
+
+
+def test_a_body_that_never_arrives_is_given_up(make_server, monkeypatch):
+    monkeypatch.setattr("server.body.READ_TIMEOUT_S", 0.05)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    answer = _raw(make_server().port, head + b"Content-Type: application/json\r\nContent-Length: 50\r\n\r\n{")
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert set(json.loads(answer.split(b"\r\n\r\n")[1])["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_reader_that_never_reads_is_dropped(make_server, wait_for, monkeypatch):
+    monkeypatch.setattr("server.streaming.SEND_TIMEOUT_S", 0.2)
+    server = make_server(lambda request: [300] * 200, eos=False)
+    body = json.dumps({"prompt": ["x"] * 64, "n": 8, "stream": True, "max_tokens": 200, "logprobs": 20}).encode()
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", server.port))
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    connection.sendall(head % len(body) + body)
+    wait_for(lambda: len(server.stage.engine.requests) == 512)
+    wait_for(lambda: server.stage.state.num_in_flight == 0)
+    assert server.stage.state.service.open == set()
+    connection.close()

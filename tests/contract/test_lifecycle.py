@@ -1,0 +1,196 @@
+"""A server's life in one process: loading, ready, draining, dead; what clients see and which code it leaves with."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+
+import httpx
+import pytest
+
+from engine.errors import StartupError
+from server.http_server import bind, url_of
+from server.settings import make_settings
+from server.state import Phase
+from server.supervisor import Supervisor
+
+pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGTERM"), reason="signals")
+BODY = {"prompt": "x", "stream": True}
+
+
+@pytest.fixture
+def make_supervisor(make_stage):
+    """A supervisor on a free port around a fake engine that starts when `gate` opens."""
+
+    def make(*args, gate=None, error=None, drain_timeout=30.0, **options):
+        engine = make_stage(*args, **options).engine
+
+        async def start(config, on_progress):
+            on_progress("loading weights", 0.43)
+            if gate is not None:
+                await gate.wait()
+            if error is not None:
+                raise error
+            return engine
+
+        listener = bind("127.0.0.1", 0)
+        settings = make_settings({"drain_timeout": drain_timeout, "log_level": "error"})
+        return Supervisor(settings, listener, start), engine, url_of(listener)
+
+    return make
+
+
+async def _until(condition):
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def _ready(supervisor):
+    await _until(lambda: supervisor.state.phase is Phase.READY)
+
+
+async def _read(client, url, body=BODY):
+    """The events of one stream, to its end."""
+    async with client.stream("POST", url + "/v1/completions", json=body) as response:
+        return [line async for line in response.aiter_lines() if line.startswith("data: ")]
+
+
+def test_probes_answer_while_the_model_loads(make_supervisor, capsys):
+    async def scenario():
+        gate = asyncio.Event()
+        supervisor, engine, url = make_supervisor(gate=gate)
+        run = asyncio.create_task(supervisor.run())
+        async with httpx.AsyncClient() as client:
+            await _until(lambda: supervisor.state.loading_step == "loading weights")
+            health = await client.get(url + "/health")
+            assert (health.status_code, health.json()["progress"]) == (503, 0.43)
+            assert "Retry-After" in health.headers
+            assert (await client.get(url + "/health/live")).status_code == 200
+            assert (await client.get(url + "/version")).status_code == 200
+            assert (await client.get(url + "/metrics")).status_code == 200
+            refused = await client.post(url + "/v1/completions", json={"prompt": "x"})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_loading")
+            assert "43%" in refused.json()["error"]["message"]
+            assert "Retry-After" in refused.headers
+            gate.set()
+            await _ready(supervisor)
+            assert (await client.get(url + "/health")).json() == {"status": "ok", "state": "ready"}
+            engine.last_progress_age_s = 31.0
+            stalled = await client.get(url + "/health/ready")
+            assert stalled.status_code == 503
+            assert "31 seconds" in stalled.json()["reason"]
+        signal.raise_signal(signal.SIGINT)
+        return await run, engine, url
+
+    code, engine, url = asyncio.run(scenario())
+    assert code == 0
+    assert engine.closed
+    printed = capsys.readouterr().out
+    assert printed.startswith("Oarlock is ready.\n")
+    assert url in printed
+    assert "64 blocks of 16 = 1024 tokens = 4 users at 256 tokens" in printed
+    assert "curl -s " in printed
+
+
+def test_sigterm_lets_streams_finish_and_refuses_new_requests(make_supervisor):
+    async def scenario():
+        supervisor, engine, url = make_supervisor("one two three", pause_after=2)
+        run = asyncio.create_task(supervisor.run())
+        await _ready(supervisor)
+        async with httpx.AsyncClient() as client:
+            streams = [asyncio.create_task(_read(client, url)) for _ in range(5)]
+            await _until(lambda: len(engine.requests) == 5)
+            signal.raise_signal(signal.SIGTERM)
+            await _until(lambda: supervisor.state.phase is Phase.DRAINING)
+            refused = await client.post(url + "/v1/completions", json=BODY)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_draining")
+            assert refused.headers["Retry-After"]
+            assert (await client.get(url + "/health")).status_code == 503
+            engine.resume.set()
+            for stream in streams:
+                lines = await stream
+                assert lines[-1] == "data: [DONE]"
+                assert json.loads(lines[-2][6:])["choices"][0]["finish_reason"] == "stop"
+        return await run
+
+    assert asyncio.run(scenario()) == 0
+
+
+def test_a_drain_that_runs_out_tells_the_clients_and_the_exit_code(make_supervisor):
+    async def scenario():
+        supervisor, engine, url = make_supervisor("one two three", pause_after=2, drain_timeout=0.05)
+        run = asyncio.create_task(supervisor.run())
+        await _ready(supervisor)
+        async with httpx.AsyncClient() as client:
+            stream = asyncio.create_task(_read(client, url))
+            await _until(lambda: len(engine.requests) == 1)
+            signal.raise_signal(signal.SIGTERM)
+            lines = await stream
+        assert lines[-1] == "data: [DONE]"
+        assert json.loads(lines[-2][6:])["error"]["code"] == "server_draining"
+        assert engine.aborted == [1]
+        return await run
+
+    assert asyncio.run(scenario()) == 7
+
+
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_second_signal_ends_the_patience(make_supervisor, number, expected):
+    async def scenario():
+        supervisor, engine, url = make_supervisor("one two three", pause_after=2)
+        run = asyncio.create_task(supervisor.run())
+        await _ready(supervisor)
+        async with httpx.AsyncClient() as client:
+            stream = asyncio.create_task(_read(client, url))
+            await _until(lambda: len(engine.requests) == 1)
+            signal.raise_signal(number)
+            await _until(lambda: supervisor.state.phase is Phase.DRAINING)
+            signal.raise_signal(number)
+            assert (await stream)[-1] == "data: [DONE]"
+        return await run
+
+    assert asyncio.run(scenario()) == expected
+
+
+@pytest.mark.parametrize("exit_code", [5, 6])
+def test_the_death_of_the_engine_reaches_every_client_and_the_exit_code(make_supervisor, exit_code):
+    async def scenario():
+        supervisor, engine, url = make_supervisor("one two three", pause_after=2)
+        run = asyncio.create_task(supervisor.run())
+        await _ready(supervisor)
+        async with httpx.AsyncClient() as client:
+            streams = [asyncio.create_task(_read(client, url)) for _ in range(3)]
+            waiting = asyncio.create_task(client.post(url + "/v1/completions", json={"prompt": "x"}))
+            await _until(lambda: len(engine.requests) == 4)
+            engine.die(exit_code)
+            for stream in streams:
+                lines = await stream
+                assert lines[-1] == "data: [DONE]"
+                assert json.loads(lines[-2][6:])["error"]["code"] == "engine_dead"
+            answer = await waiting
+            assert (answer.status_code, answer.headers["x-should-retry"]) == (503, "false")
+        return await run
+
+    assert asyncio.run(scenario()) == exit_code
+
+
+def test_a_failed_start_stops_the_server_and_keeps_its_cause(make_supervisor):
+    async def scenario():
+        supervisor, _, _ = make_supervisor(error=StartupError("14 heads do not divide by 4.", "Use -tp 2.", 3))
+        await supervisor.run()
+
+    with pytest.raises(StartupError, match="14 heads"):
+        asyncio.run(scenario())
+
+
+def test_a_signal_while_loading_stops_the_load(make_supervisor):
+    async def scenario():
+        supervisor, _, _ = make_supervisor(gate=asyncio.Event())
+        run = asyncio.create_task(supervisor.run())
+        await _until(lambda: supervisor.state.loading_step == "loading weights")
+        signal.raise_signal(signal.SIGTERM)
+        return await run
+
+    assert asyncio.run(scenario()) == 0

@@ -1,0 +1,93 @@
+"""The offline door over a fake engine: order, parameters, errors, and an orderly close."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+import oarlock
+from engine.errors import ContextLengthError, EngineError, StartupError
+from engine.types import SamplingParams
+
+
+@pytest.fixture
+def make_llm(make_stage, monkeypatch):
+    """`make_llm("text", …)`: an `LLM` whose engine answers with this text, and that engine."""
+    opened = []
+
+    def make(*args, llm_options=None, **options):
+        engine = make_stage(*args, **options).engine
+
+        async def start(config, on_progress):
+            engine.config = config
+            return engine
+
+        monkeypatch.setattr("server.llm.EngineClient.start", start)
+        llm = oarlock.LLM(**(llm_options or {}))
+        opened.append(llm)
+        return llm, engine
+
+    yield make
+    for llm in opened:
+        llm.close()
+
+
+def test_prompts_become_outputs_in_order(make_llm, tokenizer):
+    llm, engine = make_llm(lambda request: list(request.prompt_token_ids), llm_options={"max_num_seqs": 4})
+    prompts = [f"prompt number {i}" for i in range(20)]
+    outputs = llm.generate(prompts, oarlock.SamplingParams(max_tokens=50, temperature=0))
+    assert [output.text for output in outputs] == prompts
+    assert [output.prompt for output in outputs] == prompts
+    assert {output.finish_reason for output in outputs} == {"stop"}
+    assert engine.config.worker.max_num_seqs == 4
+    assert engine.requests[0].params.eos_token_ids == tokenizer.eos_token_ids
+
+
+def test_one_prompt_ids_and_stop_strings(make_llm):
+    llm, engine = make_llm("one two three")
+    assert llm.generate("x", SamplingParams(max_tokens=50), stop=" two")[0].text == "one"
+    assert llm.generate([[5, 6]], SamplingParams(max_tokens=50))[0].prompt_token_ids == (5, 6)
+    assert llm.generate("x", SamplingParams(max_tokens=3), ignore_eos=True)[0].num_tokens == 3
+    assert engine.requests[-1].params.eos_token_ids == ()
+    scored = llm.generate("x", SamplingParams(max_tokens=2, logprobs=1))[0]
+    assert len(scored.scores) == scored.num_tokens == 2
+
+
+def test_chat(make_llm):
+    llm, _ = make_llm("Hello!")
+    assert llm.chat([{"role": "user", "content": "hi"}]).text == "Hello!"
+
+
+def test_errors_are_the_engines_own_and_the_rest_is_aborted(make_llm):
+    llm, _ = make_llm("x")
+    with pytest.raises(ContextLengthError):
+        llm.generate(["fine", "word " * 1000])
+    llm, _ = make_llm("one two", fail_after=1)
+    with pytest.raises(EngineError, match="not finite"):
+        llm.generate(["a", "b"])
+    assert llm._service.open == set()
+
+
+def test_wrong_options_are_named():
+    with pytest.raises(StartupError, match="tensor_parallel_size"):
+        oarlock.LLM(tensor_paralel_size=2)
+    with pytest.raises(TypeError, match="port"):
+        oarlock.LLM(port=8000)
+
+
+def test_it_closes_in_order_and_stays_closed(make_llm):
+    llm, engine = make_llm("x")
+    with llm:
+        llm.generate("x")
+    assert engine.closed
+    assert not [thread for thread in threading.enumerate() if thread.name == "oarlock-llm"]
+    llm.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate("x")
+
+
+def test_the_public_face():
+    assert set(oarlock.__all__) == {"LLM", "SamplingParams", "__version__"}
+    with pytest.raises(AttributeError):
+        _ = oarlock.nothing

@@ -1,0 +1,75 @@
+"""Servers that several tests share, and what the checkpoint itself says: transformers' own greedy answers."""
+
+import pytest
+
+from tests.e2e.running import DEMO, RunningServer
+
+NAMES = """
+    os.path.join os.path.split os.getcwd os.listdir os.makedirs json.dumps json.loads re.compile re.sub
+    math.sqrt math.gcd shutil.copytree shutil.rmtree random.shuffle random.choice textwrap.dedent
+    itertools.chain functools.partial functools.reduce collections.Counter heapq.heappush bisect.insort
+    string.capwords socket.create_connection urllib.parse.quote hashlib.new tempfile.mkdtemp time.sleep
+    glob.glob inspect.getsource
+"""
+CODE = (
+    "def read(self, size=-1):\n    ",
+    "import os\nimport sys\n\n",
+    "class Queue:\n    def __init__(self, maxsize=0):\n",
+    "for line in file:\n",
+    "try:\n    import ",
+    'if __name__ == "__main__":\n',
+    "raise ValueError(",
+    "with open(filename) as ",
+    "return [x for x in ",
+    "# This module ",
+    '"""A collection of ',
+    "@property\ndef name(self):\n",
+    "self.assertEqual(",
+    "while True:\n    data = ",
+    "async def main():\n",
+    "lambda x: ",
+    "def __repr__(self):\n    return ",
+    "print(",
+    "x = {",
+    "from collections import ",
+)
+PROMPTS = [f"Q: What does {name} do?\nA:" for name in NAMES.split()] + list(CODE)
+MAX_TOKENS = 16
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[str]:
+    assert len(set(PROMPTS)) == 50
+    return PROMPTS
+
+
+@pytest.fixture(scope="session")
+def expected(prompts) -> list[str]:
+    """transformers' greedy continuation of each prompt by itself, in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.set_num_threads(1)  # servers run beside it
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
+    texts = []
+    with torch.inference_mode():
+        for prompt in prompts:
+            ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+            out = model.generate(**ids, max_new_tokens=MAX_TOKENS, do_sample=False)
+            texts.append(tokenizer.decode(out[0, ids.input_ids.shape[1] :], skip_special_tokens=True))
+    return texts
+
+
+@pytest.fixture(scope="session")
+def tp1():
+    """One rank, float32, prefix caching on."""
+    with RunningServer(DEMO, "--dtype", "float32", "--served-model-name", "demo", "alias") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def tp2():
+    """Two ranks, float32, prefix caching on."""
+    with RunningServer(DEMO, "--dtype", "float32", "--served-model-name", "demo", "-tp", 2) as server:
+        yield server

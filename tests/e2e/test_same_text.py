@@ -1,0 +1,62 @@
+"""The text of a request depends on the checkpoint alone: not on ranks, company, streaming or cached prefixes.
+
+Fifty prompts, greedy, float32, against transformers' own answers; then seeded sampling against itself.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.e2e.conftest import MAX_TOKENS
+from tests.e2e.running import DEMO, RunningServer
+
+GREEDY = {"temperature": 0, "max_tokens": MAX_TOKENS}
+
+
+def answer(server, prompt, streamed, **fields):
+    """The text of one request, whichever way it is sent."""
+    if not streamed:
+        return server.text(prompt, **fields)
+    chunks = list(server.stream(prompt, **fields))
+    reasons = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]]
+    assert [reason for reason in reasons if reason] == reasons[-1:] != []  # one end, and it comes last
+    return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+
+
+def answers_alone(server, prompts):
+    """One at a time, every other one streamed."""
+    return [answer(server, prompt, number % 2, **GREEDY) for number, prompt in enumerate(prompts)]
+
+
+def answers_together(server, prompts):
+    """Thirty-two in flight, the others streamed this time."""
+    with ThreadPoolExecutor(32) as pool:
+        sent = [pool.submit(answer, server, prompt, not number % 2, **GREEDY) for number, prompt in enumerate(prompts)]
+        return [future.result() for future in sent]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("caching", ["--enable-prefix-caching", "--no-enable-prefix-caching"])
+def test_greedy_text_equals_transformers(ranks, caching, prompts, expected):
+    with RunningServer(DEMO, "--dtype", "float32", "-tp", ranks, caching, "--block-size", 8) as server:
+        assert answers_alone(server, prompts) == expected
+        assert answers_together(server, prompts) == expected
+        hits = server.metrics()["vllm:prefix_cache_hits_total"]
+        assert (hits > 0) == (caching == "--enable-prefix-caching")
+
+
+SEEDED = {"temperature": 1.0, "top_p": 0.95, "max_tokens": 24, "ignore_eos": True}
+
+
+def test_seeded_text_depends_on_the_seed_alone(tp1, tp2, prompts):
+    alone = [tp1.text(prompt, seed=number, **SEEDED) for number, prompt in enumerate(prompts[:16])]
+    assert len(set(alone)) == 16
+    for server in (tp1, tp2):
+        with ThreadPoolExecutor(16) as pool:
+            sent = [
+                pool.submit(answer, server, prompt, number % 2, seed=number, **SEEDED)
+                for number, prompt in enumerate(prompts[:16])
+            ]
+            assert [future.result() for future in sent] == alone
+    assert tp1.text(prompts[0], seed=1, **SEEDED) != alone[0]
+    assert tp1.text(prompts[0], **SEEDED) != tp1.text(prompts[0], **SEEDED)  # no seed: a fresh one each time

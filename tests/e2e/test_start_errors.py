@@ -1,0 +1,151 @@
+"""An operator's mistakes: a line that says what is wrong, a line that says what to do, a telling status, no traceback.
+
+Each is run as a user would run it, and none of them may leave a process behind or take long.
+"""
+
+import json
+import shutil
+import socket
+import subprocess
+
+import pytest
+import torch
+
+from tests.e2e.running import DEMO, ROOT, command, environment, free_port
+
+USAGE, CONFIGURATION = 2, 3
+
+
+def start(*arguments, **env):
+    """`oarlock serve …` that is expected to fail: (status, its `error:` line, its `fix:` line)."""
+    result = subprocess.run(
+        command("serve", *arguments), cwd=ROOT, env=environment(**env), capture_output=True, text=True, timeout=60
+    )
+    output = result.stdout + result.stderr
+    assert "Traceback" not in output, output
+    causes = [line for line in output.splitlines() if line.startswith("error: ")]
+    fixes = [line for line in output.splitlines() if line.startswith("fix: ")]
+    assert (len(causes), len(fixes)) == (1, 1), output
+    assert result.returncode in (USAGE, CONFIGURATION), (result.returncode, output)
+    return result.returncode, causes[0], fixes[0]
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A checkpoint to spoil."""
+    return shutil.copytree(DEMO, tmp_path / "model")
+
+
+def test_the_port_is_taken():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        status, cause, fix = start(DEMO, "--port", port)
+    assert status == CONFIGURATION and str(port) in cause and "--port" in fix
+
+
+def test_ranks_that_do_not_divide_the_heads():
+    status, cause, fix = start(DEMO, "-tp", 3, "--port", free_port())
+    assert status == CONFIGURATION
+    assert "3" in cause and "8" in cause  # the ranks and the heads
+    assert all(size in fix for size in ("1", "2", "4", "8"))
+
+
+def test_no_such_directory():
+    status, cause, fix = start("/no/such/model", "--port", free_port())
+    assert status == CONFIGURATION and "/no/such/model" in cause and fix
+
+
+def test_a_directory_without_a_model(tmp_path):
+    status, cause, _ = start(tmp_path, "--port", free_port())
+    assert status == CONFIGURATION and "config.json" in cause
+
+
+def test_a_hub_id_without_a_network():
+    status, cause, fix = start("nobody/no-such-model", "--port", free_port())
+    assert status == CONFIGURATION and "nobody/no-such-model" in cause and fix
+
+
+@pytest.mark.parametrize("spoil", ["truncate", "empty", "garbage", "pointer"])
+def test_a_corrupt_checkpoint(copy, spoil):
+    file = copy / "model.safetensors"
+    content = file.read_bytes()
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 18000000\n"
+    spoiled = {"truncate": content[:-1000], "empty": b"", "garbage": b"\xff" * 4096, "pointer": pointer}
+    file.write_bytes(spoiled[spoil])
+    status, cause, fix = start(copy, "--port", free_port())
+    assert status == CONFIGURATION and "model.safetensors" in cause and fix
+
+
+def test_a_missing_file(copy):
+    (copy / "model.safetensors").unlink()
+    status, cause, _ = start(copy, "--port", free_port())
+    assert status == CONFIGURATION and "safetensors" in cause
+
+
+def test_a_pickled_checkpoint_is_not_opened(copy):
+    (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
+    status, _, fix = start(copy, "--port", free_port())
+    assert status == CONFIGURATION and "safetensors" in fix
+
+
+def test_a_missing_tokenizer(copy):
+    for file in copy.glob("*token*"):
+        file.unlink()
+    status, cause, _ = start(copy, "--port", free_port())
+    assert status == CONFIGURATION and "tokenizer" in cause
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"architectures": "x"}'])
+def test_a_broken_config(copy, text):
+    (copy / "config.json").write_text(text)
+    status, cause, _ = start(copy, "--port", free_port())
+    assert status == CONFIGURATION and "config.json" in cause
+
+
+def test_an_unknown_architecture(copy):
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(
+        json.dumps(config | {"architectures": ["MambaForCausalLM"], "model_type": "mamba"})
+    )
+    status, cause, fix = start(copy, "--port", free_port())
+    assert status == CONFIGURATION and "MambaForCausalLM" in cause and "Qwen2ForCausalLM" in fix
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_cuda_without_a_device():
+    status, cause, fix = start(DEMO, "--device", "cuda", "--port", free_port())
+    assert status == CONFIGURATION and "CUDA" in cause and "--device cpu" in fix
+
+
+def test_a_context_that_does_not_fit_the_kv_memory():
+    status, cause, fix = start(DEMO, "--kv-cache-memory", "64KiB", "--port", free_port())
+    assert status in (CONFIGURATION, 4) and "KV" in cause and fix
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--tensor-paralel-size", "2"], "--tensor-parallel-size"),
+        (["--max-num-seqs", "0"], "--max-num-seqs"),
+        (["--dtype", "float8"], "--dtype"),
+        (["--port", "70000"], "--port"),
+        (["--kv-cache-memory", "much"], "--kv-cache-memory"),
+        (["--config", "/no/such/file.toml"], "/no/such/file.toml"),
+        (["--max-num-batched-tokens", "16"], "--max-num-batched-tokens"),
+    ],
+)
+def test_a_wrong_option(arguments, named):
+    status, cause, fix = start(DEMO, *arguments)
+    assert status in (USAGE, CONFIGURATION) and named in cause + fix
+
+
+def test_a_wrong_variable():
+    _, cause, fix = start(DEMO, OARLOCK_PROT="8001")
+    assert "OARLOCK_PROT" in cause and "OARLOCK_PORT" in fix
+
+
+def test_an_unknown_command():
+    result = subprocess.run(command("sreve"), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60)
+    assert result.returncode == USAGE and "serve" in result.stderr and "Traceback" not in result.stderr

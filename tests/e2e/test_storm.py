@@ -1,0 +1,80 @@
+"""After a storm of clients that leave mid-answer nothing is kept: no block, no descriptor, no task, no thread."""
+
+import asyncio
+import signal
+
+import pytest
+
+from tests.e2e.running import DEMO, RunningServer, eventually
+from tests.e2e.storm import storm
+
+# Room for about 2,000 tokens: far less than 32 clients want, so that sequences are preempted as well.
+FLAGS = ("--max-model-len", 512, "--kv-cache-memory", "16MiB", "--block-size", 16, "--max-num-seqs", 16)
+
+
+def descriptors(server):
+    return {process.pid: process.num_fds() for process in server.processes()}
+
+
+def threads(server):
+    return {process.pid: process.num_threads() for process in server.processes()}
+
+
+def tasks(server, file):
+    """How many tasks the server's event loop has."""
+    file.unlink(missing_ok=True)
+    server.send(signal.SIGUSR1)
+    return int(eventually(lambda: file.exists() and file.read_text(), 5, "the server counts its tasks"))
+
+
+def counted(tmp_path, *flags):
+    """A server that can be asked for its tasks, and the file where it writes them."""
+    file = tmp_path / "tasks"
+    env = {"COUNTED_TASKS_FILE": str(file)}
+    return RunningServer(DEMO, *FLAGS, *flags, env=env, module="tests.e2e.counted"), file
+
+
+def idle(server):
+    """The figures, once nothing runs or waits any more."""
+    figures = server.metrics()
+    running, waiting = figures["vllm:num_requests_running"], figures["vllm:num_requests_waiting"]
+    return figures if running == waiting == 0 else None
+
+
+def weather(server, file, seconds):
+    """One storm with everything that must hold after it."""
+    asyncio.run(storm(server.url, 2, seed=1))  # warm: thread pools and connections have their usual size
+    eventually(lambda: idle(server), 10, "the warm-up's requests are over")
+    before_descriptors, before_threads = descriptors(server), threads(server)
+    before_tasks = tasks(server, file)
+
+    ends = asyncio.run(storm(server.url, seconds))
+    assert ends["finished"] > 10
+    assert ends["left"] > 10
+
+    after = eventually(lambda: idle(server), 10, "nothing runs or waits")
+    blocks = after["oarlock:kv_blocks_total"]
+    assert after["oarlock:kv_blocks_free"] + after["oarlock:kv_blocks_cached"] == blocks > 0
+    assert after["vllm:kv_cache_usage_perc"] == 0
+    eventually(lambda: tasks(server, file) <= before_tasks, 10, f"no more tasks than before: {before_tasks}")
+    eventually(lambda: descriptors(server) == before_descriptors, 10, f"descriptors as before: {before_descriptors}")
+    assert threads(server) == before_threads
+    # Every block can be handed out again: a request that needs the whole context finds room.
+    assert server.complete([7] * 400, max_tokens=112, ignore_eos=True)["usage"]["completion_tokens"] == 112
+    return ends
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_disconnects(ranks, tmp_path):
+    server, file = counted(tmp_path, "-tp", ranks)
+    with server:
+        weather(server, file, seconds=8)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_two_minutes_of_disconnects(ranks, tmp_path):
+    server, file = counted(tmp_path, "-tp", ranks)
+    with server:
+        print(weather(server, file, seconds=120))

@@ -1,0 +1,184 @@
+"""Every command written in the README and in the documents runs, and what is shown as its output is its output.
+
+Servers started by a page are started, asked something and stopped; `docker` lines are checked against the files they
+name, since no engine need be there; commands that would run these very tests are looked at with `make -n`.
+"""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.running import DEMO, ROOT, RunningServer, environment, eventually, free_port
+from tests.house import recipes
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "tests" / "load" / "README.md"]
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+HUB_ID = re.compile(r"\bQwen/[\w.-]+")
+# Commands that take minutes or would call this test again: make says what it would do.
+ONLY_PLANNED = ("make test", "make soak", "make bench-load", "make clean", "make lint", "make format")
+
+
+def fences(page: Path) -> list[tuple[str, str]]:
+    """(language, text) of every fenced block."""
+    return FENCE.findall(page.read_text())
+
+
+def commands(page: Path) -> list[str]:
+    """Every command of every bash block, continued lines joined."""
+    blocks = [text.replace("\\\n", " ") for language, text in fences(page) if language == "bash"]
+    lines = [line.strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+ALL = [(page.relative_to(ROOT).as_posix(), command) for page in PAGES for command in commands(page)]
+SHOWN = dict(fences(ROOT / "README.md"))  # by language: the last block of each; `json` and `text` occur once
+
+
+def here(command: str, port: int) -> str:
+    """The command for this machine: this interpreter's environment, a free port, the demo model for any hub id."""
+    command = command.replace(".venv/bin/", f"{Path(sys.executable).parent}/")
+    command = re.sub(r"--port \d+", f"--port {port}", command)
+    return HUB_ID.sub(str(DEMO), command).replace("127.0.0.1:8000", f"127.0.0.1:{port}")
+
+
+def clean_environment(**changes: str) -> dict[str, str]:
+    """Without what an outer `make test` has left there."""
+    return {name: value for name, value in environment(**changes).items() if not name.startswith("MAKE")}
+
+
+def run(command: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, env=clean_environment(**changes), capture_output=True, text=True, timeout=240
+    )
+
+
+@pytest.fixture(scope="module")
+def demo():
+    """What `make serve` serves: no model named, every default."""
+    with RunningServer(None) as server:
+        yield server
+
+
+def serves(command: str) -> None:
+    """Start it, wait until it is ready, ask it something, and stop it as Ctrl-C would."""
+    port = free_port()
+    process = subprocess.Popen(
+        ["bash", "-c", here(command, port)],
+        cwd=ROOT,
+        env=clean_environment(OARLOCK_PORT=str(port)),
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    url = f"http://127.0.0.1:{port}"
+
+    def ready() -> bool:
+        assert process.poll() is None, f"{command} left with {process.returncode}"
+        try:
+            return httpx.get(f"{url}/health", trust_env=False).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    try:
+        eventually(ready, 120, f"{command} is ready")
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "import "}, timeout=60, trust_env=False)
+        assert answer.status_code == 200, answer.text
+    finally:
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(40)
+
+
+def docker_faults(words: list[str]) -> list[str]:
+    """What a `docker` line names and the files do not have."""
+    services = recipes.compose((ROOT / "docker-compose.yml").read_text())["services"]
+    stages = recipes.stages((ROOT / "Dockerfile").read_text())
+    if words[1] == "build":
+        target = words[words.index("--target") + 1]
+        return [] if target in stages else [f"no stage {target}"]
+    assert words[1] == "compose", words
+    profiles = {profile for service in services.values() for profile in service.get("profiles", [])}
+    wanted = {words[at + 1] for at, word in enumerate(words) if word == "--profile"}
+    named = set(words[words.index("up") + 1 :]) - {"-d", "--build"}
+    return sorted((wanted - profiles) | (named - services.keys()))
+
+
+@pytest.mark.parametrize(("page", "command"), ALL)
+def test_the_command_runs(page, command, demo):
+    words = shlex.split(command)
+    program, arguments = words[0], words[1:]
+    if program == "docker":
+        assert docker_faults(words) == []
+    elif command.startswith(ONLY_PLANNED):
+        assert run(f"make -n {shlex.join(arguments)}").returncode == 0
+    elif "serve" in arguments:
+        serves(command)
+    elif program == "make" and arguments == ["install"]:
+        assert run(command).returncode == 0
+    elif program == "curl":
+        result = run(f"{here(command, demo.port)} --fail-with-body")
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert result.stdout.strip()
+    elif arguments[:1] == ["-m"] and arguments[1].startswith("tests.load."):
+        result = run(f"{here(program, demo.port)} -m {arguments[1]} --help")  # tests/load runs them in earnest
+        assert result.returncode == 0, result.stderr
+        flags = [word for word in arguments if word.startswith("--")]
+        assert all(flag in result.stdout for flag in flags)
+    elif program == ".venv/bin/oarlock":
+        result = run(here(command, demo.port))
+        assert result.returncode == 0, result.stdout + result.stderr
+    else:
+        pytest.fail(f"{page}: this test does not know how to run {command!r}")
+
+
+def test_a_docker_line_can_be_wrong():
+    assert docker_faults(shlex.split("docker build --target tpu .")) != []
+    assert docker_faults(shlex.split("docker compose --profile tpu up")) != []
+    assert docker_faults(shlex.split("docker compose up oarlock-tpu")) != []
+
+
+def readme_curls() -> list[str]:
+    return [command for command in commands(ROOT / "README.md") if command.startswith("curl")]
+
+
+def test_the_readmes_answer_is_the_answer(demo):
+    whole, streamed = (run(here(command, demo.port)).stdout for command in readme_curls())
+    shown, real = json.loads(SHOWN["json"]), json.loads(whole)
+    assert shown.keys() == real.keys()
+    differs = {"id", "created", "system_fingerprint"}
+    cached = {"prompt_tokens_details"}  # depends on what was asked before
+    assert {key: value for key, value in shown.items() if key not in differs | {"usage"}} == {
+        key: value for key, value in real.items() if key not in differs | {"usage"}
+    }
+    assert {key: value for key, value in shown["usage"].items() if key not in cached} == {
+        key: value for key, value in real["usage"].items() if key not in cached
+    }
+    assert "oin" in real["choices"][0]["text"] and "path" in real["choices"][0]["text"]
+    lines = [line for line in streamed.splitlines() if line]
+    assert lines[-1] == "data: [DONE]"
+    text = "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1])
+    assert text == real["choices"][0]["text"]
+
+
+def test_the_readmes_python_prints_what_is_shown(demo):
+    code = SHOWN["python"].replace("127.0.0.1:8000", f"127.0.0.1:{demo.port}")
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == SHOWN["text"]
+
+
+def test_links_lead_somewhere():
+    broken = []
+    for page in [*PAGES, ROOT / "SECURITY.md"]:
+        for target in re.findall(r"\]\(([^)#]+)(?:#[\w-]+)?\)", page.read_text()):
+            if "://" not in target and not (page.parent / target).exists():
+                broken.append(f"{page.name}: {target}")
+    assert broken == []

@@ -1,0 +1,109 @@
+"""Checkpoints for load tests: the shape of a real model, seeded random weights, made once outside the repository.
+
+Speed depends on shapes and not on what the weights say, so nothing need be downloaded. Knows transformers' own
+classes, so that the files are what any server would read. Knows no server.
+
+    python -m tests.load.checkpoint            # prints the directory, making it if it is not there
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+# Qwen2.5-0.5B as published: 494 million parameters, 988 MB in bfloat16.
+TRUE_SHAPE = {
+    "num_hidden_layers": 24,
+    "hidden_size": 896,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "intermediate_size": 4864,
+    "vocab_size": 151_936,
+    "max_position_embeddings": 32_768,
+}
+# The same architecture in a second: for trying the scripts themselves.
+QUICK_SHAPE = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": 1024,
+    "max_position_embeddings": 1024,
+}
+SEED = 20_25
+
+
+def cache_folder() -> Path:
+    """Where checkpoints are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "oarlock" / "load"
+
+
+def ensure(*, quick: bool = False, folder: Path | None = None) -> Path:
+    """The directory of the checkpoint. It is written whole or not at all, so a broken-off attempt is not believed."""
+    shape = QUICK_SHAPE if quick else TRUE_SHAPE
+    out = (folder or cache_folder()) / ("qwen2-quick" if quick else "qwen2-0.5b-random")
+    if not (out / "model.safetensors").exists():
+        partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
+        shutil.rmtree(partial, ignore_errors=True)
+        print(f"making {out} ({'a second' if quick else 'about half a minute'})", flush=True)
+        _write_model(shape, partial)
+        _write_tokenizer(shape["vocab_size"], partial)
+        shutil.rmtree(out, ignore_errors=True)
+        partial.rename(out)
+    return out
+
+
+def _write_model(shape: dict[str, Any], out: Path) -> None:
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(SEED)
+    rope: Any = {"rope_type": "default", "rope_theta": 1_000_000.0}
+    config = Qwen2Config(
+        **shape, tie_word_embeddings=True, rope_parameters=rope, bos_token_id=0, eos_token_id=0, dtype="bfloat16"
+    )
+    model = Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):  # transformers starts them at zero, and a zero bias would hide a lost one
+                parameter.normal_(std=0.02)
+    model.to(torch.bfloat16).save_pretrained(out)
+
+
+def _write_tokenizer(vocab_size: int, out: Path) -> None:
+    """Byte-level: the 256 bytes first, then invented words, so that every id up to the last can be decoded."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    end = "<|endoftext|>"
+    pieces = [end, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    pieces += [f"Ġw{number}" for number in range(vocab_size - len(pieces))]  # Ġ is the byte-level mark of a space
+    tokenizer = Tokenizer(models.BPE(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=end, pad_token=end, clean_up_tokenization_spaces=False
+    ).save_pretrained(out)
+
+
+def prompts(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
+    """Random prompts of token ids, the same for every server asked with this seed; no special token among them."""
+    import random
+
+    draw = random.Random(f"prompts-{seed}")
+    return [[draw.randrange(257, vocab_size) for _ in range(length)] for _ in range(count)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--quick", action="store_true", help="the tiny shape")
+    print(ensure(quick=parser.parse_args().quick))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,111 @@
+"""The command line: quick help, one-line mistakes, documented exit codes."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from server.cli import main
+from server.settings import OPTIONS
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch):
+    import os
+
+    for name in list(os.environ):
+        if name.startswith("OARLOCK_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["--version"], ["config", "show"]])
+def test_quick_commands_import_nothing_heavy(arguments):
+    code = (
+        "import sys\nfrom server.cli import main\n"
+        f"try:\n    main({arguments!r})\nexcept SystemExit as end:\n    assert end.code in (0, None)\n"
+        "heavy = {'torch', 'transformers', 'fastapi', 'pydantic', 'uvicorn', 'numpy', 'tokenizers', 'asyncio'}\n"
+        "print('heavy:', sorted(heavy & set(sys.modules)))"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert answer.stdout.endswith("heavy: []\n"), answer.stdout[-500:]
+
+
+def test_help_shows_every_flag_with_its_environment_name(capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for described in OPTIONS.values():
+        assert described.flag in text
+        assert described.env in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "cause", "fix"),
+    [
+        (["serv"], 2, "Unknown command: serv", "oarlock serve"),
+        (["serve", "--max-model-length", "5"], 2, "--max-model-length", "--max-model-len"),
+        (["serve", "--prot=5"], 2, "--prot", "--port"),
+        (["serve", "--port", "99999"], 2, "at most 65535", "--port"),
+        (["serve", "--port"], 2, "--port", "--help"),
+        (["serve", "a", "b"], 2, "Unexpected argument: b", "One MODEL"),
+        (["serve", "--device", "gpu"], 2, "did you mean cpu", "--device"),
+        (["serve", "--config", "/nowhere.toml"], 3, "/nowhere.toml", "--config"),
+        (["serve", "./no/such/dir/model"], 3, "neither a directory nor a hub id", "hub ids look like"),
+        (["serve", str(ROOT / "oarlock.py")], 3, "is a file", "directory"),
+        (["serve", str(ROOT / "server")], 3, "no config.json", "Hugging Face layout"),
+        (["serve", "--host", "256.0.0.1"], 3, "256.0.0.1", "127.0.0.1"),
+    ],
+)
+def test_a_mistake_is_one_line_of_cause_and_one_of_fix(capsys, arguments, code, cause, fix):
+    arguments = [*arguments, "--port", "0"] if code == 3 else arguments
+    assert main(arguments) == code
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("time=")]
+    assert len(lines) == 2, lines
+    assert lines[0].startswith("error: ")
+    assert cause in lines[0]
+    assert lines[1].startswith("fix: ")
+    assert fix in lines[1]
+
+
+def test_a_port_in_use_is_named_with_its_holder(capsys):
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        assert main(["serve", "--port", str(port)]) == 3
+    lines = capsys.readouterr().err.splitlines()
+    assert f"Port {port} on 127.0.0.1 is in use by process" in lines[0]
+    assert "--port" in lines[1]
+
+
+def test_a_model_that_cannot_be_fetched_is_explained(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert main(["serve", "nobody/has-this-model", "--port", "0"]) == 3
+    error = capsys.readouterr().err
+    assert "nobody/has-this-model is neither a directory here nor a model" in error
+    assert "Traceback" not in error
+
+
+def test_config_show_tells_where_values_come_from(capsys, monkeypatch):
+    monkeypatch.setenv("OARLOCK_PORT", "9")
+    assert main(["config", "show", "-tp", "2", "--api-key", "k1", "k2"]) == 0
+    rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
+    assert rows["port"] == ["9", "environment"]
+    assert rows["tensor_parallel_size"] == ["2", "flag"]
+    assert rows["api_key"] == ["(2", "hidden)", "flag"]
+
+
+def test_the_table_of_the_documentation(capsys):
+    assert main(["config", "--markdown"]) == 0
+    assert capsys.readouterr().out.startswith("| flag |")
+
+
+def test_no_command_shows_help(capsys):
+    assert main([]) == 2
+    assert "serve" in capsys.readouterr().out

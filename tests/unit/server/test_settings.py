@@ -1,0 +1,156 @@
+"""Every option: one description, four sources in order, errors with cause and fix."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from server.options import OptionError, format_size, parse_size
+from server.settings import OPTIONS, Settings, as_markdown, as_table, load_settings, make_settings
+
+
+def _file(tmp_path, text):
+    path = tmp_path / "oarlock.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_flag_over_environment_over_file_over_default(tmp_path):
+    path = _file(tmp_path, 'port = 1\nhost = "h1"\nblock-size = 8\n')
+    loaded = load_settings({"port": 3}, {"OARLOCK_PORT": "2", "OARLOCK_HOST": "h2"}, path)
+    settings = loaded.settings
+    assert (settings.port, settings.host, settings.block_size, settings.seed) == (3, "h2", 8, 0)
+    assert [loaded.origins[name] for name in ("port", "host", "block_size", "seed")] == [
+        "flag",
+        "environment",
+        path,
+        "default",
+    ]
+
+
+def test_an_empty_variable_is_an_unset_one():
+    loaded = load_settings({}, {"OARLOCK_MODEL": "", "OARLOCK_API_KEY": " ", "OARLOCK_PORT": ""})
+    assert loaded.settings == Settings()
+    assert set(loaded.origins.values()) == {"default"}
+
+
+def test_the_file_may_be_named_by_the_environment(tmp_path):
+    path = _file(tmp_path, "port = 1")
+    assert load_settings({}, {"OARLOCK_CONFIG": path}).settings.port == 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "toml", "cause", "fix"),
+    [
+        ({"OARLOCK_PROT": "1"}, "", "OARLOCK_PROT", "OARLOCK_PORT"),
+        ({}, "prot = 1", "prot", "port"),
+        ({}, "[database]\nport = 1", "database", "config show"),
+        ({"OARLOCK_PORT": "many"}, "", "--port is 'many'", "--port 8080"),
+        ({"OARLOCK_PORT": "70000"}, "", "at most 65535", "--port"),
+        ({}, 'port = "8000"', "of type integer", "--port"),
+        ({}, "port = true", "of type integer", "--port"),
+        ({}, 'device = "gpu"', "did you mean cpu", "--device"),
+        ({}, "kv_cache_memory = 'lots'", "of type size", "2GiB"),
+        ({"OARLOCK_ENABLE_PREFIX_CACHING": "maybe"}, "", "of type switch", "--no-enable-prefix-caching"),
+        ({"OARLOCK_GPU_MEMORY_UTILIZATION": "nan"}, "", "finite", "0.8"),
+        ({}, "port = ", "not valid TOML", "line"),
+        ({"OARLOCK_MAX_NUM_SEQS": "64", "OARLOCK_MAX_NUM_BATCHED_TOKENS": "32"}, "", "below --max-num-seqs", "64"),
+    ],
+)
+def test_mistakes_have_a_cause_and_a_fix(tmp_path, environment, toml, cause, fix):
+    with pytest.raises(OptionError) as caught:
+        load_settings({}, environment, _file(tmp_path, toml))
+    assert cause in caught.value.cause
+    assert fix in caught.value.fix
+    assert "\n" not in caught.value.cause + caught.value.fix
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(OptionError, match=r"/nowhere\.toml cannot be read"):
+        load_settings({}, {}, "/nowhere.toml")
+
+
+def test_a_secret_is_never_shown(tmp_path):
+    loaded = load_settings({}, {"OARLOCK_API_KEY": "hunter2,hunter3"})
+    assert loaded.settings.api_key == ("hunter2", "hunter3")
+    assert "hunter" not in str(as_table(loaded))
+    with pytest.raises(OptionError) as caught:
+        load_settings({}, {}, _file(tmp_path, 'api_key = ["hunter2", 5]'))
+    assert "hunter" not in caught.value.cause
+
+
+def test_lists_and_sizes_from_every_source(tmp_path):
+    path = _file(tmp_path, 'served_model_name = ["a", "b"]\nkv_cache_memory = "512MiB"\nmax_body_size = 4096\n')
+    settings = load_settings({}, {"OARLOCK_KV_CACHE_MEMORY": "2GiB"}, path).settings
+    assert settings.served_model_name == ("a", "b")
+    assert (settings.kv_cache_memory, settings.max_body_size) == (2 * 2**30, 4096)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("2GiB", 2**31), ("1.5GB", 1_500_000_000), ("512 mib", 2**29), ("4096", 4096), ("2G", 2**31)]
+)
+def test_sizes(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "2XB", "-1", "1e3", "2 GiB please"])
+def test_what_is_no_size(text):
+    with pytest.raises(ValueError):
+        parse_size(text)
+
+
+def test_sizes_are_printed_for_people():
+    assert [format_size(n) for n in (512, 2**31, 1_600_000)] == ["512 B", "2.0 GiB", "1.5 MiB"]
+
+
+def test_every_option_is_described_and_its_example_is_valid():
+    for described in OPTIONS.values():
+        assert described.help
+        if described.kind is not bool:
+            texts = described.example.split() if described.many else [described.example]
+            parsed = described.from_texts(texts) if described.many else described.from_text(described.example)
+            assert parsed != described.default
+        if described.default is not None:
+            described.check(described.default)
+
+
+def test_every_option_reaches_a_room_below_or_is_used_by_this_one():
+    """Nothing is accepted and ignored: a changed value changes the engine's configuration, or the server reads it."""
+    base = Settings().engine_config("/m")
+    for name, described in OPTIONS.items():
+        if described.kind is bool:
+            value = not described.default
+        elif described.many:
+            value = described.from_texts(described.example.split())
+        else:
+            value = described.from_text(described.example)
+        changed = dataclasses.replace(Settings(), **{name: value}).engine_config("/m")
+        assert (changed != base) == (name not in SERVER_OPTIONS), name
+
+
+SERVER_OPTIONS = {
+    "model",
+    "served_model_name",
+    "host",
+    "port",
+    "api_key",
+    "max_body_size",
+    "drain_timeout",
+    "log_level",
+    "enable_log_requests",
+}
+
+
+def test_the_documentation_table_has_every_option():
+    table = as_markdown()
+    for described in OPTIONS.values():
+        assert f"`{described.flag}`" in table
+        assert f"`{described.env}`" in table
+
+
+def test_python_callers_get_the_same_checks():
+    with pytest.raises(OptionError, match="tensor_paralel_size"):
+        make_settings({"tensor_paralel_size": 2})
+    with pytest.raises(OptionError, match="at least 1"):
+        make_settings({"tensor_parallel_size": 0})

@@ -1,0 +1,73 @@
+"""Stop strings against a naive oracle, over every way to cut the text."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from server.stops import StopFinder, StopSet
+
+LETTERS = st.text("ab", max_size=24)
+STOPS = st.lists(st.text("ab", min_size=1, max_size=5), max_size=4)
+
+
+def naive(text: str, stops: list[str]) -> tuple[str, str | None]:
+    """The first position at which any stop string is complete; the longest of those."""
+    for end in range(1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            longest = max(found, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+def cut(text: str, cuts: list[int]) -> list[str]:
+    edges = [0, *sorted({c % (len(text) + 1) for c in cuts}), len(text)]
+    return [text[a:b] for a, b in itertools.pairwise(edges)]
+
+
+@settings(max_examples=600, deadline=None)
+@given(LETTERS, STOPS, st.lists(st.integers(0, 100), max_size=8))
+def test_any_chunking_gives_the_naive_answer(text, stops, cuts):
+    finder = StopFinder(StopSet(stops))
+    shown, found = "", None
+    for piece in cut(text, cuts):
+        emitted, found = finder.push(piece)
+        shown += emitted
+        # nothing that could still become a stop string is shown, and nothing else is held back
+        consumed = text[: len(shown) + len(finder._held)]
+        if found is None:
+            assert shown + finder._held == consumed
+            held = max((k for s in stops for k in range(len(s)) if consumed.endswith(s[:k]) and k), default=0)
+            assert len(finder._held) == held
+    if found is None:
+        shown += finder.flush()
+    assert (shown, found) == naive(text, stops)
+
+
+def test_after_a_match_everything_is_swallowed():
+    finder = StopFinder(StopSet(["END"]))
+    assert finder.push("one E") == ("one ", None)
+    assert finder.push("ND two") == ("", "END")
+    assert finder.push(" three") == ("", "END")
+
+
+def test_a_half_match_is_flushed_not_lost():
+    finder = StopFinder(StopSet(["</answer>"]))
+    assert finder.push("text </ans") == ("text ", None)
+    assert finder.flush() == "</ans"
+
+
+def test_without_stop_strings_nothing_is_held():
+    assert StopFinder(StopSet([])).push("anything") == ("anything", None)
+
+
+@pytest.mark.parametrize("text", ["a" * 20_000, "ab" * 10_000])
+def test_adversarial_stop_strings_stay_linear(text):
+    stops = StopSet([("a" * 1023) + "b", ("ab" * 511) + "b"])
+    finder = StopFinder(stops)
+    shown = "".join(finder.push(character)[0] for character in text)
+    assert shown + finder.flush() == text
