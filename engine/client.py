@@ -182,6 +182,8 @@ class EngineClient:
             while data := await self._reader.read(_READ_BYTES):
                 for frame in self._frames.feed(data):
                     self._receive(frame)
+        except ConnectionError as error:  # an end like any other: unread bytes of ours were lost with the engine
+            logger.info('event=engine_socket_reset cause="%s"', error)
         except Exception as error:
             logger.exception("event=engine_socket_failed")
             cause = f"its socket failed: {error}"

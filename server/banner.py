@@ -24,7 +24,7 @@ class Progress:
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
         self._tty = self._stream.isatty()
-        self._phase = ""
+        self._phase = "starting"  # until somebody says more: imports, processes
         self._shown = -1.0
         self._since = time.monotonic()
         self.seconds: dict[str, float] = {}

@@ -118,7 +118,6 @@ class Supervisor:
 
     async def _load(self) -> RunningEngine:
         """Find the checkpoint, then read the tokenizer and start the engine side by side."""
-        self._on_progress("starting", 0.0)
         path = await asyncio.to_thread(model_files.resolve, self.settings.model, self._on_progress)
         config = self.settings.engine_config(path)
         tokenizer = asyncio.create_task(asyncio.to_thread(Tokenizer.load, path))
@@ -249,7 +248,12 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 async def _start_engine(config: EngineConfig, on_progress: Callable[[str, float], None]) -> RunningEngine:
     from engine.client import EngineClient
 
-    return await EngineClient.start(config, on_progress)
+    try:
+        return await EngineClient.start(config, on_progress)
+    except OSError as error:  # its process went away in the middle of a word
+        raise StartupError(
+            f"The engine process could not be started ({error}).", "The lines above say why.", EXIT_WORKER_DIED
+        ) from None
 
 
 async def _until_dying(engine: RunningEngine) -> None:

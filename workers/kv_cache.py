@@ -96,7 +96,7 @@ def _cgroup_directories(root: Path, membership: Path) -> list[Path]:
         if controllers and "memory" not in controllers.split(","):
             continue
         base = root / "memory" if controllers else root
-        # Inside a container the named path may lie outside what is mounted; the root of the mount is then our own group.
+        # Inside a container the named path may lie outside what is mounted; the mount's root is then our own group.
         group = base / path.lstrip("/")
         directories += [base, *(p for p in (group, *group.parents) if base in p.parents and p.is_dir())]
     return directories
@@ -129,9 +129,9 @@ def _too_small(spec: KVSpec, config: WorkerConfig, available: int, per_sequence:
     else:
         source = f"{CPU_SHARE:.0%} of free memory shared by {config.tensor_parallel_size} rank(s) is"
     cause = (
-        f"Not enough KV memory for one sequence of {config.max_model_len} tokens: it needs {human_bytes(need)} per rank "
-        f"({per_sequence} + {RESERVED_BLOCKS} blocks x {spec.block_size} tokens x {spec.bytes_per_token} bytes = 2 x "
-        f"{spec.num_layers} layers x {spec.num_kv_heads} KV heads x {spec.head_dim} x {spec.dtype.itemsize} bytes a "
+        f"Not enough KV memory for one sequence of {config.max_model_len} tokens: it needs {human_bytes(need)} per "
+        f"rank ({per_sequence} + {RESERVED_BLOCKS} blocks x {spec.block_size} tokens x {spec.bytes_per_token} bytes = "
+        f"2 x {spec.num_layers} layers x {spec.num_kv_heads} KV heads x {spec.head_dim} x {spec.dtype.itemsize} bytes a "
         f"token), and {source} {human_bytes(available)}."
     )
     shorter = f"lower --max-model-len to {largest} or less" if largest else "free memory or use a smaller model"

@@ -43,7 +43,7 @@ def preflight(config: WorkerConfig) -> WorkerConfig:
     device = _resolve_device(config)
     return config.with_(
         device=device,
-        dtype=_resolve_dtype(config.dtype, spec, checkpoint),
+        dtype=_resolve_dtype(config.dtype, device, spec, checkpoint),
         load_format="safetensors" if config.load_format == "auto" else config.load_format,
         max_model_len=_resolve_length(config.max_model_len, spec),
         num_threads=config.num_threads or max(1, available_cores() // config.tensor_parallel_size),
@@ -168,14 +168,18 @@ def _resolve_length(asked: int | None, spec: DecoderSpec) -> int:
     return asked
 
 
-def _resolve_dtype(asked: str, spec: DecoderSpec, checkpoint: Checkpoint | None) -> str:
-    """What was asked for, else what config.json declares, else what the embedding is stored in."""
+def _resolve_dtype(asked: str, device: str, spec: DecoderSpec, checkpoint: Checkpoint | None) -> str:
+    """What was asked for, else what config.json declares, else what the embedding is stored in.
+
+    A float16 model on the CPU runs in float32 unless float16 is asked for: most processors multiply float16 ten times
+    slower, and bfloat16 would round the weights.
+    """
     if asked != "auto":
         return asked
-    if spec.dtype is not None:
-        return spec.dtype
     found = checkpoint.find("model.embed_tokens.weight") if checkpoint is not None else None
-    return "float32" if found is None else _DTYPE_NAMES[found.entry.dtype]
+    stored = "float32" if found is None else _DTYPE_NAMES[found.entry.dtype]
+    declared = spec.dtype or stored
+    return "float32" if declared == "float16" and device == "cpu" else declared
 
 
 def _resolve_device(config: WorkerConfig) -> str:

@@ -210,7 +210,7 @@ def make_server(make_stage: Callable[..., Stage]) -> Iterator[Callable[..., Runn
         thread.join(10)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 40.0) -> None:
     """Until it holds. The limit only keeps a broken test from hanging."""
     deadline = time.monotonic() + seconds
     while not condition():

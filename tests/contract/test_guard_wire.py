@@ -202,17 +202,18 @@ def test_a_body_that_never_arrives_is_given_up(make_server, monkeypatch):
     assert set(json.loads(answer.split(b"\r\n\r\n")[1])["error"]) == {"message", "type", "param", "code"}
 
 
-def test_a_reader_that_never_reads_is_dropped(make_server, wait_for, monkeypatch):
+def test_a_reader_that_never_reads_is_dropped(make_server, wait_for, monkeypatch, caplog):
     monkeypatch.setattr("server.streaming.SEND_TIMEOUT_S", 0.2)
     server = make_server(lambda request: [300] * 200, eos=False)
-    body = json.dumps({"prompt": ["x"] * 64, "n": 8, "stream": True, "max_tokens": 200, "logprobs": 20}).encode()
+    body = json.dumps({"prompt": ["x"] * 16, "n": 4, "stream": True, "max_tokens": 200, "logprobs": 20}).encode()
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect(("127.0.0.1", server.port))
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
     head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     connection.sendall(head % len(body) + body)
-    wait_for(lambda: len(server.stage.engine.requests) == 512)
+    wait_for(lambda: len(server.stage.engine.requests) == 64)
     wait_for(lambda: server.stage.state.num_in_flight == 0)
+    assert "event=slow_client_dropped" in caplog.text
     assert server.stage.state.service.open == set()
     connection.close()

@@ -42,7 +42,7 @@ def make_supervisor(make_stage):
 
 
 async def _until(condition):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(40):
         while not condition():
             await asyncio.sleep(0.005)
 

@@ -63,8 +63,9 @@ def expected(prompts) -> list[str]:
 
 @pytest.fixture(scope="session")
 def tp1():
-    """One rank, float32, prefix caching on."""
-    with RunningServer(DEMO, "--dtype", "float32", "--served-model-name", "demo", "alias") as server:
+    """One rank, float32, prefix caching on in small blocks, so that short prompts share some."""
+    flags = ("--dtype", "float32", "--block-size", 8, "--served-model-name", "demo", "alias")
+    with RunningServer(DEMO, *flags) as server:
         yield server
 
 

@@ -23,7 +23,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).resolve().parents[2]
-DEMO = Path(os.environ.get("E2E_DEMO_DEV", ROOT / "models" / "oarlock-demo"))
+DEMO = ROOT / "models" / "oarlock-demo"
 READY_WITHIN_S = 120.0
 
 

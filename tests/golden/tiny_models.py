@@ -1,4 +1,4 @@
-"""Checkpoints for tests: tiny seeded models of every family, written by transformers itself, and one of true size.
+"""Checkpoints for tests: tiny seeded models of every family, written by transformers itself.
 
 from tests.golden.tiny_models import make_tiny
 
@@ -94,24 +94,3 @@ def write_byte_tokenizer(path: Path, vocab_size: int) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=special[0], eos_token=special[1]).save_pretrained(
         path
     )
-
-
-def qwen25_half_b(path: Path, seed: int = 0) -> Path:
-    """Qwen2.5-0.5B's exact shape with random weights in bfloat16 (988 MB): for benchmarks, made once and kept."""
-    if not (path / "model.safetensors").exists():
-        config = AutoConfig.for_model(
-            "qwen2",
-            vocab_size=151_936,
-            hidden_size=896,
-            intermediate_size=4864,
-            num_hidden_layers=24,
-            num_attention_heads=14,
-            num_key_value_heads=2,
-            max_position_embeddings=32_768,
-            rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
-            tie_word_embeddings=True,
-            bos_token_id=0,
-            eos_token_id=1,
-        )
-        _random_model(config, seed, std=0.0).to(torch.bfloat16).save_pretrained(path)
-    return path

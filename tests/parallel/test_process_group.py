@@ -162,7 +162,7 @@ def test_a_rank_that_raises_tells_why_and_where(checkpoint: Path) -> None:
     group = start(checkpoint, 2)
     try:
         broken = step_of(4, [1, 2], 0)
-        broken.token_ids[0] = 10**6  # no such embedding row: the engine never sends one
+        broken.slot_mapping[0] = 10**9  # far beyond the pages: the engine never sends one
         with pytest.raises(WorkerError, match="failed at step 4"):
             group.submit(broken)
             group.collect()

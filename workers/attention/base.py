@@ -1,7 +1,7 @@
 """What an attention backend must offer, and the two small descriptions it works from."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ class LayerKV:
 class AttentionBackend(Protocol):
     """Any mix of query lengths in one call: prefill, chunked prefill and decode take the same path. Causal always."""
 
-    name: str
+    name: ClassVar[str]
 
     def __init__(self, spec: KVSpec) -> None: ...
 
@@ -68,7 +68,10 @@ class AttentionBackend(Protocol):
         """Once per step, outside the layer loop: everything that does not depend on the layer."""
 
     def write(self, kv: LayerKV, k: Tensor, v: Tensor, batch: Batch) -> None:
-        """Store `k`, `v` [T, num_kv_heads, head_dim] at `batch.slot_mapping`, padding rows into the null block."""
+        """Store `k`, `v` [T, num_kv_heads, head_dim] at `batch.slot_mapping`, padding rows into the null block.
+
+        A block is filled from its first slot on: writing that slot says that whatever else the block held is over.
+        """
 
     def attend(self, q: Tensor, kv: LayerKV, plan: Any, layer: AttentionSpec) -> Tensor:
         """`q` [T, num_heads, head_dim] -> [T, num_heads * head_dim]. Padding rows of the result are finite, no more."""

@@ -2,8 +2,8 @@
 
 Knows pages, query heads folded onto their KV head, and how much scratch memory one call may use. Does not know models.
 
-One recipe serves decode, prefill and chunks: gather the pages of some (sequence, KV head) lanes, multiply, mask, softmax,
-multiply. Three facts about oneDNN's 16-bit batched products, each held by a test, shape it:
+One recipe serves decode, prefill and chunks: gather the pages of some (sequence, KV head) lanes, multiply, mask,
+softmax, multiply. Three facts about oneDNN's 16-bit batched products, each held by a test, shape it:
 
 * A row of a product does not depend on how many rows, lanes or (zero-weighted) columns stand beside it. So a token's
   result is the same bits whether it was decoded or prefilled, alone or in company, in one chunk or many.
@@ -14,7 +14,8 @@ multiply. Three facts about oneDNN's 16-bit batched products, each held by a tes
 """
 
 from dataclasses import dataclass, field
-from math import lcm
+from math import lcm, prod
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ _MAX_KEYS = 1 << 21
 _MAX_SCORES = 1 << 19
 # One more group of sequences costs about as much dispatch as this many gathered key elements cost time.
 _GROUP_COST = 100_000
+_MAX_VIEWS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,25 +98,29 @@ class _Writes:
 
 
 class _Scratch:
-    """Buffers that live as long as the backend: fresh ones of this size cost more in page faults than the arithmetic."""
+    """Buffers that live as long as the backend: fresh ones cost more in page faults than the arithmetic on them."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
+        self._views: dict[tuple[str, tuple[int, ...]], Tensor] = {}  # 24 layers ask for the same shapes
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        count = 1
-        for extent in shape:
-            count *= extent
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < count:
-            buffer = self._buffers[name] = torch.empty(count, dtype=dtype)
-        return buffer[:count].view(shape)
+        view = self._views.get((name, shape))
+        if view is None:
+            count = prod(shape)
+            buffer = self._buffers.get(name)
+            if len(self._views) >= _MAX_VIEWS or buffer is None or buffer.numel() < count:
+                self._views.clear()  # they would keep the smaller buffer alive
+            if buffer is None or buffer.numel() < count:
+                buffer = self._buffers[name] = torch.empty(count, dtype=dtype)
+            view = self._views[name, shape] = buffer[:count].view(shape)
+        return view
 
 
 class CpuBackend:
     """Pages are `[blocks + 1, kv_heads, block_size, head_dim]`; the last one stays zero."""
 
-    name = "cpu"
+    name: ClassVar[str] = "cpu"
 
     def __init__(self, spec: KVSpec) -> None:
         self.spec = spec
@@ -283,9 +289,7 @@ class CpuBackend:
             else:
                 some = folded.index_select(0, unit.rows)
                 result = torch.empty_like(some)
-                self._lanes(
-                    some.view(-1, group, width), k, v, layer, shape, unit.hides, result.view(-1, group, width)
-                )
+                self._lanes(some.view(-1, group, width), k, v, layer, shape, unit.hides, result.view(-1, group, width))
                 out.index_copy_(0, unit.rows, result)
         for unit in prefills:
             k, v = self._gather(kv, unit.pages, lanes)  # [H, N, D]

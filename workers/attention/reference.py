@@ -4,6 +4,7 @@ Knows nothing about speed. Every other backend must agree with it in one paramet
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,9 +23,9 @@ class _Sequence:
 
 
 class ReferenceBackend:
-    """Pages are `[blocks, block_size, kv_heads, head_dim]`: a slot is a row of the first two dimensions taken as one."""
+    """Pages are `[blocks, block_size, kv_heads, head_dim]`: a slot is a row of the first two taken as one."""
 
-    name = "reference"
+    name: ClassVar[str] = "reference"
 
     def __init__(self, spec: KVSpec) -> None:
         self.spec = spec

@@ -24,20 +24,22 @@ def block_maxima(x: Tensor) -> Tensor:
     return maxima
 
 
-def take_blocks(x: Tensor, rows: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits and local ids of `blocks` [M] in `rows` [M]: both [M, 128], -inf beyond the end of the vocabulary."""
-    ids = blocks.unsqueeze(1) * BLOCK + torch.arange(BLOCK, device=x.device)
+def take_blocks(x: Tensor, rows: Tensor, blocks: Tensor) -> Tensor:
+    """Logits of `blocks` [M] in `rows` [M]: [M, 128], -inf beyond the end. Local ids are `block * 128 + column`."""
     width = x.shape[1]
+    if width % BLOCK == 0 and x.is_contiguous():
+        return x.view(-1, BLOCK).index_select(0, rows * (width // BLOCK) + blocks)
+    ids = blocks.unsqueeze(1) * BLOCK + torch.arange(BLOCK, device=x.device)
     values = x[rows.unsqueeze(1), ids.clamp(max=width - 1)]
-    return values.masked_fill_(ids >= width, float("-inf")), ids
+    return values.masked_fill_(ids >= width, float("-inf"))
 
 
 def argmax(x: Tensor, rows: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
     """Value and lowest local id of the largest logit of `rows` [R], given their block maxima [R, B]."""
     blocks = maxima.argmax(-1)
-    values, ids = take_blocks(x, rows, blocks)
-    inside = values.argmax(-1, keepdim=True)
-    return values.gather(1, inside).squeeze(1), ids.gather(1, inside).squeeze(1)
+    values = take_blocks(x, rows, blocks)
+    inside = values.argmax(-1)
+    return values.gather(1, inside.unsqueeze(1)).squeeze(1), blocks * BLOCK + inside
 
 
 def best(x: Tensor, rows: Tensor, maxima: Tensor, count: int, first_id: int) -> Tensor:
@@ -47,18 +49,20 @@ def best(x: Tensor, rows: Tensor, maxima: Tensor, count: int, first_id: int) -> 
     is beaten, in value or in id, by one element of each of those.
     """
     places = torch.arange(maxima.shape[1], device=x.device)
-    chosen = encode(maxima, places).topk(min(count, maxima.shape[1])).indices  # [R, C]
-    values, ids = take_blocks(x, rows.repeat_interleave(chosen.shape[1]), chosen.flatten())
-    keys = encode(values, ids + first_id).view(len(rows), chosen.shape[1] * BLOCK)
-    keys = keys.topk(min(count, keys.shape[1])).values
-    return F.pad(keys, (0, count - keys.shape[1]), value=_PADDING)
+    blocks = encode(maxima, places).topk(min(count, maxima.shape[1])).indices.sort(1).values  # [R, C]
+    values = take_blocks(x, rows.repeat_interleave(blocks.shape[1]), blocks.flatten())
+    values = values.view(len(rows), blocks.shape[1] * BLOCK)  # [R, C * 128]   in the order of ids
+    order = encode(values, torch.arange(values.shape[1], device=x.device))
+    values, columns = decode(order.topk(min(count, order.shape[1])).values)
+    ids = blocks.gather(1, columns // BLOCK) * BLOCK + columns % BLOCK + first_id
+    return F.pad(encode(values, ids), (0, count - ids.shape[1]), value=_PADDING)
 
 
 def encode(values: Tensor, ids: Tensor) -> Tensor:
     """One int64 per (float32 value, id) whose order is: larger value first, then lower id."""
     bits = (values + 0.0).view(torch.int32)  # adding zero turns -0 into 0
-    ordered = bits ^ ((bits >> 31) & _LOW_31)
-    return (ordered.long() << 32) | (_LOW_31 - ids)
+    ordered = (bits >> 31).bitwise_and_(_LOW_31).bitwise_xor_(bits)
+    return ordered.long().bitwise_left_shift_(32).bitwise_or_(_LOW_31 - ids)
 
 
 def decode(keys: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from workers.parallel import TensorParallel
-from workers.sampling.candidates import best, block_maxima, decode
-from workers.sampling.logprobs import block_sum
+from workers.sampling.candidates import BLOCK, best, block_maxima, decode
+from workers.sampling.logprobs import softmax_and_sum
 from workers.sampling.noise import Noise, gumbel, mixed_ids, noise_bits
 
 CANDIDATES = 64  # per rank and row: more than a usual top-k and than most nuclei
@@ -94,33 +94,63 @@ def draw_in_rounds(
     return torch.cat(tokens)
 
 
-def _rounds(
-    tp: TensorParallel, noise: Noise, left: Tensor, peak: Tensor, filters: Filters, first_id: int
-) -> Tensor:
+def _rounds(tp: TensorParallel, noise: Noise, left: Tensor, peak: Tensor, filters: Filters, first_id: int) -> Tensor:
     """`left` [R, V] is this rank's own copy: what can no longer be drawn becomes -inf in it."""
     left.masked_fill_(left < _rounded_up(filters.lowest(peak)).unsqueeze(1), float("-inf"))
-    scale = filters.temperature.reciprocal().float()
-    weights = (left - peak.unsqueeze(1)).mul_(scale.unsqueeze(1)).exp_()  # [R, V]
-    total = tp.all_gather(block_sum(weights)).sum(0)  # [R]
-    ids = torch.arange(first_id, first_id + left.shape[1], device=left.device)
+    nucleus = _Nucleus(tp, left, peak, filters) if bool((filters.top_p < 1).any()) else None
     tokens = torch.zeros(len(left), dtype=torch.int64, device=left.device)
     pending = torch.arange(len(left), device=left.device)
     while len(pending):
         some = filters.take(pending)
-        scores, local = noise.argmax(left, pending, block_maxima(left[pending]), some.temperature, some.keys)
+        maxima = block_maxima(left)[pending]
+        scores, local = noise.argmax(left, pending, maxima, some.temperature, some.keys)
         answers = torch.stack([scores, left[pending, local].double(), (local + first_id).double()])
         gathered = tp.all_gather(answers)  # [ranks, 3, R]
         winner = gathered[:, 0].argmax(0, keepdim=True)
-        value = gathered[:, 1].gather(0, winner).float().transpose(0, 1)  # [R, 1]
-        token = gathered[:, 2].gather(0, winner).long().transpose(0, 1)
-        here = left[pending]
-        earlier = (here > value) | ((here == value) & (ids < token))  # [R, V]
-        before = tp.all_gather(block_sum(weights[pending].masked_fill_(~earlier, 0.0))).sum(0)
-        inside = (before < some.top_p * total[pending]) | (some.top_p >= 1) | (before == 0)
-        tokens[pending[inside]] = token.squeeze(1)[inside]
-        pending = pending[~inside]
-        left[pending] = left[pending].masked_fill_(~earlier[~inside], float("-inf"))
+        values = gathered[:, 1].gather(0, winner).squeeze(0)
+        tokens[pending] = gathered[:, 2].gather(0, winner).squeeze(0).long()
+        if nucleus is None:
+            break
+        missed = nucleus.missed(pending, values, tokens[pending] - first_id)
+        pending = pending[missed]
     return tokens
+
+
+class _Nucleus:
+    """Tells whether draws landed in the nucleus, and cuts the rows of those that did not at the draw."""
+
+    def __init__(self, tp: TensorParallel, left: Tensor, peak: Tensor, filters: Filters) -> None:
+        top = left.amax(1)
+        self._tp, self._left, self._top_p = tp, left, filters.top_p
+        scale = filters.temperature.reciprocal().float().unsqueeze(1)
+        self._weights, mass = softmax_and_sum(left * scale, top)
+        self._mass = mass * ((top.double() - peak) / filters.temperature).exp()  # [R]   of this rank
+        self._total = tp.all_gather(self._mass).sum(0)
+
+    def missed(self, rows: Tensor, values: Tensor, local_ids: Tensor) -> Tensor:
+        """Whether the draws of `rows` [n], given by logit and local id, lie outside: bool [n]."""
+        later = []
+        shares = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
+        for place, (row, value, token) in enumerate(
+            zip(rows.tolist(), values.tolist(), local_ids.tolist(), strict=True)
+        ):
+            here = self._left[row]
+            split = min(max(token, 0), len(here))  # equals come before the draw if their ids do
+            later.append(torch.cat([here[:split] < value, here[split:] <= value]))
+            shares[place] = _sum(self._weights[row].masked_fill(later[-1], 0.0))
+        before = self._tp.all_gather(shares * self._mass[rows]).sum(0)
+        top_p = self._top_p[rows]
+        missed = (before >= top_p * self._total[rows]) & (top_p < 1) & (before > 0)
+        for place in missed.nonzero().squeeze(1).tolist():
+            self._left[rows[place]].masked_fill_(later[place], float("-inf"))
+        return missed
+
+
+def _sum(weights: Tensor) -> Tensor:
+    """Short sums in float32, their sum in float64: quick, and good to a few parts in 10^8."""
+    whole = len(weights) // BLOCK * BLOCK
+    sums = weights[:whole].view(-1, BLOCK).sum(1).sum(dtype=torch.float64)
+    return sums + weights[whole:].sum(dtype=torch.float64)
 
 
 def _rounded_up(value: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.sampling.candidates import BLOCK, block_maxima, take_blocks
+from workers.sampling.candidates import BLOCK, take_blocks
 
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - (1 << 32))  # as signed 32-bit words
 # Ids hashed in one go: within the second-level cache on the CPU, few launches elsewhere.
@@ -63,40 +63,48 @@ class Noise:
     """The noise of one rank's slice of the vocabulary."""
 
     def __init__(self, first_id: int, count: int, device: torch.device) -> None:
-        self._mixed = mixed_ids(torch.arange(first_id, first_id + count, device=device))  # int32 [V]
+        self._count = count
+        whole = -(-count // BLOCK) * BLOCK
+        ids = torch.arange(first_id, first_id + whole, device=device)  # those beyond the slice have logits of -inf
+        self._mixed = mixed_ids(ids).view(-1, BLOCK)  # int32 [B, 128]
 
-    def argmax(self, x: Tensor, rows: Tensor, maxima: Tensor, temperature: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    def argmax(
+        self, x: Tensor, rows: Tensor, maxima: Tensor, temperature: Tensor, keys: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Largest `x / temperature + noise` of `rows` [R] and its local id; -inf and 0 where a row has no finite value.
 
         `maxima` [R, B] are the rows' block maxima, `temperature` float64 [R], `keys` int32 [R, 2]. A block's best
-        noise plus its best logit bounds what the block can reach: only blocks that could win are looked into.
+        noise plus its best logit bounds what the block can reach, so only blocks that could win are looked into; and
+        in them, only logits that could win with the block's best noise.
         """
-        bound = maxima.double() / temperature.unsqueeze(1) + gumbel(self._block_noise(keys))  # [R, B]
-        everyone = torch.arange(len(rows), device=x.device)
-        first, _ = self._scores(x, rows, everyone, bound.argmax(1), temperature, keys)
-        reached = first.amax(1, keepdim=True)
-        owner, blocks = ((bound >= reached) & (bound > float("-inf"))).nonzero().unbind(1)
-        scores, ids = self._scores(x, rows, owner, blocks, temperature, keys)  # [M, 128]
-        tops, inside = scores.max(1)
-        result = torch.full_like(temperature, float("-inf")).scatter_reduce_(0, owner, tops, "amax")
-        winners = (tops == result[owner]).nonzero().squeeze(1)
-        winning = torch.full_like(rows, x.shape[1])
-        winning.scatter_reduce_(0, owner[winners], ids[winners, inside[winners]], "amin")
-        return result, winning.masked_fill_(winning == x.shape[1], 0)
+        noise = gumbel(self._block_noise(keys))  # [R, B]
+        bound = maxima.double() / temperature.unsqueeze(1) + noise
+        reached = self._reached(x, rows, bound.argmax(1), temperature, keys)  # [R]
+        owner, blocks = ((bound >= reached.unsqueeze(1)) & (bound > float("-inf"))).nonzero().unbind(1)
+        values = take_blocks(x, rows[owner], blocks)  # [M, 128]
+        least = (reached[owner] - noise[owner, blocks]) * temperature[owner]
+        least = (least - (least.abs() + temperature[owner]) * 1e-6).float()  # safely below, whatever rounding did
+        which, inside = (values >= least.unsqueeze(1)).nonzero().unbind(1)
+        owner, blocks = owner[which], blocks[which]
+        bits = noise_bits(self._mixed[blocks, inside].unsqueeze(1), keys[owner]).squeeze(1)
+        scores = values[which, inside].double() / temperature[owner] + gumbel(bits)
+        result = torch.full_like(temperature, float("-inf")).scatter_reduce_(0, owner, scores, "amax")
+        winners = (scores == result[owner]).nonzero().squeeze(1)
+        ids = torch.full_like(rows, self._count)
+        ids.scatter_reduce_(0, owner[winners], (blocks * BLOCK + inside)[winners], "amin")
+        return result, ids.masked_fill_(ids == self._count, 0)
 
-    def _scores(
-        self, x: Tensor, rows: Tensor, owner: Tensor, blocks: Tensor, temperature: Tensor, keys: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Noisy logits (float64) and local ids of some blocks, `owner` [M] indexing `rows`: both [M, 128]."""
-        values, ids = take_blocks(x, rows[owner], blocks)
-        bits = noise_bits(self._mixed[ids.clamp(max=x.shape[1] - 1)], keys[owner])
-        return values.double() / temperature[owner].unsqueeze(1) + gumbel(bits), ids
+    def _reached(self, x: Tensor, rows: Tensor, blocks: Tensor, temperature: Tensor, keys: Tensor) -> Tensor:
+        """The largest noisy logit of one block per row: float64 [R]."""
+        bits = noise_bits(self._mixed[blocks], keys)
+        return (take_blocks(x, rows, blocks).double() / temperature.unsqueeze(1) + gumbel(bits)).amax(1)
 
     def _block_noise(self, keys: Tensor) -> Tensor:
         """The largest noise word of each block of ids: int32 [R, B]."""
-        count = len(self._mixed)
-        step = max(1, (_CPU_CHUNK if keys.device.type == "cpu" else _DEVICE_CHUNK) // count)
-        out = torch.empty((len(keys), -(-count // BLOCK)), dtype=torch.int32, device=keys.device)
-        for start in range(0, len(keys), step):
-            out[start : start + step] = block_maxima(noise_bits(self._mixed.unsqueeze(0), keys[start : start + step]))
-        return out
+        step = max(1, (_CPU_CHUNK if keys.device.type == "cpu" else _DEVICE_CHUNK) // self._count)
+        mixed = self._mixed.view(1, -1)
+        parts = [
+            noise_bits(mixed, keys[start : start + step]).unflatten(1, (-1, BLOCK)).amax(2)
+            for start in range(0, len(keys), step)
+        ]
+        return torch.cat(parts)

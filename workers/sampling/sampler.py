@@ -27,7 +27,7 @@ from workers.parallel import TensorParallel
 from workers.protocol import StepMetadata, StepOutput
 from workers.sampling.candidates import argmax, best, block_maxima
 from workers.sampling.filters import CANDIDATES, Filters, draw_from_list, draw_from_long_list, draw_in_rounds
-from workers.sampling.logprobs import RawLogprobs, exp_sum, raw_logprobs
+from workers.sampling.logprobs import RawLogprobs, raw_logprobs, softmax_and_sum
 from workers.sampling.noise import Noise, row_keys
 
 
@@ -51,7 +51,7 @@ class _Gathered:
 
 
 class Sampler:
-    """Rank r holds the logits of ids `vocab_start` to `vocab_start + vocab_local`; those from `vocab_size` on are -inf."""
+    """This rank holds the logits of `vocab_local` ids from `vocab_start` on; those from `vocab_size` on are -inf."""
 
     def __init__(self, tp: TensorParallel, vocab_start: int, vocab_local: int, vocab_size: int) -> None:
         self.tp = tp
@@ -142,7 +142,8 @@ class Sampler:
         for place, row in enumerate(few.tolist()):
             if needed[row]:
                 one = slice(row, row + 1)
-                masses[place] = exp_sum(x[one], top[one], filters.temperature[one].reciprocal().float())[0]
+                scale = filters.temperature[one].reciprocal().float()
+                masses[place] = softmax_and_sum(x[one] * scale, top[one])[1][0]
         return masses
 
     def _draw_filtered(self, x: Tensor, few: Tensor, first: _Gathered, filters: Filters, finite: Tensor) -> Tensor:
@@ -152,9 +153,7 @@ class Sampler:
         short = ~enough & finite[few]
         longer = (short & (filters.top_k > 0)).nonzero().squeeze(1)
         if len(longer):
-            tokens[longer] = draw_from_long_list(
-                self.tp, x, few[longer], filters.take(longer), self.vocab_start
-            )
+            tokens[longer] = draw_from_long_list(self.tp, x, few[longer], filters.take(longer), self.vocab_start)
         rounds = (short & (filters.top_k == 0)).nonzero().squeeze(1)
         if len(rounds):
             tokens[rounds] = draw_in_rounds(

@@ -76,7 +76,7 @@ def test_progress_rewrites_one_line_on_a_terminal():
     assert "\n" not in stream.getvalue()
     assert stream.getvalue().count("\r") == 22
     assert "loading weights 100%" in stream.getvalue()
-    assert set(progress.seconds) == {"loading weights"}
+    assert set(progress.seconds) == {"starting", "loading weights"}
 
 
 def test_progress_is_sparse_without_a_terminal():

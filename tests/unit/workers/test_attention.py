@@ -1,10 +1,12 @@
 """Every attention backend against the reference, and the promises of the CPU backend beyond it."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.unit.workers.attention_cases import Case, Seq
 
+from tests.unit.workers.attention_cases import Case, Seq, batch_of
 from workers.attention.base import AttentionSpec, KVSpec
 from workers.attention.choose import BACKENDS, choose
 from workers.attention.cpu import CpuBackend
@@ -30,10 +32,6 @@ def specs(dtype=torch.float32, block=16, group=4, heads=2, width=64, window=None
     return kv, AttentionSpec(0, heads * group, heads, width, width**-0.5, window, softcap)
 
 
-def available(kv: KVSpec):
-    return [backend for backend in BACKENDS if backend is not ReferenceBackend and backend.why_not(kv) is None]
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
@@ -54,13 +52,16 @@ def available(kv: KVSpec):
 def test_backends_agree_with_the_reference(options, dtype, device):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    kv, layer = specs(dtype=dtype, device=torch.device(device), **options)
-    case = Case(kv, layer, MIXED)
-    expected = case.run(ReferenceBackend(kv))
+    kv, layer = specs(dtype=dtype, **options)
+    expected = Case(kv, layer, MIXED).run(ReferenceBackend(kv))
     assert torch.cat(expected).isfinite().all()
-    for backend in available(kv):
+    kv = dataclasses.replace(kv, device=torch.device(device))
+    case = Case(kv, layer, MIXED)
+    judged = [backend for backend in BACKENDS if backend.why_not(kv) is None]
+    assert judged
+    for backend in judged:
         for ours, wanted in zip(case.run(backend(kv)), expected, strict=True):
-            torch.testing.assert_close(ours, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+            torch.testing.assert_close(ours.cpu(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -119,6 +120,8 @@ def test_long_prompts_are_cut_into_row_blocks_and_groups():
     case = Case(kv, layer, seqs)
     backend = CpuBackend(kv)
     ours = case.run(backend)
+    decodes, prefills = backend._units(backend.prepare(batch_of(case.tables, seqs, 32, CPU)), layer)
+    assert len(decodes) == 2 and len(prefills) == 1 and len(prefills[0].blocks) > 2
     limit = 1 << 19
     assert (
         max(buffer.numel() for name, buffer in backend._scratch._buffers.items() if name in ("scores", "lost")) <= limit

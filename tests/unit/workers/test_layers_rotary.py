@@ -42,14 +42,16 @@ def llama_config(rope: dict[str, Any], head_dim: int) -> dict[str, Any]:
     }
 
 
+def theirs_for(config: dict[str, Any]) -> LlamaRotaryEmbedding:
+    return LlamaRotaryEmbedding(LlamaConfig.from_dict(config))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("head_dim", [8, 64, 128])
 def test_cos_sin_and_rotation_equal_transformers(kind: str, head_dim: int) -> None:
     config = llama_config(KINDS[kind], head_dim)
     spec = describe(config).rope
-    theirs = LlamaRotaryEmbedding(
-        LlamaConfig(**{key: value for key, value in config.items() if key != "architectures"})
-    )
+    theirs = theirs_for(config)
     positions = torch.tensor([0, 1, 2, 31, 63, 64, 65, 130, 255])
     q, k = torch.randn(1, 4, 9, head_dim), torch.randn(1, 2, 9, head_dim)
     cos, sin = theirs(q, positions[None])
@@ -90,9 +92,7 @@ def test_partly_rotated_heads_equal_transformers(share: float) -> None:
 def test_dynamic_angles_equal_transformers_for_a_growing_sequence() -> None:
     """Token after token beyond the trained length: each call of theirs sees one more, each position of ours its own."""
     config = llama_config(KINDS["dynamic"], 64) | {"max_position_embeddings": 32}
-    theirs = LlamaRotaryEmbedding(
-        LlamaConfig(**{key: value for key, value in config.items() if key != "architectures"})
-    )
+    theirs = theirs_for(config)
     ours_cos, _ = RotaryTable(describe(config).rope, torch.device("cpu"))(torch.arange(80), 80)
     x = torch.zeros(1)
     theirs(x, torch.arange(20)[None])  # the prompt, within the trained length

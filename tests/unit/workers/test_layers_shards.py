@@ -16,9 +16,9 @@ HIDDEN, DIM = 32, 8
 
 def qkv_weights(heads: int, kv_heads: int, *, fused: bool) -> dict[str, Tensor]:
     sizes = {"q": heads * DIM, "k": kv_heads * DIM, "v": kv_heads * DIM}
-    shapes: dict[str, tuple[int, ...]] = {f"a__{p}_proj__weight": (n, HIDDEN) for p, n in sizes.items()}
-    shapes |= {f"a__{p}_proj__bias": (n,) for p, n in sizes.items()}
-    tensors = random_weights(**shapes)
+    shapes: dict[str, tuple[int, ...]] = {f"a.{p}_proj.weight": (n, HIDDEN) for p, n in sizes.items()}
+    shapes |= {f"a.{p}_proj.bias": (n,) for p, n in sizes.items()}
+    tensors = random_weights(shapes)
     if not fused:
         return tensors
     return {
@@ -59,14 +59,9 @@ def test_every_query_head_meets_its_own_kv_head(heads: int, kv_heads: int, size:
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_mlp_partials_sum_to_the_whole_with_the_bias_once(size: int, with_bias: bool, fused: bool) -> None:
     inner = 48
-    tensors = random_weights(
-        m__gate_proj__weight=(inner, HIDDEN),
-        m__up_proj__weight=(inner, HIDDEN),
-        m__down_proj__weight=(HIDDEN, inner),
-        m__gate_proj__bias=(inner,),
-        m__up_proj__bias=(inner,),
-        m__down_proj__bias=(HIDDEN,),
-    )
+    shapes = {"gate_proj": (inner, HIDDEN), "up_proj": (inner, HIDDEN), "down_proj": (HIDDEN, inner)}
+    tensors = random_weights({f"m.{name}.weight": shape for name, shape in shapes.items()})
+    tensors |= random_weights({f"m.{name}.bias": shape[:1] for name, shape in shapes.items()}, seed=1)
     x, residual = torch.randn(5, HIDDEN), torch.randn(5, HIDDEN)
     scale = 1.0 if with_bias else 0.0
     gate = x @ tensors["m.gate_proj.weight"].T + scale * tensors["m.gate_proj.bias"]
@@ -98,7 +93,7 @@ def test_mlp_partials_sum_to_the_whole_with_the_bias_once(size: int, with_bias: 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize("vocab", [64, 61, 9, 3])
 def test_embedding_sums_and_head_joins_to_the_whole_vocabulary(vocab: int, size: int) -> None:
-    tensors = random_weights(e__weight=(vocab, HIDDEN))
+    tensors = random_weights({"e.weight": (vocab, HIDDEN)})
     ids, hidden = torch.arange(vocab), torch.randn(4, HIDDEN)
     total, joined = torch.zeros(vocab, HIDDEN), []
     for rank in range(size):

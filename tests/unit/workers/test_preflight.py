@@ -62,6 +62,14 @@ def test_without_a_declared_dtype_the_tensors_decide(model: Path) -> None:
     assert preflight(config(model, load_format="dummy")).dtype == "float32"
 
 
+def test_a_float16_model_runs_in_float32_on_the_cpu_unless_asked(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    edit_config(model, dtype="float16")
+    assert preflight(config(model)).dtype == "float32"
+    assert preflight(config(model, dtype="float16")).dtype == "float16"
+    monkeypatch.setattr(module, "cuda_device_count", lambda: 1)
+    assert preflight(config(model, device="cuda")).dtype == "float16"
+
+
 def test_noise_needs_a_config_but_no_weights(model: Path) -> None:
     (model / SINGLE_FILE).unlink()
     assert preflight(config(model, load_format="dummy")).load_format == "dummy"

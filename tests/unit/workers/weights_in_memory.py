@@ -1,7 +1,7 @@
 """A `WeightSource` over a plain dict, and a rank whose sums are recorded instead of sent: layers without files or
 processes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ def place(rank: int = 0, size: int = 1, dtype: torch.dtype = torch.float32) -> P
     return Placement(tp, dtype, torch.device("cpu"))
 
 
-def random_weights(seed: int = 0, **shapes: Sequence[int]) -> dict[str, Tensor]:
-    """Normal float32 tensors. Double underscores in a name stand for dots."""
+def random_weights(shapes: Mapping[str, Sequence[int]], seed: int = 0) -> dict[str, Tensor]:
+    """Normal float32 tensors."""
     generator = torch.Generator().manual_seed(seed)
-    return {name.replace("__", "."): torch.randn(tuple(shape), generator=generator) for name, shape in shapes.items()}
+    return {name: torch.randn(tuple(shape), generator=generator) for name, shape in shapes.items()}
