@@ -54,17 +54,6 @@ def blocks_that_fit(spec: KVSpec, config: WorkerConfig, available_bytes: int) ->
     return blocks
 
 
-def summary(spec: KVSpec, num_blocks: int) -> str:
-    """One line for the operator: size, blocks, tokens, and how many users with 4,096 tokens each fit at once."""
-    usable = num_blocks - 1
-    tokens = usable * spec.block_size
-    users = usable // -(-4096 // spec.block_size)
-    return (
-        f"{human_bytes(num_blocks * spec.bytes_per_block)} of KV memory per rank: {usable:,} blocks of "
-        f"{spec.block_size} tokens, {tokens:,} tokens, {users:,} users at 4k"
-    )
-
-
 def human_bytes(count: int) -> str:
     """`count` in the largest binary unit that keeps it at 1 or more."""
     size = float(count)
@@ -131,8 +120,8 @@ def _too_small(spec: KVSpec, config: WorkerConfig, available: int, per_sequence:
     cause = (
         f"Not enough KV memory for one sequence of {config.max_model_len} tokens: it needs {human_bytes(need)} per "
         f"rank ({per_sequence} + {RESERVED_BLOCKS} blocks x {spec.block_size} tokens x {spec.bytes_per_token} bytes = "
-        f"2 x {spec.num_layers} layers x {spec.num_kv_heads} KV heads x {spec.head_dim} x {spec.dtype.itemsize} bytes a "
-        f"token), and {source} {human_bytes(available)}."
+        f"2 x {spec.num_layers} layers x {spec.num_kv_heads} KV heads x {spec.head_dim} x {spec.dtype.itemsize} bytes "
+        f"a token), and {source} {human_bytes(available)}."
     )
     shorter = f"lower --max-model-len to {largest} or less" if largest else "free memory or use a smaller model"
     return StartupError(cause, f"Raise --kv-cache-memory to {-(-need // 2**20)}MiB or {shorter}.", OUT_OF_MEMORY)

@@ -45,18 +45,19 @@ def test_greedy_text_equals_transformers(ranks, caching, prompts, expected):
         assert (hits > 0) == (caching == "--enable-prefix-caching")
 
 
-SEEDED = {"temperature": 1.0, "top_p": 0.95, "max_tokens": 24, "ignore_eos": True}
+SEEDED = {"temperature": 1.5, "top_p": 0.95, "max_tokens": 24, "ignore_eos": True}
 
 
 def test_seeded_text_depends_on_the_seed_alone(tp1, tp2, prompts):
-    alone = [tp1.text(prompt, seed=number, **SEEDED) for number, prompt in enumerate(prompts[:16])]
+    unlearned = prompts[-16:]  # a learned answer leaves chance nothing to decide
+    alone = [tp1.text(prompt, seed=number, **SEEDED) for number, prompt in enumerate(unlearned)]
     assert len(set(alone)) == 16
     for server in (tp1, tp2):
         with ThreadPoolExecutor(16) as pool:
             sent = [
                 pool.submit(answer, server, prompt, number % 2, seed=number, **SEEDED)
-                for number, prompt in enumerate(prompts[:16])
+                for number, prompt in enumerate(unlearned)
             ]
             assert [future.result() for future in sent] == alone
-    assert tp1.text(prompts[0], seed=1, **SEEDED) != alone[0]
-    assert tp1.text(prompts[0], **SEEDED) != tp1.text(prompts[0], **SEEDED)  # no seed: a fresh one each time
+    assert tp1.text(unlearned[0], seed=1, **SEEDED) != alone[0]
+    assert tp1.text(unlearned[0], **SEEDED) != tp1.text(unlearned[0], **SEEDED)  # no seed: a fresh one each time

@@ -32,7 +32,7 @@ _WINDOW_STEP = 128
 # Smaller products than this take another kernel in torch, with other rounding.
 _SMALL_PRODUCT = 4096
 # Scratch bounds: elements of gathered keys per call (unless one sequence alone is longer), and elements of scores.
-_MAX_KEYS = 1 << 21
+_MAX_KEYS = 1 << 20
 _MAX_SCORES = 1 << 19
 # One more group of sequences costs about as much dispatch as this many gathered key elements cost time.
 _GROUP_COST = 100_000
@@ -90,9 +90,10 @@ class _Plan:
 
 @dataclass(slots=True)
 class _Writes:
-    """Where a step's keys and values go. Kept for the layers of one step."""
+    """Where a step's keys and values go. Kept for the layers of one step, recognised by its slot mapping: the batch
+    itself may hold views of memory that must not be kept."""
 
-    batch: Batch
+    slots: Tensor  # int64 [T]
     rows: Tensor  # int64 [T * kv_heads]   rows of the pages taken as [blocks * kv_heads * block_size, head_dim]
     fresh: Tensor  # int64   value pages whose first slot is written, as rows of [blocks * kv_heads, block_size * D]
 
@@ -154,7 +155,7 @@ class CpuBackend:
 
     def write(self, kv: LayerKV, k: Tensor, v: Tensor, batch: Batch) -> None:
         writes = self._writes
-        if writes is None or writes.batch is not batch:
+        if writes is None or writes.slots is not batch.slot_mapping:
             writes = self._writes = self._writes_of(batch)
         width = self.spec.head_dim
         if len(writes.fresh):
@@ -169,7 +170,7 @@ class CpuBackend:
         lanes = (slots // size).unsqueeze(1) * heads + head  # [T, kv_heads]
         rows = lanes * size + (slots % size).unsqueeze(1)
         begins_page = (slots % size == 0) & (slots >= size)  # the null block is never read for a result
-        return _Writes(batch, rows.flatten(), lanes[begins_page].flatten())
+        return _Writes(slots, rows.flatten(), lanes[begins_page].flatten())
 
     # -- planning --------------------------------------------------------------------------------------------------
 

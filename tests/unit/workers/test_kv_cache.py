@@ -99,8 +99,3 @@ def test_control_groups_limit_what_counts_as_free(tmp_path, version):
 def test_without_control_groups_the_machine_counts(tmp_path):
     free = kv_cache.free_host_bytes(tmp_path, tmp_path / "missing")
     assert free > 1 << 20
-
-
-def test_summary_names_blocks_tokens_and_users():
-    line = kv_cache.summary(QWEN, 1281)
-    assert line == "480.4 MiB of KV memory per rank: 1,280 blocks of 32 tokens, 40,960 tokens, 10 users at 4k"
