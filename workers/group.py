@@ -28,7 +28,10 @@ class WorkerGroup(Protocol):
 
     info: WorkerInfo
     config: WorkerConfig
-    rank_pids: tuple[int, ...]
+
+    @property
+    def rank_pids(self) -> tuple[int, ...]:
+        """Empty when the single rank is the calling process."""
 
     def submit(self, step: StepMetadata) -> None: ...
 

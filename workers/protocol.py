@@ -9,6 +9,8 @@ overflow. Nothing is pickled. Names are the field's usual ones:
 Knows numpy. Does not know torch, requests, scheduling or text.
 """
 
+import struct
+import zlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,21 +22,10 @@ MAX_BIAS_PER_ROW = 1024
 NULL_BLOCK = 0
 _MAGIC = 0x4F41524C  # "OARL"
 _ALIGN = 64
-_HEADER = np.dtype(
-    [
-        ("magic", "<u4"),
-        ("num_seqs", "<u4"),
-        ("step_id", "<u8"),
-        ("num_tokens", "<u4"),
-        ("num_logits", "<u4"),
-        ("table_width", "<u4"),
-        ("num_bias", "<u4"),
-        ("max_query_len", "<u4"),
-        ("max_seq_len", "<u4"),
-        ("max_num_logprobs", "<i4"),
-        ("checksum", "<u4"),
-    ]
-)
+# magic, step_id, then six counts that decide every offset, then a checksum of all that stands before it
+_HEADER = struct.Struct("<IQIIIIIi")
+_CHECKSUM = struct.Struct("<I")
+_HEADER_BYTES = _HEADER.size + _CHECKSUM.size
 
 
 @dataclass(slots=True)
@@ -74,10 +65,6 @@ class StepMetadata:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
-
-    @property
-    def max_query_len(self) -> int:
-        return int(np.diff(self.query_start_loc).max()) if self.num_seqs else 0
 
     @property
     def max_num_logprobs(self) -> int:
@@ -144,7 +131,7 @@ def _aligned(size: int) -> int:
 
 
 def _size(sections: list[tuple[str, str, tuple[int, ...]]]) -> int:
-    total = _aligned(_HEADER.itemsize)
+    total = _aligned(_HEADER_BYTES)
     for _, dtype, shape in sections:
         total += _aligned(np.dtype(dtype).itemsize * int(np.prod(shape, dtype=np.int64)))
     return total
@@ -152,7 +139,7 @@ def _size(sections: list[tuple[str, str, tuple[int, ...]]]) -> int:
 
 def _views(buffer: memoryview, sections: list[tuple[str, str, tuple[int, ...]]]) -> dict[str, np.ndarray]:
     views = {}
-    offset = _aligned(_HEADER.itemsize)
+    offset = _aligned(_HEADER_BYTES)
     for name, dtype, shape in sections:
         count = int(np.prod(shape, dtype=np.int64))
         views[name] = np.frombuffer(buffer, dtype, count, offset).reshape(shape)
@@ -193,37 +180,17 @@ def pack_step(step: StepMetadata, buffer: memoryview) -> int:
         raise ProtocolError(f"step {step.step_id} needs {size} bytes, the slot holds {len(buffer)}")
     for name, view in _views(buffer, sections).items():
         view[...] = getattr(step, name)
-    header = np.frombuffer(buffer, _HEADER, 1)
-    header[0] = (
-        _MAGIC,
-        step.num_seqs,
-        step.step_id,
-        step.num_tokens,
-        rows,
-        width,
-        m,
-        step.max_query_len,
-        int(step.seq_lens.max()) if step.num_seqs else 0,
-        step.max_num_logprobs,
-        0,
-    )
-    header["checksum"] = _checksum(header)
+    _write_header(buffer, step.step_id, step.num_seqs, step.num_tokens, width, rows, m, -1)
     return size
 
 
 def unpack_step(buffer: memoryview) -> StepMetadata:
     """Views of the step in `buffer`: valid until the slot is written again. Raises `ProtocolError` on foreign bytes."""
-    head = _read_header(buffer)
-    sections = _step_sections(
-        int(head["num_seqs"]),
-        int(head["num_tokens"]),
-        int(head["table_width"]),
-        int(head["num_logits"]),
-        int(head["num_bias"]),
-    )
+    step_id, s, t, width, rows, m, _ = _read_header(buffer)
+    sections = _step_sections(s, t, width, rows, m)
     if _size(sections) > len(buffer):
         raise ProtocolError("the header announces more than the buffer holds")
-    return StepMetadata(step_id=int(head["step_id"]), **_views(buffer, sections))
+    return StepMetadata(step_id=step_id, **_views(buffer, sections))
 
 
 def pack_output(output: StepOutput, buffer: memoryview) -> int:
@@ -236,33 +203,33 @@ def pack_output(output: StepOutput, buffer: memoryview) -> int:
         raise ProtocolError(f"the answer to step {output.step_id} needs {size} bytes, the slot holds {len(buffer)}")
     for name, view in _views(buffer, sections).items():
         view[...] = getattr(output, name)
-    header = np.frombuffer(buffer, _HEADER, 1)
-    header[0] = (_MAGIC, 0, output.step_id, 0, rows, 0, 0, 0, 0, k, 0)
-    header["checksum"] = _checksum(header)
+    _write_header(buffer, output.step_id, 0, 0, 0, rows, 0, k)
     return size
 
 
 def unpack_output(buffer: memoryview) -> StepOutput:
     """A copy of the answer in `buffer`. Raises `ProtocolError` on foreign bytes."""
-    head = _read_header(buffer)
-    sections = _output_sections(int(head["num_logits"]), int(head["max_num_logprobs"]))
+    step_id, _, _, _, rows, _, k = _read_header(buffer)
+    sections = _output_sections(rows, k)
     if _size(sections) > len(buffer):
         raise ProtocolError("the header announces more than the buffer holds")
     views = {name: view.copy() for name, view in _views(buffer, sections).items()}
-    return StepOutput(step_id=int(head["step_id"]), **views)
+    return StepOutput(step_id=step_id, **views)
 
 
-def _read_header(buffer: memoryview) -> np.void:
-    if len(buffer) < _aligned(_HEADER.itemsize):
+def _write_header(
+    buffer: memoryview, step_id: int, num_seqs: int, num_tokens: int, width: int, rows: int, num_bias: int, k: int
+) -> None:
+    _HEADER.pack_into(buffer, 0, _MAGIC, step_id, num_seqs, num_tokens, width, rows, num_bias, k)
+    _CHECKSUM.pack_into(buffer, _HEADER.size, zlib.crc32(buffer[: _HEADER.size]))
+
+
+def _read_header(buffer: memoryview) -> tuple[int, int, int, int, int, int, int]:
+    """The header's numbers, once the checksum has shown that it is one: they decide every offset."""
+    if len(buffer) < _HEADER_BYTES:
         raise ProtocolError(f"{len(buffer)} bytes cannot hold a header")
-    header = np.frombuffer(buffer, _HEADER, 1).copy()
-    if header["magic"][0] != _MAGIC or header["checksum"][0] != _checksum(header):
+    (checksum,) = _CHECKSUM.unpack_from(buffer, _HEADER.size)
+    magic, step_id, s, t, width, rows, m, k = _HEADER.unpack_from(buffer, 0)
+    if magic != _MAGIC or checksum != zlib.crc32(buffer[: _HEADER.size]):
         raise ProtocolError("not a step of this layout: wrong magic or checksum")
-    return header[0]
-
-
-def _checksum(header: np.ndarray) -> int:
-    """Of the header alone: it decides every offset, so a torn or foreign one must be noticed before it is believed."""
-    words = header.view("<u4").astype(np.uint64)
-    words = words[:-1]  # the checksum itself is the last word
-    return int((words * np.arange(1, len(words) + 1, dtype=np.uint64)).sum() & 0xFFFFFFFF)
+    return step_id, s, t, width, rows, m, k

@@ -188,22 +188,17 @@ def joined(parts: list[StepOutput]) -> StepOutput:
     if width < 0:
         return StepOutput(parts[0].step_id, token_ids, finite)
     rows = len(token_ids)
-    out = StepOutput(
-        parts[0].step_id,
-        token_ids,
-        finite,
-        logprobs=np.zeros(rows, np.float32),
-        ranks=np.zeros(rows, np.int32),
-        top_ids=np.full((rows, width), -1, np.int32),
-        top_logprobs=np.full((rows, width), -np.inf, np.float32),
-    )
+    logprobs = np.zeros(rows, np.float32)
+    ranks = np.zeros(rows, np.int32)
+    top_ids = np.full((rows, width), -1, np.int32)
+    top_logprobs = np.full((rows, width), -np.inf, np.float32)
     start = 0
     for part in parts:
-        stop = start + len(part.token_ids)
-        if part.logprobs is not None:
-            out.logprobs[start:stop] = part.logprobs
-            out.ranks[start:stop] = part.ranks
-            out.top_ids[start:stop, : part.top_ids.shape[1]] = part.top_ids
-            out.top_logprobs[start:stop, : part.top_ids.shape[1]] = part.top_logprobs
-        start = stop
-    return out
+        here = slice(start, start + len(part.token_ids))
+        start = here.stop
+        if part.logprobs is None or part.ranks is None or part.top_ids is None or part.top_logprobs is None:
+            continue  # no row of this chunk wanted them
+        columns = part.top_ids.shape[1]
+        logprobs[here], ranks[here] = part.logprobs, part.ranks
+        top_ids[here, :columns], top_logprobs[here, :columns] = part.top_ids, part.top_logprobs
+    return StepOutput(parts[0].step_id, token_ids, finite, logprobs, ranks, top_ids, top_logprobs)

@@ -15,7 +15,7 @@ import mmap
 import os
 import select
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import asdict, dataclass
 
 _LINE = 64  # bytes; one counter per cache line, so that readers do not disturb each other
@@ -102,7 +102,7 @@ class RingWriter:
         self._message = 0
 
     @contextlib.contextmanager
-    def send(self) -> Iterator[memoryview]:
+    def send(self) -> Generator[memoryview]:
         """Yields the next slot to fill; on leaving, every reader is woken.
 
         Raises `RuntimeError` when a reader still holds the slot (more messages in flight than slots), and
@@ -149,7 +149,7 @@ class RingReader:
         self._message = 0
 
     @contextlib.contextmanager
-    def recv(self, timeout_s: float | None = None) -> Iterator[memoryview]:
+    def recv(self, timeout_s: float | None = None) -> Generator[memoryview]:
         """Blocks for the next message and yields its slot; on leaving, the slot may be overwritten.
 
         Raises `ChannelClosedError` when the writer is gone and `TimeoutError` after `timeout_s`.

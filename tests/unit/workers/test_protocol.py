@@ -104,12 +104,10 @@ def test_foreign_bytes_are_refused(data: bytes) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(0, 63), st.integers(1, 255))
+@given(st.integers(0, 39), st.integers(1, 255))
 def test_a_damaged_header_is_refused(position: int, flip: int) -> None:
     buffer = bytearray(max_step_bytes(CONFIG))
     pack_step(random_step(np.random.default_rng(2), 4, 4, 4, 4), memoryview(buffer))
-    if position >= 48:  # beyond the header's fields: padding
-        position -= 16
     buffer[position] ^= flip
     with pytest.raises(ProtocolError):
         unpack_step(memoryview(buffer))

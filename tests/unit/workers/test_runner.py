@@ -1,0 +1,95 @@
+"""One rank's steps without processes: chunks of logits rows join to what one piece would have given."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.golden.tiny_models import make_tiny
+from workers import runner as runner_module
+from workers.config import WorkerConfig
+from workers.parallel import TensorParallel
+from workers.preflight import preflight
+from workers.protocol import StepMetadata, empty_step
+from workers.runner import Runner, rows_of
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    checkpoint = make_tiny(tmp_path_factory.mktemp("model"), "qwen2")
+    config = WorkerConfig(
+        str(checkpoint),
+        device="cpu",
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=2,
+        max_num_batched_tokens=256,
+        block_size=16,
+        kv_cache_bytes=1 << 20,
+        num_threads=1,
+    )
+    one = Runner(preflight(config), TensorParallel.solo())
+    one.load(lambda fraction: None)
+    one.allocate(one.num_blocks_that_fit())
+    return one
+
+
+def scoring_step(num_tokens: int) -> StepMetadata:
+    """A prompt whose every token but the first is scored, with different numbers of logprobs; the last row samples.
+
+    Row 3 may not choose id 7, and row 150 is pushed to id 11.
+    """
+    tokens = (np.arange(num_tokens) * 7 % 300).astype(np.int32)
+    positions = np.arange(num_tokens, dtype=np.int32)
+    return StepMetadata(
+        step_id=3,
+        token_ids=tokens,
+        positions=positions,
+        slot_mapping=positions.astype(np.int64) + 16,
+        query_start_loc=np.array([0, num_tokens], np.int32),
+        seq_lens=np.array([num_tokens], np.int32),
+        block_tables=np.arange(1, 17, dtype=np.int32).reshape(1, -1),
+        logits_indices=positions,
+        target_ids=np.append(tokens[1:], -1).astype(np.int32),
+        sample_positions=positions + 1,
+        temperature=np.zeros(num_tokens, np.float32),
+        top_p=np.ones(num_tokens, np.float32),
+        top_k=np.zeros(num_tokens, np.int32),
+        min_p=np.zeros(num_tokens, np.float32),
+        seeds=np.zeros(num_tokens, np.int64),
+        num_logprobs=np.where(positions < 100, 2, np.where(positions < 140, -1, 5)).astype(np.int32),
+        bias_rows=np.array([3, 150], np.int32),
+        bias_ids=np.array([7, 11], np.int32),
+        bias_values=np.array([-np.inf, 50.0], np.float32),
+    )
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 64, 128, 199])
+def test_chunks_of_rows_join_to_the_whole(runner: Runner, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    step = scoring_step(200)
+    monkeypatch.setattr(runner_module, "MAX_LOGITS_ROWS", 1000)
+    whole = runner.execute(step)
+    monkeypatch.setattr(runner_module, "MAX_LOGITS_ROWS", chunk)
+    joined = runner.execute(step)
+    assert whole is not None and joined is not None
+    np.testing.assert_array_equal(joined.token_ids, whole.token_ids)
+    np.testing.assert_array_equal(joined.token_ids[:-1], step.target_ids[:-1])
+    np.testing.assert_array_equal(joined.ranks, whole.ranks)
+    np.testing.assert_array_equal(joined.top_ids, whole.top_ids)
+    assert joined.logprobs is not None and whole.logprobs is not None
+    np.testing.assert_allclose(joined.logprobs, whole.logprobs, atol=2e-6)
+    assert (whole.logprobs[:100] < 0).all()
+
+
+def test_rows_carry_their_bias_along() -> None:
+    step = scoring_step(200)
+    part = rows_of(step, 140, 160)
+    np.testing.assert_array_equal(part.logits_indices, np.arange(140, 160))
+    np.testing.assert_array_equal(part.bias_rows, [10])
+    np.testing.assert_array_equal(part.bias_ids, [11])
+    assert len(rows_of(step, 4, 100).bias_rows) == 0
+
+
+def test_a_heartbeat_is_answered_with_nothing(runner: Runner) -> None:
+    output = runner.execute(empty_step(9))
+    assert output is not None and output.step_id == 9 and len(output.token_ids) == 0
