@@ -1,6 +1,5 @@
 """One rank's steps without processes: chunks of logits rows join to what one piece would have given."""
 
-from pathlib import Path
 
 import numpy as np
 import pytest
