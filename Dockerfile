@@ -18,11 +18,12 @@ WORKDIR /opt/oarlock
 COPY requirements.txt ./
 
 FROM build AS build-cpu
-# PyTorch publishes wheels without CUDA on an index of its own: a few hundred megabytes instead of several thousand.
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# The default Linux wheel of PyTorch carries CUDA along: several gigabytes that a CPU image has no use for. PyTorch
+# publishes wheels without it on an index of its own; its address goes here: --build-arg TORCH_INDEX=...
+ARG TORCH_INDEX
 RUN --mount=type=cache,target=/root/.cache/pip \
     grep '^torch==' requirements.txt > torch.txt \
-    && pip install --index-url "$TORCH_INDEX" -r torch.txt \
+    && pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -r torch.txt \
     && rm torch.txt \
     && pip install -r requirements.txt
 COPY . .
@@ -37,7 +38,7 @@ RUN pip install --no-deps --no-build-isolation --editable . && python -m compile
 # ---------------------------------------------------------------- what both images run on
 FROM ${PYTHON_IMAGE} AS runtime
 RUN useradd --uid 10001 --create-home --home-dir /home/oarlock oarlock \
-    && mkdir /cache && chown oarlock:oarlock /cache
+    && mkdir -p /cache/huggingface && chown -R oarlock:oarlock /cache
 ENV PATH=/opt/venv/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \

@@ -116,6 +116,10 @@ class Tokenizer:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
 
+# From any of these transformers can build a fast tokenizer.
+_VOCABULARY_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
+
+
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
     file = path / "tokenizer.json"
     if not file.is_file():
@@ -130,6 +134,11 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
 
 def _convert(path: Path) -> tokenizers.Tokenizer:
     """A checkpoint with only a SentencePiece model, or a vocabulary and merges, by way of transformers."""
+    if not any((path / name).is_file() for name in _VOCABULARY_FILES):  # transformers would make up an empty one
+        raise StartupError(
+            f"{path} has no tokenizer.json, nor any other vocabulary of a tokenizer.",
+            "Put the checkpoint's tokenizer.json beside its weights.",
+        )
     from transformers import AutoTokenizer  # slow to import, and needed by few checkpoints
 
     try:

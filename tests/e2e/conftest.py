@@ -34,7 +34,7 @@ CODE = (
     "from collections import ",
 )
 PROMPTS = [f"Q: What does {name} do?\nA:" for name in NAMES.split()] + list(CODE)
-MAX_TOKENS = 16
+MAX_TOKENS = 12
 
 
 @pytest.fixture(scope="session")

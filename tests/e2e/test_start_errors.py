@@ -19,7 +19,7 @@ USAGE, CONFIGURATION, MEMORY = 2, 3, 4
 def start(*arguments, **env):
     """`oarlock serve …` that is expected to fail: (status, its `error:` line, its `fix:` line)."""
     result = subprocess.run(
-        command("serve", *arguments), cwd=ROOT, env=environment(**env), capture_output=True, text=True, timeout=60
+        command("serve", *arguments), cwd=ROOT, env=environment(**env), capture_output=True, text=True, timeout=30
     )
     output = result.stdout + result.stderr
     assert "Traceback" not in output, output

@@ -3,7 +3,7 @@
 Three questions, one table each. Only ratios from one run count: the machine may be shared.
 
     1. output tokens per second and time per token against `generate` of the same batch size
-    2. how much of a token's wall time at the highest concurrency is not the ranks' step: engine and server
+    2. how much of the wall time at the highest concurrency lies outside the engine's steps
     3. tensor parallelism 2 with one thread per rank against 1 with two threads
 
     python -m tests.load.compare --rounds 3 --json result.json
@@ -25,7 +25,7 @@ from tests.e2e.running import ROOT, RunningServer
 from tests.load import load_test
 from tests.load.checkpoint import QUICK_SHAPE, TRUE_SHAPE, ensure, prompts
 
-# The engine's own account: seconds its ranks spent in steps, and the number of steps.
+# The engine's own account: seconds from deciding each step to having its tokens, and the number of steps.
 STEP_SECONDS = "oarlock:step_seconds_sum"
 STEPS = "oarlock:step_seconds_count"
 
@@ -134,7 +134,7 @@ def against_transformers(plan: Plan, server: RunningServer, baseline: BaselinePr
 
 
 def own_share(plan: Plan, server: RunningServer) -> dict[str, Any]:
-    """Question 2: over a busy stretch, the wall time in which no rank was in a step, as a share of all steps' time."""
+    """Question 2: over a busy stretch, the wall time outside steps, as a share of the time inside them."""
     concurrency = max(plan.concurrency)
     shares = []
     for turn in range(1, plan.rounds + 1):
@@ -185,7 +185,7 @@ def report(result: dict[str, Any]) -> str:
             )
     if "own_share" in result:
         share = result["own_share"]
-        lines.append(f"engine and server add to the step at c={share['concurrency']}: {shown(share['added_to_step'])}")
+        lines.append(f"wall time added to the steps at c={share['concurrency']}: {shown(share['added_to_step'])}")
     if "across_ranks" in result:
         lines.append("TP 2 (half the threads each) / TP 1, out tok/s")
         for row in result["across_ranks"]:

@@ -301,12 +301,13 @@ def test_a_start_that_fails_says_why(scenario: dict, code: int, says: str) -> No
 
 def test_a_cancelled_start_leaves_no_process() -> None:
     async def scene() -> None:
+        before = set(_children())
         loading = asyncio.Event()
         config = scenario_config(load_s=1000)
         start = EngineClient.start(config, lambda phase, fraction: loading.set(), command=[ENGINE])
         task = asyncio.create_task(start)
         await loading.wait()
-        children = _children()
+        children = set(_children()) - before
         assert children
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
