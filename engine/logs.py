@@ -30,7 +30,7 @@ def _on_one_line(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
-def log_to_stderr(level: int = logging.INFO) -> None:
+def log_to_stderr(level: str = "INFO") -> None:
     """For a process of its own: all loggers of the house write here."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LineFormatter())

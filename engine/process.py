@@ -71,6 +71,7 @@ def _serve(sock: socket.socket, start_group: StartGroup) -> int:
     except FrameError as error:
         logger.error('event=bad_config cause="%s"', error)
         return EXIT_BUG
+    log_to_stderr(config.worker.log_level)
     try:
         group = start_group(
             config.worker,

@@ -179,6 +179,7 @@ class Settings:
             num_threads=self.num_threads,
             attention_backend=self.attention_backend,
             step_timeout_s=self.step_timeout,
+            log_level=self.log_level.upper(),
         )
         return EngineConfig(
             worker=worker,

@@ -31,6 +31,7 @@ class WorkerConfig:
     num_threads: int | None = None  # CPU threads of one rank; None: cores / ranks, at least one
     attention_backend: str = "auto"  # auto | reference | cpu
     step_timeout_s: float = 120.0  # a step that takes longer is a hung rank
+    log_level: str = "INFO"  # of the engine's and the ranks' logs, a name of the logging module
 
     def with_(self, **changes: Any) -> "WorkerConfig":
         """A copy with some fields replaced."""

@@ -57,6 +57,17 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
+def log_to_stderr(rank: int, level: str) -> None:
+    """Lines like the engine's, with the rank in place of the process."""
+    logging.Formatter.converter = time.gmtime
+    logging.basicConfig(
+        level=level,
+        stream=sys.stderr,
+        format=f"time=%(asctime)s.%(msecs)03dZ level=%(levelname)s logger=%(name)s rank={rank} %(message)s",
+        datefmt="%Y-%m-%dT%H:%M:%S",
+    )
+
+
 def main(argv: list[str]) -> int:
     """Entry of a rank process. Returns 0 after an orderly end; leaves at once when the parent is gone."""
     arguments = RankArguments(**json.loads(argv[0]))
@@ -64,9 +75,7 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the parent decides
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # asked for by the group when a step hangs
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format=f"%(levelname)s rank={arguments.rank} %(name)s %(message)s"
-    )
+    log_to_stderr(arguments.rank, WorkerConfig.from_json(arguments.config).log_level)
     control = Control.from_fd(arguments.control_fd)
     try:
         runner, tp = start(arguments, control)

@@ -137,7 +137,6 @@ SERVER_OPTIONS = {
     "api_key",
     "max_body_size",
     "drain_timeout",
-    "log_level",
     "enable_log_requests",
 }
 

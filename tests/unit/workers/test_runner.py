@@ -1,6 +1,5 @@
 """One rank's steps without processes: chunks of logits rows join to what one piece would have given."""
 
-
 import numpy as np
 import pytest
 
