@@ -19,6 +19,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,26 +84,37 @@ async def one_request(client: httpx.AsyncClient, model: str, prompt: list[int], 
         "stream_options": {"include_usage": True},
     }
     started = time.perf_counter()
-    times: list[float] = []
-    usage: dict[str, Any] | None = None
+    pieces: list[tuple[float, bytes]] = []
     async with client.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
             raise RuntimeError(f"{response.status_code}: {(await response.aread()).decode()[:500]}")
-        async for line in response.aiter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            chunk = json.loads(line[6:])
-            if "error" in chunk:
-                raise RuntimeError(str(chunk["error"]))
-            usage = chunk.get("usage") or usage
-            if chunk["choices"] and chunk["choices"][0]["text"]:
-                times.append(time.perf_counter())
+        # The client may share its cores with the server: while the clock runs it only notes what came when.
+        async for piece in response.aiter_raw():
+            pieces.append((time.perf_counter(), piece))
     ended = time.perf_counter()
+    times: list[float] = []
+    usage: dict[str, Any] | None = None
+    for arrived, chunk in chunks_of(pieces):
+        if "error" in chunk:
+            raise RuntimeError(str(chunk["error"]))
+        usage = chunk.get("usage") or usage
+        if chunk["choices"] and chunk["choices"][0]["text"]:
+            times.append(arrived)
     counted = usage["completion_tokens"] if usage else None
     if counted != output_tokens or not times:
         raise RuntimeError(f"asked for {output_tokens} tokens, the server counts {counted} in {len(times)} chunks")
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     return Sample(output_tokens, times[0] - started, ended - started, gaps)
+
+
+def chunks_of(pieces: list[tuple[float, bytes]]) -> Iterator[tuple[float, dict[str, Any]]]:
+    """The stream's JSON chunks, each with the time at which its last byte had come."""
+    rest = b""
+    for arrived, piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: ") and line != b"data: [DONE]":
+                yield arrived, json.loads(line[6:])
 
 
 async def closed_loop(url: str, model: str, work: list[list[int]], concurrency: int, output_tokens: int) -> Report:

@@ -95,3 +95,8 @@ def test_the_comparison(tmp_path):
         assert row["throughput_ratio"]["median"] > 0
     assert written["own_share"]["added_to_step"]["median"] > -0.5
     assert "out tok/s" in result.stdout
+
+
+def test_chunks_are_timed_by_their_last_byte() -> None:
+    pieces = [(1.0, b'data: {"a"'), (2.0, b': 1}\n\ndata: {"a": 2}\n\n: ping\n\nda'), (3.0, b"ta: [DONE]\n\n")]
+    assert list(load_test.chunks_of(pieces)) == [(2.0, {"a": 1}), (2.0, {"a": 2})]
