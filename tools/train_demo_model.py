@@ -176,7 +176,7 @@ def answer_loss(model: Qwen2ForCausalLM, batch: list[Example], device: torch.dev
 def make_optimizers(model: Qwen2ForCausalLM, learning_rate: float) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices, AdamW for the embedding, the biases and the norms.
 
-    Muon learns rare facts in markedly fewer passes than AdamW does, and matches AdamW's update size by a setting.
+    One learning rate serves both: Muon's updates are scaled to the size that AdamW's have.
     """
     matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and "embed" not in name]
     rest = [weight for name, weight in model.named_parameters() if weight.ndim != 2 or "embed" in name]
