@@ -67,17 +67,14 @@ class ProcessGroup:
         """Create all channels, then one process per rank that inherits its ends of them."""
         step_layout = RingLayout.holding(max_step_bytes(self.config), self._size)
         output_layout = RingLayout.holding(max_output_bytes(self.config), 1)
-        step_memory, output_memory = (
-            anonymous_memory(step_layout.total_bytes),
-            anonymous_memory(output_layout.total_bytes),
-        )
+        step_memory = anonymous_memory(step_layout.total_bytes)
+        output_memory = anonymous_memory(output_layout.total_bytes)
         collective_memory = anonymous_memory(total_bytes(self._size, _COLLECTIVE_BUFFER_BYTES))
         step_pipes = [os.pipe() for _ in range(self._size)]
         output_pipe = os.pipe()
         listener = socket.create_server(("127.0.0.1", 0))
         self._steps = RingWriter(step_memory, [write for _, write in step_pipes], step_layout)
         self._answers = RingReader(output_memory, output_pipe[0], 0, output_layout)
-        inherited = [step_memory, output_memory, collective_memory, output_pipe[1], listener.fileno()]
         for rank in range(self._size):
             ours, theirs = Control.pair()
             self._controls.append(ours)
@@ -101,12 +98,12 @@ class ProcessGroup:
             fds = [step_memory, output_memory, collective_memory, theirs.fileno(), step_pipes[rank][0]]
             if first:
                 fds += [output_pipe[1], listener.fileno()]
-            self._processes.append(_spawn_rank(arguments, fds))
+            self._processes.append(_spawn_rank(self.config, arguments, fds))
             theirs.close()
             os.close(step_pipes[rank][0])
         listener.close()
-        for fd in inherited[:-1]:
-            os.close(fd)
+        for fd in (step_memory, output_memory, collective_memory, output_pipe[1]):
+            os.close(fd)  # the ranks have their own; ours would keep a dead rank's pipe open
 
     def _load(self, on_progress: OnProgress) -> WorkerInfo:
         """Follow all ranks through loading; they agree on the smallest number of blocks any of them has room for."""
@@ -236,10 +233,9 @@ class ProcessGroup:
             self._answers.close()
 
 
-def _spawn_rank(arguments: RankArguments, fds: list[int]) -> subprocess.Popen[bytes]:
+def _spawn_rank(config: WorkerConfig, arguments: RankArguments, fds: list[int]) -> subprocess.Popen[bytes]:
     root = str(Path(__file__).resolve().parent.parent)
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    config = WorkerConfig.from_json(arguments.config)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     if config.device == "cpu" and config.num_threads:
         environment["OMP_NUM_THREADS"] = str(config.num_threads)
