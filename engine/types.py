@@ -17,6 +17,14 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the whole answer must match, as the one who compiles it reads it."""
+
+    kind: str  # json_schema | regex | lark | choice | json_object
+    text: str  # the schema or choices as JSON, the expression, or the grammar; empty for json_object
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose tokens. Ranges are checked by the server; the engine checks ids against the vocabulary."""
 
@@ -31,6 +39,13 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # asked for by the caller
     logprobs: int | None = None  # None: none; k: the sampled token's and the k best
     prompt_logprobs: int | None = None  # the same for each prompt token but the first
+    presence_penalty: float = 0.0  # [-2, 2]; subtracted once from every id generated before
+    frequency_penalty: float = 0.0  # [-2, 2]; subtracted as often as the id was generated before
+    repetition_penalty: float = 1.0  # > 0; divides positive and multiplies negative logits of ids in prompt and output
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (id, added to its logit); -100 bans, 100 forces
+    allowed_token_ids: tuple[int, ...] | None = None  # None: all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
