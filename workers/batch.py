@@ -1,6 +1,6 @@
 """One step on the device: the numpy views of `StepMetadata` as tensors, plus the few host numbers that plans need.
 
-T  query tokens, padded to at least two rows      S  sequences      B  block-table columns      L  logits rows
+T  query tokens, padded to `min_rows`      S  sequences      B  block-table columns      L  logits rows
 """
 
 from dataclasses import dataclass
@@ -10,10 +10,6 @@ import torch
 from torch import Tensor
 
 from workers.protocol import NULL_BLOCK, StepMetadata
-
-# oneDNN takes another kernel for a single row, with other rounding: with at least two rows a token's numbers do not
-# depend on how many others share its step.
-MIN_ROWS = 2
 
 
 @dataclass(slots=True)
@@ -30,16 +26,19 @@ class Batch:
     query_start_loc: Tensor  # int32 [S + 1]
     seq_lens: Tensor  # int32 [S]
     block_tables: Tensor  # int32 [S, B]
-    logits_indices: Tensor  # int64 [max(L, 2)]
+    logits_indices: Tensor  # int64 [max(L, min_rows)]
 
     @property
     def num_seqs(self) -> int:
         return len(self.query_lens)
 
     @staticmethod
-    def from_step(step: StepMetadata, device: torch.device) -> "Batch":
-        """Copy a step to `device`. On the CPU, arrays that need no widening stay views of the step's buffer."""
-        pad = max(0, MIN_ROWS - step.num_tokens)
+    def from_step(step: StepMetadata, device: torch.device, min_rows: int = 2) -> "Batch":
+        """Copy a step to `device`. On the CPU, arrays that need no widening stay views of the step's buffer.
+
+        `min_rows`: what products must be called with, see `layers.matmul.min_rows`.
+        """
+        pad = max(0, min_rows - step.num_tokens)
         num_logits = len(step.logits_indices)
 
         def widened(array, rows: int, fill: int = 0) -> Tensor:
@@ -63,5 +62,5 @@ class Batch:
             query_start_loc=moved(step.query_start_loc),
             seq_lens=moved(step.seq_lens),
             block_tables=moved(step.block_tables),
-            logits_indices=widened(step.logits_indices, max(num_logits, MIN_ROWS) if num_logits else 0),
+            logits_indices=widened(step.logits_indices, max(num_logits, min_rows) if num_logits else 0),
         )

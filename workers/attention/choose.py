@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 
+from workers.attention.avx512 import Avx512Backend
 from workers.attention.base import AttentionBackend, KVSpec
 from workers.attention.cpu import CpuBackend
 from workers.attention.reference import ReferenceBackend
 from workers.errors import StartupError
 
 # Fastest first; the reference serves whatever nobody else does.
-BACKENDS: tuple[type[AttentionBackend], ...] = (CpuBackend, ReferenceBackend)
+BACKENDS: tuple[type[AttentionBackend], ...] = (Avx512Backend, CpuBackend, ReferenceBackend)
 
 
 def choose(spec: KVSpec, name: str, log: Callable[[str], None]) -> AttentionBackend:

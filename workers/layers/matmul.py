@@ -1,10 +1,11 @@
-"""Products with a constant weight, once it is loaded: plain, or packed once for the CPU's oneDNN kernels.
+"""Products with a constant weight, once it is loaded: plain, or packed once for a kernel of the CPU's.
 
 This is the seam for other weight forms (quantised, hand-written kernels): a layer asks `matmul` or `gated_matmul` for
 something to call and does not know which it got. Nothing here knows about ranks.
 
 Why packed: an ordinary `F.linear` with few rows lays the weight out anew at every call. A packed one reads it in the
-kernel's own order, and its rows do not depend on how many others share the call, as long as there are at least two.
+kernel's own order, and its rows do not depend on how many others share the call: our own kernel's never, oneDNN's as
+long as there are at least two.
 """
 
 import logging
@@ -15,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from workers.kernels import build
 from workers.layers.activation import ACTIVATIONS
+from workers.layers.avx512_matmul import Avx512GatedMatmul, Avx512Matmul, can_serve
 
 _log = logging.getLogger(__name__)
 
@@ -110,15 +113,27 @@ class PackedGatedMatmul:
         return pointwise.binary(x, gate, self.up.blocks[0], self.up.bias, "mul")
 
 
-def matmul(weight: Tensor, bias: Tensor | None = None) -> Matmul:
-    """The best product for this weight; the caller should let go of `weight`."""
+def matmul(weight: Tensor, bias: Tensor | None = None, *, wide: bool = False) -> Matmul:
+    """The best product for this weight; the caller should let go of `weight`. `wide`: float32 results where sums are
+    float32 anyway, for a caller who would widen them."""
+    if can_serve(weight):
+        return Avx512Matmul(weight, bias, wide=wide)
     return (PackedMatmul if can_pack(weight.dtype, weight.device.type) else PlainMatmul)(weight, bias)
 
 
 def gated_matmul(weight: Tensor, bias: Tensor | None, activation: str) -> GatedMatmul:
     """`weight` [2 * I, K]: gate above up. As `matmul`."""
+    if can_serve(weight):
+        return Avx512GatedMatmul(weight, bias, activation)
     kind = PackedGatedMatmul if can_pack(weight.dtype, weight.device.type) else PlainGatedMatmul
     return kind(weight, bias, activation)
+
+
+def min_rows(dtype: torch.dtype, device: torch.device) -> int:
+    """Rows every product must be called with, so that a row's bits do not depend on how many there are."""
+    if dtype == torch.bfloat16 and device.type == "cpu" and build.why_not() is None:
+        return 1
+    return 2  # oneDNN takes another kernel for a single row
 
 
 @cache

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.unit.workers.attention_cases import Case, Seq, batch_of
+from workers.attention.avx512 import Avx512Backend
 from workers.attention.base import AttentionSpec, KVSpec
 from workers.attention.choose import BACKENDS, choose
 from workers.attention.cpu import CpuBackend
@@ -15,6 +16,12 @@ from workers.errors import StartupError
 
 CPU = torch.device("cpu")
 MIXED = [Seq(1, 1), Seq(1, 37), Seq(9, 9), Seq(1, 300), Seq(5, 64), Seq(1, 64), Seq(33, 129), Seq(2, 2)]
+FAST = [CpuBackend]
+if Avx512Backend.why_not(KVSpec(1, 1, 64, 16, torch.float32, CPU)) is None:
+    FAST.append(Avx512Backend)
+# The portable backend makes no promise about company in float32: torch's products cut their sums by the number of rows.
+INVARIANT = [(backend, dtype) for backend in FAST for dtype in (torch.bfloat16, torch.float16, torch.float32)]
+INVARIANT.remove((CpuBackend, torch.float32))
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
 
@@ -80,31 +87,32 @@ def test_reference_agrees_with_torch(window):
         torch.testing.assert_close(ours, wanted.transpose(0, 1).flatten(1), atol=2e-6, rtol=2e-6)
 
 
-def test_scores_survive_large_key_biases():
+@pytest.mark.parametrize("backend", FAST)
+def test_scores_survive_large_key_biases(backend):
     """Keys that share a large offset make scores in the hundreds, which 16 bits would round by more than one."""
     kv, layer = specs(dtype=torch.bfloat16, group=7)
     case = Case(kv, layer, MIXED, key_bias=64.0)
-    for ours, wanted in zip(case.run(CpuBackend(kv)), case.run(ReferenceBackend(kv)), strict=True):
+    for ours, wanted in zip(case.run(backend(kv)), case.run(ReferenceBackend(kv)), strict=True):
         torch.testing.assert_close(ours, wanted, atol=3e-2, rtol=3e-2)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("backend", "dtype"), INVARIANT, ids=str)
 @pytest.mark.parametrize(
     "options",
     [{"group": 7}, {"group": 1, "block": 32}, {"group": 2, "width": 32, "heads": 4}, {"group": 4, "window": 50}],
     ids=str,
 )
-def test_company_and_chunks_do_not_change_a_bit(options, dtype):
+def test_company_and_chunks_do_not_change_a_bit(options, backend, dtype):
     kv, layer = specs(dtype=dtype, **options)
     case = Case(kv, layer, [Seq(1, 300), Seq(70, 100), Seq(1, 40), Seq(1, 33), Seq(3, 3)])
-    together = case.run(CpuBackend(kv))
+    together = case.run(backend(kv))
     for i in range(len(case.seqs)):
-        assert torch.equal(case.run(CpuBackend(kv), alone=i)[i], together[i]), f"sequence {i} depends on its company"
-    whole = case.run(CpuBackend(kv), [[Seq(seq.context, seq.context) for seq in case.seqs]])
+        assert torch.equal(case.run(backend(kv), alone=i)[i], together[i]), f"sequence {i} depends on its company"
+    whole = case.run(backend(kv), [[Seq(seq.context, seq.context) for seq in case.seqs]])
     pieces = [[Seq(*_next(seq.context, end, 57)) for seq in case.seqs] for end in range(57, 400, 57)]
     by_one = [[Seq(int(end <= seq.context), end) for seq in case.seqs] for end in range(1, 301)]
     for steps in (pieces, by_one):
-        for i, chunked in enumerate(case.run(CpuBackend(kv), steps)):
+        for i, chunked in enumerate(case.run(backend(kv), steps)):
             assert torch.equal(chunked, whole[i]), f"sequence {i} depends on its chunks"
 
 
@@ -132,7 +140,7 @@ def test_long_prompts_are_cut_into_row_blocks_and_groups():
 
 def test_pages_hold_kv_heads_once():
     kv, _ = specs(group=8, heads=2)
-    for backend in (ReferenceBackend(kv), CpuBackend(kv)):
+    for backend in (ReferenceBackend(kv), *(fast(kv) for fast in FAST)):
         (layer,) = backend.allocate(10)
         spare = layer.k.numel() - 10 * 16 * 2 * 64
         assert 0 <= spare <= 16 * 2 * 64, "at most one page beyond the blocks"
@@ -141,13 +149,26 @@ def test_pages_hold_kv_heads_once():
 def test_choose_prefers_the_fast_backend_and_says_why_not():
     kv, _ = specs()
     lines: list[str] = []
-    assert choose(kv, "auto", lines.append).name == "cpu"
+    assert choose(kv, "auto", lines.append).name == FAST[-1].name
+    assert choose(kv, "cpu", lines.append).name == "cpu"
     assert choose(kv, "reference", lines.append).name == "reference"
     odd = KVSpec(1, 2, 64, 16, torch.float64, CPU)
     assert choose(odd, "auto", lines.append).name == "reference"
     assert any("float64" in line for line in lines)
+    for block, width, word in ((24, 64, "block size"), (16, 72, "heads"), (16, 272, "heads")):
+        assert word in (Avx512Backend.why_not(KVSpec(1, 2, width, block, torch.bfloat16, CPU)) or "")
     with pytest.raises(StartupError, match="float64") as refused:
         choose(odd, "cpu", lines.append)
     assert "auto" in refused.value.fix
     with pytest.raises(StartupError, match="flashier"):
         choose(kv, "flashier", lines.append)
+
+
+@pytest.mark.skipif(Avx512Backend not in FAST, reason="no kernels here")
+def test_contexts_longer_than_a_softmax_chunk_and_heads_wider_than_a_register_tile():
+    """Several chunks of 256 positions, a window that begins in the middle of one, and the widest heads."""
+    for options in ({"group": 7, "block": 32}, {"width": 256, "heads": 1}, {"window": 300, "block": 48}):
+        kv, layer = specs(dtype=torch.bfloat16, **options)
+        case = Case(kv, layer, [Seq(1, 1500), Seq(40, 1030), Seq(300, 300), Seq(1, 256), Seq(1, 257)])
+        for ours, wanted in zip(case.run(Avx512Backend(kv)), case.run(ReferenceBackend(kv)), strict=True):
+            torch.testing.assert_close(ours, wanted, atol=1.6e-2, rtol=1.6e-2)

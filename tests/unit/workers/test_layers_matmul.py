@@ -4,7 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from workers.kernels import build
 from workers.layers.activation import ACTIVATIONS
+from workers.layers.avx512_matmul import Avx512GatedMatmul, Avx512Matmul
 from workers.layers.matmul import (
     FLOAT32_BLOCK,
     PackedGatedMatmul,
@@ -14,10 +16,15 @@ from workers.layers.matmul import (
     can_pack,
     gated_matmul,
     matmul,
+    min_rows,
 )
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PACKED = [dtype for dtype in DTYPES if can_pack(dtype, "cpu")]  # float16 is packed by few processors
+# (dtype, linear, gated, the fewest rows it promises anything for): every fast form this machine has
+FORMS = [pytest.param(dtype, PackedMatmul, PackedGatedMatmul, 2, id=f"onednn-{dtype}") for dtype in PACKED]
+if build.why_not() is None:
+    FORMS.append(pytest.param(torch.bfloat16, Avx512Matmul, Avx512GatedMatmul, 1, id="avx512"))
 SHAPES = [(48, 64), (33, 50), (200, FLOAT32_BLOCK), (96, FLOAT32_BLOCK + 1), (70, 3 * FLOAT32_BLOCK + 40)]
 COUNTS = (1, 2, 3, 5, 8, 17, 64, 300)
 
@@ -26,15 +33,17 @@ def tolerance(dtype: torch.dtype, size: float) -> float:
     return {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}[dtype] * size
 
 
-@pytest.mark.parametrize("dtype", PACKED)
+@pytest.mark.parametrize(("dtype", "linear", "gated", "fewest"), FORMS)
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("with_plus", [False, True])
-def test_packed_equals_plain(dtype: torch.dtype, outputs: int, inputs: int, with_bias: bool, with_plus: bool) -> None:
+def test_packed_equals_plain(dtype, linear, gated, fewest, outputs, inputs, with_bias, with_plus) -> None:
+    if linear is Avx512Matmul and inputs % 2:
+        pytest.skip("the kernel takes inputs in pairs; oneDNN serves the others")
     torch.manual_seed(0)
     weight = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
     bias = torch.randn(outputs).to(dtype) if with_bias else None
-    packed, plain = PackedMatmul(weight.clone(), bias), PlainMatmul(weight, bias)
+    packed, plain = linear(weight.clone(), bias), PlainMatmul(weight, bias)
     for rows in COUNTS:
         x, plus = torch.randn(rows, inputs).to(dtype), torch.randn(rows, outputs).to(dtype) if with_plus else None
         kept = None if plus is None else plus.clone()
@@ -48,15 +57,15 @@ def test_packed_equals_plain(dtype: torch.dtype, outputs: int, inputs: int, with
             assert torch.equal(plus, kept), "the residual must not be written to"
 
 
-@pytest.mark.parametrize("dtype", PACKED)
+@pytest.mark.parametrize(("dtype", "linear", "gated", "fewest"), FORMS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("inputs", [64, 2 * FLOAT32_BLOCK + 8])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_packed_gate_equals_plain(dtype: torch.dtype, activation: str, inputs: int, with_bias: bool) -> None:
+def test_packed_gate_equals_plain(dtype, linear, gated, fewest, activation, inputs, with_bias) -> None:
     torch.manual_seed(0)
     weight = (torch.randn(2 * 40, inputs) / inputs**0.5).to(dtype)
     bias = torch.randn(2 * 40).to(dtype) if with_bias else None
-    packed = PackedGatedMatmul(weight.clone(), bias, activation)
+    packed = gated(weight.clone(), bias, activation)
     plain = PlainGatedMatmul(weight, bias, activation)
     act = F.silu if activation == "silu" else lambda y: F.gelu(y, approximate="tanh")
     for rows in COUNTS:
@@ -68,10 +77,10 @@ def test_packed_gate_equals_plain(dtype: torch.dtype, activation: str, inputs: i
             assert (product(x).double() - truth).abs().max() <= limit
 
 
-@pytest.mark.parametrize("dtype", PACKED)
+@pytest.mark.parametrize(("dtype", "linear", "gated", "fewest"), FORMS)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_rows_do_not_depend_on_their_company(dtype: torch.dtype, threads: int) -> None:
-    """From two rows on, bit by bit: a token's numbers are its own."""
+def test_rows_do_not_depend_on_their_company(dtype, linear, gated, fewest, threads: int) -> None:
+    """From `min_rows` on, bit by bit: a token's numbers are its own."""
     torch.manual_seed(0)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -79,14 +88,14 @@ def test_rows_do_not_depend_on_their_company(dtype: torch.dtype, threads: int) -
         for outputs, inputs in ((896, 1216), (64, 3200)):
             weight = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
             x, plus = torch.randn(300, inputs).to(dtype), torch.randn(300, outputs).to(dtype)
-            linear, gated = PackedMatmul(weight, None), PackedGatedMatmul(weight, None, "silu")
-            whole, added, gate = linear(x), linear(x, plus), gated(x)
-            for rows in (2, 7, 16, 33, 128, 257):
+            product, both = linear(weight, None), gated(weight, None, "silu")
+            whole, added, gate = product(x), product(x, plus), both(x)
+            for rows in (fewest, 2, 7, 12, 13, 16, 33, 128, 257):
                 for start in (0, 300 - rows):
                     part = slice(start, start + rows)
-                    assert torch.equal(linear(x[part]), whole[part])
-                    assert torch.equal(linear(x[part], plus[part]), added[part])
-                    assert torch.equal(gated(x[part]), gate[part])
+                    assert torch.equal(product(x[part]), whole[part])
+                    assert torch.equal(product(x[part], plus[part]), added[part])
+                    assert torch.equal(both(x[part]), gate[part])
     finally:
         torch.set_num_threads(before)
 
@@ -102,11 +111,47 @@ def test_float32_blocks_keep_the_error_near_the_plain_products() -> None:
     assert error(PackedMatmul(weight, None)(x)) <= 1.35 * error(F.linear(x, weight))
 
 
-def test_the_choice_follows_what_the_processor_can_pack() -> None:
+def test_the_choice_follows_what_the_processor_can_do() -> None:
     for dtype in DTYPES:
         weight = torch.zeros(32, 16, dtype=dtype)
-        assert isinstance(matmul(weight), PackedMatmul if can_pack(dtype, "cpu") else PlainMatmul)
-        wanted = PackedGatedMatmul if can_pack(dtype, "cpu") else PlainGatedMatmul
+        kernels = dtype == torch.bfloat16 and build.why_not() is None
+        packs = can_pack(dtype, "cpu")
+        assert isinstance(matmul(weight), Avx512Matmul if kernels else PackedMatmul if packs else PlainMatmul)
+        wanted = Avx512GatedMatmul if kernels else PackedGatedMatmul if packs else PlainGatedMatmul
         assert isinstance(gated_matmul(weight, None, "silu"), wanted)
+        assert min_rows(dtype, torch.device("cpu")) == (1 if kernels else 2)
     assert not can_pack(torch.float32, "cuda")
     assert not can_pack(torch.int64, "cpu")
+
+
+needs_kernels = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
+
+
+@needs_kernels
+def test_wide_products_are_not_rounded() -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(77, 128).bfloat16(), torch.randn(5, 128).bfloat16()
+    wide = matmul(weight, wide=True)(x)
+    truth = x.double() @ weight.double().T
+    assert wide.dtype == torch.float32
+    assert (wide - truth).abs().max() <= 1e-5 * truth.abs().max()
+    assert torch.equal(wide.bfloat16(), matmul(weight)(x))
+
+
+@needs_kernels
+@pytest.mark.parametrize("rows", [77, 64])
+def test_rows_come_back_out_of_the_packed_weight(rows: int) -> None:
+    weight = torch.randn(rows, 50).bfloat16()
+    ids = torch.randint(0, rows, (40,))
+    assert torch.equal(Avx512Matmul(weight, None).rows(ids), weight[ids])
+
+
+@needs_kernels
+def test_nan_and_infinity_stay_what_they_are_in_their_own_row() -> None:
+    weight = torch.randn(64, 32).bfloat16()
+    x = torch.randn(3, 32).bfloat16()
+    clean = gated_matmul(weight, None, "silu")(x)
+    x[1, 3] = float("nan")
+    y = gated_matmul(weight, None, "silu")(x)
+    assert y[1].isnan().all()
+    assert torch.equal(y[[0, 2]], clean[[0, 2]])

@@ -1,0 +1,110 @@
+"""Attention on processors with AVX-512: the C++ kernel reads pages in place, at any mix of query lengths.
+
+Knows how to call the kernel and what its tiles are; the mathematics, and why company cannot change a bit, stand in
+`kernels/attention.cpp`.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.attention.base import AttentionSpec, KVSpec, LayerKV
+from workers.batch import Batch
+from workers.kernels import build
+
+_GROUP = 16  # positions that lie side by side in a page
+_TILE_ROWS = 12
+_MAX_HEAD = 256
+_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What the kernel wants beside the pages; the arrays live as long as the plan."""
+
+    tables: np.ndarray  # int32 [S, B]
+    query_start_loc: np.ndarray  # int32 [S + 1]
+    seq_lens: np.ndarray  # int32 [S]
+    tile_starts: dict[int, np.ndarray]  # heads per KV head -> int32 [S + 1]
+    num_tokens: int
+
+
+class Avx512Backend:
+    """Pages are `[blocks, kv_heads, block_size, head_dim]` to their owner; the order inside is the kernel's."""
+
+    name: ClassVar[str] = "avx512"
+
+    def __init__(self, spec: KVSpec) -> None:
+        self.spec = spec
+        self.type = _TYPES[spec.dtype]
+        library = build.library()
+        pointer, number, real = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
+        self._attend = library.oarlock_attend
+        self._attend.argtypes = [*[pointer] * 8, *[number] * 9, real, real, ctypes.c_int]
+        self._attend.restype = None
+        self._write = library.oarlock_write
+        self._write.argtypes = [*[pointer] * 5, *[number] * 6, ctypes.c_int]
+        self._write.restype = None
+
+    @staticmethod
+    def why_not(spec: KVSpec) -> str | None:
+        if spec.device.type != "cpu":
+            return f"it computes on the CPU and the model is on {spec.device.type}"
+        if spec.dtype not in _TYPES:
+            return f"it knows float32, bfloat16 and float16, not {spec.dtype}"
+        if spec.block_size % _GROUP:
+            return f"it wants a block size that is a multiple of {_GROUP}, not {spec.block_size}"
+        if spec.head_dim % _GROUP or spec.head_dim > _MAX_HEAD:
+            return f"it wants heads of up to {_MAX_HEAD} elements in multiples of {_GROUP}, not {spec.head_dim}"
+        return build.why_not()
+
+    def allocate(self, num_blocks: int) -> list[LayerKV]:
+        spec = self.spec
+        shape = (num_blocks, spec.num_kv_heads, spec.block_size, spec.head_dim)
+        return [
+            LayerKV(torch.zeros(shape, dtype=spec.dtype), torch.zeros(shape, dtype=spec.dtype))
+            for _ in range(spec.num_layers)
+        ]
+
+    def prepare(self, batch: Batch) -> _Plan:
+        return _Plan(
+            batch.block_tables.numpy(), batch.query_start_loc.numpy(), batch.seq_lens.numpy(), {}, batch.num_tokens
+        )
+
+    def write(self, kv: LayerKV, k: Tensor, v: Tensor, batch: Batch) -> None:
+        spec = self.spec
+        slots = batch.slot_mapping
+        assert k.stride(2) == v.stride(2) == 1 and k.stride(1) == v.stride(1) == spec.head_dim and slots.is_contiguous()
+        self._write(
+            k.data_ptr(), v.data_ptr(), kv.k.data_ptr(), kv.v.data_ptr(), slots.data_ptr(), len(slots),
+            k.stride(0), v.stride(0), spec.num_kv_heads, spec.head_dim, spec.block_size, self.type,
+        )  # fmt: skip
+
+    def attend(self, q: Tensor, kv: LayerKV, plan: _Plan, layer: AttentionSpec) -> Tensor:
+        rows, heads, width = q.shape
+        spec = self.spec
+        assert q.stride(2) == 1 and q.stride(1) == width
+        fold = heads // spec.num_kv_heads
+        starts = plan.tile_starts.get(fold)
+        if starts is None:
+            starts = plan.tile_starts[fold] = _tile_starts(plan.query_start_loc, fold)
+        out = torch.empty((rows, heads * width), dtype=q.dtype)
+        if rows > plan.num_tokens:
+            out[plan.num_tokens :] = 0
+        self._attend(
+            q.data_ptr(), out.data_ptr(), kv.k.data_ptr(), kv.v.data_ptr(), plan.tables.ctypes.data,
+            plan.query_start_loc.ctypes.data, plan.seq_lens.ctypes.data, starts.ctypes.data,
+            len(plan.seq_lens), plan.tables.shape[1], q.stride(0), heads * width, heads, spec.num_kv_heads, width,
+            spec.block_size, layer.sliding_window or 0, layer.scale, layer.softcap or 0.0, self.type,
+        )  # fmt: skip
+        return out
+
+
+def _tile_starts(query_start_loc: np.ndarray, fold: int) -> np.ndarray:
+    """Tiles of the sequences before each one, and of all: int32 [S + 1]."""
+    tiles = -(-np.diff(query_start_loc) * fold // _TILE_ROWS)
+    return np.concatenate([[0], np.cumsum(tiles)]).astype(np.int32)

@@ -1,0 +1,1 @@
+"""C++ sources with a plain C interface, and what builds and loads them."""

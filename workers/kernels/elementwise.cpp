@@ -1,0 +1,87 @@
+// RMSNorm and rotary embedding for bfloat16 rows, in float32 inside and rounded once. Every row by itself, in one order.
+#include <immintrin.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace {
+
+constexpr long kSerial = 1 << 15;  // fewer elements are done before a second thread has woken up
+
+inline __mmask16 first(long count) { return count >= 16 ? 0xffff : static_cast<__mmask16>((1u << count) - 1); }
+
+inline __m512 load(const uint16_t *from, __mmask16 mask) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from)), 16));
+}
+
+inline __m512 load(const float *from, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, from); }
+
+inline void store(uint16_t *to, __mmask16 mask, __m512 value) {
+  _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(value));
+}
+
+inline void store(float *to, __mmask16 mask, __m512 value) { _mm512_mask_storeu_ps(to, mask, value); }
+
+template <class Out>
+void norm(const uint16_t *x, const float *weight, Out *y, long rows, long heads, long width, long x_stride, float eps) {
+#pragma omp parallel for if (rows * heads * width > kSerial)
+  for (long i = 0; i < rows * heads; i++) {
+    const uint16_t *from = x + i / heads * x_stride + i % heads * width;
+    const float *scale = weight + i % heads * width;
+    __m512 squares = _mm512_setzero_ps();
+    for (long d = 0; d < width; d += 16) {
+      const __m512 value = load(from + d, first(width - d));
+      squares = _mm512_fmadd_ps(value, value, squares);
+    }
+    const float mean = _mm512_reduce_add_ps(squares) / static_cast<float>(width);
+    const __m512 inverse = _mm512_set1_ps(1.0f / __builtin_sqrtf(mean + eps));
+    for (long d = 0; d < width; d += 16) {
+      const __mmask16 mask = first(width - d);
+      const __m512 value = _mm512_mul_ps(load(from + d, mask), inverse);
+      store(y + i * width + d, mask, _mm512_mul_ps(value, load(scale + d, mask)));
+    }
+  }
+}
+
+// y[i] = x[i] cos[i] + x[(i + turned / 2) % turned] sin[i], the first half of sin negated; the rest is copied.
+template <class In>
+void rotate(const In *x, const float *cos, const float *sin, uint16_t *y, long rows, long heads, long width, long turned,
+            long x_stride) {
+  const long half = turned / 2;
+#pragma omp parallel for if (rows * heads * width > kSerial)
+  for (long row = 0; row < rows; row++) {
+    const float *c = cos + row * turned, *s = sin + row * turned;
+    for (long head = 0; head < heads; head++) {
+      const In *from = x + row * x_stride + head * width;
+      uint16_t *to = y + (row * heads + head) * width;
+      for (long d = 0; d < half; d += 16) {
+        const __mmask16 mask = first(half - d);
+        const __m512 a = load(from + d, mask), b = load(from + half + d, mask);
+        store(to + d, mask, _mm512_fmadd_ps(b, load(s + d, mask), _mm512_mul_ps(a, load(c + d, mask))));
+        store(to + half + d, mask,
+              _mm512_fmadd_ps(a, load(s + half + d, mask), _mm512_mul_ps(b, load(c + half + d, mask))));
+      }
+      for (long d = turned; d < width; d += 16) {
+        const __mmask16 mask = first(width - d);
+        store(to + d, mask, load(from + d, mask));
+      }
+    }
+  }
+}
+
+}  // namespace
+
+// x [rows, heads, width] (rows `x_stride` apart), weight float [heads, width] -> y [rows, heads, width] contiguous,
+// float32 when `wide`, else bfloat16.
+extern "C" void oarlock_rms_norm(const uint16_t *x, const float *weight, void *y, long rows, long heads, long width,
+                                 long x_stride, float eps, int wide) {
+  if (wide) norm(x, weight, static_cast<float *>(y), rows, heads, width, x_stride, eps);
+  else norm(x, weight, static_cast<uint16_t *>(y), rows, heads, width, x_stride, eps);
+}
+
+// x [rows, heads, width] (rows `x_stride` apart) bfloat16, or float32 when `wide`; cos, sin float [rows, turned].
+extern "C" void oarlock_rotate(const void *x, const float *cos, const float *sin, uint16_t *y, long rows, long heads,
+                               long width, long turned, long x_stride, int wide) {
+  if (wide) rotate(static_cast<const float *>(x), cos, sin, y, rows, heads, width, turned, x_stride);
+  else rotate(static_cast<const uint16_t *>(x), cos, sin, y, rows, heads, width, turned, x_stride);
+}
