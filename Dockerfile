@@ -64,5 +64,9 @@ COPY --from=build-cuda /opt/oarlock /opt/oarlock
 
 # The last stage is what a plain `docker build` makes: it runs anywhere.
 FROM runtime AS cpu
+# The CPU kernels are compiled for the processor that the container meets, on its first start, and kept in /cache.
+USER root
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+USER oarlock
 COPY --from=build-cpu /opt/venv /opt/venv
 COPY --from=build-cpu /opt/oarlock /opt/oarlock

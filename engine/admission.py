@@ -4,9 +4,11 @@ A request that passes cannot break a step: everything that later meets a fixed-w
 engine's limits. Does not know who else is running.
 """
 
+import math
 from dataclasses import dataclass
 
 from engine.config import EngineConfig
+from engine.constraints import banned_always
 from engine.errors import ContextLengthError, RequestError
 from engine.types import Request, SamplingParams
 from workers.config import WorkerInfo
@@ -14,6 +16,9 @@ from workers.protocol import MAX_BIAS_PER_ROW, MAX_LOGPROBS
 
 _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
+# One row of a step has room for as many stop ids held back, entries of logit_bias and bad words.
+MAX_STOP_IDS = MAX_LOGIT_BIAS = MAX_BAD_WORDS = MAX_BIAS_PER_ROW // 3
+MAX_BAD_WORD_TOKENS = 256
 # Prompt logprobs are kept until the prompt is complete and leave in one frame.
 _MAX_PROMPT_LOGPROB_ENTRIES = 2_000_000
 
@@ -74,21 +79,69 @@ def _check_params(params: SamplingParams, limits: Limits) -> None:
     for name, value in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if value is not None:
             _in_range(name, value, 0, MAX_LOGPROBS)
-    for name, ids in (("eos_token_ids", params.eos_token_ids), ("stop_token_ids", params.stop_token_ids)):
-        for token in ids:
-            _in_range(name, token, 0, limits.vocab_size - 1)
+    for name, values in (
+        ("presence_penalty", params.presence_penalty),
+        ("frequency_penalty", params.frequency_penalty),
+    ):
+        _in_range(name, values, -2, 2)
+    if not 0 < params.repetition_penalty < math.inf:
+        raise RequestError(
+            f"repetition_penalty is {params.repetition_penalty}, but must be above 0 and finite.", "repetition_penalty"
+        )
     if params.min_tokens > params.max_tokens:
         raise RequestError(
             f"min_tokens is {params.min_tokens}, more than max_tokens ({params.max_tokens}). Lower it.", "min_tokens"
         )
-    # As many stop ids are banned at once while min_tokens holds them back.
-    num_stops = len(set(params.eos_token_ids) | set(params.stop_token_ids))
-    if num_stops > MAX_BIAS_PER_ROW:
-        raise RequestError(f"{num_stops} stop token ids, at most {MAX_BIAS_PER_ROW} are allowed.", "stop_token_ids")
-    if params.min_tokens and num_stops >= limits.vocab_size:
-        raise RequestError("min_tokens would ban every token of the vocabulary. Use fewer stop ids.", "min_tokens")
+    _check_ids(params, limits)
+    _check_choice_is_left(params, limits)
 
 
-def _in_range(name: str, value: int, low: int, high: int) -> None:
+def _check_ids(params: SamplingParams, limits: Limits) -> None:
+    """Every id is one of the vocabulary, and no list is longer than a step has room for."""
+    for name, ids in (
+        ("eos_token_ids", params.eos_token_ids),
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", [token for token, _ in params.logit_bias]),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+        ("bad_words", [token for word in params.bad_words for token in word]),
+    ):
+        if ids and (min(ids) < 0 or max(ids) >= limits.vocab_size):
+            wrong = next(token for token in ids if not 0 <= token < limits.vocab_size)
+            raise RequestError(
+                f"{name} has the token id {wrong}, but ids go from 0 to {limits.vocab_size - 1}. Remove it.", name
+            )
+    _at_most("stop_token_ids", len({*params.eos_token_ids, *params.stop_token_ids}), MAX_STOP_IDS, "stop token ids")
+    _at_most("logit_bias", len(params.logit_bias), MAX_LOGIT_BIAS, "entries")
+    _at_most("bad_words", len(params.bad_words), MAX_BAD_WORDS, "token sequences")
+    for token, value in params.logit_bias:
+        if not -100 <= value <= 100:
+            raise RequestError(f"logit_bias of id {token} is {value}, but must be between -100 and 100.", "logit_bias")
+    if not all(params.bad_words):
+        raise RequestError("bad_words has an empty token sequence, which every text ends with. Remove it.", "bad_words")
+    _at_most("bad_words", max(map(len, params.bad_words), default=0), MAX_BAD_WORD_TOKENS, "tokens in one of them")
+
+
+def _check_choice_is_left(params: SamplingParams, limits: Limits) -> None:
+    """Some id must not be banned. What a grammar or longer bad words exclude is only seen while they run."""
+    allowed, banned = params.allowed_token_ids, set(banned_always(params))
+    if params.min_tokens:
+        banned.update(params.eos_token_ids, params.stop_token_ids)
+    if allowed is not None and banned.issuperset(allowed):
+        raise RequestError(
+            "allowed_token_ids leaves no token to choose: it is empty, or logit_bias, bad_words or min_tokens ban all "
+            "of it. Add ids to it.",
+            "allowed_token_ids",
+        )
+    if len(banned) >= limits.vocab_size:
+        name = "min_tokens" if params.min_tokens else "logit_bias"
+        raise RequestError(f"{name} would ban every token of the vocabulary. Ban fewer ids.", name)
+
+
+def _at_most(name: str, count: int, most: int, what: str) -> None:
+    if count > most:
+        raise RequestError(f"{name} has {count} {what}, at most {most} are allowed. Remove some.", name)
+
+
+def _in_range(name: str, value: float, low: int, high: int) -> None:
     if not low <= value <= high:
         raise RequestError(f"{name} is {value}, but must be between {low} and {high}.", name)

@@ -18,6 +18,8 @@ class EngineConfig:
     max_waiting_tokens: int = 1_000_000  # prompt tokens in the waiting room; beyond: QueueFullError
     heartbeat_interval_s: float = 5.0  # an idle engine still proves that every rank answers
     inline_single_rank: bool = True  # with one rank, run it inside the engine process
+    record_path: str | None = None  # a new file for every step and answer; None: nothing is recorded
+    record_limit_bytes: int | None = None  # recording stops there, serving goes on; None: when the disk is full
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -9,16 +9,16 @@ not hold what its kind promises.
 
 from array import array
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import wraps
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, TypeVar
 
 from engine.config import EngineConfig
 from engine.errors import ContextLengthError, OarlockError, QueueFullError, RequestError, StartupError
 from engine.frames import Frame, FrameError, encode
 from engine.stats import EngineStats
-from engine.types import EngineInfo, FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
+from engine.types import EngineInfo, FinishReason, Grammar, Request, SamplingParams, TokenEvent, TokenLogprobs
 
 T = TypeVar("T")
 
@@ -82,26 +82,41 @@ def read_ready(frame: Frame) -> EngineInfo:
 
 
 def request(value: Request) -> bytes:
-    """Raises `FrameError` for ids that are not int32."""
+    """The lists that can be as long as a vocabulary or a context travel as ints. Raises `FrameError` for wrong ids."""
+    params = {field.name: getattr(value.params, field.name) for field in fields(value.params)}
+    allowed = params.pop("allowed_token_ids")
+    if value.params.grammar is not None:
+        params["grammar"] = asdict(value.params.grammar)
     head = {
         "kind": "request",
         "id": value.request_id,
-        "params": asdict(value.params),
+        "params": params,
+        "num_allowed": None if allowed is None else len(allowed),
         "priority": value.priority,
         "salt": value.cache_salt.hex(),
     }
-    return encode(head, value.prompt_token_ids)
+    return encode(head, chain(value.prompt_token_ids, allowed or ()))
 
 
 @_reader
 def read_request(frame: Frame) -> Request:
-    head = frame.head
+    head, ints = frame.head, tuple(frame.ints)
     params = dict(head["params"])
     for name in ("eos_token_ids", "stop_token_ids"):
         params[name] = tuple(int(token) for token in params[name])
+    params["logit_bias"] = tuple((int(token), float(value)) for token, value in params["logit_bias"])
+    params["bad_words"] = tuple(tuple(int(token) for token in word) for word in params["bad_words"])
+    if params["grammar"] is not None:
+        params["grammar"] = Grammar(*(str(params["grammar"][field.name]) for field in fields(Grammar)))
+    prompt = ints
+    if head["num_allowed"] is not None:
+        if not 0 <= head["num_allowed"] <= len(ints):
+            raise FrameError("more allowed ids than the frame holds")
+        split = len(ints) - head["num_allowed"]
+        prompt, params["allowed_token_ids"] = ints[:split], ints[split:]
     return Request(
         request_id=int(head["id"]),
-        prompt_token_ids=tuple(frame.ints),
+        prompt_token_ids=prompt,
         params=SamplingParams(**params),
         priority=int(head["priority"]),
         cache_salt=bytes.fromhex(head["salt"]),

@@ -28,6 +28,8 @@ from engine.errors import StartupError, WorkerError
 from engine.frames import Frame, FrameError, FrameReader
 from engine.link import Link
 from engine.logs import log_to_stderr
+from engine.recorder import RecordingGroup
+from engine.recording import RecordingWriter
 from engine.types import EngineInfo
 
 if TYPE_CHECKING:
@@ -73,11 +75,7 @@ def _serve(sock: socket.socket, start_group: StartGroup) -> int:
         return EXIT_BUG
     log_to_stderr(config.worker.log_level)
     try:
-        group = start_group(
-            config.worker,
-            inline=config.inline_single_rank,
-            on_progress=lambda phase, fraction: sock.sendall(messages.progress(phase, fraction)),
-        )
+        group = _start(sock, config, start_group)
     except ConnectionError:
         raise
     except Exception as error:
@@ -89,6 +87,22 @@ def _serve(sock: socket.socket, start_group: StartGroup) -> int:
     group.close()
     logger.info("event=engine_stopped exit_code=%d", code)
     return code
+
+
+def _start(sock: socket.socket, config: EngineConfig, start_group: StartGroup) -> "WorkerGroup":
+    """The ranks, loaded; recorded if asked to. A file that cannot be made is known before the model is read."""
+    writer = None if config.record_path is None else RecordingWriter(config.record_path)
+    try:
+        group = start_group(
+            config.worker,
+            inline=config.inline_single_rank,
+            on_progress=lambda phase, fraction: sock.sendall(messages.progress(phase, fraction)),
+        )
+    except BaseException:
+        if writer is not None:
+            writer.discard()
+        raise
+    return group if writer is None else RecordingGroup(group, writer, config.record_limit_bytes)
 
 
 def _startup_failure(error: Exception) -> StartupError:
@@ -116,6 +130,8 @@ def _loop(sock: socket.socket, config: EngineConfig, group: "WorkerGroup") -> in
     gc.collect()
     gc.freeze()
     logger.info("event=engine_ready num_blocks=%d block_size=%d", group.info.num_blocks, group.info.block_size)
+    invariant = "true" if group.info.batch_invariant else "false"
+    logger.info('event=determinism batch_invariant=%s reason="%s"', invariant, group.info.batch_invariant_reason)
     return core.run()
 
 
@@ -138,6 +154,8 @@ def engine_info(config: EngineConfig, group: "WorkerGroup") -> EngineInfo:
         kv_bytes_per_token_per_rank=info.kv_bytes_per_token_per_rank,
         enable_prefix_caching=config.enable_prefix_caching,
         load_seconds=info.load_seconds,
+        batch_invariant=info.batch_invariant,
+        batch_invariant_reason=info.batch_invariant_reason,
         rank_pids=group.rank_pids,
     )
 

@@ -14,7 +14,7 @@ from engine.admission import Limits, check
 from engine.blocks import BlockManager
 from engine.config import EngineConfig
 from engine.errors import QueueFullError, RequestError
-from engine.sequence import SchedulerOutput, Sequence, Status, StepResult, Work
+from engine.sequence import GrammarState, SchedulerOutput, Sequence, Status, StepResult, Work
 from engine.stats import EngineStats
 from engine.types import FinishReason, Request, TokenEvent, TokenLogprobs
 from engine.waiting import WaitingRoom
@@ -33,6 +33,10 @@ MAX_EASY_RETURNS = 2
 NOT_FINITE = (
     "The model produced numbers that are not finite (NaN or infinity) for this request, so it was stopped. "
     "Other requests are not affected."
+)
+NO_TOKEN = (
+    "No token is left to choose: what logit_bias, bad_words, allowed_token_ids or the grammar of this request still "
+    "allow here exclude each other (or the model's numbers are not finite). Loosen them."
 )
 INTERNAL = "The server failed while working on this request, so it was stopped. The cause is in the server's log."
 
@@ -78,8 +82,12 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def add(self, request: Request, now: float) -> None:
-        """Let a request wait. Raises `RequestError` when it can never run, `QueueFullError` when it cannot wait."""
+    def add(self, request: Request, now: float, grammar_state: GrammarState | None = None) -> None:
+        """Let a request wait. Raises `RequestError` when it can never run, `QueueFullError` when it cannot wait.
+
+        `grammar_state` is what `request.params.grammar` was compiled to.
+        """
+        assert (request.params.grammar is None) == (grammar_state is None), "a grammar and its state come together"
         try:
             if request.request_id in self._open:
                 raise RequestError(f"Request id {request.request_id} is in use.", "request_id")
@@ -90,7 +98,7 @@ class Scheduler:
             raise
         self._num_arrivals += 1
         key = (now + request.priority * PRIORITY_STEP_S, self._num_arrivals)
-        seq = Sequence(request, key=key, max_len=self.limits.max_len, arrival_s=now)
+        seq = Sequence(request, key=key, max_len=self.limits.max_len, arrival_s=now, grammar_state=grammar_state)
         self._open[request.request_id] = seq
         self._waiting.push(seq)
         self.stats.saw_arrival(seq)
@@ -264,9 +272,9 @@ class Scheduler:
         seq, params = work.seq, work.seq.request.params
         last = first + work.num_scored
         if not all(result.finite[first : last + work.wants_logits]):
-            self.stats.num_nonfinite += 1
+            self.stats.num_nonfinite += not seq.is_constrained
             self.blocks.forget(seq)  # its KV may be spoilt: nobody else shall find it
-            return self.fail(seq.request_id, NOT_FINITE, now)
+            return self.fail(seq.request_id, NO_TOKEN if seq.is_constrained else NOT_FINITE, now)
         seq.num_computed_tokens = work.start + work.num_tokens
         if seq.num_computed_tokens // self.blocks.block_size > seq.num_published_blocks:
             self.blocks.publish(seq)
@@ -290,7 +298,8 @@ class Scheduler:
             prompt_logprobs = tuple(seq.prompt_logprobs)
         self.stats.saw_token(seq, now)
         logprobs = () if params.logprobs is None else (_logprobs(result, row, params.logprobs),)
-        if is_stop:
+        state = seq.grammar_state
+        if is_stop or (state is not None and state.accept((token,))):
             reason = FinishReason.STOP
         elif num_generated >= params.max_tokens or len(seq.token_ids) >= seq.max_len:
             reason = FinishReason.LENGTH

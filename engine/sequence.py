@@ -1,12 +1,30 @@
 """The state of one running request, and what one step decided. Private to the engine and mutable.
 
+A grammar's state lives here too, from the door to the end of its sequence:
+
+    Scheduler.add(request, now, grammar_state)    made outside; without one, a request with a grammar cannot run
+    StepBuilder.build                             `fill_mask` for each step in which a token is sampled, maybe twice
+    Scheduler.commit                              `accept` once per sampled token, unless the token is a stop token
+    preemption                                    nothing: the state is kept, recomputed tokens are not accepted again
+    end, failure, abort                           nothing: the state goes with the sequence
+
+An exception from either call ends that one request, with the blame on us.
+
 Knows token ids and block ids. Does not know policy (`scheduler.py`), memory accounting (`blocks.py`) or arrays.
 """
 
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import TYPE_CHECKING, Protocol
 
 from engine.types import Request, TokenLogprobs
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from engine.constraints import Constraints
+    from engine.history import TokenHistory
 
 
 class Status(Enum):
@@ -17,15 +35,33 @@ class Status(Enum):
     FINISHED = auto()
 
 
+class GrammarState(Protocol):
+    """Where one sequence stands in its grammar. The same calls give the same answers: no clock, no chance."""
+
+    def fill_mask(self, into: "np.ndarray") -> None:
+        """Write the mask of the next token into `into`, uint32 [ceil(vocab / 32)], every word of it.
+
+        Bit v % 32 of word v // 32: id v may come next. Ends (end-of-sequence ids) are set where the grammar may end.
+        Changes nothing else: it may be called again for the same token.
+        """
+
+    def accept(self, token_ids: Tokens[int]) -> bool:
+        """Move on by `token_ids`. True when the grammar is complete and nothing may follow: the sequence ends there,
+        whatever `min_tokens` says, and no end-of-sequence token is waited for."""
+
+
 class Sequence:
     """One request on its way. `token_ids` is what is known, `num_computed_tokens` is what has KV."""
 
     __slots__ = (
         "arrival_s",
         "block_ids",
+        "constraints",
         "digests",
         "first_scheduled_s",
         "first_token_s",
+        "grammar_state",
+        "history",
         "key",
         "last_token_s",
         "max_len",
@@ -42,7 +78,15 @@ class Sequence:
         "token_ids",
     )
 
-    def __init__(self, request: Request, *, key: tuple[float, int], max_len: int, arrival_s: float) -> None:
+    def __init__(
+        self,
+        request: Request,
+        *,
+        key: tuple[float, int],
+        max_len: int,
+        arrival_s: float,
+        grammar_state: GrammarState | None = None,
+    ) -> None:
         params = request.params
         self.request = request
         self.key = key  # the smaller runs first and is preempted last
@@ -56,6 +100,10 @@ class Sequence:
         self.row = -1  # stable while the sequence runs
         self.status = Status.WAITING
         self.stop_ids = frozenset(params.eos_token_ids) | frozenset(params.stop_token_ids)
+        self.grammar_state = grammar_state
+        # The step builder's, made when the sequence first asks for them: they too outlive a preemption.
+        self.constraints: Constraints | None = None
+        self.history: TokenHistory | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.num_cached_tokens = 0  # of the prompt, at its first admission
         self.num_preemptions = 0
@@ -82,19 +130,19 @@ class Sequence:
         return self.request.params.max_tokens > 0
 
     @property
+    def is_constrained(self) -> bool:
+        """Whether the request itself may leave no token to choose."""
+        params = self.request.params
+        narrows = params.logit_bias or params.bad_words or params.allowed_token_ids is not None
+        return bool(narrows or params.grammar is not None)
+
+    @property
     def num_skippable_tokens(self) -> int:
         """How many leading tokens need not run when their KV is at hand: all but those still to be scored."""
         params = self.request.params
         if params.prompt_logprobs is None or len(self.prompt_logprobs) >= self.num_prompt_tokens - 1:
             return len(self.token_ids)
         return len(self.prompt_logprobs)
-
-    @property
-    def banned_ids(self) -> tuple[int, ...]:
-        """Ids that may not be sampled next: whatever would end the sequence before `min_tokens`."""
-        if self.num_generated_tokens >= self.request.params.min_tokens:
-            return ()
-        return tuple(sorted(self.stop_ids))
 
 
 @dataclass(slots=True)

@@ -8,19 +8,20 @@ from typing import Any
 
 import numpy as np
 
+from engine.choice_sections import NO_BIAS, choice_sections, wanted_until
 from engine.sequence import SchedulerOutput, Sequence, Work
 from workers.protocol import NULL_BLOCK, StepMetadata
 
 _NO_LOGPROBS = -1
 _SAMPLE = -1
-_NO_BIAS = (np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32))
 
 
 class StepBuilder:
     """Builds `StepMetadata` from `SchedulerOutput`. The arrays of a step are its own: later steps leave them alone."""
 
-    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
         self.block_size = block_size
+        self.vocab_size = vocab_size
         self._tables = np.full((max_num_seqs, -(-max_model_len // block_size)), NULL_BLOCK, np.int32)
         # by row, written when a sequence gets the row
         self._temperature = np.zeros(max_num_seqs, np.float32)
@@ -29,7 +30,7 @@ class StepBuilder:
         self._min_p = np.zeros(max_num_seqs, np.float32)
         self._seeds = np.zeros(max_num_seqs, np.int64)
         self._num_logprobs = np.zeros(max_num_seqs, np.int32)
-        self._free_from = np.zeros(max_num_seqs, np.int64)  # first position that may be a stop token
+        self._plain_from = np.zeros(max_num_seqs, np.int64)  # first position that needs these columns alone
 
     def build(self, output: SchedulerOutput) -> StepMetadata:
         """Arrays for `output`. Building the same output twice gives the same arrays."""
@@ -75,7 +76,7 @@ class StepBuilder:
         self._min_p[row] = params.min_p
         self._seeds[row] = params.seed
         self._num_logprobs[row] = _NO_LOGPROBS if params.logprobs is None else params.logprobs
-        self._free_from[row] = seq.num_prompt_tokens + params.min_tokens
+        self._plain_from[row] = wanted_until(seq)
 
     def _logits_columns(
         self, work: list[Work], rows: np.ndarray, seq_lens: np.ndarray, query_start_loc: np.ndarray
@@ -129,8 +130,7 @@ class StepBuilder:
         sample_positions: np.ndarray,
         num_logprobs: np.ndarray,
     ) -> dict[str, Any]:
-        bans = (target_ids == _SAMPLE) & (sample_positions < self._free_from[rows])  # [L]
-        bias_rows, bias_ids, bias_values = self._bias(work, rows, bans) if bans.any() else _NO_BIAS
+        more = (target_ids == _SAMPLE) & (sample_positions < self._plain_from[rows])  # [L]
         return {
             "logits_indices": logits_indices.astype(np.int32),
             "target_ids": target_ids,
@@ -141,22 +141,14 @@ class StepBuilder:
             "min_p": self._min_p[rows],
             "seeds": self._seeds[rows],
             "num_logprobs": num_logprobs,
-            "bias_rows": bias_rows,
-            "bias_ids": bias_ids,
-            "bias_values": bias_values,
+            **(self._choices(work, rows, np.flatnonzero(more)) if more.any() else NO_BIAS),
         }
 
-    def _bias(self, work: list[Work], rows: np.ndarray, bans: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Before `min_tokens`, whatever would end the sequence is banned."""
+    def _choices(self, work: list[Work], rows: np.ndarray, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """Bias, penalties and masks of the rows of logits that ask for any."""
         seq_of_row = {item.seq.row: item.seq for item in work}
-        bias_rows: list[int] = []
-        bias_ids: list[int] = []
-        for index in np.flatnonzero(bans).tolist():
-            banned = seq_of_row[int(rows[index])].banned_ids
-            bias_rows += [index] * len(banned)
-            bias_ids += banned
-        values = np.full(len(bias_ids), -np.inf, np.float32)
-        return np.array(bias_rows, np.int32), np.array(bias_ids, np.int32), values
+        asking = zip(indices.tolist(), rows[indices].tolist(), strict=True)
+        return choice_sections([(index, seq_of_row[row]) for index, row in asking], self.vocab_size)
 
 
 def _concatenated(work: list[Work]) -> list[int]:

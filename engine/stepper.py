@@ -32,6 +32,7 @@ class Stepper:
             max_num_seqs=self.scheduler.max_num_seqs,
             max_model_len=info.max_model_len,
             block_size=info.block_size,
+            vocab_size=info.vocab_size,
         )
         self._clock = clock
         self._events: list[TokenEvent] = []

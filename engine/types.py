@@ -22,6 +22,7 @@ class Grammar:
 
     kind: str  # json_schema | regex | lark | choice | json_object
     text: str  # the schema or choices as JSON, the expression, or the grammar; empty for json_object
+    param: str = "structured_outputs"  # the field of the request to blame when it does not compile
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,4 +104,6 @@ class EngineInfo:
     kv_bytes_per_token_per_rank: int
     enable_prefix_caching: bool
     load_seconds: float
+    batch_invariant: bool = False  # a request's numbers do not depend on its company; tested at the start
+    batch_invariant_reason: str = "it was not tested"
     rank_pids: tuple[int, ...] = field(default=())

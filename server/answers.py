@@ -14,7 +14,7 @@ from json.encoder import encode_basestring
 from typing import Any
 
 from server.choice import Delta, TokenScore
-from server.service import Generation
+from server.generation import Generation
 from server.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
@@ -62,15 +62,33 @@ def usage(generation: Generation) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Details:
+    """What the client wants beside the text."""
+
+    logprobs: int | None = None  # so many alternatives with every token; None: no logprobs
+    prompt_logprobs: int | None = None
+    token_ids: bool = False
+    tokens_as_ids: bool = False  # in logprobs
+    usage: bool = False  # streams: the other chunks say `"usage": null`
+    continuous_usage: bool = False
+    keep: int | None = None  # the best so many choices of each prompt; None: all
+
+
 class AnswerFormat(ABC):
     """One generation as JSON: chunks for a stream, one body for a plain answer."""
 
-    def __init__(self, head: Head, tokenizer: Tokenizer, with_logprobs: bool, with_usage: bool = False) -> None:
+    def __init__(self, head: Head, tokenizer: Tokenizer, generation: Generation, details: Details) -> None:
         self._head = head
         self._tokenizer = tokenizer
-        self._with_logprobs = with_logprobs
+        self._generation = generation
+        self._details = details
+        self._has_extras = details.token_ids or details.prompt_logprobs is not None
+        self._with_logprobs = details.logprobs is not None
+        self._is_counting = details.continuous_usage
+        self._counted = 0  # tokens of the pieces written so far
         self._start = f"data: {dumps(head.fields())[:-1]}" + ',"choices":[{"index":'
-        self._end = '}],"usage":null}\n\n' if with_usage else "}]}\n\n"
+        self._end = '}],"usage":null}\n\n' if details.usage else "}]}\n\n"
 
     @abstractmethod
     def opening(self, num_choices: int) -> Iterable[bytes]:
@@ -89,33 +107,98 @@ class AnswerFormat(ABC):
 
     def chunk(self, delta: Delta) -> bytes | None:
         """One event, or None when the piece has nothing to show."""
-        if not (delta.text or delta.scores or delta.finish_reason):
+        self._counted += delta.num_tokens
+        if not (delta.text or delta.scores or delta.finish_reason or self._has_extras):
             return None
+        return self._event(delta, self._piece(delta))
+
+    def _event(self, delta: Delta, piece: str) -> bytes:
+        """One chunk around the member that carries the text."""
         logprobs = dumps(self._logprobs(delta.scores)) if self._with_logprobs else "null"
         ending = '"finish_reason":null'
         if delta.finish_reason is not None:
             ending = f'"finish_reason":"{delta.finish_reason}","stop_reason":{dumps(delta.stop_reason)}'
-        text = f'{self._start}{delta.index},{self._piece(delta)},"logprobs":{logprobs},{ending}{self._end}'
-        return text.encode()
+        if self._has_extras:
+            ending += "".join(f',"{name}":{dumps(value)}' for name, value in self._extras((delta,)).items())
+        end = self._counting_end() if self._is_counting else self._end
+        return f'{self._start}{delta.index},{piece},"logprobs":{logprobs},{ending}{end}'.encode()
+
+    def _usage(self, generation: Generation) -> dict[str, Any]:
+        return usage(generation)
 
     def usage_chunk(self, generation: Generation) -> bytes:
-        return f"data: {dumps({**self._head.fields(), 'choices': [], 'usage': usage(generation)})}\n\n".encode()
+        return f"data: {dumps({**self._head.fields(), 'choices': [], 'usage': self._usage(generation)})}\n\n".encode()
 
     def whole(self, deltas: Sequence[Sequence[Delta]], generation: Generation) -> bytes:
         """The plain answer, from every choice's pieces."""
-        choices = []
-        for index, pieces in enumerate(deltas):
-            scores = [score for piece in pieces for score in piece.scores]
-            choices.append(
-                {
-                    "index": index,
-                    **self._choice("".join(piece.text for piece in pieces)),
-                    "logprobs": self._logprobs(scores) if self._with_logprobs else None,
-                    "finish_reason": pieces[-1].finish_reason,
-                    "stop_reason": pieces[-1].stop_reason,
-                }
-            )
-        return dumps({**self._head.fields(), "choices": choices, "usage": usage(generation)}).encode()
+        kept = list(deltas) if self._details.keep is None else best(deltas, generation.per_prompt, self._details.keep)
+        choices = [self._whole_choice(index, pieces) for index, pieces in enumerate(kept)]
+        return dumps({**self._head.fields(), "choices": choices, "usage": self._usage(generation)}).encode()
+
+    def _whole_choice(self, index: int, pieces: Sequence[Delta]) -> dict[str, Any]:
+        scores = [score for piece in pieces for score in piece.scores]
+        return {
+            "index": index,
+            **self._choice("".join(piece.text for piece in pieces)),
+            "logprobs": self._logprobs(scores) if self._details.logprobs is not None else None,
+            "finish_reason": pieces[-1].finish_reason,
+            "stop_reason": pieces[-1].stop_reason,
+            **(self._extras(pieces) if self._has_extras else {}),
+        }
+
+    def _extras(self, pieces: Sequence[Delta]) -> dict[str, Any]:
+        """Ids and the prompt's scores; what belongs to the prompt comes with the first piece."""
+        found: dict[str, Any] = {}
+        first = pieces[0]
+        if self._details.token_ids:
+            if first.is_first:
+                choice = self._generation.choices[first.index]
+                found["prompt_token_ids"] = choice.request.prompt_token_ids
+            found["token_ids"] = [token_id for piece in pieces for token_id in piece.token_ids]
+        if first.prompt_scores is not None and self._details.prompt_logprobs is not None:
+            found["prompt_logprobs"] = [self._prompt_entry(score) for score in first.prompt_scores]
+        return found
+
+    def _prompt_entry(self, score: TokenScore) -> dict[str, Any] | None:
+        """One prompt token and its best alternatives, by id."""
+        if score.logprob is None:
+            return None
+        top = [(i, logprob, rank) for rank, (i, logprob) in enumerate(score.top[: self._details.prompt_logprobs], 1)]
+        return {
+            str(token_id): {
+                "logprob": finite(logprob),
+                "rank": rank,
+                "decoded_token": self._tokenizer.token_text(token_id),
+            }
+            for token_id, logprob, rank in ((score.token_id, score.logprob, score.rank), *top)
+        }
+
+    def _counting_end(self) -> str:
+        prompt = self._generation.prompt_tokens
+        so_far = {
+            "prompt_tokens": prompt,
+            "completion_tokens": self._counted,
+            "total_tokens": prompt + self._counted,
+        }
+        return f'}}],"usage":{dumps(so_far)}}}\n\n'
+
+    def _name(self, token_id: int) -> str:
+        """A token in logprobs."""
+        return f"token_id:{token_id}" if self._details.tokens_as_ids else self._tokenizer.token_text(token_id)
+
+
+def best(deltas: Sequence[Sequence[Delta]], per_prompt: int, keep: int) -> list[Sequence[Delta]]:
+    """The `keep` choices of each prompt with the best mean log-probability, best first; equal ones in order."""
+    found: list[Sequence[Delta]] = []
+    for start in range(0, len(deltas), per_prompt):
+        found += sorted(deltas[start : start + per_prompt], key=_mean_logprob, reverse=True)[:keep]
+    return found
+
+
+def _mean_logprob(pieces: Sequence[Delta]) -> float:
+    generated = sum(piece.num_tokens for piece in pieces)
+    scores = [score.logprob for piece in pieces for score in piece.scores[len(piece.scores) - piece.num_tokens :]]
+    return sum(finite(logprob) for logprob in scores if logprob is not None) / max(1, generated)
 
 
 class CompletionFormat(AnswerFormat):
@@ -131,48 +214,21 @@ class CompletionFormat(AnswerFormat):
         return {"text": text}
 
     def _logprobs(self, scores: Sequence[TokenScore]) -> dict[str, Any]:
-        name = self._tokenizer.token_text
+        name, most = self._name, self._details.logprobs
         top: list[dict[str, float] | None] = []
         for score in scores:
             if score.logprob is None:
                 top.append(None)
                 continue
-            entries = {name(token_id): _finite(logprob) for token_id, logprob in score.top}
-            top.append(entries | {name(score.token_id): _finite(score.logprob)})
+            entries = {name(token_id): finite(logprob) for token_id, logprob in score.top[:most]}
+            top.append(entries | {name(score.token_id): finite(score.logprob)})
         return {
             "tokens": [name(score.token_id) for score in scores],
-            "token_logprobs": [None if score.logprob is None else _finite(score.logprob) for score in scores],
+            "token_logprobs": [None if score.logprob is None else finite(score.logprob) for score in scores],
             "top_logprobs": top,
             "text_offset": [score.offset for score in scores],
         }
 
 
-class ChatFormat(AnswerFormat):
-    """`chat.completion` and its chunks."""
-
-    def opening(self, num_choices: int) -> Iterable[bytes]:
-        role = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
-        return [f"{self._start}{index},{role}{self._end}".encode() for index in range(num_choices)]
-
-    def _piece(self, delta: Delta) -> str:
-        if not delta.text and not delta.scores:
-            return '"delta":{}'
-        return f'"delta":{{"content":{json_text(delta.text)}}}'
-
-    def _choice(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
-
-    def _logprobs(self, scores: Sequence[TokenScore]) -> dict[str, Any]:
-        content = []
-        for score in scores:
-            top = [self._entry(token_id, logprob) for token_id, logprob in score.top]
-            content.append({**self._entry(score.token_id, score.logprob or 0.0), "top_logprobs": top})
-        return {"content": content, "refusal": None}
-
-    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        data = self._tokenizer.token_bytes(token_id)
-        return {"token": data.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(data)}
-
-
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else _FLOOR

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
-from pydantic import BaseModel
-from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,40 +10,56 @@ from starlette.types import ASGIApp
 
 from server.errors import HttpError, error_response
 from server.guard import Guard
+from server.keys import load_keys
 from server.metrics import HttpCounters
-from server.routes import chat, completions, health, metrics, models
-from server.schemas import ChatRequest, CompletionRequest
+from server.openapi import build
+from server.routes import about, chat, completions, health, metrics, models, render, tokens
 from server.serving import Serving
 from server.settings import Settings
 from server.state import ServerState
 from server.version import VERSION
 
+# Families of OpenAI's API, and of others that clients try, which have no counterpart here.
+_NOT_SERVED = (
+    "assistants",
+    "audio",
+    "batches",
+    "conversations",
+    "embeddings",
+    "evals",
+    "files",
+    "fine_tuning",
+    "images",
+    "messages",
+    "moderations",
+    "realtime",
+    "rerank",
+    "responses",
+    "score",
+    "threads",
+    "uploads",
+    "vector_stores",
+    "videos",
+)
+
 
 def create_app(settings: Settings, state: ServerState, counters: HttpCounters | None = None) -> ASGIApp:
     """The application for one server. It answers 503 until `state` is ready and holds a service."""
-    app = FastAPI(title="Oarlock", version=VERSION, docs_url=None, redoc_url=None, openapi_url="/openapi.json")
     counters = counters or HttpCounters()
+    app = application(settings, state, counters)
+    counters.routes = frozenset(path for path in app.openapi()["paths"] if "{" not in path)
+    return Guard(app, state, counters, settings.host, load_keys(settings.api_key, settings.api_key_file))
+
+
+def application(settings: Settings, state: ServerState, counters: HttpCounters) -> FastAPI:
+    """The routes alone, with nothing before them."""
+    app = FastAPI(title="Oarlock", version=VERSION, docs_url=None, redoc_url=None, openapi_url="/openapi.json")
     app.state.serving = Serving(settings, state, counters)
-    for module in (completions, chat, models, health, metrics):
+    for module in (completions, chat, render, tokens, models, about, health, metrics):
         app.include_router(module.router)
     app.add_exception_handler(HTTPException, _framework_error)
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
-    counters.routes = frozenset(path for path in app.openapi()["paths"] if "{" not in path)
-    return Guard(app, state, counters, settings.host, settings.api_key)
-
-
-def _openapi(app: FastAPI) -> dict[str, Any]:
-    """The document, with the schemas of the bodies that routes read for themselves."""
-    if app.openapi_schema is None:
-        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        wanted: list[tuple[type[BaseModel], JsonSchemaMode]] = [
-            (CompletionRequest, "validation"),
-            (ChatRequest, "validation"),
-        ]
-        _, definitions = models_json_schema(wanted, ref_template="#/components/schemas/{model}")
-        document.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
-        app.openapi_schema = document
-    return app.openapi_schema
+    app.openapi = lambda: build(app)  # type: ignore[method-assign]
+    return app
 
 
 async def _framework_error(request: Request, error: Exception) -> Response:
@@ -56,6 +67,10 @@ async def _framework_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path[:200]
     if error.status_code == 404:
+        family = next((known for known in _NOT_SERVED if path.removeprefix("/v1/").split("/")[0] == known), None)
+        if family is not None and path.startswith("/v1/"):
+            message = f"{path} is not served here: this server answers /v1/completions and /v1/chat/completions."
+            return error_response(HttpError(404, message, code="route_not_supported"))
         return error_response(HttpError(404, f"There is no route {request.method} {path}.", code="route_not_found"))
     if error.status_code == 405:
         message = f"{path} does not answer to {request.method}."

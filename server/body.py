@@ -11,15 +11,19 @@ import re
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
+from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from engine.errors import RequestError
 from server.errors import ClientGoneError, HttpError
-from server.schemas import NEUTRAL_VALUES, FieldError, Wire
+from server.schemas import NEUTRAL_VALUES
+from server.wire import FieldError, Wire
 
 READ_TIMEOUT_S = 30.0
 _ParsedT = TypeVar("_ParsedT", bound=Wire)
 _HEADER_SAFE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+# What may be no number at all, or one beyond all floats.
+_SUSPECT_NUMBER = re.compile(rb"NaN|Infinity|[0-9][eE]\+?[0-9]{3}|[0-9]{300}")
 _MAX_REPORTED = 32
 _MAX_UNKNOWN = 256
 
@@ -70,32 +74,50 @@ def parse(schema: type[_ParsedT], body: bytes) -> _ParsedT:
         parsed = schema.model_validate_json(body)
     except ValidationError as error:
         raise _request_error(error) from None
+    if _SUSPECT_NUMBER.search(body) and not _is_finite(from_json(body)):  # strict parsing reads only declared fields
+        raise RequestError("The body is not valid JSON: NaN and Infinity are not numbers.", None, "invalid_json")
     _refuse_unsupported(parsed)
     return parsed
 
 
-def ignored_parameters(parsed: Wire) -> str:
-    """Names of fields that nobody here knows, for the header that reports them."""
-    extra = [name for name in parsed.model_extra or () if name not in NEUTRAL_VALUES and name != "best_of"]
-    shown = [name for name in extra[:_MAX_REPORTED] if _HEADER_SAFE.fullmatch(name)]
-    hidden = len(extra) - len(shown)
-    return ", ".join([*shown, f"+{hidden}"] if hidden else shown)
+def has_field(body: bytes, name: str) -> bool:
+    """Whether a JSON object has this field: some bodies have one of two forms. What is no JSON has no fields."""
+    if name.encode() not in body:
+        return False
+    try:
+        value = from_json(body)
+    except ValueError:
+        return False
+    return isinstance(value, dict) and name in value
+
+
+def unknown_parameters(parsed: Wire, strict: bool) -> list[str]:
+    """Names of fields that nobody here knows, sorted. Raises `RequestError` for the first when `strict`."""
+    unknown = sorted({name for name in parsed.unknown_fields() if name not in NEUTRAL_VALUES})
+    if len(unknown) > _MAX_UNKNOWN:
+        raise RequestError(f"The body has {len(unknown)} unknown fields, at most {_MAX_UNKNOWN} are tolerated.")
+    if unknown and strict:
+        shown = [name[:64] for name in unknown[:_MAX_REPORTED]]
+        message = f"Unknown parameters: {', '.join(shown)}. This server refuses what it would ignore; leave them out."
+        raise RequestError(message, shown[0], "unknown_parameter")
+    return unknown
+
+
+def ignored_header(unknown: list[str]) -> dict[str, str]:
+    """The header that reports them: harmless names, a bounded number, and how many more there are."""
+    shown = [name for name in unknown if _HEADER_SAFE.fullmatch(name)][:_MAX_REPORTED]
+    hidden = len(unknown) - len(shown)
+    value = ", ".join([*shown, f"+{hidden}"] if hidden else shown)
+    return {"X-Ignored-Parameters": value} if value else {}
 
 
 def _refuse_unsupported(parsed: Wire) -> None:
+    """A field that means something elsewhere may only say what asks for nothing."""
     extra = parsed.model_extra or {}
-    if len(extra) > _MAX_UNKNOWN:
-        raise RequestError(f"The body has {len(extra)} unknown fields, at most {_MAX_UNKNOWN} are tolerated.")
-    if not all(_is_finite(value) for value in extra.values()):
-        raise RequestError("The body is not valid JSON: NaN and Infinity are not numbers.", None, "invalid_json")
-    for name in NEUTRAL_VALUES.keys() & extra.keys():
+    for name in sorted(NEUTRAL_VALUES.keys() & extra.keys()):
         if not any(_same(extra[name], neutral) for neutral in NEUTRAL_VALUES[name]):
-            message = f"'{name}' is not supported by this server. Leave it out."
+            message = f"'{name}' is not supported here. Leave it out."
             raise RequestError(message, name, "unsupported_parameter")
-    best_of = extra.get("best_of")
-    if best_of is not None and not _same(best_of, getattr(parsed, "n", 1)):
-        message = "'best_of' is only accepted when it equals 'n'. Leave it out."
-        raise RequestError(message, "best_of", "unsupported_parameter")
 
 
 def _is_finite(value: Any) -> bool:
@@ -116,15 +138,15 @@ def _request_error(error: ValidationError) -> RequestError:
     """One sentence for the first problem. The input itself is never repeated."""
     problems = error.errors(include_url=False, include_input=False)
     first = problems[0]
+    path = [part for part in first["loc"] if not str(part).startswith("form:")]
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:]
     own = first.get("ctx", {}).get("error")
-    if isinstance(own, FieldError):
-        return RequestError(str(own), own.param)
+    if isinstance(own, FieldError):  # inside a conversation, the place says more than the field
+        return RequestError(str(own), where if path and path[0] == own.param == "messages" else own.param)
     if first["type"] == "json_invalid":
         return RequestError(f"The body is not valid JSON: {first['ctx']['error']}.", None, "invalid_json")
-    path = [part for part in first["loc"] if not str(part).startswith("form:")]
     if not path:
         return RequestError("The body must be a JSON object.", None, "invalid_json")
-    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:]
     message = first["msg"][:1].lower() + first["msg"][1:]
     param = where if path[0] == "messages" else str(path[0])
     if first["type"] == "missing":

@@ -1,13 +1,13 @@
-"""Conversations to text by the checkpoint's own Jinja template, in an immutable sandbox with limits.
+"""Conversations to text by the checkpoint's own Jinja template, with the names that published templates expect.
 
-A template is foreign code: it gets no attribute that could reach Python, a bounded output and a bounded time. Knows
-nothing of tokens or of HTTP.
+Renders inside `template_sandbox`. Knows which variables Hugging Face templates are written for; knows nothing of tokens
+or of HTTP.
 """
 
 from __future__ import annotations
 
 import json
-import time
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
@@ -15,22 +15,31 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.errors import RequestError, StartupError
+from server.template_sandbox import Sandbox, TemplateLimitError
 
-_MAX_SECONDS = 2.0
+MAX_SECONDS = 2.0  # of this thread's own CPU time: a busy machine does not make a template slow
+_TOOL_USE = "tool_use"
 
 
 class ChatTemplate:
-    """One compiled template, or the knowledge that the checkpoint has none."""
+    """The checkpoint's templates, compiled, or the knowledge that it has none."""
 
-    def __init__(self, source: str | None, names: dict[str, str]) -> None:
+    def __init__(
+        self, source: str | Mapping[str, str] | None, names: dict[str, str], max_seconds: float = MAX_SECONDS
+    ) -> None:
+        sources = {"default": source} if isinstance(source, str) else dict(source or {})
         self._names = names
-        self._template: jinja2.Template | None = None
-        if source is not None:
+        self._max_seconds = max_seconds
+        self._sandbox = _sandbox()
+        self._templates: dict[str, jinja2.Template] = {}
+        self.source = sources.get(_TOOL_USE) or sources.get("default") or ""  # of the one that knows about tools
+        for name in ("default", _TOOL_USE):
+            if name not in sources:
+                continue
             try:
-                self._template = _environment().from_string(source)
+                self._templates[name] = self._sandbox.from_string(sources[name])
             except jinja2.TemplateError as error:
                 raise StartupError(
                     f"The chat template of the checkpoint is not valid Jinja: {error}.",
@@ -39,38 +48,53 @@ class ChatTemplate:
 
     @staticmethod
     def from_config(config: dict[str, Any], names: dict[str, str]) -> ChatTemplate:
-        """The template in a tokenizer configuration: a text, or several with names, of which `default` is meant."""
+        """The template in a tokenizer configuration: a text, or several with names (`default`, `tool_use`)."""
         source = config.get("chat_template")
         if isinstance(source, list):
-            source = {item["name"]: item["template"] for item in source}.get("default")
+            source = {item["name"]: item["template"] for item in source}
         return ChatTemplate(source, names)
 
     @property
     def exists(self) -> bool:
-        return self._template is not None
+        return bool(self._templates)
 
-    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, max_size: int) -> str:
-        """The prompt's text. Raises `RequestError` when the template refuses, runs too long or writes too much."""
-        if self._template is None:
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool,
+        max_size: int,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text. Raises `RequestError` when the template refuses, runs too long or writes too much.
+
+        `variables` are the caller's own, such as `enable_thinking`; they never replace the ones named here.
+        """
+        template = self._templates.get(_TOOL_USE if tools else "default") or self._templates.get("default")
+        if template is None:
             raise RequestError(
                 "This model has no chat template. Use /v1/completions with a prompt of your own.", "messages"
             )
-        deadline = time.monotonic() + _MAX_SECONDS
-        pieces, size = [], 0
-        variables = {**self._names, "messages": messages, "add_generation_prompt": add_generation_prompt}
+        given = {
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            for piece in self._template.generate(**variables):
-                pieces.append(piece)
-                size += len(piece)
-                if size > max_size or time.monotonic() > deadline:
-                    raise RequestError("The chat template takes too long or writes too much on this input.", "messages")
+            with self._sandbox.limits(self._max_seconds, max_size):
+                return self._sandbox.collect(template.generate({**self._names, **(variables or {}), **given}))
+        except TemplateLimitError:
+            raise RequestError(
+                "The chat template takes too long or writes too much on this input.", "messages"
+            ) from None
         except jinja2.TemplateError as error:
             message = f"The chat template refuses these messages: {str(error)[:300]}"
             raise RequestError(message, "messages") from None
-        except (TypeError, ValueError, KeyError, ZeroDivisionError, OverflowError) as error:
+        except Exception as error:  # the checkpoint's code, not ours: whatever it trips over is about this input
             message = f"The chat template fails on these messages ({type(error).__name__})."
             raise RequestError(message, "messages") from None
-        return "".join(pieces)
 
 
 class _Generation(Extension):
@@ -83,15 +107,13 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+def _sandbox() -> Sandbox:
     """The names that published templates expect, and no others."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    names: dict[str, Any] = environment.globals  # typed by Jinja as what it puts there itself
+    sandbox = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    sandbox.filters["tojson"] = _to_json
+    names: dict[str, Any] = sandbox.globals  # typed by Jinja as what it puts there itself
     names |= {"raise_exception": _raise, "strftime_now": _now}
-    return environment
+    return sandbox
 
 
 def _to_json(

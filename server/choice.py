@@ -7,7 +7,7 @@ knows nothing of HTTP or of the engine's inside.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from engine.types import FinishReason, Request, TokenEvent, TokenLogprobs
 from server.stops import StopFinder, StopSet
@@ -22,6 +22,7 @@ class TokenScore:
     logprob: float | None
     top: tuple[tuple[int, float], ...]
     offset: int  # characters of text before it
+    rank: int = 0  # 1 = most likely; 0: not scored
 
 
 @dataclass(slots=True)
@@ -31,28 +32,44 @@ class Delta:
     index: int
     text: str = ""
     num_tokens: int = 0
-    scores: list[TokenScore] = field(default_factory=list)
+    scores: Sequence[TokenScore] = ()
+    token_ids: tuple[int, ...] = ()
+    prompt_scores: list[TokenScore] | None = None  # with a choice's first piece, when they were asked for
+    is_first: bool = False
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the client wants to see of a choice."""
+
+    echo_text: str | None = None  # the text begins with it
+    echo_scores: bool = False  # the scores begin with the prompt's
+    prompt_scores: bool = False
+    shown: frozenset[int] = frozenset()  # special ids that count as text
+    include_stop: bool = False  # the stop string or stop token is part of the text
+
+
+_PLAIN = View()
+TIMEOUT = "timeout"  # the one reason to end that is the server's own: the client's time is up
+
+
 class Choice:
     """The text of one engine request as it grows."""
 
-    def __init__(
-        self, index: int, request: Request, tokenizer: Tokenizer, stops: StopSet, echo_text: str | None = None
-    ) -> None:
+    def __init__(self, index: int, request: Request, tokenizer: Tokenizer, stops: StopSet, view: View = _PLAIN) -> None:
         self.index = index
         self.request = request
+        self.view = view
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self.finish_reason: str | None = None
-        self._tokenizer = tokenizer
-        self._detokenizer = tokenizer.detokenizer(request.prompt_token_ids)
-        self._finder = StopFinder(stops)
-        self._echo_text = echo_text
         self.started = False
+        self._tokenizer = tokenizer
+        self._detokenizer = tokenizer.detokenizer(request.prompt_token_ids, view.shown)
+        self._finder = StopFinder(stops, view.include_stop)
         self._num_characters = 0  # decoded so far: where the next token's text begins
 
     @property
@@ -73,29 +90,44 @@ class Choice:
         """The answer when nothing is to be generated or scored."""
         self.started = True
         self.finish_reason = FinishReason.LENGTH.value
-        return Delta(self.index, self._echo_text or "", finish_reason=self.finish_reason)
+        return Delta(self.index, self.view.echo_text or "", is_first=True, finish_reason=self.finish_reason)
+
+    def expire(self) -> Delta:
+        """The last piece of a choice whose time is up: what was held back."""
+        delta = Delta(self.index, is_first=not self.started)
+        if not self.started and self.view.echo_text:
+            delta.text = self.view.echo_text
+        delta.text += self._finder.push(self._detokenizer.flush())[0] + self._finder.flush()
+        self.finish_reason = delta.finish_reason = TIMEOUT
+        return delta
 
     def _start(self, event: TokenEvent, delta: Delta) -> None:
-        self.started = True
+        self.started = delta.is_first = True
         self.num_cached_tokens = event.num_cached_tokens
-        if self._echo_text is None:
-            return
-        delta.text = self._echo_text
-        self._num_characters = len(self._echo_text)
-        if self.request.params.prompt_logprobs is not None:
-            delta.scores = prompt_scores(self._tokenizer, self.request.prompt_token_ids, event.prompt_logprobs)
+        view = self.view
+        if view.echo_text is not None:
+            delta.text = view.echo_text
+            self._num_characters = len(view.echo_text)
+        if view.echo_scores or view.prompt_scores:
+            scores = prompt_scores(self._tokenizer, self.request.prompt_token_ids, event.prompt_logprobs)
+            delta.scores = scores if view.echo_scores else ()
+            delta.prompt_scores = scores if view.prompt_scores else None
 
     def _take_tokens(self, event: TokenEvent, delta: Delta) -> None:
         """Decode token by token: a stop string may end the choice in the middle of an event."""
         min_tokens = self.request.params.min_tokens
         last = len(event.token_ids) - 1
+        delta.token_ids = event.token_ids
+        scores = [*delta.scores] if event.logprobs else []
+        if event.logprobs:
+            delta.scores = scores
         for position, token_id in enumerate(event.token_ids):
             self.num_tokens += 1
             delta.num_tokens += 1
             if event.logprobs:
-                delta.scores.append(_score(event.logprobs[position], self._num_characters))
-            if event.stop_token_id is not None and position == last:
-                return  # a stop token is counted, never shown
+                scores.append(_score(event.logprobs[position], self._num_characters))
+            if event.stop_token_id is not None and position == last and not self.view.include_stop:
+                return  # a stop token is counted, not shown
             text = self._detokenizer.push((token_id,))
             self._num_characters += len(text)
             if self.num_tokens <= min_tokens:
@@ -104,6 +136,7 @@ class Choice:
             shown, found = self._finder.push(text)
             delta.text += shown
             if found is not None:
+                delta.token_ids = event.token_ids[: position + 1]
                 self._end(delta, FinishReason.STOP, found)
                 return
 
@@ -144,4 +177,4 @@ def prompt_scores(
 
 
 def _score(logprobs: TokenLogprobs, offset: int) -> TokenScore:
-    return TokenScore(logprobs.token_id, logprobs.logprob, logprobs.top, offset)
+    return TokenScore(logprobs.token_id, logprobs.logprob, logprobs.top, offset, logprobs.rank)

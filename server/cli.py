@@ -6,17 +6,20 @@ Knows argparse and exit codes: 2 for a wrong command line, 3 for a wrong file or
 from __future__ import annotations
 
 import argparse
+import importlib
+import pkgutil
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol, cast
 
+from server import commands
 from server.options import Option, OptionError, nearest
 from server.settings import OPTIONS, LoadedSettings, as_markdown, as_table, load_settings
 from server.version import VERSION
 
 EXIT_USAGE = 2
 EXIT_CONFIGURATION = 3
-_COMMANDS = ("serve", "config")
+_OWN_COMMANDS = ("serve", "config")
 _CONFIG_HELP = "TOML file with the same names (environment: OARLOCK_CONFIG)"
 
 
@@ -27,6 +30,16 @@ class _UsageError(Exception):
         super().__init__(cause)
         self.cause = cause
         self.fix = fix
+
+
+class Command(Protocol):
+    """What a file in `server/commands/` offers."""
+
+    HELP: str
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, arguments: argparse.Namespace) -> int: ...
 
 
 class _Parser(argparse.ArgumentParser):
@@ -48,12 +61,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    command = next((word for word in arguments if not word.startswith("-")), None)
-    if command is not None and command not in _COMMANDS:
-        near = nearest(command, _COMMANDS)
-        fix = f"Did you mean `oarlock {near}`?" if near else "The commands are: " + ", ".join(_COMMANDS)
-        raise _UsageError(f"Unknown command: {command}.", fix)
-    parser = _parser()
+    name = next((word for word in arguments if not word.startswith("-")), None)
+    others = _other_commands()
+    known = (*_OWN_COMMANDS, *others)
+    if name is not None and name not in known:
+        near = nearest(name, known)
+        fix = f"Did you mean `oarlock {near}`?" if near else "The commands are: " + ", ".join(known)
+        raise _UsageError(f"Unknown command: {name}.", fix)
+    if name in others:
+        return _run_other(name, arguments)
+    parser = _parser(others if name is None else ())
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
         raise _unknown_flag(unknown[0])
@@ -72,6 +89,38 @@ def _run(arguments: list[str]) -> int:
     except OptionError as error:
         return _explain(error.cause, error.fix, EXIT_CONFIGURATION)
     return _serve(loaded) if parsed.command == "serve" else _show(loaded)
+
+
+def _other_commands() -> tuple[str, ...]:
+    """The commands that have a file of their own."""
+    return tuple(sorted(found.name for found in pkgutil.iter_modules(commands.__path__)))
+
+
+def _command(name: str) -> Command:
+    return cast(Command, importlib.import_module(f"{commands.__name__}.{name}"))
+
+
+def _run_other(name: str, arguments: list[str]) -> int:
+    """Parse and run a command that has a file of its own."""
+    from engine.errors import StartupError
+
+    command = _command(name)
+    parser = _Parser(prog="oarlock", allow_abbrev=False)
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+    own = subparsers.add_parser(name, help=command.HELP, description=command.HELP, allow_abbrev=False)
+    command.add_arguments(own)
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        flag = unknown[0].split("=")[0]
+        near = nearest(flag, [word for word in own._option_string_actions if word.startswith("--")])
+        fix = f"Did you mean {near}?" if near else f"`oarlock {name} --help` lists all of them."
+        raise _UsageError(f"Unknown flag or argument: {flag}.", fix)
+    try:
+        return command.run(parsed)
+    except OptionError as error:
+        return _explain(error.cause, error.fix, EXIT_USAGE)
+    except StartupError as error:
+        return _explain(error.cause, error.fix, error.exit_code)
 
 
 def _serve(loaded: LoadedSettings) -> int:
@@ -97,11 +146,12 @@ def _explain(cause: str, fix: str, code: int) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(others: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of `serve` and `config`; `others` are listed in its help."""
     parser = _Parser(prog="oarlock", description="OpenAI-compatible, tensor-parallel inference.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"oarlock {VERSION}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
-    serve = commands.add_parser(
+    commands_parser = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+    serve = commands_parser.add_parser(
         "serve",
         help="serve a model over HTTP",
         description="Serve a model. Order of sources: flag > environment > file > default.",
@@ -109,12 +159,16 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_EXIT_CODES,
     )
-    config = commands.add_parser("config", help="show the settings and where each comes from", allow_abbrev=False)
+    config = commands_parser.add_parser(
+        "config", help="show the settings and where each comes from", allow_abbrev=False
+    )
     config.add_argument("action", nargs="?", choices=("show",), default="show", help="what to do with them")
     config.add_argument("--markdown", action="store_true", help="the table of the documentation instead")
     for target in (serve, config):
         target.add_argument("--config", metavar="FILE.toml", help=_CONFIG_HELP)
         _add_options(target, positional=target is serve)
+    for name in others:
+        commands_parser.add_parser(name, help=_command(name).HELP)
     return parser
 
 

@@ -71,8 +71,11 @@ class TokenBytes:
 class BytesDetokenizer:
     """Incremental decoding over `TokenBytes`."""
 
-    def __init__(self, token_bytes: TokenBytes, prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self, token_bytes: TokenBytes, prompt_ids: Sequence[int] = (), shown: frozenset[int] = frozenset()
+    ) -> None:
         self._bytes = token_bytes
+        self._skipped = token_bytes.skipped  # the prompt's own marks are never part of a character
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip = token_bytes.strip_first_space
         # A prompt may end inside a character, and it decides whether this is the start of the text.
@@ -80,10 +83,11 @@ class BytesDetokenizer:
             self.push((token_id,))
         if prompt_ids and any(i not in token_bytes.skipped and token_bytes(i) for i in prompt_ids):
             self._strip = False
+        self._skipped = token_bytes.skipped - shown
 
     def push(self, ids: Sequence[int]) -> str:
-        table = self._bytes
-        data = b"".join([table(token_id) for token_id in ids if token_id not in table.skipped])
+        table, skipped = self._bytes, self._skipped
+        data = b"".join([table(token_id) for token_id in ids if token_id not in skipped])
         if self._strip and data:
             self._strip = False
             data = data.removeprefix(b" ")
@@ -96,14 +100,23 @@ class BytesDetokenizer:
 class WindowDetokenizer:
     """Incremental decoding by the difference of two decodes of a short window: for any other decoder."""
 
-    def __init__(self, backend: Backend, prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(self, backend: Backend, prompt_ids: Sequence[int] = (), shown: frozenset[int] = frozenset()) -> None:
         self._backend = backend
+        self._special = shown  # special ids to show: the library drops them, so they are written by name
         self._ids = list(prompt_ids[-8:])
         self._start = 0  # the window's first id
         self._shown = len(self._ids)  # ids whose text has been returned
 
     def push(self, ids: Sequence[int]) -> str:
-        self._ids.extend(ids)
+        return "".join([self._push_special(i) if i in self._special else self._push(i) for i in ids])
+
+    def _push_special(self, token_id: int) -> str:
+        """What came before is complete; the text goes on behind it."""
+        pending = self.flush()
+        return pending + (self._backend.id_to_token(token_id) or "")
+
+    def _push(self, token_id: int) -> str:
+        self._ids.append(token_id)
         text, before = self._window()
         if len(text) <= len(before) or text.endswith("\ufffd"):
             return ""

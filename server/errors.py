@@ -49,6 +49,13 @@ class ModelNotFoundError(RequestError):
         )
 
 
+class DeadlineError(Exception):
+    """The request's own time limit passed before anything was generated (408)."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"Nothing was generated within the {seconds:g} seconds that the request allows.")
+
+
 class ClientGoneError(Exception):
     """The client closed the connection before the answer was complete. Nobody is left to answer."""
 
@@ -61,6 +68,8 @@ def describe(error: BaseException) -> HttpError:
         return HttpError(404, error.message, param=error.param, code=error.code)
     if isinstance(error, RequestError):
         return HttpError(400, error.message, param=error.param, code=error.code)
+    if isinstance(error, DeadlineError):  # the client said how long it would wait: it should not try again by itself
+        return HttpError(408, str(error), param="timeout", code="timeout", headers={"x-should-retry": "false"})
     if isinstance(error, QueueFullError):
         return HttpError(429, error.message, code="queue_full", headers=retry_after(error.retry_after_s))
     if isinstance(error, EngineDeadError):

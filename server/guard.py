@@ -7,7 +7,6 @@ together from headers. Deny by default: only the routes named here are open.
 from __future__ import annotations
 
 import hashlib
-import hmac
 import ipaddress
 import re
 import secrets
@@ -17,6 +16,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.errors import HttpError, describe, error_response, retry_after
+from server.keys import Key, KeyRing
 from server.logs import event, logger
 from server.metrics import HttpCounters
 from server.state import Phase, ServerState
@@ -42,16 +42,13 @@ def is_loopback(host: str) -> bool:
 class Guard:
     """The outermost layer of the application."""
 
-    def __init__(
-        self, app: ASGIApp, state: ServerState, counters: HttpCounters, host: str, api_keys: Iterable[str]
-    ) -> None:
+    def __init__(self, app: ASGIApp, state: ServerState, counters: HttpCounters, host: str, keys: KeyRing) -> None:
         self._app = app
         self._state = state
         self._counters = counters
         self._loopback = is_loopback(host)
         self._host = host.lower()
-        # Hashed, so that the comparison takes the same time whatever was sent.
-        self._keys = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+        self._keys = keys
         self._open = ALWAYS_OPEN | ({"/metrics"} if self._loopback else set())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,7 +56,7 @@ class Guard:
             raise RuntimeError(f"{scope['type']} connections are not served")
         headers = _first_headers(scope["headers"])
         request_id = _request_id(headers.get(b"x-request-id"))
-        scope.setdefault("state", {})["request_id"] = request_id
+        scope.setdefault("state", {}).update(request_id=request_id, key=None)
         status = 0
 
         async def send_with_id(message: Message) -> None:
@@ -71,7 +68,7 @@ class Guard:
 
         counted = False
         try:
-            self._check(scope["path"], headers)
+            scope["state"]["key"] = self._check(scope["path"], headers)
             if scope["path"] not in self._open and scope["path"] != "/metrics":
                 self._check_state()
                 self._state.enter()
@@ -89,20 +86,25 @@ class Guard:
                 self._state.leave()
             self._counters.count(scope["method"], scope["path"], status)
 
-    def _check(self, path: str, headers: dict[bytes, bytes]) -> None:
+    def _check(self, path: str, headers: dict[bytes, bytes]) -> Key | None:
+        """The key that the request came with, if any are wanted. Raises `HttpError`."""
         if self._loopback and not self._is_allowed_host(headers.get(b"host", b"")):
             raise HttpError(
                 403,
                 "The Host header does not name this machine. Use http://127.0.0.1 or http://localhost.",
                 code="host_not_allowed",
             )
-        if self._keys and path not in self._open and not self._has_key(headers.get(b"authorization", b"")):
+        if not self._keys or path in self._open:
+            return None
+        key = self._keys.find(headers.get(b"authorization", b""))
+        if key is None:
             raise HttpError(
                 401,
                 "A valid API key is required: send the header 'Authorization: Bearer KEY'.",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+        return key
 
     def _check_state(self) -> None:
         heartbeat, phase = self._state.heartbeat, self._state.phase
@@ -126,12 +128,6 @@ class Guard:
         name = host[1 : host.index("]")] if host.startswith("[") and "]" in host else host.rpartition(":")[0] or host
         return name in _LOOPBACK_NAMES or name == self._host or is_loopback(name)
 
-    def _has_key(self, raw: bytes) -> bool:
-        scheme, _, key = raw.partition(b" ")
-        digest = hashlib.sha256(key.strip()).digest()
-        matches = [hmac.compare_digest(digest, known) for known in self._keys]  # no early exit
-        return scheme.lower() == b"bearer" and any(matches)
-
 
 def _first_headers(headers: Iterable[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
     found: dict[bytes, bytes] = {}
@@ -149,3 +145,19 @@ def _request_id(given: bytes | None) -> str:
 
 def request_id_of(scope: Any) -> str:
     return scope["state"]["request_id"]
+
+
+def salt_of(scope: Any, asked: str | None) -> str | None:
+    """What keeps a request's prompt apart in the cache: its own salt, and with keys its key's, so that nobody can find
+    out by timing what others have asked."""
+    key: Key | None = scope["state"]["key"]
+    return asked if key is None else f"{key.salt}|{asked or ''}"
+
+
+def client_of(scope: Any, user: str | None) -> str:
+    """For the log: the label of the key, and a hash of the end user's name."""
+    key: Key | None = scope["state"]["key"]
+    parts = [key.label] if key is not None else []
+    if user:
+        parts.append("user:" + hashlib.blake2b(user.encode(), digest_size=6).hexdigest())
+    return "/".join(parts)

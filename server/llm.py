@@ -28,7 +28,19 @@ from server.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
 _CLOSE_S = 10.0
-_SERVER_ONLY = frozenset({"host", "port", "api_key", "served_model_name", "max_body_size", "drain_timeout"})
+_SERVER_ONLY = frozenset(
+    {
+        "host",
+        "port",
+        "api_key",
+        "api_key_file",
+        "served_model_name",
+        "max_body_size",
+        "strict_parameters",
+        "request_timeout",
+        "drain_timeout",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from engine.stats import EngineStats, Histogram
 from engine.types import EngineInfo
 
 if TYPE_CHECKING:
-    from server.service import Generation
+    from server.generation import Generation
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"})
@@ -67,7 +67,8 @@ class HttpCounters:
     def __init__(self) -> None:
         self.routes: frozenset[str] = frozenset()
         self.responses: dict[tuple[str, str, int], int] = {}
-        self.finished = dict.fromkeys(("stop", "length", "abort", "error"), 0)
+        self.finished = dict.fromkeys(("stop", "length", "timeout", "abort", "error"), 0)
+        self.ignored_parameters = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
 
@@ -110,6 +111,8 @@ class _Snapshot(Collector):
         for reason, number in self._http.finished.items():
             finished.add_metric([*self._values, reason], number)
         yield finished
+        ignored = "Request parameters that nobody here knows."
+        yield self._counter("oarlock:ignored_parameters", ignored, self._http.ignored_parameters)
         if self._info is not None:
             sizes = [str(self._info.block_size), str(self._info.num_blocks)]
             info = GaugeMetricFamily(

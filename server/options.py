@@ -74,7 +74,7 @@ class Option:
     @property
     def default_text(self) -> str:
         if self.default is None or self.default == ():
-            return "automatic" if self.optional else "none"
+            return "automatic" if self.optional and (self.positional or self.kind is not str) else "none"
         return str(self.default).lower() if self.kind is bool else str(self.default)
 
     def from_text(self, text: str) -> Any:

@@ -1,109 +1,173 @@
-"""The wire types of requests, field for field, with every range and limit in the schema itself.
+"""The wire types of a completion, field for field, with every range and limit in the schema itself.
 
-Read from raw bytes by strict pydantic: NaN, numbers as text, `true` for a number, lone surrogates and deep nesting are
-refused there. Knows JSON. Does not know the model, the tokenizer or the engine.
+The sampling fields are shared with conversations (`chat_schemas`). Each field says in one sentence what it does: the
+OpenAPI document, `/v1/capabilities` and the table of the documentation are made from here. Knows JSON. Does not know
+the model, the tokenizer or the engine.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import Field, model_validator
 
-MAX_PROMPTS = 1024
-MAX_CHOICES = 128
-MAX_SEQUENCES = 2048  # prompts x n of one request
-MAX_PROMPT_IDS = 1_048_576
-MAX_STOPS = 64
-MAX_STOP_CHARACTERS = 1024
-MAX_LOGPROBS = 20
-MAX_MESSAGES = 4096
-_INT32_MAX = 2**31 - 1
-_INT64_MAX = 2**63 - 1
-
-TokenId = Annotated[int, Field(ge=0, le=_INT32_MAX)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_IDS, fail_fast=True)]
-StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-
-
-def _prompt_form(value: Any) -> str | None:
-    """Which of the four forms a prompt has; the first element decides, the rest is then checked against it."""
-    if isinstance(value, str):
-        return "form:text"
-    if not isinstance(value, list):
-        return None
-    if not value or isinstance(value[0], str):
-        return "form:texts"
-    if isinstance(value[0], list):
-        return "form:id_lists"
-    return "form:ids" if isinstance(value[0], int) and not isinstance(value[0], bool) else None
-
-
-def _stop_form(value: Any) -> str | None:
-    return "form:one" if isinstance(value, str) else "form:many" if isinstance(value, list) else None
-
-
-Prompt = Annotated[
-    Annotated[str, Tag("form:text")]
-    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("form:texts")]
-    | Annotated[TokenIds, Tag("form:ids")]
-    | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("form:id_lists")],
-    Discriminator(
-        _prompt_form,
-        custom_error_type="prompt_form",
-        custom_error_message="must be a string, a list of strings, a list of token ids or a list of lists of token ids",
-    ),
-]
-Stop = Annotated[
-    Annotated[StopText, Tag("form:one")]
-    | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True), Tag("form:many")],
-    Discriminator(
-        _stop_form, custom_error_type="stop_form", custom_error_message="must be a string or a list of strings"
-    ),
-]
-
-
-class Wire(BaseModel):
-    """Strict, and `null` means the default everywhere."""
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow", protected_namespaces=())
-
-    def model_post_init(self, context: Any, /) -> None:
-        for name, described in type(self).model_fields.items():
-            if described.default is not None and getattr(self, name) is None:
-                setattr(self, name, described.get_default(call_default_factory=True))
+from server.structured_schemas import (
+    Alternatives,
+    GrammarText,
+    JsonSchema,
+    Pattern,
+    ResponseFormat,
+    StructuredOutputs,
+)
+from server.wire import (
+    ACCEPTED,
+    INT32_MAX,
+    INT64_MAX,
+    MAX_ALLOWED_IDS,
+    MAX_BAD_WORD_CHARACTERS,
+    MAX_BAD_WORDS,
+    MAX_BIASES,
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    MAX_SEQUENCES,
+    MAX_TIMEOUT_S,
+    Bias,
+    DecimalId,
+    FieldError,
+    Penalty,
+    Prompt,
+    Stop,
+    TokenId,
+    Wire,
+)
 
 
 class StreamOptions(Wire):
     """Options that only a stream has."""
 
-    include_usage: bool | None = False
+    include_usage: bool | None = Field(False, description="a last chunk without choices carries `usage`")
+    continuous_usage_stats: bool | None = Field(False, description="every chunk carries the `usage` so far")
+    include_obfuscation: bool | None = Field(
+        None, description="chunks are never padded, whatever is asked", json_schema_extra=ACCEPTED
+    )
 
 
 class SamplingFields(Wire):
     """What completions and chat have in common."""
 
-    model: Annotated[str, Field(max_length=512)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = 1.0
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = 1.0
-    top_k: Annotated[int, Field(ge=-1, le=_INT32_MAX)] | None = 0
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = 0.0
-    seed: Annotated[int, Field(ge=-_INT64_MAX - 1, le=_INT64_MAX)] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = 1
-    stop: Stop | None = Field(default_factory=list)
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    ignore_eos: bool | None = False
-    min_tokens: Annotated[int, Field(ge=0, le=_INT32_MAX)] | None = 0
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_CHOICES, fail_fast=True)] | None = Field(
-        default_factory=list
+    model: Annotated[str, Field(max_length=512)] | None = Field(
+        None, description="one of the served names, echoed in the answer; without it the first; unknown: 404"
     )
-    user: Annotated[str, Field(max_length=1024)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(1.0, description="0: greedy, exactly")
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        1.0, description="keep the most likely tokens that hold this much probability; 0: greedy"
+    )
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = Field(
+        0, description="keep so many tokens; -1, 0, or more than the vocabulary: off"
+    )
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        0.0, description="keep tokens at least so likely, relative to the most likely one"
+    )
+    presence_penalty: Penalty | None = Field(
+        0.0, description="subtracted once from the logit of every token the answer has"
+    )
+    frequency_penalty: Penalty | None = Field(
+        0.0, description="subtracted from a token's logit as often as the answer has it"
+    )
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = Field(
+        1.0, description="divides positive logits of tokens in prompt or answer, multiplies negative ones"
+    )
+    logit_bias: (
+        Annotated[
+            dict[DecimalId, Bias], Field(max_length=MAX_BIASES, json_schema_extra={"additionalProperties": False})
+        ]
+        | None
+    ) = Field(None, description="token id (as text) to a number added to its logit; -100 bans, 100 forces")
+    allowed_token_ids: (
+        Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_IDS, fail_fast=True)] | None
+    ) = Field(None, description="only these tokens may be generated")
+    bad_words: (
+        Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]],
+            Field(max_length=MAX_BAD_WORDS, fail_fast=True),
+        ]
+        | None
+    ) = Field(None, description="their token sequences, with and without a leading space, are never completed")
+    seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = Field(
+        None, description="same seed, same text, whatever else runs; without one, a fresh one for every choice"
+    )
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(
+        1, description=f"choices per prompt, greedy ones too; n x prompts is at most {MAX_SEQUENCES}"
+    )
+    stop: Stop | None = Field(
+        default_factory=list, description="the text ends before the earliest match; nothing of it is sent"
+    )
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_CHOICES, fail_fast=True)] | None = Field(
+        default_factory=list, description="tokens that end the answer"
+    )
+    include_stop_str_in_output: bool | None = Field(
+        False, description="show the stop string or stop token that matched"
+    )
+    min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
+        0, description="no end is considered before so many tokens; at most the token limit"
+    )
+    ignore_eos: bool | None = Field(False, description="the end-of-sequence token does not end the answer")
+    skip_special_tokens: bool | None = Field(True, description="false: special tokens are shown in the text")
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
+        None, description="for every prompt token its log-probability, its rank and the so many best; the first is null"
+    )
+    return_token_ids: bool | None = Field(
+        False, description="`prompt_token_ids` and `token_ids` with each choice; in streams the prompt's once"
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        False, description="tokens in logprobs are written `token_id:N` instead of as text"
+    )
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = Field(
+        None,
+        description="keep only so many tokens from the prompt's end; -1: as many as fit beside the answer, "
+        "at least half of the context; 0 is refused",
+    )
+    response_format: ResponseFormat | None = Field(
+        None, description="the answer is JSON, any object or as a schema says"
+    )
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="the whole answer matches it; one constraint for each request, whatever the field"
+    )
+    guided_json: JsonSchema | None = Field(None, description="the same as `structured_outputs.json`")
+    guided_regex: Pattern | None = Field(None, description="the same as `structured_outputs.regex`")
+    guided_choice: Alternatives | None = Field(None, description="the same as `structured_outputs.choice`")
+    guided_grammar: GrammarText | None = Field(None, description="the same as `structured_outputs.grammar`")
+    stream: bool | None = Field(False, description="server-sent events")
+    stream_options: StreamOptions | None = Field(None, description="only with `stream`")
+    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = Field(
+        None,
+        description="seconds: a choice that runs then ends with finish_reason `timeout`; if none has begun, 408. "
+        "The header X-Request-Timeout says the same; the shorter counts",
+    )
+    priority: Annotated[int, Field(ge=-INT32_MAX - 1, le=INT32_MAX)] | None = Field(0, description="lower runs earlier")
+    cache_salt: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]*$")] | None = Field(
+        None, description="prompt beginnings are shared in the KV cache only between equal salts; printable ASCII"
+    )
+    user: Annotated[str, Field(max_length=1024)] | None = Field(
+        None, description="accepted; a hash of it in the request log", json_schema_extra=ACCEPTED
+    )
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+        ]
+        | None
+    ) = Field(None, description="accepted, used for nothing", json_schema_extra=ACCEPTED)
+    store: bool | None = Field(None, description="accepted; nothing is ever stored", json_schema_extra=ACCEPTED)
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
+        None, description="accepted; there is one tier", json_schema_extra=ACCEPTED
+    )
 
     @model_validator(mode="after")
-    def _stream_options_need_stream(self) -> SamplingFields:
+    def _sampling_fields_agree(self) -> SamplingFields:
         if self.stream_options is not None and not self.stream:
             raise FieldError("stream_options", "is only allowed with stream: true")
+        if self.truncate_prompt_tokens == 0:
+            raise FieldError("truncate_prompt_tokens", "is 0, which would leave nothing; use -1 for what fits")
         return self
 
     @property
@@ -114,24 +178,61 @@ class SamplingFields(Wire):
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def continuous_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def num_generated(self) -> int:
+        """Choices to generate for each prompt; the answer may keep fewer."""
+        return self.n or 1
+
 
 class CompletionRequest(SamplingFields):
     """`POST /v1/completions`."""
 
-    prompt: Prompt
-    max_tokens: Annotated[int, Field(ge=0, le=_INT32_MAX)] | None = 16
-    echo: bool | None = False
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt: Prompt = Field(description="text, texts, token ids, or lists of token ids; choices go prompt by prompt")
+    max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
+        16,
+        description="a ceiling: cut to what the context has room for; 0 scores the prompt, with `echo` or "
+        "`prompt_logprobs` only, and costs no decoding",
+    )
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(
+        None,
+        description="generate so many, answer with the `n` of the best mean log-probability; not with `stream`; "
+        "usage counts all",
+    )
+    echo: bool | None = Field(False, description="the text begins with the prompt, and so do the logprobs")
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
+        None,
+        description="natural logarithms of the raw distribution, before temperature, penalties and filters: each "
+        "token's own and the so many best",
+    )
+    suffix: str | None = Field(
+        None, description="text behind the answer; only for models with fill-in-the-middle tokens, not with `echo`"
+    )
+    add_special_tokens: bool | None = Field(True, description="false: no beginning-of-sequence token before a text")
 
     @model_validator(mode="after")
     def _fields_agree(self) -> CompletionRequest:
-        if self.max_tokens == 0 and not self.echo:
-            raise FieldError("max_tokens", "may be 0 only with echo: true, where the prompt is the answer")
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise FieldError("max_tokens", "may be 0 only with echo or prompt_logprobs, where the prompt is the answer")
         if (self.min_tokens or 0) > (self.max_tokens or 0):
             raise FieldError("min_tokens", f"is {self.min_tokens}, more than max_tokens ({self.max_tokens})")
-        if self.num_prompts * (self.n or 1) > MAX_SEQUENCES:
-            raise FieldError("n", f"times the number of prompts ({self.num_prompts}) is above {MAX_SEQUENCES}")
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise FieldError("best_of", f"is {self.best_of}, less than n ({self.n})")
+        if self.num_generated > (self.n or 1) and self.stream:
+            raise FieldError("best_of", "is above n, which a stream cannot wait for; leave one of them out")
+        if self.num_prompts * self.num_generated > MAX_SEQUENCES:
+            name = "n" if self.best_of is None else "best_of"
+            raise FieldError(name, f"times the number of prompts ({self.num_prompts}) is above {MAX_SEQUENCES}")
+        if self.suffix and self.echo:
+            raise FieldError("suffix", "cannot be combined with echo")
         return self
+
+    @property
+    def num_generated(self) -> int:
+        return self.best_of or self.n or 1
 
     @property
     def num_prompts(self) -> int:
@@ -146,90 +247,12 @@ class CompletionRequest(SamplingFields):
         return [ids] if ids else [item for item in self.prompt if not isinstance(item, int)]
 
 
-def _content_form(value: Any) -> str | None:
-    return "form:plain" if isinstance(value, str) else "form:parts" if isinstance(value, list) else None
-
-
-class TextPart(Wire):
-    """The one kind of content part that a text model can read."""
-
-    type: Literal["text"]
-    text: str
-
-
-Content = Annotated[
-    Annotated[str, Tag("form:plain")]
-    | Annotated[list[TextPart], Field(min_length=1, max_length=1024, fail_fast=True), Tag("form:parts")],
-    Discriminator(
-        _content_form, custom_error_type="content_form", custom_error_message="must be a string or a list of text parts"
-    ),
-]
-
-
-class ChatMessage(Wire):
-    """One turn of a conversation."""
-
-    role: Literal["developer", "system", "user", "assistant", "tool"]
-    content: Content | None = None
-    name: Annotated[str, Field(max_length=256)] | None = None
-
-    @model_validator(mode="after")
-    def _has_content(self) -> ChatMessage:
-        if self.content is None:
-            raise FieldError("messages", "holds a message without content")
-        return self
-
-    @property
-    def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
-
-
-class ChatRequest(SamplingFields):
-    """`POST /v1/chat/completions`."""
-
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    max_tokens: Annotated[int, Field(ge=1, le=_INT32_MAX)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, le=_INT32_MAX)] | None = None
-    logprobs: bool | None = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-
-    @model_validator(mode="after")
-    def _fields_agree(self) -> ChatRequest:
-        if self.top_logprobs is not None and not self.logprobs:
-            raise FieldError("top_logprobs", "is only allowed with logprobs: true")
-        limit = self.token_limit
-        if limit is not None and (self.min_tokens or 0) > limit:
-            raise FieldError("min_tokens", f"is {self.min_tokens}, more than the token limit ({limit})")
-        return self
-
-    @property
-    def token_limit(self) -> int | None:
-        """The newer name wins."""
-        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-
-
-class FieldError(ValueError):
-    """Two fields that do not go together. `param` is the one to change."""
-
-    def __init__(self, param: str, problem: str) -> None:
-        super().__init__(f"'{param}' {problem}.")
-        self.param = param
-
-
-# Fields of the API that this server knows and does not support yet, with the values that ask for nothing. Any other
-# value is refused: a field is never accepted and ignored.
+# Fields of the API that this server knows and does not support, with the values that ask for nothing. Any other value
+# is refused: a field is never accepted and ignored. An endpoint that declares a field reads it itself.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
-    "logit_bias": (None, {}),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
+    "best_of": (None, 1),
+    "echo": (None, False),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "parallel_tool_calls": (None, True, False),
@@ -240,24 +263,28 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
     "prediction": (None,),
     "reasoning_effort": (None,),
-    "prompt_logprobs": (None,),
-    "allowed_token_ids": (None,),
-    "bad_words": (None, []),
-    "include_stop_str_in_output": (None, False),
-    "skip_special_tokens": (None, True),
-    "add_special_tokens": (None, True),
+    "verbosity": (None, "medium"),
     "spaces_between_special_tokens": (None, True),
-    "return_token_ids": (None, False),
-    "return_tokens_as_token_ids": (None, False),
-    "truncate_prompt_tokens": (None,),
     "prompt_embeds": (None,),
-    "cache_salt": (None,),
-    "priority": (None, 0),
     "chat_template": (None,),
     "chat_template_kwargs": (None, {}),
     "add_generation_prompt": (None, True),
     "continue_final_message": (None, False),
+    "add_special_tokens": (None, False),
     "documents": (None, []),
+    "mm_processor_kwargs": (None, {}),
+    "logits_processors": (None, []),
     "use_beam_search": (None, False),
     "length_penalty": (None, 1),
 }
+
+__all__ = [
+    "INT32_MAX",
+    "MAX_LOGPROBS",
+    "NEUTRAL_VALUES",
+    "CompletionRequest",
+    "FieldError",
+    "SamplingFields",
+    "StreamOptions",
+    "Wire",
+]

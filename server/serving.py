@@ -9,31 +9,38 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.errors import EngineError
+from engine.errors import EngineError, RequestError
 from engine.stats import EngineStats
 from engine.types import EngineInfo
-from server.answers import AnswerFormat, ChatFormat, CompletionFormat, Head
-from server.body import ignored_parameters, parse, read_json
+from server.answers import AnswerFormat, CompletionFormat, Details, Head
+from server.body import ignored_header, parse, read_json, unknown_parameters
+from server.chat_answers import ChatFormat
+from server.chat_output import AnswerShape
+from server.chat_schemas import ChatRequest
+from server.chat_service import plan_chat
 from server.errors import ClientGoneError, HttpError, ModelNotFoundError, describe, error_response
-from server.guard import request_id_of
+from server.generation import Engine, Generation
+from server.guard import client_of, request_id_of, salt_of
 from server.logs import event, logger
 from server.metrics import HttpCounters
 from server.model_files import served_names
-from server.schemas import ChatRequest, CompletionRequest
-from server.service import Engine, Generation, GenerationService
+from server.schemas import CompletionRequest
+from server.service import GenerationService
 from server.settings import Settings
 from server.state import ServerState
 from server.streaming import EventStream, collect, until_disconnect
 from server.tokenizer import Tokenizer
 from server.version import VERSION
+from server.wire import MAX_TIMEOUT_S, Wire
 
 STATS_TIMEOUT_S = 2.0
+_ParsedT = TypeVar("_ParsedT", bound=Wire)
 _log = logger("requests")
 
 
@@ -77,27 +84,38 @@ class Serving:
             raise ModelNotFoundError(name, self.model_names)
         return name
 
-    async def answer_completion(self, request: Request) -> Response:
-        body = await read_json(request, self.settings.max_body_size)
-        return await self._answer(request, parse(CompletionRequest, body))
+    async def read(self, request: Request, schema: type[_ParsedT]) -> tuple[_ParsedT, dict[str, str]]:
+        """The checked body, and the headers that every answer to it carries."""
+        return self.parse(schema, await self.body(request))
 
-    async def answer_chat(self, request: Request) -> Response:
-        body = await read_json(request, self.settings.max_body_size)
-        return await self._answer(request, parse(ChatRequest, body))
+    async def body(self, request: Request) -> bytes:
+        return await read_json(request, self.settings.max_body_size)
 
-    async def _answer(self, request: Request, asked: CompletionRequest | ChatRequest) -> Response:
+    def parse(self, schema: type[_ParsedT], body: bytes) -> tuple[_ParsedT, dict[str, str]]:
+        """What `read` does once the bytes are there."""
+        parsed = parse(schema, body)
+        unknown = unknown_parameters(parsed, self.settings.strict_parameters)
+        self.counters.ignored_parameters += len(unknown)
+        return parsed, ignored_header(unknown)
+
+    async def answer(
+        self, request: Request, asked: CompletionRequest | ChatRequest, headers: dict[str, str]
+    ) -> Response:
         """Start the generation, then stream it or collect it. Every refusal comes before the first byte."""
         model = self.check_model(asked.model)
-        request_id = request_id_of(request.scope)
-        headers = {"X-Ignored-Parameters": ignored} if (ignored := ignored_parameters(asked)) else {}
+        asked.timeout = self._time_limit(request, asked.timeout)
+        asked.cache_salt = salt_of(request.scope, asked.cache_salt)
         service = self.service
         if isinstance(asked, CompletionRequest):
-            generation = await service.complete(asked)
+            plan, shape = await service.plan_completion(asked), AnswerShape()
         else:
-            generation = await service.chat(asked)
+            chat = await plan_chat(service, asked)
+            plan, shape = chat.plan, chat.shape
+        generation = service.open_plan(plan)
         try:
-            form = self._format(asked, model, request_id)
-            generation.request_id = request_id
+            generation.request_id = request_id = request_id_of(request.scope)
+            generation.client = client_of(request.scope, asked.user)
+            form = self._format(asked, model, request_id, generation, shape)
             if asked.stream:
                 await until_disconnect(request, generation.verdict())
                 return EventStream(generation, form, asked.include_usage, headers, request_id)
@@ -107,15 +125,38 @@ class Serving:
             generation.close()
             raise
 
-    def _format(self, asked: CompletionRequest | ChatRequest, model: str, request_id: str) -> AnswerFormat:
+    def _time_limit(self, request: Request, asked: float | None) -> float | None:
+        """The shortest of what the field, the header and the operator allow."""
+        limits = [asked, self.settings.request_timeout]
+        given = request.headers.get("x-request-timeout")
+        if given is not None:
+            limits.append(_seconds(given))
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def _format(
+        self,
+        asked: CompletionRequest | ChatRequest,
+        model: str,
+        request_id: str,
+        generation: Generation,
+        shape: AnswerShape,
+    ) -> AnswerFormat:
         created, fingerprint, tokenizer = int(time.time()), self.fingerprint(), self.service.tokenizer
-        usage = bool(asked.stream and asked.include_usage)
+        details = Details(
+            logprobs=asked.logprobs if isinstance(asked, CompletionRequest) else _chat_logprobs(asked),
+            prompt_logprobs=asked.prompt_logprobs,
+            token_ids=bool(asked.return_token_ids),
+            tokens_as_ids=bool(asked.return_tokens_as_token_ids),
+            usage=bool(asked.stream and asked.include_usage),
+            continuous_usage=asked.continuous_usage,
+            keep=asked.n if asked.num_generated > (asked.n or 1) else None,
+        )
         if isinstance(asked, CompletionRequest):
             head = Head(f"cmpl-{request_id}", "text_completion", created, model, fingerprint)
-            return CompletionFormat(head, tokenizer, asked.logprobs is not None, usage)
+            return CompletionFormat(head, tokenizer, generation, details)
         kind = "chat.completion.chunk" if asked.stream else "chat.completion"
         head = Head(f"chatcmpl-{request_id}", kind, created, model, fingerprint)
-        return ChatFormat(head, tokenizer, bool(asked.logprobs), usage)
+        return ChatFormat(head, tokenizer, generation, details, shape)
 
     async def engine_numbers(self) -> tuple[EngineStats, EngineInfo | None]:
         """The engine's statistics; the last ones known when it does not answer in time."""
@@ -142,6 +183,22 @@ def connect(
     return service
 
 
+def _chat_logprobs(asked: ChatRequest) -> int | None:
+    return (asked.top_logprobs or 0) if asked.logprobs else None
+
+
+def _seconds(text: str) -> float:
+    """The value of the header that limits a request's time."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= MAX_TIMEOUT_S:  # NaN too
+        message = f"The header X-Request-Timeout must be a number of seconds above 0 and at most {MAX_TIMEOUT_S}."
+        raise RequestError(message, "X-Request-Timeout")
+    return seconds
+
+
 def _log_generation(generation: Generation) -> None:
     """The one line of a request. Never its text."""
     now = time.monotonic()
@@ -156,6 +213,7 @@ def _log_generation(generation: Generation) -> None:
         "ttft_s": None if first is None else first - generation.arrival,
         "total_s": now - generation.arrival,
         "finish": reasons,
+        "client": generation.client or None,
     }
     _log.info(event("request_done", **fields))
 

@@ -50,6 +50,9 @@ class Settings:
         choices=("auto", "safetensors", "dummy"),
         help="dummy: seeded random weights of the model's shape, for load tests",
     )
+    check_weights: bool = option(
+        True, group=_MODEL, example="", help="refuse a checkpoint that holds NaN or infinity, by the tensor's name"
+    )
     seed: int = option(
         0,
         group=_MODEL,
@@ -77,6 +80,12 @@ class Settings:
         secret=True,
         help="keys that clients must send as a bearer token; better in OARLOCK_API_KEY than on the command line",
     )
+    api_key_file: str | None = option(
+        None,
+        group=_HTTP,
+        example="keys.txt",
+        help="more keys, one per line, each with a label before it if you like; the label shows in the request log",
+    )
     max_body_size: int = option(
         16 * 2**20,
         group=_HTTP,
@@ -85,6 +94,20 @@ class Settings:
         minimum=1024,
         maximum=2**30,
         help="larger request bodies are refused (413)",
+    )
+    strict_parameters: bool = option(
+        False,
+        group=_HTTP,
+        example="",
+        help="refuse unknown request parameters (400) instead of reporting them in X-Ignored-Parameters",
+    )
+    request_timeout: float | None = option(
+        None,
+        group=_HTTP,
+        example="600",
+        minimum=0.001,
+        maximum=86_400,
+        help="seconds that any request may take, waiting included; requests may ask for less (default: no limit)",
     )
     drain_timeout: float = option(
         30.0,
@@ -118,7 +141,7 @@ class Settings:
         "auto",
         group=_PARALLEL,
         example="reference",
-        choices=("auto", "reference", "cpu"),
+        choices=("auto", "avx512", "cpu", "reference"),
         help="reference: slow and obviously right",
     )
     step_timeout: float = option(
@@ -160,6 +183,25 @@ class Settings:
     enable_log_requests: bool = option(
         False, group=_LOG, example="", help="one line per request: id, tokens, times; never its text"
     )
+    record: str | None = option(
+        None,
+        group=_LOG,
+        example="steps.rec",
+        help="write every step to this new file, for `oarlock replay`; it holds all prompts and answers as token ids",
+    )
+    record_limit: int | None = option(
+        2**30,
+        group=_LOG,
+        example="8GiB",
+        is_bytes=True,
+        minimum=2**16,
+        maximum=2**50,
+        help="bytes after which recording stops, while serving goes on; none: no limit",
+    )
+
+    @property
+    def has_api_keys(self) -> bool:
+        return bool(self.api_key or self.api_key_file)
 
     def engine_config(self, model_path: str) -> EngineConfig:
         """The frozen configuration of the rooms below, for the resolved directory of the model."""
@@ -169,6 +211,7 @@ class Settings:
             dtype=self.dtype,
             tensor_parallel_size=self.tensor_parallel_size,
             load_format=self.load_format,
+            check_weights=self.check_weights,
             seed=self.seed,
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
@@ -185,6 +228,8 @@ class Settings:
             worker=worker,
             enable_prefix_caching=self.enable_prefix_caching,
             max_waiting_requests=self.max_waiting_requests,
+            record_path=self.record,
+            record_limit_bytes=self.record_limit,
         )
 
 

@@ -25,8 +25,9 @@ class StopSet:
 class StopFinder:
     """The state of one text. `push` returns what may be shown now and the stop string found, if any."""
 
-    def __init__(self, stops: StopSet) -> None:
+    def __init__(self, stops: StopSet, include: bool = False) -> None:
         self._set = stops
+        self._include = include  # the match itself is shown, so that nothing need ever be held back
         self._matched = [0] * len(stops.stops)  # per stop string: how much of it the text ends with
         self._held = ""
         self.found: str | None = None
@@ -43,7 +44,9 @@ class StopFinder:
                 self.found = longest
                 shown = self._held + text[: position + 1]
                 self._held = ""
-                return shown[: len(shown) - len(longest)], longest
+                return shown if self._include else shown[: len(shown) - len(longest)], longest
+        if self._include:
+            return text, None
         whole = self._held + text
         keep = max(self._matched)
         self._held = whole[len(whole) - keep :]

@@ -19,8 +19,8 @@ from starlette.types import Message, Receive, Scope, Send
 from server.answers import DONE, AnswerFormat
 from server.choice import Delta
 from server.errors import ClientGoneError, describe, error_bytes
+from server.generation import Generation
 from server.logs import event, logger
-from server.service import Generation
 
 PING_INTERVAL_S = 15
 SEND_TIMEOUT_S = 60.0  # a client that reads nothing for so long has left

@@ -145,7 +145,7 @@ class Supervisor:
         if self._tokenizer.vocab_size > info.vocab_size:
             sizes = {"tokenizer": self._tokenizer.vocab_size, "model": info.vocab_size}
             _log.warning(logs.event("tokenizer_larger_than_model", **sizes))
-        exposed = warn_if_exposed(self.settings.host, bool(self.settings.api_key))
+        exposed = warn_if_exposed(self.settings.host, self.settings.has_api_keys)
         if exposed:
             _log.warning(logs.event("exposed", warning=exposed))
         _log.info(
@@ -153,7 +153,7 @@ class Supervisor:
         )
         names = model_files.served_names(self.settings)
         chat = self._tokenizer.template.exists
-        key = bool(self.settings.api_key)
+        key = self.settings.has_api_keys
         print(banner.banner(self._url, names, info, service.max_len, chat, self._progress.seconds, key), flush=True)
 
     async def _on_death(self, engine: RunningEngine) -> int:

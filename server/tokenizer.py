@@ -22,6 +22,13 @@ from server.detokenizer import BytesDetokenizer, Detokenizer, TokenBytes, Window
 
 _T = TypeVar("_T")
 _MAX_RENDERED = 64 * 1024  # characters a template may add to four times its input
+# As the families that were trained to fill in the middle name them.
+_FILL_IN_MARKS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # noqa: RUF001
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),
+)
 
 
 class Tokenizer:
@@ -55,6 +62,19 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return self._special
+
+    @property
+    def fill_in_marks(self) -> tuple[int, int, int] | None:
+        """The ids before the prompt, between prompt and suffix, and behind the suffix; None without such tokens."""
+        for names in _FILL_IN_MARKS:
+            before, between, after = (self.backend.token_to_id(name) for name in names)
+            if before is not None and between is not None and after is not None:
+                return before, between, after
+        return None
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`, with the marks that the checkpoint puts around a plain text (such as a BOS)."""
         ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -72,22 +92,23 @@ class Tokenizer:
         text = self.template.render(messages, add_generation_prompt, max_size=4 * size + _MAX_RENDERED)
         return self.encode(text, add_special_tokens=False)
 
-    async def aencode(self, text: str) -> list[int]:
-        return await self._run(lambda: self.encode(text))
+    async def aencode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return await self.run(lambda: self.encode(text, add_special_tokens=add_special_tokens))
 
-    async def arender_chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        return await self._run(lambda: self.render_chat(messages))
-
-    def detokenizer(self, prompt_ids: Sequence[int] = ()) -> Detokenizer:
-        """The incremental decoder of one sequence that goes on from `prompt_ids`."""
+    def detokenizer(self, prompt_ids: Sequence[int] = (), shown: frozenset[int] = frozenset()) -> Detokenizer:
+        """The incremental decoder of one sequence that goes on from `prompt_ids`. `shown`: special ids that count."""
         if self._bytes is not None:
-            return BytesDetokenizer(self._bytes, prompt_ids)
-        return WindowDetokenizer(self.backend, prompt_ids)
+            return BytesDetokenizer(self._bytes, prompt_ids, shown)
+        return WindowDetokenizer(self.backend, prompt_ids, shown & self._special)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], shown: frozenset[int] = frozenset()) -> str:
         """The whole text of `ids`, as a stream of pieces would have shown it."""
-        detokenizer = self.detokenizer()
+        detokenizer = self.detokenizer((), shown)
         return detokenizer.push(ids) + detokenizer.flush()
+
+    async def atext(self, ids: Sequence[int]) -> str:
+        """The text of `ids` with special tokens by name: what the model sees, for people."""
+        return await self.run(lambda: self.decode(ids, self._special))
 
     def token_bytes(self, token_id: int) -> bytes:
         """The true bytes of one token; the name, for special ones."""
@@ -112,7 +133,8 @@ class Tokenizer:
         token_id = self.backend.token_to_id(token) if token else None
         return () if token_id is None else (token_id,)
 
-    async def _run(self, work: Callable[[], _T]) -> _T:
+    async def run(self, work: Callable[[], _T]) -> _T:
+        """The result of slow work with this tokenizer, done by its threads."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
 

@@ -26,7 +26,9 @@ class WorkerConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     block_size: int = 32  # tokens in one KV block
+    check_weights: bool = True  # refuse a checkpoint that holds NaN or infinity
     kv_cache_bytes: int | None = None  # over all ranks' shards of one rank; None: measured
+    num_kv_blocks: int | None = None  # exactly so many, the null block included; None: what fits the memory
     gpu_memory_utilization: float = 0.9
     num_threads: int | None = None  # CPU threads of one rank; None: cores / ranks, at least one
     attention_backend: str = "auto"  # auto | reference | cpu
@@ -62,6 +64,8 @@ class WorkerInfo:
     weight_bytes_per_rank: int
     kv_bytes_per_token_per_rank: int
     load_seconds: float
+    batch_invariant: bool = False  # a request's numbers do not depend on its company or on how its tokens are cut
+    batch_invariant_reason: str = "it was not tested"  # why not, or what the promise rests on
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -22,7 +22,7 @@ _CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "dtype": ("auto", "bfloat16", "float16", "float32"),
     "load_format": ("auto", "safetensors", "dummy"),
-    "attention_backend": ("auto", "reference", "cpu"),
+    "attention_backend": ("auto", "avx512", "cpu", "reference"),
 }
 _DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float32"}
 _MAX_BLOCK_SIZE = 1024
@@ -50,9 +50,10 @@ def preflight(config: WorkerConfig) -> WorkerConfig:
     )
 
 
-def read_spec(model_path: str) -> DecoderSpec:
-    """The model in `model_path`, as described by its `config.json`."""
-    return describe(_read_config(Path(model_path)))
+def read_spec(model_path: str, max_model_len: int | None = None) -> DecoderSpec:
+    """The model in `model_path`, as described by its `config.json`, for sequences of up to `max_model_len` tokens."""
+    spec = describe(_read_config(Path(model_path)))
+    return spec.for_length(max_model_len or spec.default_length)
 
 
 def _check_limits(config: WorkerConfig) -> None:
@@ -62,7 +63,7 @@ def _check_limits(config: WorkerConfig) -> None:
             raise StartupError(f"{field} is {value!r}.", f"Choose one of {', '.join(choices)}.")
     for field in ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "block_size"):
         _check_at_least_one(field, getattr(config, field))
-    for field in ("max_model_len", "num_threads", "kv_cache_bytes"):
+    for field in ("max_model_len", "num_threads", "kv_cache_bytes", "num_kv_blocks"):
         if getattr(config, field) is not None:
             _check_at_least_one(field, getattr(config, field))
     if config.max_num_seqs > config.max_num_batched_tokens:

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -125,7 +126,7 @@ class ProcessGroup:
                             control.send("allocate", num_blocks=min(blocks.values()))
                 elif kind == "ready":
                     infos[rank] = WorkerInfo.from_json(message["info"])
-        return infos[0]
+        return joint_info(infos)
 
     def _next_messages(self) -> list[tuple[int, dict]]:
         """Wait for control messages while loading. A rank that ends without a word is a `StartupError`."""
@@ -231,6 +232,15 @@ class ProcessGroup:
             control.close()
         if hasattr(self, "_answers"):
             self._answers.close()
+
+
+def joint_info(infos: dict[int, WorkerInfo]) -> WorkerInfo:
+    """Rank 0's, with a promise only if every rank can make it, and else the reason of the first that cannot."""
+    for rank, info in sorted(infos.items()):
+        if not info.batch_invariant:
+            reason = f"rank {rank}: {info.batch_invariant_reason}"
+            return replace(infos[0], batch_invariant=False, batch_invariant_reason=reason)
+    return infos[0]
 
 
 def _spawn_rank(config: WorkerConfig, arguments: RankArguments, fds: list[int]) -> subprocess.Popen[bytes]:

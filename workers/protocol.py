@@ -5,27 +5,41 @@ overflow. Nothing is pickled. Names are the field's usual ones:
 
     S  sequences in the step        T  query tokens in the step       B  block-table columns
     L  rows that want logits        M  logit-bias entries             K  largest number of top logprobs asked for
+    G  rows with a mask             W  32-bit words of one mask
+    P  rows with penalties          H  their distinct earlier ids, all rows together
 
 Knows numpy. Does not know torch, requests, scheduling or text.
 """
 
+import math
 import struct
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
 from workers.config import WorkerConfig
 
 MAX_LOGPROBS = 20
-MAX_BIAS_PER_ROW = 1024
+MAX_BIAS_PER_ROW = 3 * 1024  # stop ids held back, logit_bias and bad words, a third each
+MAX_VOCAB_SIZE = 1 << 20  # slots are sized before the vocabulary is known; pages nobody touches cost nothing
 NULL_BLOCK = 0
 _MAGIC = 0x4F41524C  # "OARL"
 _ALIGN = 64
-# magic, step_id, then six counts that decide every offset, then a checksum of all that stands before it
-_HEADER = struct.Struct("<IQIIIIIi")
+# magic, step_id, then the counts that decide every offset, then a checksum of all that stands before it
+_HEADER = struct.Struct("<IQIIIIIIIIIi")
 _CHECKSUM = struct.Struct("<I")
 _HEADER_BYTES = _HEADER.size + _CHECKSUM.size
+_ITEM_BYTES = {"<i4": 4, "<u4": 4, "<i8": 8, "<f4": 4, "?": 1}
+
+
+# what stands in the sections that few steps use
+_no_ints = partial(np.zeros, 0, "<i4")
+_no_floats = partial(np.zeros, 0, "<f4")
+_no_history = partial(np.zeros, 1, "<i4")
+_no_bits = partial(np.zeros, (0, 0), "<u4")
 
 
 @dataclass(slots=True)
@@ -57,6 +71,17 @@ class StepMetadata:
     bias_rows: np.ndarray  # int32 [M]   index into the L rows
     bias_ids: np.ndarray  # int32 [M]   vocabulary id
     bias_values: np.ndarray  # float32 [M]
+    # penalties of ids that came earlier, applied to the biased logits. Sorted by row.
+    penalty_rows: np.ndarray = field(default_factory=_no_ints)  # int32 [P]   index into the L rows
+    repetition: np.ndarray = field(default_factory=_no_floats)  # float32 [P]   divides logits above 0, else multiplies
+    frequency: np.ndarray = field(default_factory=_no_floats)  # float32 [P]   subtracted once per count
+    presence: np.ndarray = field(default_factory=_no_floats)  # float32 [P]   subtracted where the count is not 0
+    history_starts: np.ndarray = field(default_factory=_no_history)  # int32 [P + 1]   of each row's part of these two:
+    history_ids: np.ndarray = field(default_factory=_no_ints)  # int32 [H]   distinct within a row
+    history_counts: np.ndarray = field(default_factory=_no_ints)  # int32 [H]   times generated; 0: in the prompt only
+    # what a row may choose at all: every other id has a logit of -inf. Sorted by row.
+    mask_rows: np.ndarray = field(default_factory=_no_ints)  # int32 [G]   index into the L rows
+    mask_bits: np.ndarray = field(default_factory=_no_bits)  # uint32 [G, W]   bit v % 32 of word v // 32: v is allowed
 
     @property
     def num_seqs(self) -> int:
@@ -89,27 +114,63 @@ class ProtocolError(ValueError):
     """The bytes are not a step (or an answer) of this layout: our own bug, or memory that someone else wrote."""
 
 
-def _step_sections(s: int, t: int, b: int, rows: int, m: int) -> list[tuple[str, str, tuple[int, ...]]]:
+class _Counts(NamedTuple):
+    """The lengths of a step's sections, named as in the module's docstring."""
+
+    s: int = 0
+    t: int = 0
+    b: int = 1
+    rows: int = 0
+    m: int = 0
+    p: int = 0
+    h: int = 0
+    g: int = 0
+    w: int = 0
+
+    @staticmethod
+    def of(step: StepMetadata) -> "_Counts":
+        return _Counts(
+            len(step.seq_lens),
+            len(step.token_ids),
+            step.block_tables.shape[1],
+            len(step.logits_indices),
+            len(step.bias_rows),
+            len(step.penalty_rows),
+            len(step.history_ids),
+            *step.mask_bits.shape,
+        )
+
+
+def _step_sections(n: _Counts) -> list[tuple[str, str, tuple[int, ...]]]:
     """Name, dtype and shape of every section, in buffer order."""
     return [
-        ("token_ids", "<i4", (t,)),
-        ("positions", "<i4", (t,)),
-        ("slot_mapping", "<i8", (t,)),
-        ("query_start_loc", "<i4", (s + 1,)),
-        ("seq_lens", "<i4", (s,)),
-        ("block_tables", "<i4", (s, b)),
-        ("logits_indices", "<i4", (rows,)),
-        ("target_ids", "<i4", (rows,)),
-        ("sample_positions", "<i4", (rows,)),
-        ("temperature", "<f4", (rows,)),
-        ("top_p", "<f4", (rows,)),
-        ("top_k", "<i4", (rows,)),
-        ("min_p", "<f4", (rows,)),
-        ("seeds", "<i8", (rows,)),
-        ("num_logprobs", "<i4", (rows,)),
-        ("bias_rows", "<i4", (m,)),
-        ("bias_ids", "<i4", (m,)),
-        ("bias_values", "<f4", (m,)),
+        ("token_ids", "<i4", (n.t,)),
+        ("positions", "<i4", (n.t,)),
+        ("slot_mapping", "<i8", (n.t,)),
+        ("query_start_loc", "<i4", (n.s + 1,)),
+        ("seq_lens", "<i4", (n.s,)),
+        ("block_tables", "<i4", (n.s, n.b)),
+        ("logits_indices", "<i4", (n.rows,)),
+        ("target_ids", "<i4", (n.rows,)),
+        ("sample_positions", "<i4", (n.rows,)),
+        ("temperature", "<f4", (n.rows,)),
+        ("top_p", "<f4", (n.rows,)),
+        ("top_k", "<i4", (n.rows,)),
+        ("min_p", "<f4", (n.rows,)),
+        ("seeds", "<i8", (n.rows,)),
+        ("num_logprobs", "<i4", (n.rows,)),
+        ("bias_rows", "<i4", (n.m,)),
+        ("bias_ids", "<i4", (n.m,)),
+        ("bias_values", "<f4", (n.m,)),
+        ("penalty_rows", "<i4", (n.p,)),
+        ("repetition", "<f4", (n.p,)),
+        ("frequency", "<f4", (n.p,)),
+        ("presence", "<f4", (n.p,)),
+        ("history_starts", "<i4", (n.p + 1,)),
+        ("history_ids", "<i4", (n.h,)),
+        ("history_counts", "<i4", (n.h,)),
+        ("mask_rows", "<i4", (n.g,)),
+        ("mask_bits", "<u4", (n.g, n.w)),
     ]
 
 
@@ -133,7 +194,7 @@ def _aligned(size: int) -> int:
 def _size(sections: list[tuple[str, str, tuple[int, ...]]]) -> int:
     total = _aligned(_HEADER_BYTES)
     for _, dtype, shape in sections:
-        total += _aligned(np.dtype(dtype).itemsize * int(np.prod(shape, dtype=np.int64)))
+        total += _aligned(_ITEM_BYTES[dtype] * math.prod(shape))
     return total
 
 
@@ -141,15 +202,15 @@ def _views(buffer: memoryview, sections: list[tuple[str, str, tuple[int, ...]]])
     views = {}
     offset = _aligned(_HEADER_BYTES)
     for name, dtype, shape in sections:
-        count = int(np.prod(shape, dtype=np.int64))
+        count = math.prod(shape)
         views[name] = np.frombuffer(buffer, dtype, count, offset).reshape(shape)
-        offset += _aligned(np.dtype(dtype).itemsize * count)
+        offset += _aligned(_ITEM_BYTES[dtype] * count)
     return views
 
 
 def empty_step(step_id: int) -> StepMetadata:
     """A heartbeat: no sequence, nothing to compute."""
-    sections = {name: np.zeros(shape, dtype) for name, dtype, shape in _step_sections(0, 0, 1, 0, 0)}
+    sections = {name: np.zeros(shape, dtype) for name, dtype, shape in _step_sections(_Counts())}
     return StepMetadata(step_id=step_id, **sections)
 
 
@@ -159,10 +220,21 @@ def table_width(config: WorkerConfig) -> int:
     return -(-config.max_model_len // config.block_size)
 
 
+def mask_words(vocab_size: int) -> int:
+    """32-bit words in the mask of one row."""
+    if vocab_size > MAX_VOCAB_SIZE:
+        raise ProtocolError(f"a vocabulary of {vocab_size} ids; at most {MAX_VOCAB_SIZE} fit a step")
+    return -(-vocab_size // 32)
+
+
 def max_step_bytes(config: WorkerConfig) -> int:
     """Bytes of the largest step these limits allow: what one ring slot must hold."""
+    assert config.max_model_len is not None
     s, t = config.max_num_seqs, config.max_num_batched_tokens
-    return _size(_step_sections(s, t, table_width(config), max(s, t), s * MAX_BIAS_PER_ROW))
+    history = s * min(config.max_model_len, MAX_VOCAB_SIZE)
+    words = mask_words(MAX_VOCAB_SIZE)
+    counts = _Counts(s, t, table_width(config), max(s, t), s * MAX_BIAS_PER_ROW, s, history, s, words)
+    return _size(_step_sections(counts))
 
 
 def max_output_bytes(config: WorkerConfig) -> int:
@@ -172,22 +244,21 @@ def max_output_bytes(config: WorkerConfig) -> int:
 
 def pack_step(step: StepMetadata, buffer: memoryview) -> int:
     """Write `step` into `buffer` and return the bytes used."""
-    width = step.block_tables.shape[1]
-    rows, m = len(step.logits_indices), len(step.bias_rows)
-    sections = _step_sections(step.num_seqs, step.num_tokens, width, rows, m)
+    counts = _Counts.of(step)
+    sections = _step_sections(counts)
     size = _size(sections)
     if size > len(buffer):
         raise ProtocolError(f"step {step.step_id} needs {size} bytes, the slot holds {len(buffer)}")
     for name, view in _views(buffer, sections).items():
         view[...] = getattr(step, name)
-    _write_header(buffer, step.step_id, step.num_seqs, step.num_tokens, width, rows, m, -1)
+    _write_header(buffer, step.step_id, counts, -1)
     return size
 
 
 def unpack_step(buffer: memoryview) -> StepMetadata:
     """Views of the step in `buffer`: valid until the slot is written again. Raises `ProtocolError` on foreign bytes."""
-    step_id, s, t, width, rows, m, _ = _read_header(buffer)
-    sections = _step_sections(s, t, width, rows, m)
+    step_id, counts, _ = _read_header(buffer)
+    sections = _step_sections(counts)
     if _size(sections) > len(buffer):
         raise ProtocolError("the header announces more than the buffer holds")
     return StepMetadata(step_id=step_id, **_views(buffer, sections))
@@ -203,33 +274,31 @@ def pack_output(output: StepOutput, buffer: memoryview) -> int:
         raise ProtocolError(f"the answer to step {output.step_id} needs {size} bytes, the slot holds {len(buffer)}")
     for name, view in _views(buffer, sections).items():
         view[...] = getattr(output, name)
-    _write_header(buffer, output.step_id, 0, 0, 0, rows, 0, k)
+    _write_header(buffer, output.step_id, _Counts(rows=rows), k)
     return size
 
 
 def unpack_output(buffer: memoryview) -> StepOutput:
     """A copy of the answer in `buffer`. Raises `ProtocolError` on foreign bytes."""
-    step_id, _, _, _, rows, _, k = _read_header(buffer)
-    sections = _output_sections(rows, k)
+    step_id, counts, k = _read_header(buffer)
+    sections = _output_sections(counts.rows, k)
     if _size(sections) > len(buffer):
         raise ProtocolError("the header announces more than the buffer holds")
     views = {name: view.copy() for name, view in _views(buffer, sections).items()}
     return StepOutput(step_id=step_id, **views)
 
 
-def _write_header(
-    buffer: memoryview, step_id: int, num_seqs: int, num_tokens: int, width: int, rows: int, num_bias: int, k: int
-) -> None:
-    _HEADER.pack_into(buffer, 0, _MAGIC, step_id, num_seqs, num_tokens, width, rows, num_bias, k)
+def _write_header(buffer: memoryview, step_id: int, counts: _Counts, k: int) -> None:
+    _HEADER.pack_into(buffer, 0, _MAGIC, step_id, *counts, k)
     _CHECKSUM.pack_into(buffer, _HEADER.size, zlib.crc32(buffer[: _HEADER.size]))
 
 
-def _read_header(buffer: memoryview) -> tuple[int, int, int, int, int, int, int]:
+def _read_header(buffer: memoryview) -> tuple[int, _Counts, int]:
     """The header's numbers, once the checksum has shown that it is one: they decide every offset."""
     if len(buffer) < _HEADER_BYTES:
         raise ProtocolError(f"{len(buffer)} bytes cannot hold a header")
     (checksum,) = _CHECKSUM.unpack_from(buffer, _HEADER.size)
-    magic, step_id, s, t, width, rows, m, k = _HEADER.unpack_from(buffer, 0)
+    magic, step_id, *counts, k = _HEADER.unpack_from(buffer, 0)
     if magic != _MAGIC or checksum != zlib.crc32(buffer[: _HEADER.size]):
         raise ProtocolError("not a step of this layout: wrong magic or checksum")
-    return step_id, s, t, width, rows, m, k
+    return step_id, _Counts(*counts), k

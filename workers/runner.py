@@ -16,11 +16,13 @@ from workers.attention.choose import choose
 from workers.batch import Batch
 from workers.config import WorkerConfig, WorkerInfo
 from workers.kv_cache import available_kv_bytes, blocks_that_fit
+from workers.layers.matmul import min_rows
 from workers.models.decoder import Decoder
 from workers.parallel import TensorParallel
 from workers.preflight import read_spec
 from workers.protocol import NULL_BLOCK, StepMetadata, StepOutput
 from workers.sampling.sampler import Sampler
+from workers.self_test import batch_invariance
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.dummy import DummyWeights
 from workers.weights.reader import WeightReader
@@ -46,7 +48,8 @@ class Runner:
             torch.set_num_threads(config.num_threads)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self.spec = read_spec(config.model_path)
+        self.min_rows = min_rows(self.dtype, self.device)
+        self.spec = read_spec(config.model_path, config.max_model_len)
         self._load_seconds = 0.0
 
     def load(self, on_progress: Callable[[float], None]) -> None:
@@ -56,7 +59,8 @@ class Runner:
         if self.config.load_format == "dummy":
             self.model.load(DummyWeights(self.config.seed), on_progress)
         else:
-            with WeightReader(Checkpoint.open(Path(self.config.model_path))) as weights:
+            checkpoint = Checkpoint.open(Path(self.config.model_path))
+            with WeightReader(checkpoint, check_finite=self.config.check_weights) as weights:
                 self.model.load(weights, on_progress)
         self.kv_spec = self.model.kv_spec(self.config.block_size, self.device)
         self.backend = choose(self.kv_spec, self.config.attention_backend, logger.info)
@@ -65,13 +69,29 @@ class Runner:
 
     def num_blocks_that_fit(self) -> int:
         """How many KV blocks this rank has room for. Raises `StartupError` when one sequence would not fit."""
+        if self.config.num_kv_blocks is not None:
+            return self.config.num_kv_blocks
         return blocks_that_fit(self.kv_spec, self.config, available_kv_bytes(self.config, self.device))
 
     def allocate(self, num_blocks: int) -> None:
-        """Create the pages and run one small step, so that the first request does not pay for lazy initialisation."""
+        """Create the pages and run one small step, so that the first request does not pay for lazy initialisation.
+
+        Then see whether this machine keeps the promise of batch invariance.
+        """
         self.num_blocks = num_blocks
         self.kv = self.backend.allocate(num_blocks)
         self.execute(warm_up_step())
+        assert self.config.max_model_len is not None
+        with torch.inference_mode():
+            self.invariance = batch_invariance(
+                self.model,
+                self.kv,
+                self.backend,
+                num_blocks=num_blocks,
+                block_size=self.config.block_size,
+                max_len=self.config.max_model_len,
+                min_rows=self.min_rows,
+            )
 
     def info(self) -> WorkerInfo:
         """What the group reports upwards. Valid after `allocate`."""
@@ -91,6 +111,8 @@ class Runner:
             weight_bytes_per_rank=self.model.weight_bytes,
             kv_bytes_per_token_per_rank=self.kv_spec.bytes_per_token,
             load_seconds=round(self._load_seconds, 3),
+            batch_invariant=self.invariance.batch_invariant,
+            batch_invariant_reason=self.invariance.reason,
         )
 
     @torch.inference_mode()
@@ -98,7 +120,7 @@ class Runner:
         """Run one step. Rank 0 returns the answer, the others None; every rank makes the same collective calls."""
         if step.num_seqs == 0:
             return empty_output(step.step_id) if self.tp.rank == 0 else None
-        batch = Batch.from_step(step, self.device)
+        batch = Batch.from_step(step, self.device, self.min_rows)
         plan = self.backend.prepare(batch)
         hidden = self.model(batch, self.kv, self.backend, plan)  # [T, hidden_size]
         if batch.num_logits == 0:
@@ -106,9 +128,9 @@ class Runner:
         parts = []
         for start in range(0, batch.num_logits, MAX_LOGITS_ROWS):
             stop = min(start + MAX_LOGITS_ROWS, batch.num_logits)
-            rows = batch.logits_indices[start : max(stop, start + 2)]
-            if len(rows) < 2:  # the last chunk of an odd count; see `batch.MIN_ROWS`
-                rows = rows.expand(2)
+            rows = batch.logits_indices[start : max(stop, start + self.min_rows)]
+            if len(rows) < self.min_rows:  # the last chunk of an odd count
+                rows = rows.expand(self.min_rows)
             logits = self.model.compute_logits(hidden[rows])[: stop - start]  # float32 [L, vocab_local]
             parts.append(self.sampler.sample(logits, rows_of(step, start, stop)))
         answers = [part for part in parts if part is not None]
@@ -164,12 +186,24 @@ def rows_of(step: StepMetadata, start: int, stop: int) -> StepMetadata:
         )
     }
     first, last = np.searchsorted(step.bias_rows, (start, stop))
+    first_penalty, last_penalty = np.searchsorted(step.penalty_rows, (start, stop))
+    first_mask, last_mask = np.searchsorted(step.mask_rows, (start, stop))
+    history = step.history_starts[first_penalty : last_penalty + 1]
     return dataclasses.replace(
         step,
         **cut,
         bias_rows=step.bias_rows[first:last] - start,
         bias_ids=step.bias_ids[first:last],
         bias_values=step.bias_values[first:last],
+        penalty_rows=step.penalty_rows[first_penalty:last_penalty] - start,
+        repetition=step.repetition[first_penalty:last_penalty],
+        frequency=step.frequency[first_penalty:last_penalty],
+        presence=step.presence[first_penalty:last_penalty],
+        history_starts=history - history[0],
+        history_ids=step.history_ids[history[0] : history[-1]],
+        history_counts=step.history_counts[history[0] : history[-1]],
+        mask_rows=step.mask_rows[first_mask:last_mask] - start,
+        mask_bits=step.mask_bits[first_mask:last_mask],
     )
 
 

@@ -6,12 +6,25 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from server.chat_schemas import ChatRequest
+from server.openapi import describe
 from server.serving import AnswerRoute, Serving
 
 router = APIRouter(route_class=AnswerRoute)
-_BODY = {"required": True, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ChatRequest"}}}}
+_ABOUT = describe(
+    "Answer a conversation",
+    "ChatCompletion",
+    bodies=("ChatRequest",),
+    examples={
+        "plain": {"messages": [{"role": "user", "content": "Hi"}], "max_completion_tokens": 20},
+        "stream": {"messages": [{"role": "user", "content": "Hi"}], "stream": True},
+    },
+    streams=True,
+)
 
 
-@router.post("/v1/chat/completions", openapi_extra={"requestBody": _BODY})
+@router.post("/v1/chat/completions", openapi_extra=_ABOUT)
 async def create_chat_completion(request: Request) -> Response:
-    return await Serving.of(request).answer_chat(request)
+    serving = Serving.of(request)
+    asked, headers = await serving.read(request, ChatRequest)
+    return await serving.answer(request, asked, headers)

@@ -6,16 +6,27 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from server.openapi import describe
+from server.schemas import CompletionRequest
 from server.serving import AnswerRoute, Serving
 
 router = APIRouter(route_class=AnswerRoute)
-_BODY = {
-    "required": True,
-    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/CompletionRequest"}}},
-}
+_ABOUT = describe(
+    "Go on from a text",
+    "Completion",
+    bodies=("CompletionRequest",),
+    examples={
+        "plain": {"prompt": "def add(a, b):", "max_tokens": 20, "temperature": 0},
+        "stream": {"prompt": "Once", "stream": True, "stream_options": {"include_usage": True}},
+        "score": {"prompt": "The sea is blue", "max_tokens": 0, "echo": True, "logprobs": 1},
+    },
+    streams=True,
+)
 
 
 # The body is read raw and parsed strictly, so the framework only learns its schema for the OpenAPI document.
-@router.post("/v1/completions", openapi_extra={"requestBody": _BODY})
+@router.post("/v1/completions", openapi_extra=_ABOUT)
 async def create_completion(request: Request) -> Response:
-    return await Serving.of(request).answer_completion(request)
+    serving = Serving.of(request)
+    asked, headers = await serving.read(request, CompletionRequest)
+    return await serving.answer(request, asked, headers)

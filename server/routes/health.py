@@ -13,20 +13,26 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from server.errors import retry_after
+from server.openapi import describe
 from server.serving import AnswerRoute, Serving
 from server.state import Phase
 from server.version import VERSION
 
 router = APIRouter(route_class=AnswerRoute)
+_READY = describe(
+    "200 when the model is loaded and every rank has made progress lately, else 503 with the reason",
+    "Health",
+    example_answer={"status": "ok", "state": "ready"},
+)
 
 
-@router.get("/health/live")
+@router.get("/health/live", openapi_extra=describe("200 as long as the process answers", "Health"))
 async def live(request: Request) -> Response:
     return JSONResponse({"status": "live", "state": Serving.of(request).state.phase.value})
 
 
-@router.get("/health")
-@router.get("/health/ready")
+@router.get("/health", openapi_extra=_READY)
+@router.get("/health/ready", openapi_extra=_READY)
 async def ready(request: Request) -> Response:
     state = Serving.of(request).state
     reason = state.why_not_ready()
@@ -38,6 +44,6 @@ async def ready(request: Request) -> Response:
     return JSONResponse(body | {"reason": reason}, 503, retry_after(5))
 
 
-@router.get("/version")
+@router.get("/version", openapi_extra=describe("The version", "Version", example_answer={"version": VERSION}))
 async def version(request: Request) -> Response:
     return JSONResponse({"version": VERSION})

@@ -7,12 +7,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.metrics import CONTENT_TYPE, exposition
+from server.openapi import describe
 from server.serving import AnswerRoute, Serving
 
 router = APIRouter(route_class=AnswerRoute)
 
 
-@router.get("/metrics")
+@router.get("/metrics", openapi_extra=describe("Prometheus text", "", media="text/plain"))
 async def metrics(request: Request) -> Response:
     serving = Serving.of(request)
     stats, info = await serving.engine_numbers()

@@ -8,18 +8,19 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from server.openapi import describe
 from server.serving import AnswerRoute, Serving
 
 router = APIRouter(route_class=AnswerRoute)
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", openapi_extra=describe("The served names; requests without one get the first", "ModelList"))
 async def list_models(request: Request) -> Response:
     serving = Serving.of(request)
     return JSONResponse({"object": "list", "data": [_card(serving, name) for name in serving.model_names]})
 
 
-@router.get("/v1/models/{model:path}")
+@router.get("/v1/models/{model:path}", openapi_extra=describe("One of them; ids may contain slashes", "Model"))
 async def retrieve_model(request: Request, model: str) -> Response:
     serving = Serving.of(request)
     return JSONResponse(_card(serving, serving.check_model(model)))
@@ -41,5 +42,7 @@ def _card(serving: Serving, name: str) -> dict[str, Any]:
         "dtype": info.dtype,
         "device": info.device,
         "tensor_parallel_size": info.tensor_parallel_size,
+        "batch_invariant": info.batch_invariant,
+        "batch_invariant_reason": info.batch_invariant_reason,
         "chat": serving.service.tokenizer.template.exists,
     }

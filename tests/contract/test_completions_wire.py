@@ -98,6 +98,21 @@ def test_the_raw_bytes_of_a_stream(make_server):
         {"echo": True, "max_tokens": 0},
         {"prompt": ["one", "two"], "n": 2},
         {"min_tokens": 4, "stop": "e"},
+        {"stop": "wör", "include_stop_str_in_output": True},
+        {"stop": "wör", "logprobs": 1, "n": 2},
+        {"logprobs": 2, "return_tokens_as_token_ids": True},
+        {"return_token_ids": True},
+        {"return_token_ids": True, "echo": True, "logprobs": 0, "n": 2, "stop": "lo"},
+        {"prompt_logprobs": 2},
+        {"prompt_logprobs": 0, "echo": True, "max_tokens": 0, "return_token_ids": True},
+        {"prompt_logprobs": 1, "echo": True, "logprobs": 3, "prompt": [[5, 6, 7], [8, 9]], "n": 2},
+        {"truncate_prompt_tokens": 1, "echo": True, "logprobs": 1},
+        {"skip_special_tokens": False, "ignore_eos": True},
+        {"presence_penalty": 1, "logit_bias": {"5": 1}, "bad_words": ["x"], "allowed_token_ids": [5, 6]},
+        {"structured_outputs": {"choice": ["a", "b"]}},
+        {"response_format": {"type": "json_object"}, "n": 2, "stop": "}"},
+        {"best_of": 2, "n": 2, "logprobs": 1},
+        {"timeout": 60, "priority": 1, "cache_salt": "s"},
     ],
 )
 def test_a_stream_says_what_the_plain_answer_says(make_stage, extra):
@@ -118,6 +133,9 @@ def test_a_stream_says_what_the_plain_answer_says(make_stage, extra):
         if choice["logprobs"]:
             for key, values in choice["logprobs"].items():
                 assert [v for chunk in chunks for v in chunk["logprobs"][key]] == values
+        for key in ("prompt_logprobs", "prompt_token_ids"):
+            assert [chunk[key] for chunk in chunks if key in chunk] == [choice[key] for _ in range(key in choice)]
+        assert [token for chunk in chunks for token in chunk.get("token_ids", ())] == choice.get("token_ids", [])
     assert len({(e["id"], e["created"], e["model"], e["object"]) for e in events}) == 1
 
 
@@ -293,7 +311,7 @@ def test_the_asked_for_alias_is_echoed(make_stage):
 
 def test_a_silent_stream_is_kept_alive_by_comments(make_server, monkeypatch, wait_for):
     monkeypatch.setattr("server.streaming.PING_INTERVAL_S", 0.02)
-    monkeypatch.setattr("server.service.VERDICT_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("server.generation.VERDICT_TIMEOUT_S", 0.01)
     server = make_server("a", pause_after=0)
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
     body = json.dumps({"prompt": "Hi", "stream": True})
@@ -308,7 +326,7 @@ def test_a_silent_stream_is_kept_alive_by_comments(make_server, monkeypatch, wai
 
 
 def test_a_late_refusal_travels_in_the_stream(make_stage, monkeypatch, queue_full):
-    monkeypatch.setattr("server.service.VERDICT_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("server.generation.VERDICT_TIMEOUT_S", 0.01)
     stage = make_stage()
 
     async def late(request):

@@ -76,7 +76,7 @@ def test_many_clients_leave_and_nothing_stays(make_server, wait_for):
         connection.close()
     wait_for(lambda: server.stage.state.num_in_flight == 0)
     assert len(server.stage.engine.finished) == 10
-    assert server.stage.counters.finished == {"stop": 10, "length": 0, "abort": 30, "error": 0}
+    assert server.stage.counters.finished == {"stop": 10, "length": 0, "timeout": 0, "abort": 30, "error": 0}
 
 
 def test_an_error_in_the_middle_of_a_stream_is_one_event_before_the_end(make_server):

@@ -131,7 +131,7 @@ def test_metrics_have_the_fields_names_and_reconcile_with_usage(make_stage):
     }
     assert (ttft["0.25"], ttft["0.5"], ttft["+Inf"]) == (0, 1, 1)
     finished = {s.labels["finished_reason"]: s.value for s in families["vllm:request_success"].samples}
-    assert finished == {"stop": 7, "length": 1, "abort": 0, "error": 0}
+    assert finished == {"stop": 7, "length": 1, "timeout": 0, "abort": 0, "error": 0}
     info = families["vllm:cache_config_info"].samples[0].labels
     assert info == {"model_name": "demo", "engine": "0", "block_size": "16", "num_gpu_blocks": "65"}
     assert all(s.labels["model_name"] == "demo" for family in families.values() for s in family.samples)

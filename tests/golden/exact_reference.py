@@ -1,44 +1,103 @@
-"""transformers' own model as the judge: in float32 as it is used, and in float64 with nothing left in float32.
+"""transformers' own model as the judge: in the dtype it is used in, and in float64 with nothing left in 32 bits.
 
 transformers computes norms in float32 even for a float64 model; its distance from itself would then hide the error
-that both share. Here the norms are replaced, and attention runs through SDPA, which stays in float64. Only cos and sin
-keep float32: they are part of what the model means.
+that both share. Here one model answers both ways: as it was loaded, and with every leaf and the attention in float64.
+Only cos and sin keep float32: they are part of what the model means, as is Gemma's scale of the embedding, which it
+rounds to the dtype.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tests.golden.cases import PROMPT, TOTAL
+from workers.preflight import read_spec
+from workers.verify.exact import in_float64
+from workers.verify.hooks import Recording
 
-def judge(path: Path, dtype: torch.dtype) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa").eval()
-    if dtype == torch.float64:
-        for module in model.modules():
-            if type(module).__name__.endswith("RMSNorm"):
-                module.forward = _exact_norm(module)  # ty: ignore[invalid-assignment]
-    return model
+GREEDY = 10
 
-
-def _exact_norm(module: torch.nn.Module):
-    weight, eps = module.weight, module.variance_epsilon
-
-    def forward(x: Tensor) -> Tensor:
-        return weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-
-    return forward
+Result = TypeVar("Result")
 
 
-def all_logits(model: PreTrainedModel, tokens: list[int], prompt: int) -> Tensor:
-    """Logits after each token [n, vocab]: the first `prompt` tokens in one call, the others one by one with a cache."""
-    with torch.inference_mode():
-        out = model(torch.tensor([tokens[:prompt]]), use_cache=True)
+class Judge:
+    """One checkpoint at one dtype: transformers' own numbers, and the truth they are an approximation of."""
+
+    def __init__(
+        self, path: Path, tokens: list[int], dtype: torch.dtype = torch.float32, max_model_len: int | None = None
+    ) -> None:
+        self.path = path
+        self.max_model_len = max_model_len
+        self.spec = read_spec(str(path), max_model_len)
+        self.tokens = tokens
+        self.dtype = dtype
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        kind = "eager" if self.spec.architecture == "Gemma2ForCausalLM" else "sdpa"  # Gemma 2 has no other
+        model = AutoModelForCausalLM.from_pretrained(self.path, dtype=self.dtype, attn_implementation=kind).eval()
+        embedding = model.get_input_embeddings()
+        if hasattr(embedding, "scalar_embed_scale"):
+            embedding.scalar_embed_scale = embedding.embed_scale.to(self.dtype).item()
+        return model
+
+    @cached_property
+    def logits(self) -> tuple[Tensor, Tensor]:
+        """(truth, theirs), after each token [n, vocab]: the prompt in one call, the others one by one with a cache."""
+        return self._both(lambda recording: self._all_logits())
+
+    @cached_property
+    def layers(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """(truth, theirs): every tensor of every layer for the prompt, as [T, columns]."""
+        return self._both(self._record)
+
+    @cached_property
+    def text(self) -> list[list[int]]:
+        """Greedy tokens after each of `prompts`."""
+        return [generate(self.model, prompt, GREEDY) for prompt in self.prompts.values()]
+
+    @property
+    def prompts(self) -> dict[int, list[int]]:
+        """Sequence -> prompt, of very different lengths. A model served beyond the length its LongRoPE was trained for
+        has the long factors for all; transformers has them for sequences that are beyond it themselves."""
+        prompts = {0: self.tokens[:PROMPT], 1: self.tokens[3:20], 2: self.tokens[20:22]}
+        beyond = self.spec.rope.original_max_positions if self.spec.rope.stretched else 0
+        return {seq: prompt for seq, prompt in prompts.items() if len(prompt) > beyond}
+
+    def _both(self, ask: Callable[[Recording], Result]) -> tuple[Result, Result]:
+        with torch.inference_mode():
+            with self._recording() as recording:
+                theirs = ask(recording)
+            with in_float64(self.model), self._recording() as recording:
+                truth = ask(recording)
+        return truth, theirs
+
+    @contextmanager
+    def _recording(self) -> Iterator[Recording]:
+        recording = Recording(self.model, self.spec, torch.float64)
+        try:
+            yield recording
+        finally:
+            recording.close()
+
+    def _record(self, recording: Recording) -> dict[str, Tensor]:
+        answer = self.model(torch.tensor([self.tokens[:PROMPT]]), use_cache=False)
+        recording.record("logits", answer.logits)
+        return recording.tensors()
+
+    def _all_logits(self) -> Tensor:
+        out = self.model(torch.tensor([self.tokens[:PROMPT]]), use_cache=True)
         rows = [out.logits[0]]
-        for token in tokens[prompt:]:
-            out = model(torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
+        for token in self.tokens[PROMPT:TOTAL]:
+            out = self.model(torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
             rows.append(out.logits[0])
-    return torch.cat(rows)
+        return torch.cat(rows).double()
 
 
 def generate(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:

@@ -8,6 +8,7 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +25,9 @@ from workers.weights.checkpoint import Checkpoint
 from workers.weights.reader import WeightReader
 
 BLOCK_SIZE = 8
+NUM_BLOCKS = 256
+
+Result = TypeVar("Result")
 
 
 class Meeting:
@@ -60,13 +64,13 @@ class ThreadRank(TensorParallel):
         return torch.stack(self._exchange(x))
 
 
-def on_ranks(size: int, work: Callable[[TensorParallel], Tensor]) -> list[Tensor]:
+def on_ranks(size: int, work: Callable[[TensorParallel], Result]) -> list[Result]:
     """`work` on every rank at once; its results in rank order."""
     if size == 1:
         with torch.inference_mode():
             return [work(TensorParallel.solo())]
     meeting = Meeting(size)
-    results: list[Tensor | None] = [None] * size
+    results: list[Result | None] = [None] * size
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
@@ -87,8 +91,10 @@ def on_ranks(size: int, work: Callable[[TensorParallel], Tensor]) -> list[Tensor
     return [result for result in results if result is not None]
 
 
-def load_decoder(path: Path, tp: TensorParallel, dtype: torch.dtype = torch.float32) -> Decoder:
-    decoder = Decoder(read_spec(str(path)), tp, dtype, torch.device("cpu"))
+def load_decoder(
+    path: Path, tp: TensorParallel, dtype: torch.dtype = torch.float32, max_model_len: int | None = None
+) -> Decoder:
+    decoder = Decoder(read_spec(str(path), max_model_len), tp, dtype, torch.device("cpu"))
     with WeightReader(Checkpoint.open(path)) as weights:
         decoder.load(weights, lambda share: None)
     return decoder
@@ -101,8 +107,8 @@ class PagedRun:
         self.decoder = decoder
         spec = decoder.kv_spec(BLOCK_SIZE, torch.device("cpu"))
         self.backend = backend(spec)
-        self.pages = self.backend.allocate(256)
-        self.free = list(range(1, 256))
+        self.pages = self.backend.allocate(NUM_BLOCKS)
+        self.free = list(range(1, NUM_BLOCKS))
         random.Random(0).shuffle(self.free)
         self.blocks: dict[int, list[int]] = {}
         self.lengths: dict[int, int] = {}

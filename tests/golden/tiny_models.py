@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3")
 # Small and odd on purpose: heads share KV heads, and no size is a power of two by accident of the family's defaults.
 _SHAPE: dict[str, Any] = {
     "vocab_size": 320,
@@ -25,13 +25,18 @@ _SHAPE: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": None,
 }
-# What sets a family apart. Mistral's window is shorter than the tests' prompts.
+# What sets a family apart. Windows are shorter than the tests' prompts, softcaps low enough to bend the scores.
 _FAMILY: dict[str, dict[str, Any]] = {
+    "gemma2": {"sliding_window": 12, "head_dim": 24, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 3.0,
+               "final_logit_softcapping": 2.5},
+    "gemma3_text": {"sliding_window": 12, "head_dim": 24, "query_pre_attn_scalar": 20, "layer_types":
+                    ["sliding_attention", "full_attention", "sliding_attention"]},
     "llama": {},
     "mistral": {"sliding_window": 24, "head_dim": None},
+    "phi3": {},
     "qwen2": {},
     "qwen3": {"head_dim": 24},
-}
+}  # fmt: skip
 
 
 def make_tiny(
@@ -72,7 +77,7 @@ def _random_model(config: Any, seed: int, std: float) -> PreTrainedModel:
                 if name.endswith("bias"):
                     parameter.normal_(std=0.1)
                 elif name.endswith("norm.weight"):
-                    parameter.normal_(mean=1.0, std=0.1)
+                    parameter.normal_(mean=0.0 if config.model_type.startswith("gemma") else 1.0, std=0.1)
                 elif std > 0:
                     parameter.normal_(std=std)
     return model.eval()

@@ -9,6 +9,7 @@ import ast
 import re
 from collections.abc import Callable
 
+from server import api_table
 from server.settings import as_markdown
 from tests.house.rules import ROOMS, ROOT, place, python_files
 
@@ -36,6 +37,7 @@ def first_sentence(docstring: str) -> str:
 MADE: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/configuration.md", "options", as_markdown),
     ("docs/architecture.md", "files", file_map),
+    ("docs/api.md", "parameters", api_table.as_markdown),
 ]
 
 

@@ -52,6 +52,16 @@ def inherited(found: dict[str, Stage], name: str, instruction: str) -> str | Non
     return None
 
 
+def everything_run(found: dict[str, Stage], name: str) -> str:
+    """All RUN instructions that went into a stage, its own and those of the stages it is made from."""
+    texts: list[str] = []
+    stage = found.get(name)
+    while stage is not None:
+        texts += [text for word, text in stage.steps if word == "RUN"]
+        stage = found.get(stage.base)
+    return "\n".join(texts)
+
+
 def image_faults(dockerfile: str, target: str) -> list[str]:
     """What is wrong with one of the two images."""
     found = stages(dockerfile)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from server import metrics, schemas
+from server import chat_schemas, metrics, schemas
 from server.routes import __path__ as folder
 from tests.house import documents
 from tests.house.rules import ROOT
@@ -42,7 +42,7 @@ def test_every_route_is_documented():
     assert [path for path in routes() if f"`{path.replace(':path', '')}`" not in API] == []
 
 
-@pytest.mark.parametrize("schema", [schemas.CompletionRequest, schemas.ChatRequest], ids=lambda s: s.__name__)
+@pytest.mark.parametrize("schema", [schemas.CompletionRequest, chat_schemas.ChatRequest], ids=lambda s: s.__name__)
 def test_every_field_is_documented(schema):
     assert [name for name in schema.model_fields if f"`{name}`" not in API] == []
 

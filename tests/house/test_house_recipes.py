@@ -57,7 +57,7 @@ def test_services():
         assert service["build"]["target"] in recipes.stages(DOCKERFILE)
         # A named volume takes its owner from the image's folder: without one it would belong to root.
         folders = [volume.split(":")[1] for volume in service["volumes"]]
-        made = recipes.inherited(recipes.stages(DOCKERFILE), service["build"]["target"], "RUN") or ""
+        made = recipes.everything_run(recipes.stages(DOCKERFILE), service["build"]["target"])
         assert all(f"mkdir -p {folder}" in made and "chown -R oarlock" in made for folder in folders)
         config = service["command"][service["command"].index("--config") + 1]
         assert (ROOT / config).is_file()

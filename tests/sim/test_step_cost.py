@@ -1,6 +1,7 @@
 """What one step costs the engine itself, printed (run with `-s`); what is asserted is that the step is right."""
 
 import time
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -15,18 +16,55 @@ from engine.step_builder import StepBuilder
 from engine.types import Request, SamplingParams
 from workers.config import WorkerInfo
 
-BLOCK_SIZE, PROMPT, MAX_LEN = 32, 500, 1024
+BLOCK_SIZE, PROMPT, MAX_LEN, VOCAB = 32, 500, 1024, 151_936
 
 
 def _info(num_blocks: int) -> WorkerInfo:
     return WorkerInfo(num_blocks, BLOCK_SIZE, MAX_LEN, 1000, 1, "cpu", "float32", "none", "None", 0, 0, 0, 0.0)
 
 
+CHOICES = {
+    "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.1, "repetition_penalty": 1.1},
+    "logit_bias": {"logit_bias": tuple((token * 100, 1.0) for token in range(1024))},
+    "bad_words": {"bad_words": tuple((5, 5, token) for token in range(1024))},
+    "allowed_token_ids": {"allowed_token_ids": tuple(range(0, VOCAB, 2))},
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_a_decode_step_of_32_sequences_that_ask_for_more(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    num_seqs = 32
+    worker = WorkerConfig("none", max_num_seqs=num_seqs, max_num_batched_tokens=32_768, block_size=BLOCK_SIZE)
+    info = replace(_info(num_seqs * 32 + 1), vocab_size=VOCAB)
+    scheduler = Scheduler(EngineConfig(worker, max_waiting_requests=num_seqs), info)
+    builder = StepBuilder(max_num_seqs=num_seqs, max_model_len=MAX_LEN, block_size=BLOCK_SIZE, vocab_size=VOCAB)
+    for number in range(num_seqs):
+        prompt = tuple(number * 1000 + index for index in range(10, PROMPT + 10))
+        scheduler.add(Request(number, prompt, SamplingParams(max_tokens=500, **CHOICES[name])), 0.0)
+    times = []
+    for count in range(20):
+        output = scheduler.schedule(1.0)
+        assert output is not None
+        began = time.thread_time()
+        step = builder.build(output)
+        times.append(time.thread_time() - began)
+        scheduler.commit(output, StepResult([5] * num_seqs, [True] * num_seqs), 1.0)
+        sizes = {
+            "penalties": len(step.history_ids) / (PROMPT + (count > 0)),
+            "logit_bias": len(step.bias_ids) / 1024,
+            "bad_words": len(step.bias_ids) / 1024 if count > 1 else num_seqs,
+            "allowed_token_ids": len(step.mask_bits),
+        }
+        assert sizes[name] == num_seqs
+    with capsys.disabled():
+        print(f"\n{num_seqs} sequences with {name}, processor milliseconds to build: {np.median(times) * 1e3:.3f}")
+
+
 @pytest.mark.parametrize("num_seqs", [32, 256, 1000])
 def test_a_decode_step_of_many_sequences(num_seqs: int, capsys: pytest.CaptureFixture[str]) -> None:
     worker = WorkerConfig("none", max_num_seqs=num_seqs, max_num_batched_tokens=8192, block_size=BLOCK_SIZE)
     scheduler = Scheduler(EngineConfig(worker, max_waiting_requests=num_seqs), _info(num_seqs * 32 + 1))
-    builder = StepBuilder(max_num_seqs=num_seqs, max_model_len=MAX_LEN, block_size=BLOCK_SIZE)
+    builder = StepBuilder(max_num_seqs=num_seqs, max_model_len=MAX_LEN, block_size=BLOCK_SIZE, vocab_size=1000)
     for number in range(num_seqs):
         prompt = tuple((number * 7 + index) % 1000 for index in range(PROMPT))
         scheduler.add(Request(number, prompt, SamplingParams(max_tokens=500)), 0.0)

@@ -30,7 +30,9 @@ class Attention:
         )
         self.norm = None
         if spec.qk_norm:
-            self.norm = HeadNorm(name, shard.num_heads, shard.num_kv_heads, spec.head_dim, spec.rms_norm_eps, place)
+            self.norm = HeadNorm(
+                name, shard.num_heads, shard.num_kv_heads, spec.head_dim, spec.rms_norm_eps, place, spec.norm_offset
+            )
         self.spec = AttentionSpec(
             layer=layer,
             num_heads=shard.num_heads,
@@ -38,6 +40,7 @@ class Attention:
             head_dim=spec.head_dim,
             scale=spec.attention_scale,
             sliding_window=spec.windows[layer],
+            softcap=spec.attention_softcap,
         )
 
     @property
@@ -47,7 +50,7 @@ class Attention:
     def __call__(
         self,
         x: Tensor,
-        residual: Tensor,
+        residual: Tensor | None,
         cos: Tensor,
         sin: Tensor,
         batch: Batch,
@@ -55,7 +58,8 @@ class Attention:
         backend: AttentionBackend,
         plan: Any,
     ) -> Tensor:
-        """`x` [T, hidden] normed, `residual` [T, hidden] -> the new residual [T, hidden]."""
+        """`x` [T, hidden] normed, `residual` [T, hidden] -> the new residual [T, hidden]; without one, what would be
+        added to it."""
         heads, kv_heads = self.spec.num_heads, self.spec.num_kv_heads
         qkv = self.qkv(x).view(x.shape[0], heads + 2 * kv_heads, self.head_dim)
         qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]

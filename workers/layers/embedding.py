@@ -1,8 +1,12 @@
 """Embedding and output head, cut along the vocabulary. Shards are equal; ids beyond the vocabulary are padding."""
 
+from collections.abc import Callable
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from workers.layers.avx512_matmul import Avx512Matmul
 from workers.layers.matmul import PlainMatmul, matmul
 from workers.layers.placement import Placement
 from workers.layers.shards import shard_vocab
@@ -12,11 +16,13 @@ from workers.weights.source import WeightSource
 class VocabParallelEmbedding:
     """ids [T] -> [T, hidden]. A rank looks up its own ids; the others' rows are zero until the sum over ranks."""
 
-    def __init__(self, name: str, vocab_size: int, hidden: int, place: Placement) -> None:
+    def __init__(self, name: str, vocab_size: int, hidden: int, place: Placement, scale: float = 1.0) -> None:
+        """`scale` multiplies every row; rounded to the weights' dtype first, as models are trained with it."""
         self.name = name
         self.vocab_size = vocab_size
         self.hidden = hidden
         self.place = place
+        self.scale = torch.tensor(scale, dtype=place.dtype).item()
         self.start, self.local, self.real = shard_vocab(vocab_size, place.tp.rank, place.tp.size)
 
     @property
@@ -24,26 +30,38 @@ class VocabParallelEmbedding:
         return self.local * self.hidden * self.place.dtype.itemsize
 
     def load(self, weights: WeightSource) -> None:
-        self.weight = load_vocab_shard(self, weights)
+        weight = load_vocab_shard(self, weights)
+        self.weight: Tensor | None = weight
+        self.look_up: Callable[[Tensor], Tensor] = lambda ids: F.embedding(ids, weight)
+
+    def share(self, product: Avx512Matmul) -> None:
+        """Read rows from the head's packed weight from now on, and let go of the plain one."""
+        self.weight = None
+        self.look_up = product.rows
 
     def __call__(self, ids: Tensor) -> Tensor:
+        rows = self._rows(ids)
+        return rows if self.scale == 1.0 else rows * self.scale
+
+    def _rows(self, ids: Tensor) -> Tensor:
         if self.place.tp.size == 1:
-            return F.embedding(ids, self.weight)
+            return self.look_up(ids)
         local = ids - self.start
         elsewhere = (local < 0) | (local >= self.local)
-        rows = F.embedding(local.masked_fill_(elsewhere, 0), self.weight)
+        rows = self.look_up(local.masked_fill_(elsewhere, 0))
         return self.place.tp.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(1), 0.0))
 
 
 class VocabParallelHead:
     """hidden [L, hidden] -> float32 logits [L, local]: this rank's shard of the vocabulary, padding at -inf."""
 
-    def __init__(self, name: str, vocab_size: int, hidden: int, place: Placement) -> None:
+    def __init__(self, name: str, vocab_size: int, hidden: int, place: Placement, softcap: float | None = None) -> None:
         self.name = name
         self.vocab_size = vocab_size
         self.hidden = hidden
         self.place = place
         self.start, self.local, self.real = shard_vocab(vocab_size, place.tp.rank, place.tp.size)
+        self.softcap = softcap
         self.shares_memory = False
 
     @property
@@ -51,16 +69,21 @@ class VocabParallelHead:
         return 0 if self.shares_memory else self.local * self.hidden * self.place.dtype.itemsize
 
     def load(self, weights: WeightSource) -> None:
-        self.product = matmul(load_vocab_shard(self, weights))
+        self.product = matmul(load_vocab_shard(self, weights), wide=True)
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
-        """Use the embedding's weight. Where weights are packed this is a second form of it, in memory of its own: rows
-        cannot be looked up in the packed one, and the plain one would take half as long again at each step."""
-        self.product = matmul(embedding.weight)
-        self.shares_memory = isinstance(self.product, PlainMatmul)
+        """Use the embedding's weight. Our kernel's packed form serves both; oneDNN's does not give rows back, so there
+        it is a second form in memory of its own: the plain one would take half as long again at each step."""
+        assert embedding.weight is not None
+        self.product = matmul(embedding.weight, wide=True)
+        if isinstance(self.product, Avx512Matmul):
+            embedding.share(self.product)
+        self.shares_memory = isinstance(self.product, PlainMatmul | Avx512Matmul)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         logits = self.product(hidden).float()  # [L, local]
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
         if self.real < self.local:
             logits[:, self.real :] = float("-inf")
         return logits

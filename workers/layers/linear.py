@@ -85,7 +85,7 @@ class GatedParallelLinear:
 
 
 class RowParallelLinear:
-    """[T, local in] -> [T, out], summed over ranks, plus the residual: the one collective of a half-block."""
+    """[T, local in] -> [T, out], summed over ranks, plus a residual if one is given: a half-block's one collective."""
 
     def __init__(self, name: str, inputs: int, outputs: int, bias: bool, place: Placement) -> None:
         self.name = name
@@ -112,10 +112,11 @@ class RowParallelLinear:
             weights.take(f"{self.name}.bias", self.place.empty(0), shape=(self.outputs,))
         self.product = matmul(weight, bias)
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
         if self.place.tp.size == 1:
             return self.product(x, residual)  # rounded once, after the addition
-        return self.place.tp.all_reduce(self.product(x)).add_(residual)
+        total = self.place.tp.all_reduce(self.product(x))
+        return total if residual is None else total.add_(residual)
 
 
 def _take_stacked(

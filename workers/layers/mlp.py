@@ -8,7 +8,7 @@ from workers.models.spec import DecoderSpec
 
 
 class GatedMLP:
-    """[T, hidden] -> the new residual [T, hidden]."""
+    """[T, hidden] -> the new residual [T, hidden]; without one, what would be added to it."""
 
     def __init__(self, name: str, spec: DecoderSpec, place: Placement) -> None:
         self.gate_up = GatedParallelLinear(
@@ -22,5 +22,5 @@ class GatedMLP:
     def parts(self) -> list[GatedParallelLinear | RowParallelLinear]:
         return [self.gate_up, self.down]
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
         return self.down(self.gate_up(x), residual)

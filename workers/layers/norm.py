@@ -3,39 +3,55 @@
 import torch.nn.functional as F
 from torch import Tensor
 
+from workers.layers import avx512_elementwise
 from workers.layers.placement import Placement
 from workers.weights.source import WeightSource
 
 
 class RMSNorm:
-    """[T, size] -> [T, size]."""
+    """[T, size] -> [T, size]. Scales by `offset + weight`; with an offset that sum is kept in float32, because 16 bits
+    would lose most of a weight near zero, and for the kernel, which wants it so."""
 
-    def __init__(self, name: str, size: int, eps: float, place: Placement) -> None:
+    def __init__(self, name: str, size: int, eps: float, place: Placement, offset: float = 0.0) -> None:
         self.name = name
         self.size = size
         self.eps = eps
+        self.offset = offset
         self.place = place
+        self.has_kernel = avx512_elementwise.can_serve(place.dtype, place.device)
 
     @property
     def weight_bytes(self) -> int:
-        return self.size * self.place.dtype.itemsize
+        return self.size * (4 if self.offset or self.has_kernel else self.place.dtype.itemsize)
 
     def load(self, weights: WeightSource) -> None:
         self.weight = self.place.empty(self.size)
         weights.take(f"{self.name}.weight", self.weight, shape=(self.size,))
+        if self.offset or self.has_kernel:
+            self.weight = self.weight.float() + self.offset
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (self.size,), self.weight, self.eps)
+        if self.has_kernel:
+            return avx512_elementwise.rms_norm(x, self.weight, self.eps)
+        if self.weight.dtype == x.dtype:
+            return F.rms_norm(x, (self.size,), self.weight, self.eps)
+        return F.rms_norm(x.float(), (self.size,), self.weight, self.eps).to(x.dtype)
 
 
 class HeadNorm:
-    """Qwen3's norm of each query and key head, for all heads of the rank at once: [T, heads + kv_heads, head_dim].
-
-    The result stays float32, for the rotation that follows.
+    """Qwen3's and Gemma 3's norm of each query and key head, for all heads of the rank at once:
+    [T, heads + kv_heads, head_dim]. The result stays float32, for the rotation that follows.
     """
 
     def __init__(
-        self, name: str, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, place: Placement
+        self,
+        name: str,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        eps: float,
+        place: Placement,
+        offset: float = 0.0,
     ) -> None:
         """`name` is the attention module's."""
         self.name = name
@@ -43,7 +59,9 @@ class HeadNorm:
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.eps = eps
+        self.offset = offset
         self.place = place
+        self.has_kernel = avx512_elementwise.can_serve(place.dtype, place.device)
 
     @property
     def weight_bytes(self) -> int:
@@ -54,7 +72,9 @@ class HeadNorm:
         for index, part in enumerate(("q_norm", "k_norm")):
             weights.take(f"{self.name}.{part}.weight", both[index], shape=(self.head_dim,))
         counts = both.new_tensor([self.num_heads, self.num_kv_heads]).long()
-        self.weight = both.float().repeat_interleave(counts, dim=0)  # [heads + kv_heads, head_dim]
+        self.weight = (both.float() + self.offset).repeat_interleave(counts, dim=0)  # [heads + kv_heads, head_dim]
 
     def __call__(self, qk: Tensor) -> Tensor:
+        if self.has_kernel:
+            return avx512_elementwise.rms_norm(qk, self.weight, self.eps, wide=True)
         return F.rms_norm(qk.float(), (self.head_dim,), None, self.eps).mul_(self.weight)

@@ -8,6 +8,10 @@ the call, so that a prompt's angles depend on how it was cut into calls. Here a 
 position alone (length = position + 1): the same for whole and chunked prefill, for any company and with cached
 prefixes, and the same as transformers' for every prompt within `original_max_positions` and all tokens generated
 from it. Only a prompt that is itself longer differs.
+
+LongRoPE has two sets of factors, chosen for a whole model by the longest sequence it serves (`RopeSpec.for_length`):
+within the trained length every sequence has transformers' angles; beyond it, every sequence that is itself longer has
+them, and shorter ones get the long factors too. What the short factors cannot reach is refused, not extrapolated.
 """
 
 import math
@@ -15,6 +19,7 @@ import math
 import torch
 from torch import Tensor
 
+from workers.layers import avx512_elementwise
 from workers.models.spec import RopeSpec
 
 # Positions are computed this many at a time: torch treats the last few elements of an array otherwise, so the bits of
@@ -37,10 +42,19 @@ class RotaryTable:
 
     def __call__(self, positions: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         """`longest`: more than every position, known to the host."""
+        self._check_reach(longest)
         if longest > len(self.rows):
             self._grow(max(longest, 2 * len(self.rows)))
         cos, sin = self.rows.index_select(0, positions).unsqueeze(1).chunk(2, -1)  # [T, 1, rotary_dim / 2]
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+    def _check_reach(self, longest: int) -> None:
+        spec = self.spec
+        if spec.kind == "longrope" and not spec.stretched and longest > spec.original_max_positions:
+            raise ValueError(
+                f"a sequence of {longest} tokens is beyond the {spec.original_max_positions} that LongRoPE's short "
+                "factors reach; describe the model with `for_length` of the longest sequence"
+            )
 
     def _grow(self, length: int) -> None:
         blocks = [self.rows]
@@ -63,10 +77,17 @@ class RotaryTable:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
     """Turn the heads of `x` [T, H, head_dim] in float32 and round once, to `dtype`. Returns contiguous memory."""
+    if avx512_elementwise.can_serve(dtype, x.device):
+        return avx512_elementwise.rotate(x, cos, sin)
+    return rotate_plainly(x, cos, sin, dtype)
+
+
+def rotate_plainly(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+    """`rotate` from torch's operations: every dtype and device, and the judge of the kernel."""
     size = cos.shape[-1]
     if size == x.shape[-1]:
         return torch.addcmul(x * cos, x.roll(size // 2, -1), sin).to(dtype)
-    turned = rotate(x[..., :size], cos, sin, dtype)
+    turned = rotate_plainly(x[..., :size], cos, sin, dtype)
     return torch.cat((turned, x[..., size:].to(dtype)), -1)
 
 
@@ -81,6 +102,9 @@ def inverse_frequencies(spec: RopeSpec, exponents: Tensor) -> Tensor:
         return _llama3(spec, inv_freq)
     if spec.kind == "yarn":
         return _yarn(spec, exponents)
+    if spec.kind == "longrope":
+        factors = spec.long_factors if spec.stretched else spec.short_factors
+        return 1.0 / (torch.tensor(factors, dtype=torch.float32) * spec.theta**exponents)
     raise ValueError(f"unknown rope kind {spec.kind!r}")
 
 

@@ -4,6 +4,7 @@ Knows its `DecoderSpec` and this rank's place in the group. The step comes as an
 calls, and nothing here knows requests, sampling or where KV memory came from.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from workers.layers.mlp import GatedMLP
 from workers.layers.norm import RMSNorm
 from workers.layers.placement import Placement
 from workers.layers.rotary import RotaryTable
+from workers.models.sandwich import SandwichBlock
 from workers.models.spec import DecoderSpec, is_ignorable
 from workers.parallel import TensorParallel
 from workers.weights.source import WeightSource
@@ -37,9 +39,10 @@ class Block:
     """One layer: attention, then MLP, each on a normed copy of the residual stream."""
 
     def __init__(self, name: str, spec: DecoderSpec, layer: int, place: Placement) -> None:
-        self.attention_norm = RMSNorm(f"{name}.input_layernorm", spec.hidden_size, spec.rms_norm_eps, place)
+        size, eps, offset = spec.hidden_size, spec.rms_norm_eps, spec.norm_offset
+        self.attention_norm = RMSNorm(f"{name}.input_layernorm", size, eps, place, offset)
         self.attention = Attention(f"{name}.self_attn", spec, layer, place)
-        self.mlp_norm = RMSNorm(f"{name}.post_attention_layernorm", spec.hidden_size, spec.rms_norm_eps, place)
+        self.mlp_norm = RMSNorm(f"{name}.post_attention_layernorm", size, eps, place, offset)
         self.mlp = GatedMLP(f"{name}.mlp", spec, place)
 
     @property
@@ -66,12 +69,23 @@ class Decoder:
     def __init__(self, spec: DecoderSpec, tp: TensorParallel, dtype: torch.dtype, device: torch.device) -> None:
         self.spec = spec
         self.place = place = Placement(tp, dtype, device)
-        self.embedding = VocabParallelEmbedding("model.embed_tokens", spec.vocab_size, spec.hidden_size, place)
-        self.blocks = [Block(f"model.layers.{i}", spec, i, place) for i in range(spec.num_layers)]
-        self.norm = RMSNorm("model.norm", spec.hidden_size, spec.rms_norm_eps, place)
-        self.head = VocabParallelHead("lm_head", spec.vocab_size, spec.hidden_size, place)
-        self.rotary = RotaryTable(spec.rope, device)
+        vocab, hidden = spec.vocab_size, spec.hidden_size
+        self.embedding = VocabParallelEmbedding("model.embed_tokens", vocab, hidden, place, spec.embedding_scale)
+        block = SandwichBlock if spec.post_norms else Block
+        self.blocks = [block(f"model.layers.{i}", spec, i, place) for i in range(spec.num_layers)]
+        self.norm = RMSNorm("model.norm", hidden, spec.rms_norm_eps, place, spec.norm_offset)
+        self.head = VocabParallelHead("lm_head", vocab, hidden, place, spec.logit_softcap)
+        ropes = [spec.rope_of(i) for i in range(spec.num_layers)]
+        self.rotary = {rope: RotaryTable(rope, device) for rope in ropes}  # one, or two where windows have their own
+        self.rotary_of = [list(self.rotary).index(rope) for rope in ropes]
         self.attention_specs: list[AttentionSpec] = [block.attention.spec for block in self.blocks]
+
+    def with_layers(self, layers: list[int]) -> "Decoder":
+        """These layers only, sharing this decoder's weights: a quick model of the same kernels and shapes."""
+        other = copy.copy(self)
+        other.blocks = [self.blocks[layer] for layer in layers]
+        other.rotary_of = [self.rotary_of[layer] for layer in layers]
+        return other
 
     @property
     def vocab_start(self) -> int:
@@ -121,10 +135,11 @@ class Decoder:
 
     def __call__(self, batch: Batch, kv: list[LayerKV], backend: AttentionBackend, plan: Any) -> Tensor:
         """One step: [T, hidden], the final norm applied. Padding rows hold finite values that mean nothing."""
-        cos, sin = self.rotary(batch.positions, max(batch.context_lens))  # once per step, for all layers
+        longest = max(batch.context_lens)
+        angles = [table(batch.positions, longest) for table in self.rotary.values()]  # once per step, for all layers
         hidden = self.embedding(batch.token_ids)  # [T, hidden]
-        for block, pages in zip(self.blocks, kv, strict=True):
-            hidden = block(hidden, cos, sin, batch, pages, backend, plan)
+        for block, which, pages in zip(self.blocks, self.rotary_of, kv, strict=True):
+            hidden = block(hidden, *angles[which], batch, pages, backend, plan)
         return self.norm(hidden)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

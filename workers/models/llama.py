@@ -1,6 +1,7 @@
 """Llama 2 and 3.x, and the many checkpoints that share their architecture. Torch-free."""
 
-from workers.models.hf_config import Fields, decoder_spec
+from workers.models.hf_config import decoder_spec
+from workers.models.hf_fields import Fields
 from workers.models.spec import DecoderSpec
 
 

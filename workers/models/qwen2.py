@@ -1,6 +1,7 @@
 """Qwen2 and Qwen2.5: biases on q, k and v, none on the output projection. Torch-free."""
 
-from workers.models.hf_config import Fields, decoder_spec, layer_windows
+from workers.models.hf_config import decoder_spec, layer_windows
+from workers.models.hf_fields import Fields
 from workers.models.spec import DecoderSpec
 
 

@@ -4,16 +4,22 @@ from collections.abc import Callable
 from typing import Any
 
 from workers.errors import StartupError
-from workers.models.hf_config import Fields
+from workers.models.gemma2 import describe_gemma2
+from workers.models.gemma3 import describe_gemma3
+from workers.models.hf_fields import Fields
 from workers.models.llama import describe_llama
 from workers.models.mistral import describe_mistral
+from workers.models.phi3 import describe_phi3
 from workers.models.qwen2 import describe_qwen2
 from workers.models.qwen3 import describe_qwen3
 from workers.models.spec import DecoderSpec
 
 FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
+    "Gemma2ForCausalLM": describe_gemma2,
+    "Gemma3ForCausalLM": describe_gemma3,
     "LlamaForCausalLM": describe_llama,
     "MistralForCausalLM": describe_mistral,
+    "Phi3ForCausalLM": describe_phi3,
     "Qwen2ForCausalLM": describe_qwen2,
     "Qwen3ForCausalLM": describe_qwen3,
 }

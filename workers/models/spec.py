@@ -1,31 +1,45 @@
 """A decoder as plain values: everything that decides its mathematics, and nothing about how it is run.
 
-Torch-free. Knows no Hugging Face key names (`hf_config.py` does) and no tensor-parallel sizes (`layers/shards.py`).
+Torch-free. Knows no Hugging Face key names (the `hf_*.py` beside it do) and no tensor-parallel sizes
+(`layers/shards.py`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
     """Rotary embedding, resolved: every optional value has its number. Fields a `kind` does not use keep defaults."""
 
-    kind: str  # default | linear | dynamic | llama3 | yarn
+    kind: str  # default | linear | dynamic | llama3 | yarn | longrope
     theta: float
     rotary_dim: int  # leading elements of a head that are rotated; the rest pass through
     factor: float = 1.0
-    original_max_positions: int = 0  # dynamic, llama3, yarn: the length the frequencies were trained for
-    attention_factor: float = 1.0  # yarn: scales cos and sin
+    original_max_positions: int = 0  # dynamic, llama3, yarn, longrope: the length the frequencies were trained for
+    attention_factor: float = 1.0  # yarn, longrope: scales cos and sin
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
+    short_factors: tuple[float, ...] = ()  # longrope: stretch of each pair of elements, up to original_max_positions
+    long_factors: tuple[float, ...] = ()  # longrope: beyond
+    stretched: bool = False  # longrope: the long factors apply, to every token; see `for_length`
+
+    def for_length(self, length: int) -> "RopeSpec":
+        """As it must be for sequences of up to `length` tokens, all of which get the same angles.
+
+        LongRoPE has two sets of factors, and a model was trained with one set for all tokens of a sequence, chosen by
+        the sequence's length. Keys in the cache cannot be turned again when a sequence grows past the border, and a
+        cached prefix serves short and long sequences alike: so the longest sequence that is served chooses for all.
+        """
+        stretched = self.kind == "longrope" and length > self.original_max_positions
+        return self if stretched == self.stretched else replace(self, stretched=stretched)
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """One decoder-only transformer with RMSNorm before each half-block and a gated MLP."""
+    """One decoder-only transformer with RMSNorm before each half-block (and after it, if so) and a gated MLP."""
 
     architecture: str
     vocab_size: int
@@ -46,14 +60,33 @@ class DecoderSpec:
     activation: str = "silu"  # silu | gelu_tanh
     tie_word_embeddings: bool = False
     dtype: str | None = None  # as the checkpoint declares it: bfloat16 | float16 | float32
+    local_rope: RopeSpec | None = None  # of the layers with a window, where they have their own
+    query_scalar: float | None = None  # scores are divided by its root; None: by the root of head_dim
+    attention_softcap: float | None = None  # scores become cap * tanh(scores / cap)
+    logit_softcap: float | None = None  # final logits likewise
+    embedding_scale: float = 1.0  # rounded to the dtype it is applied in
+    norm_offset: float = 0.0  # norms scale by offset + weight
+    post_norms: bool = False  # RMSNorm on the result of each half-block too, before it is added to the residual
 
     @property
     def attention_scale(self) -> float:
-        return self.head_dim**-0.5
+        return (self.query_scalar or self.head_dim) ** -0.5
+
+    def rope_of(self, layer: int) -> RopeSpec:
+        return self.local_rope if self.local_rope is not None and self.windows[layer] is not None else self.rope
+
+    def for_length(self, length: int) -> "DecoderSpec":
+        """The model as it serves sequences of up to `length` tokens: only LongRoPE depends on it."""
+        local = None if self.local_rope is None else self.local_rope.for_length(length)
+        return replace(self, rope=self.rope.for_length(length), local_rope=local)
 
     @property
     def default_length(self) -> int:
-        """Tokens of context the model was made for."""
+        """Tokens of context the model was made for. For LongRoPE that is the length its short factors reach: up to it
+        angles are transformers' own for every sequence; more must be asked for, and gives short ones the long factors.
+        """
+        if self.rope.kind == "longrope":
+            return min(self.max_position_embeddings, self.rope.original_max_positions)
         if self.rope.kind == "yarn":
             return max(self.max_position_embeddings, int(self.rope.original_max_positions * self.rope.factor))
         return self.max_position_embeddings
@@ -63,7 +96,7 @@ class DecoderSpec:
         """Tokens of context its rotary embedding can reach, if the operator asks for more than the default."""
         if self.rope.kind in ("linear", "dynamic"):
             return int(self.max_position_embeddings * self.rope.factor)
-        return self.default_length
+        return max(self.max_position_embeddings, self.default_length)
 
     @property
     def num_parameters(self) -> int:
@@ -96,6 +129,8 @@ def tensor_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
         layer["self_attn.o_proj.bias"] = (h,)
     if spec.mlp_bias:
         layer |= {"mlp.gate_proj.bias": (i,), "mlp.up_proj.bias": (i,), "mlp.down_proj.bias": (h,)}
+    if spec.post_norms:
+        layer |= {"pre_feedforward_layernorm.weight": (h,), "post_feedforward_layernorm.weight": (h,)}
     if spec.qk_norm:
         layer |= {"self_attn.q_norm.weight": (spec.head_dim,), "self_attn.k_norm.weight": (spec.head_dim,)}
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab_size, h), "model.norm.weight": (h,)}

@@ -3,15 +3,18 @@
 The order of operations, for every row and every number of ranks:
 
     1. bias      added to the raw logits; -inf bans an id
-    2. greedy    temperature 0 or top-k 1: the largest, the lowest id among equals. Else:
-    3. temperature   logits are divided by it
-    4. min-p     keeps tokens at least min_p times as likely as the likeliest
-    5. top-k     keeps the k likeliest of those
-    6. top-p     keeps the shortest prefix of those, likeliest first, that holds top_p of their mass
-    7. noise     keyed by (seed, position, id) is added; the largest wins, which draws from the softmax of what is kept
+    2. penalties of ids that came before: repetition divides logits above 0 and multiplies the others (prompt and
+                 output), then frequency and presence are subtracted (output alone)
+    3. mask      bans every id that is not in it
+    4. greedy    temperature 0 or top-k 1: the largest, the lowest id among equals. Else:
+    5. temperature   logits are divided by it
+    6. min-p     keeps tokens at least min_p times as likely as the likeliest
+    7. top-k     keeps the k likeliest of those
+    8. top-p     keeps the shortest prefix of those, likeliest first, that holds top_p of their mass
+    9. noise     keyed by (seed, position, id) is added; the largest wins, which draws from the softmax of what is kept
 
-Logprobs and ranks are of the raw logits, before step 1. A row with NaN, with +inf or without any finite value is
-reported as not finite and disturbs no other.
+Logprobs and ranks are of the raw logits, before step 1. A row with NaN, with +inf or without any finite value (all ids
+banned, too) is reported as not finite and disturbs no other.
 
 Knows tensors and one step's sampling columns. Does not know sequences, text or why an id is banned. Every rank makes
 the same collective calls: one gather per step, and more only for logprobs and for kept sets beyond the short lists.
@@ -25,6 +28,7 @@ from torch import Tensor
 
 from workers.parallel import TensorParallel
 from workers.protocol import StepMetadata, StepOutput
+from workers.sampling.adjust import adjust
 from workers.sampling.candidates import argmax, best, block_maxima
 from workers.sampling.filters import CANDIDATES, Filters, draw_from_list, draw_from_long_list, draw_in_rounds
 from workers.sampling.logprobs import RawLogprobs, raw_logprobs, softmax_and_sum
@@ -44,7 +48,7 @@ class _Rows:
 class _Gathered:
     """The ranks' answers to the first round, merged; the same on every rank."""
 
-    peak: Tensor  # float32 [L]   largest biased logit; NaN where there is one
+    peak: Tensor  # float32 [L]   largest adjusted logit; NaN where there is one
     tokens: Tensor  # int64 [L]   of greedy and drawn rows
     keys: Tensor  # int64 [F, C]   the best candidates of filtered rows
     totals: Tensor  # float64 [F]   their masses, see `draw_from_list`
@@ -61,40 +65,27 @@ class Sampler:
         self._noise: Noise | None = None  # made on the device of the first logits
 
     def sample(self, logits: Tensor, step: StepMetadata) -> StepOutput | None:
-        """`logits`: this rank's float32 [L, vocab_local], changed and restored on the way. None but on rank 0."""
+        """`logits`: this rank's float32 [L, vocab_local], of which masked rows are spoilt. None but on rank 0."""
         if self._noise is None:
             self._noise = Noise(self.vocab_start, self.vocab_local, logits.device)
-        where, raw = self._add_bias(logits, step)
+        reporting = (step.num_logprobs >= 0) | (step.target_ids >= 0)
+        logits = logits.contiguous()
+        adjusted = adjust(logits, step, self.vocab_start, reporting)
         tokens, finite = self._choose(logits, step)
-        if where is not None:
-            logits.index_put_(where, raw)
         scored = torch.from_numpy(step.target_ids).to(logits.device, torch.int64)
         tokens = torch.where(scored >= 0, scored, tokens)
-        asked = np.flatnonzero((step.num_logprobs >= 0) | (step.target_ids >= 0))
+        asked = np.flatnonzero(reporting)
         answers = None
         if len(asked):
+            if adjusted is not None:
+                adjusted.undo(logits)
             rows = torch.from_numpy(asked).to(logits.device)
             count = max(0, step.max_num_logprobs)
             answers = raw_logprobs(self.tp, logits, self.vocab_start, rows, tokens[rows], count)
         return _output(step, tokens, finite, asked, answers) if self.tp.rank == 0 else None
 
-    def _add_bias(self, logits: Tensor, step: StepMetadata) -> tuple[tuple[Tensor, Tensor] | None, Tensor]:
-        """Step 1 on this rank's ids. Returns the places and what stood there, to be put back."""
-        ids = step.bias_ids - self.vocab_start
-        ours = np.flatnonzero((ids >= 0) & (ids < self.vocab_local))
-        if not len(ours):
-            return None, logits.new_empty(0)
-
-        def moved(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(array[ours]).to(logits.device)
-
-        where = (moved(step.bias_rows).long(), moved(ids).long())
-        raw = logits[where]
-        logits.index_put_(where, moved(step.bias_values), accumulate=True)
-        return where, raw
-
     def _choose(self, x: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor]:
-        """Steps 2 to 7 on biased logits: tokens int64 [L] (0 for scored and broken rows) and finite bool [L]."""
+        """Steps 4 to 9 on adjusted logits: tokens int64 [L] (0 for scored and broken rows) and finite bool [L]."""
         rows = _sorted_out(step, self.vocab_size, x.device)
         filters = _columns(step, self.vocab_size, x.device)
         first = self._first_round(x, rows, filters)

@@ -1,9 +1,11 @@
 """Copies slices of a checkpoint's tensors straight into a rank's memory, and remembers what nobody asked for.
 
 Each rank has its own reader. It never holds a tensor: `get_slice` gives a view of the mapped file, and the copy (which
-also converts the dtype) goes to its final place.
+also converts the dtype) goes to its final place. What was copied is checked there, while it is still in the cache: a
+checkpoint with a NaN or an infinity would answer every request with nonsense, so it is refused by the tensor's name.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from workers.errors import StartupError
-from workers.weights.checkpoint import Checkpoint
+from workers.weights.checkpoint import Checkpoint, Located
+from workers.weights.finite import first_not_finite
 from workers.weights.source import check_slice, wrong_shape
 
 # Pages of a mapped file count as the rank's memory until the mapping goes: after this many bytes it is made anew.
-REMAP_BYTES = 64 << 20
+REMAP_BYTES = 32 << 20
 # One copy covers at most this much of a file, so that a slice of every row of a huge matrix stays bounded too.
 CHUNK_BYTES = 16 << 20
 
@@ -24,8 +27,9 @@ CHUNK_BYTES = 16 << 20
 class WeightReader:
     """`WeightSource` over safetensors files. Use as a context manager, or call `close`."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, check_finite: bool = True) -> None:
         self._checkpoint = checkpoint
+        self._check_finite = check_finite
         self._taken: set[str] = set()
         self._path: Path | None = None
         self._file: Any = None
@@ -68,7 +72,11 @@ class WeightReader:
             if dim > 0:
                 index += [slice(None)] * (dim - 1) + [slice(start, start + into.shape[dim])]
             view = self._open(found.path, rows * row_bytes).get_slice(name)[tuple(index)]
-            into[offset : offset + rows].copy_(view)
+            part = into[offset : offset + rows]
+            part.copy_(view)
+            if self._check_finite and (place := first_not_finite(part)) is not None:
+                first_index = [bound.start or 0 for bound in index] + [0] * (part.dim() - len(index))
+                raise _not_finite(name, found, part, view, place, first_index)
             del view  # it keeps its mapping alive
 
     def _open(self, path: Path, upcoming: int) -> Any:
@@ -91,3 +99,22 @@ class WeightReader:
                 f"{self._checkpoint.directory} holds tensors that its architecture has no place for: {shown}.",
                 "Use a checkpoint whose config.json names its true architecture; adapters must be merged first.",
             )
+
+
+def _not_finite(
+    name: str, found: Located, part: Tensor, view: Tensor, place: tuple[int, ...], first_index: list[int]
+) -> StartupError:
+    """`part` is what was copied of `view`; `place` is relative to both, `first_index` is where they begin."""
+    where = [first + index for first, index in zip(first_index, place, strict=True)]
+    stored = float(view[place])
+    if math.isfinite(stored):
+        dtype = str(part.dtype).removeprefix("torch.")
+        return StartupError(
+            f"{found.path}: tensor {name!r} holds {stored:g} at {where}, which is too large for {dtype}.",
+            "Use --dtype bfloat16 or --dtype float32.",
+        )
+    return StartupError(
+        f"{found.path}: tensor {name!r} holds {'NaN' if math.isnan(stored) else stored} at {where}: every answer of "
+        "this model would be meaningless.",
+        "Download the file again; if it is your own, the training or conversion that wrote it went wrong.",
+    )

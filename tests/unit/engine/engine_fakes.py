@@ -7,6 +7,7 @@ mistake in paging, sharing, recomputation or batching shows as a wrong token or 
 from dataclasses import dataclass, replace
 
 import numpy as np
+from choice_fakes import VOCAB, CountingGrammar, allowed_ids, choices_of, past_of
 
 from engine.config import EngineConfig, WorkerConfig
 from engine.errors import WorkerError
@@ -18,7 +19,6 @@ from engine.types import FinishReason, Request, SamplingParams, TokenEvent
 from workers.config import WorkerInfo
 from workers.protocol import StepMetadata, StepOutput
 
-VOCAB = 64
 EOS = 7
 _ROOT = 12345
 
@@ -74,9 +74,11 @@ def _chain(history: int, token: int, position: int) -> int:
     return hash((history, token, position))
 
 
-def next_token(history: int, seed: int, position: int, banned=()) -> int:
+def next_token(history: int, seed: int, position: int, banned=(), past=()) -> int:
+    """`past` is whatever else moves logits: it must be the same whenever the same token is chosen again."""
+    assert len(set(banned)) < VOCAB
     offset = 0
-    while (token := hash((history, seed, position, offset)) % VOCAB) in banned:
+    while (token := hash((history, seed, position, offset, *past)) % VOCAB) in banned:
         offset += 1
     return token
 
@@ -96,11 +98,14 @@ def expected_tokens(request: Request, max_len: int = 64) -> list[int]:
     tokens: list[int] = []
     while len(tokens) < params.max_tokens and length + len(tokens) < max_len:
         position = length + len(tokens)
-        banned = stops if len(tokens) < params.min_tokens else ()
-        token = next_token(history, params.seed, position, banned)
+        banned = set(range(VOCAB)) - allowed_ids(params, tokens)
+        if len(banned) == VOCAB:
+            break
+        past = past_of(params, request.prompt_token_ids, tokens)
+        token = next_token(history, params.seed, position, banned, past)
         tokens.append(token)
         history = _chain(history, token, position)
-        if token in stops:
+        if token in stops or (params.grammar is not None and len(tokens) >= int(params.grammar.text)):
             break
     return tokens
 
@@ -212,17 +217,20 @@ class FakeGroup:
         return history
 
     def _answer(self, step: StepMetadata, histories: list[int]) -> StepOutput:
-        banned: dict[int, set[int]] = {}
-        for row, token in zip(step.bias_rows.tolist(), step.bias_ids.tolist(), strict=True):
-            banned.setdefault(row, set()).add(token)
+        banned, past = choices_of(step)
         tokens, logprobs = [], []
+        finite = ~np.isin(step.seeds, self.faults.poisoned_seeds)
         for row, index in enumerate(step.logits_indices.tolist()):
             history, target = histories[index], int(step.target_ids[row])
             assert step.sample_positions[row] == step.positions[index] + 1
-            sampled = next_token(history, int(step.seeds[row]), int(step.sample_positions[row]), banned.get(row, ()))
-            tokens.append(sampled if target < 0 else target)
-            logprobs.append(score(history, tokens[-1]))
-        finite = ~np.isin(step.seeds, self.faults.poisoned_seeds)
+            assert target < 0 or not (banned[row] or past[row]), "a scored row is chosen from"
+            if len(banned[row]) == VOCAB:
+                finite[row], target = False, 0
+            seed, position = int(step.seeds[row]), int(step.sample_positions[row])
+            if target < 0:
+                target = next_token(history, seed, position, banned[row], sorted(past[row]))
+            tokens.append(target)
+            logprobs.append(score(history, target))
         output = StepOutput(step.step_id, np.array(tokens, np.int32), finite)
         k = step.max_num_logprobs
         if k < 0:
@@ -249,6 +257,7 @@ class Driver:
             max_num_seqs=self.scheduler.max_num_seqs,
             max_model_len=self.info.max_model_len,
             block_size=self.info.block_size,
+            vocab_size=VOCAB,
         )
         self.now = 0.0
         self.requests: dict[int, Request] = {}
@@ -258,7 +267,8 @@ class Driver:
         self.prompt_logprobs: dict[int, tuple] = {}
 
     def add(self, request: Request) -> None:
-        self.scheduler.add(request, self.now)
+        grammar = request.params.grammar
+        self.scheduler.add(request, self.now, None if grammar is None else CountingGrammar(grammar))
         self.requests[request.request_id] = request
         self.tokens[request.request_id] = []
 

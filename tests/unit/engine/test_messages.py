@@ -11,7 +11,7 @@ from engine.config import EngineConfig, WorkerConfig
 from engine.errors import ContextLengthError, QueueFullError, RequestError, StartupError
 from engine.frames import Frame, FrameError, FrameReader
 from engine.stats import EngineStats
-from engine.types import EngineInfo, FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
+from engine.types import EngineInfo, FinishReason, Grammar, Request, SamplingParams, TokenEvent, TokenLogprobs
 
 _IDS = st.integers(0, 2**31 - 1)
 _F32 = st.floats(width=32, allow_nan=False)
@@ -59,7 +59,37 @@ def test_requests() -> None:
     request = Request(9, (1, 2, 2**31 - 1), params, priority=-3, cache_salt=b"\x00\xff")
     assert messages.read_request(frame_of(messages.request(request))) == request
     with pytest.raises(FrameError):
+        messages.request(Request(1, (2,), SamplingParams(allowed_token_ids=(-(2**31) - 1,))))
+    with pytest.raises(FrameError):
         messages.request(Request(1, (2**31,), SamplingParams()))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(_IDS, min_size=1, max_size=4).map(tuple),
+    st.builds(
+        SamplingParams,
+        presence_penalty=st.floats(-2, 2),
+        frequency_penalty=st.floats(-2, 2),
+        repetition_penalty=st.floats(0.001, 10),
+        logit_bias=st.lists(st.tuples(_IDS, st.floats(-100, 100)), max_size=3).map(tuple),
+        allowed_token_ids=st.none() | st.lists(_IDS, max_size=4).map(tuple),
+        bad_words=st.lists(st.lists(_IDS, max_size=3).map(tuple), max_size=3).map(tuple),
+        grammar=st.none() | st.builds(Grammar, st.text(max_size=5), st.text(max_size=9)),
+    ),
+)
+def test_what_may_be_chosen_travels(prompt, params) -> None:
+    request = Request(1, prompt, params)
+    back = messages.read_request(frame_of(messages.request(request)))
+    assert back == request and hash(back) == hash(request)
+
+
+def test_more_allowed_ids_than_the_frame_holds() -> None:
+    for count in (4, -1):
+        frame = frame_of(messages.request(Request(1, (1, 2), SamplingParams(allowed_token_ids=(5,)))))
+        frame.head["num_allowed"] = count
+        with pytest.raises(FrameError):
+            messages.read_request(frame)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +108,7 @@ def test_what_is_no_refusal_is_not_sent_as_one() -> None:
 def test_start_and_end() -> None:
     config = EngineConfig(WorkerConfig("model", max_model_len=5), max_waiting_requests=3)
     assert messages.read_config(frame_of(messages.config(config))) == config
-    info = EngineInfo(1, 2, 3, 4, 5, 6, 7, "cpu", "float32", "x", "A", 8, 9, 10, True, 0.5, (11, 12))
+    info = EngineInfo(1, 2, 3, 4, 5, 6, 7, "cpu", "float32", "x", "A", 8, 9, 10, True, 0.5, rank_pids=(11, 12))
     assert messages.read_ready(frame_of(messages.ready(info))) == info
     assert messages.read_progress(frame_of(messages.progress("loading", 0.5))) == ("loading", 0.5)
     failed = messages.read_failed(frame_of(messages.failed(StartupError("cause", "fix", 4))))
@@ -115,7 +145,8 @@ _GOOD = {
     "counts": [1, 1],
     "cached": [0, 0],
     "extra": {"0": {"reason": "stop", "logprobs": [1]}},
-    "params": {"eos_token_ids": [], "stop_token_ids": []},
+    "params": {"eos_token_ids": [], "stop_token_ids": [], "logit_bias": [], "bad_words": [], "grammar": None},
+    "num_allowed": None,
     "priority": 0,
     "salt": "00",
     "number": 1,

@@ -3,7 +3,7 @@
 import pytest
 from engine_fakes import EOS, Driver, Faults, expected_tokens, make_config, make_request
 
-from engine.errors import ContextLengthError, QueueFullError, RequestError
+from engine.errors import QueueFullError
 from engine.scheduler import MAX_EASY_RETURNS, NOT_FINITE, PRIORITY_STEP_S
 from engine.types import FinishReason, Request
 
@@ -150,6 +150,21 @@ def test_max_tokens_zero_only_scores() -> None:
     assert len(driver.prompt_logprobs[1]) == 9 and len(driver.prompt_logprobs[1][0].top) == 2
     assert {end.finish_reason for end in driver.ends.values()} == {FinishReason.LENGTH}
     driver.check_idle()
+
+
+@pytest.mark.parametrize("scores", [None, 0])
+def test_a_prefill_only_request_takes_one_step_and_samples_nothing(scores: int | None) -> None:
+    driver = Driver(make_config())
+    for number in (1, 2):  # the second finds the prompt cached
+        driver.add(make_request(number, range(10), max_tokens=0, prompt_logprobs=scores))
+        output = driver.begin()
+        assert output is not None and [work.num_scored for work in output.work] == [0 if scores is None else 9]
+        assert driver.group._step is not None and (driver.group._step.target_ids >= 0).all()
+        (event,) = driver.finish(output)
+        assert event.finish_reason is FinishReason.LENGTH and event.token_ids == ()
+        assert not driver.scheduler.has_work
+    assert driver.scheduler.stats.generation_tokens == 0
+    driver.check_outputs()
 
 
 # -- logprobs
@@ -378,54 +393,6 @@ def test_waiting_prompt_tokens_are_bounded_but_an_empty_room_takes_any_prompt() 
     with pytest.raises(QueueFullError):
         driver.add(make_request(3, range(3)))
     driver.run().check_outputs()
-
-
-@pytest.mark.parametrize(
-    "prompt, params, param, says",
-    [
-        ([], {}, "prompt", "empty"),
-        ([1, 64], {}, "prompt", "0 to 63"),
-        ([1, -1], {}, "prompt", "-1"),
-        ([1], {"max_tokens": -1}, "max_tokens", "between 0"),
-        ([1], {"stop_token_ids": (64,)}, "stop_token_ids", "63"),
-        ([1], {"eos_token_ids": (-5,)}, "eos_token_ids", "-5"),
-        ([1], {"logprobs": 21}, "logprobs", "20"),
-        ([1], {"prompt_logprobs": -1}, "prompt_logprobs", "between"),
-        ([1], {"seed": 2**63}, "seed", "between"),
-        ([1], {"top_k": 2**31}, "top_k", "between"),
-        ([1], {"max_tokens": 3, "min_tokens": 4}, "min_tokens", "max_tokens"),
-        ([1], {"min_tokens": 1, "stop_token_ids": tuple(range(64))}, "min_tokens", "every token"),
-    ],
-)
-def test_requests_at_fault_are_refused_by_field(prompt, params, param, says) -> None:
-    driver = Driver(make_config())
-    with pytest.raises(RequestError, match=says) as refused:
-        driver.add(make_request(1, prompt, **params))
-    assert refused.value.param == param
-    assert not driver.scheduler.has_work and driver.scheduler.stats.num_rejected == 1
-
-
-def test_too_long_a_prompt_names_the_limit() -> None:
-    driver = Driver(make_config(max_model_len=20))
-    with pytest.raises(ContextLengthError, match="at most 19") as refused:
-        driver.add(make_request(1, [1] * 20))
-    assert refused.value.code == "context_length_exceeded"
-    driver.add(make_request(2, [1] * 20, max_tokens=0))
-    driver.add(make_request(3, [1] * 19, max_tokens=5))
-    driver.run().check_outputs()
-
-
-def test_an_id_in_use_is_refused() -> None:
-    driver = Driver(make_config())
-    driver.add(make_request(1, [1]))
-    with pytest.raises(RequestError, match="in use"):
-        driver.scheduler.add(make_request(1, [2]), 0.0)
-
-
-def test_too_large_prompt_logprobs_are_refused() -> None:
-    driver = Driver(make_config(max_model_len=200_000), num_blocks=50_001)
-    with pytest.raises(RequestError, match="entries"):
-        driver.add(make_request(1, [1] * 150_000, prompt_logprobs=20))
 
 
 # -- faults

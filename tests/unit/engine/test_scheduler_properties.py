@@ -16,6 +16,22 @@ _PROMPTS = st.builds(
     st.lists(st.integers(0, 3), min_size=0, max_size=9),
 ).filter(bool)
 
+_IDS = st.integers(0, 63)
+# Never so many bans that no token is left.
+_CHOICES = st.fixed_dictionaries(
+    {},
+    optional={
+        "presence_penalty": st.sampled_from([0.0, 0.5, -2.0]),
+        "frequency_penalty": st.sampled_from([0.0, 0.25]),
+        "repetition_penalty": st.sampled_from([1.0, 1.5]),
+        "logit_bias": st.dictionaries(_IDS, st.sampled_from([-100.0, -1.5, 0.5]), max_size=3).map(
+            lambda bias: tuple(bias.items())
+        ),
+        "allowed_token_ids": st.sets(_IDS, min_size=20).map(lambda ids: tuple(sorted(ids))),
+        "bad_words": st.lists(st.lists(_IDS, min_size=1, max_size=2).map(tuple), max_size=5).map(tuple),
+    },
+)
+
 
 class EngineMachine(RuleBasedStateMachine):
     """Arrivals, steps, aborts before, during and after a step, on pools small enough to preempt."""
@@ -50,8 +66,9 @@ class EngineMachine(RuleBasedStateMachine):
         prompt_logprobs=st.sampled_from([None, None, None, 0, 3]),
         priority=st.integers(-1, 2),
         salt=st.sampled_from([b"", b"tenant"]),
+        choices=st.just({}) | _CHOICES,
     )
-    def arrive(self, prompt, max_tokens, min_tokens, stops, logprobs, prompt_logprobs, priority, salt) -> None:
+    def arrive(self, prompt, max_tokens, min_tokens, stops, logprobs, prompt_logprobs, priority, salt, choices) -> None:
         request = make_request(
             self.next_id,
             prompt,
@@ -63,6 +80,7 @@ class EngineMachine(RuleBasedStateMachine):
             stop_token_ids=tuple(stops),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            **choices,
         )
         self.next_id += 1
         rejected = self.driver.scheduler.stats.num_rejected

@@ -2,13 +2,25 @@
 
 import numpy as np
 import pytest
-from engine_fakes import EOS, make_config, make_request
+from choice_fakes import CountingGrammar
+from engine_fakes import EOS, VOCAB, make_config, make_request
 
 from engine.sequence import SchedulerOutput, Sequence, Work
 from engine.step_builder import StepBuilder
+from engine.types import Grammar
 from workers.protocol import max_step_bytes, pack_step, unpack_step
 
 SIZE = 4
+
+
+EVERYTHING = {
+    "repetition_penalty": 1.5,
+    "frequency_penalty": 0.25,
+    "presence_penalty": -0.5,
+    "logit_bias": ((9, 2.5), (4, -100.0), (60, 100.0), (33, 100.0)),
+    "allowed_token_ids": (33, 5, 63, 4),
+    "bad_words": ((5,), (7, 8, 33), (8, 7), (2, 11)),
+}
 
 
 def running(row: int, prompt, blocks, *, generated=(), **params) -> Sequence:
@@ -25,7 +37,7 @@ def output_of(*work: Work, step_id: int = 1, new: bool = True) -> SchedulerOutpu
 
 
 def builder() -> StepBuilder:
-    return StepBuilder(max_num_seqs=4, max_model_len=64, block_size=SIZE)
+    return StepBuilder(max_num_seqs=4, max_model_len=64, block_size=SIZE, vocab_size=VOCAB)
 
 
 def test_a_mixed_step() -> None:
@@ -51,8 +63,11 @@ def test_a_mixed_step() -> None:
     assert len(step.bias_rows) == 0
 
 
-def test_every_array_has_the_type_of_the_layout() -> None:
-    step = builder().build(output_of(Work(running(0, [1, 2], [3], min_tokens=1, eos_token_ids=(EOS,)), 0, 2, True)))
+@pytest.mark.parametrize(
+    "params", [{"min_tokens": 1, "eos_token_ids": (EOS,)}, EVERYTHING], ids=["plain", "everything"]
+)
+def test_every_array_has_the_type_of_the_layout(params) -> None:
+    step = builder().build(output_of(Work(running(0, [1, 2], [3], **params), 0, 2, True)))
     buffer = memoryview(bytearray(max_step_bytes(make_config().worker)))
     pack_step(step, buffer)
     back = unpack_step(buffer)
@@ -93,14 +108,81 @@ def test_bans_end_with_min_tokens() -> None:
     assert banned == [([1, 1, 1], [3, 7, 9])] * 2 + [([], [])]
 
 
+def bits(words: np.ndarray) -> list[int]:
+    return [token for token in range(VOCAB) if int(words[token // 32]) >> token % 32 & 1]
+
+
+def test_what_some_rows_ask_for_stands_in_sections_of_its_own() -> None:
+    everything = running(2, [1, 2, 1], [5], **EVERYTHING)
+    present = running(0, [1, 2, 1], [6, 7], generated=[9, 8, 9], presence_penalty=1.0)
+    masked = running(1, [1], [8], generated=[2], allowed_token_ids=(0, 31, 32, 63), bad_words=((2, 31), (1, 32)))
+    work = [Work(everything, 0, 3, True), Work(running(3, [4], [9]), 0, 1, True), Work(present, 5, 1, True)]
+    step = builder().build(output_of(*work, Work(masked, 1, 1, True)))
+    assert step.bias_rows.tolist() == [0, 0, 0, 3]
+    assert step.bias_ids.tolist() == [9, 4, 5, 31], "the prompt completes no bad word"
+    np.testing.assert_array_equal(step.bias_values, np.array([2.5, -np.inf, -np.inf, -np.inf], np.float32))
+    assert step.penalty_rows.tolist() == [0, 2]
+    assert step.repetition.tolist() == [1.5, 1.0]
+    assert step.frequency.tolist() == [0.25, 0.0]
+    assert step.presence.tolist() == [-0.5, 1.0]
+    assert step.history_starts.tolist() == [0, 2, 4]
+    assert step.history_ids.tolist() == [1, 2, 9, 8], "of the prompt only where repetition counts"
+    assert step.history_counts.tolist() == [0, 0, 2, 1]
+    assert step.mask_rows.tolist() == [0, 3]
+    assert [bits(words) for words in step.mask_bits] == [[33], [0, 31, 32, 63]]
+
+
+def test_sections_follow_the_sequence_from_step_to_step() -> None:
+    made = builder()
+    seq = running(0, [1, 2, 1], [5, 6, 7], **{**EVERYTHING, "allowed_token_ids": None})
+    seen = []
+    for count, token in enumerate([7, 8, 8, 2]):
+        start = 2 + count
+        step = made.build(output_of(Work(seq, start, 1, True), step_id=count + 1, new=count == 0))
+        again = made.build(output_of(Work(seq, start, 1, True), step_id=count + 1, new=count == 0))
+        for name in step.__slots__:
+            np.testing.assert_array_equal(getattr(again, name), getattr(step, name), err_msg=name)
+        history = dict(zip(step.history_ids.tolist(), step.history_counts.tolist(), strict=True))
+        seen.append((step.bias_ids.tolist()[3:], history, bits(step.mask_bits[0])))
+        seq.token_ids.append(token)
+    assert seen == [
+        ([], {1: 0, 2: 0}, [33, 60]),
+        ([], {1: 0, 2: 0, 7: 1}, [33, 60]),
+        ([33, 7], {1: 0, 2: 0, 7: 1, 8: 1}, [60]),
+        ([7], {1: 0, 2: 0, 7: 1, 8: 2}, [33, 60]),
+    ]
+
+
+def test_a_ban_wins_over_what_is_forced_and_then_nothing_is() -> None:
+    seq = running(0, [1], [5], logit_bias=((3, 100.0),), min_tokens=2, stop_token_ids=(3,))
+    step = builder().build(output_of(Work(seq, 0, 1, True)))
+    assert step.bias_ids.tolist() == [3] and np.isneginf(step.bias_values).all()
+    assert bits(step.mask_bits[0]) == list(range(VOCAB))
+
+
+def test_scored_rows_are_not_chosen_from() -> None:
+    seq = running(3, [10, 11, 12], [2], prompt_logprobs=1, **EVERYTHING)
+    step = builder().build(output_of(Work(running(0, [5], [3]), 0, 1, True), Work(seq, 0, 3, True, 0, 2)))
+    assert step.target_ids.tolist() == [-1, 11, 12, -1]
+    assert set(step.bias_rows.tolist()) == set(step.penalty_rows.tolist()) == set(step.mask_rows.tolist()) == {3}
+
+
+def test_a_grammar_narrows_what_is_allowed() -> None:
+    seq = running(0, [1], [5], allowed_token_ids=(3, 4, 5, 6))
+    seq.grammar_state = CountingGrammar(Grammar("lark", "9"))
+    assert bits(builder().build(output_of(Work(seq, 0, 1, True))).mask_bits[0]) == [3, 6]
+
+
 def test_a_row_forgets_its_last_owner() -> None:
     made = builder()
-    made.build(output_of(Work(running(0, range(12), [7, 8, 9], temperature=0.0, logprobs=3), 0, 12, True)))
+    last = running(0, range(12), [7, 8, 9], temperature=0.0, logprobs=3, **EVERYTHING)
+    made.build(output_of(Work(last, 0, 12, True)))
     step = made.build(
         output_of(Work(running(0, range(3), [5]), 0, 3, True), Work(running(1, range(9), [1, 2, 3]), 0, 9, True))
     )
     assert step.block_tables.tolist() == [[5, 0, 0], [1, 2, 3]]
     assert step.temperature[0] == 1.0 and step.num_logprobs[0] == -1
+    assert len(step.bias_rows) == len(step.penalty_rows) == len(step.mask_rows) == 0
 
 
 def test_only_new_entries_are_written_and_building_twice_is_harmless() -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from tests.unit.workers.weights_in_memory import MemoryWeights, place
@@ -42,3 +43,21 @@ def test_head_norm_gives_queries_and_keys_their_own_weight_in_float32() -> None:
     assert out.dtype == torch.float32
     torch.testing.assert_close(out[:, :6].double(), exact(x[:, :6], q_weight, 1e-6), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(out[:, 6:].double(), exact(x[:, 6:], k_weight, 1e-6), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_offset_is_added_in_float32_as_gemma_does(dtype: torch.dtype) -> None:
+    """A weight near zero would vanish beside 1 in 16 bits."""
+    weight, x = (0.01 * torch.randn(96)).to(dtype), torch.randn(33, 96).to(dtype)
+    norm = RMSNorm("n", 96, 1e-6, place(dtype=dtype), offset=1.0)
+    norm.load(MemoryWeights({"n.weight": weight}))
+    theirs = Gemma3RMSNorm(96, 1e-6).to(dtype)
+    theirs.weight.data.copy_(weight)
+    truth = exact(x, 1.0 + weight.double(), 1e-6)
+    assert norm(x).dtype == dtype and norm.weight_bytes == norm.weight.numel() * norm.weight.element_size()
+    assert (norm(x).double() - truth).abs().max() <= (theirs(x).double() - truth).abs().max()
+    heads = HeadNorm("a", 1, 1, 96, 1e-6, place(dtype=dtype), offset=1.0)
+    heads.load(MemoryWeights({"a.q_norm.weight": weight, "a.k_norm.weight": -weight}))
+    both = heads(torch.stack((x, x), 1))
+    torch.testing.assert_close(both[:, 0].double(), truth, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(both[:, 1].double(), exact(x, 1.0 - weight.double(), 1e-6), rtol=1e-6, atol=1e-6)

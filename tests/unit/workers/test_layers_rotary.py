@@ -122,6 +122,35 @@ def test_an_angle_depends_on_its_position_alone(kind: str, size: int) -> None:
         assert torch.equal(few_cos, cos[some]) and torch.equal(few_sin, sin[some])
 
 
+@pytest.mark.parametrize("share", [1.0, 0.75])
+@pytest.mark.parametrize("served", [64, 256])
+def test_longrope_equals_transformers_at_the_length_it_is_served_for(share: float, served: int) -> None:
+    """Within the trained length the short factors, and beyond it the long ones for every position."""
+    pairs = int(32 * share) // 2
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": share,
+            "short_factor": [1.0 + 0.05 * i for i in range(pairs)],
+            "long_factor": [2.0 + 0.3 * i for i in range(pairs)]}  # fmt: skip
+    config = Phi3Config(vocab_size=64, hidden_size=128, intermediate_size=64, num_hidden_layers=1,
+                        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+                        original_max_position_embeddings=64, rope_parameters=rope, pad_token_id=0)  # fmt: skip
+    spec = describe({**config.to_dict(), "architectures": ["Phi3ForCausalLM"]})
+    assert spec.default_length == 64 and spec.rope.attention_factor > 1
+    positions = torch.arange(served)
+    cos, sin = Phi3RotaryEmbedding(config)(torch.zeros(1), positions[None])
+    ours_cos, ours_sin = RotaryTable(spec.for_length(served).rope, torch.device("cpu"))(positions, served)
+    half = ours_cos.shape[-1] // 2
+    assert torch.equal(ours_cos[:, 0], cos[0]) and torch.equal(ours_sin[:, 0, half:], sin[0][:, half:])
+
+
+def test_short_factors_are_not_stretched_beyond_their_reach() -> None:
+    spec = RopeSpec("longrope", 1e4, 8, 4.0, 64, 1.1, short_factors=(1.0,) * 4, long_factors=(4.0,) * 4)
+    table = RotaryTable(spec, torch.device("cpu"))
+    table(torch.arange(64), 64)  # the table itself may be longer
+    with pytest.raises(ValueError, match=r"65 tokens is beyond the 64 .* `for_length`"):
+        table(torch.arange(2), 65)
+    RotaryTable(spec.for_length(65), torch.device("cpu"))(torch.arange(65), 65)
+
+
 def test_an_unknown_kind_raises() -> None:
     with pytest.raises(ValueError, match="'spiral'"):
         RotaryTable(RopeSpec("spiral", 1e4, 8), torch.device("cpu"))

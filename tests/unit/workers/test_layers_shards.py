@@ -117,6 +117,24 @@ def test_embedding_sums_and_head_joins_to_the_whole_vocabulary(vocab: int, size:
     assert torch.isneginf(logits[:, vocab:]).all()
 
 
+def test_scale_and_softcap_are_applied_once_whatever_the_ranks() -> None:
+    """The embedding's scale is rounded to the dtype first; the tied head must not see it."""
+    weight = torch.randn(7, HIDDEN).bfloat16()
+    for size in (1, 4):
+        total, joined = torch.zeros(7, HIDDEN, dtype=torch.bfloat16), []
+        for rank in range(size):
+            where = place(rank, size, torch.bfloat16)
+            layer = VocabParallelEmbedding("e", 7, HIDDEN, where, scale=HIDDEN**0.5)
+            layer.load(MemoryWeights({"e.weight": weight}))
+            total += layer(torch.arange(7))
+            head = VocabParallelHead("e", 7, HIDDEN, where, softcap=2.0)
+            head.tie(layer)
+            joined.append(head(total[:3]) if rank == size - 1 else head(torch.zeros(3, HIDDEN).bfloat16()))
+            assert torch.isneginf(joined[-1][:, layer.real :]).all()
+            assert joined[-1][:, : layer.real].abs().le(2.0).all()
+        assert torch.equal(total, weight * torch.tensor(HIDDEN**0.5).bfloat16())
+
+
 def test_what_cannot_be_cut_is_refused_with_the_layer_and_the_numbers() -> None:
     with pytest.raises(StartupError, match=r"b\.0\.qkv_proj: 14 heads over 2 key-value heads.* 4 ranks.*\[1, 2, 14\]"):
         QKVParallelLinear("b.0", HIDDEN, DIM, 14, 2, True, place(0, 4))

@@ -1,5 +1,6 @@
 """The whole shard: what it reads, what it reports, and that a token's numbers are its own."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from workers.attention.base import AttentionBackend, AttentionSpec, LayerKV
 from workers.attention.cpu import CpuBackend
 from workers.attention.reference import ReferenceBackend
 from workers.batch import Batch
+from workers.config import WorkerConfig
 from workers.errors import StartupError
 from workers.layers.matmul import can_pack
 from workers.models.decoder import Decoder
 from workers.parallel import TensorParallel
-from workers.preflight import read_spec
+from workers.preflight import preflight, read_spec
+from workers.runner import Runner
 from workers.weights.checkpoint import SINGLE_FILE, Checkpoint
 from workers.weights.dummy import DummyWeights
 from workers.weights.reader import WeightReader
@@ -48,6 +51,42 @@ def test_a_tensor_without_a_place_is_an_error(tmp_path: Path) -> None:
     edit(path, model__layers__0__self_attn__q_proj__bias=torch.zeros(64))
     with pytest.raises(StartupError, match=r"no place for: model\.layers\.0\.self_attn\.q_proj\.bias"):
         load_decoder(path, TensorParallel.solo())
+
+
+@pytest.mark.parametrize(
+    ("family", "missing", "foreign"),
+    [
+        ("gemma2", "model.layers.1.post_feedforward_layernorm.weight", "model.layers.0.self_attn.q_norm.weight"),
+        ("gemma3_text", "model.layers.2.self_attn.k_norm.weight", "model.layers.0.self_attn.q_proj.bias"),
+        ("phi3", "model.layers.0.self_attn.qkv_proj.weight", "model.layers.0.mlp.gate_proj.weight"),
+    ],
+)
+def test_before_a_rank_starts_a_family_knows_its_tensors(
+    tmp_path: Path, family: str, missing: str, foreign: str
+) -> None:
+    """A fused tensor that is missing is missed as its first part."""
+    path = make_tiny(tmp_path, family)
+    config = WorkerConfig(str(path), device="cpu")
+    preflight(config)
+    edit(path, **{foreign: torch.zeros(24)})
+    with pytest.raises(StartupError, match=f"holds tensor '{re.escape(foreign)}', which .* has no place for"):
+        preflight(config)
+    edit(path, **{foreign: None, missing: None})
+    with pytest.raises(StartupError, match=re.escape(missing.replace("qkv_proj", "q_proj"))):
+        preflight(config)
+
+
+def test_longrope_is_loaded_for_the_length_it_serves(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+    path = make_tiny(tmp_path, "phi3", original_max_position_embeddings=64,
+                     rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, **factors})  # fmt: skip
+    config = WorkerConfig(str(path), device="cpu")
+    assert preflight(config).max_model_len == 64
+    for length, stretched in ((64, False), (65, True), (512, True)):
+        runner = Runner(preflight(config.with_(max_model_len=length)), TensorParallel.solo())
+        assert runner.spec.rope.stretched is stretched
+    with pytest.raises(StartupError, match="513 is more than the model's 512 positions"):
+        preflight(config.with_(max_model_len=513))
 
 
 def test_harmless_leftovers_load(tmp_path: Path) -> None:
@@ -136,7 +175,7 @@ class SelfBackend(ReferenceBackend):
     ("backend", "dtype"),
     [(SelfBackend, torch.float32), (SelfBackend, torch.bfloat16), (CpuBackend, torch.bfloat16)],
 )
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2"])
 def test_a_tokens_logits_do_not_depend_on_its_company(
     tmp_path: Path, family: str, backend: type[AttentionBackend], dtype: torch.dtype
 ) -> None:

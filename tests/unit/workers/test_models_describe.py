@@ -1,5 +1,6 @@
 """`config.json` -> `DecoderSpec`: every family's page against transformers, and refusals that name the key."""
 
+import math
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from transformers import AutoConfig
 from tests.golden.tiny_models import FAMILIES, tiny_model
 from workers.errors import StartupError
 from workers.models.registry import describe
-from workers.models.spec import DecoderSpec, is_ignorable, tensor_shapes
+from workers.models.spec import FUSED_TENSORS, DecoderSpec, is_ignorable, tensor_shapes
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -26,14 +27,24 @@ def config_of(family: str, **overrides: Any) -> dict[str, Any]:
     return {**model.config.to_dict(), "architectures": [type(model).__name__]}
 
 
+def fused_where(state: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """`wanted` in the layout of `state`: Phi-3's parts stacked, all others as they are."""
+    for fused in [name for name in state if any(f"{part}.weight" in name for part in FUSED_TENSORS)]:
+        whole = next(part for part in FUSED_TENSORS if part in fused)
+        shapes = [wanted.pop(fused.replace(whole, part)) for part in FUSED_TENSORS[whole]]
+        wanted[fused] = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+    return wanted
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_tensor_names_and_shapes_are_transformers_own(family: str, tied: bool) -> None:
-    extra = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"attention_bias": True}}.get(family, {})
+    extra = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"attention_bias": True},
+             "gemma2": {"attention_bias": True}, "gemma3_text": {"attention_bias": True}}.get(family, {})  # fmt: skip
     model = tiny_model(family, tie_word_embeddings=tied, **extra)
     spec = describe({**model.config.to_dict(), "architectures": [type(model).__name__]})
     state = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    wanted = tensor_shapes(spec)
+    wanted = fused_where(state, tensor_shapes(spec))
     left = state.keys() - wanted.keys()
     assert all(is_ignorable(spec, name) for name in left)
     assert wanted == {name: shape for name, shape in state.items() if name not in left}
@@ -43,7 +54,8 @@ def test_tensor_names_and_shapes_are_transformers_own(family: str, tied: bool) -
 @pytest.mark.parametrize(
     ("architecture", "family"),
     [("LlamaForCausalLM", "llama"), ("MistralForCausalLM", "mistral"), ("Qwen2ForCausalLM", "qwen2"),
-     ("Qwen3ForCausalLM", "qwen3")],
+     ("Qwen3ForCausalLM", "qwen3"), ("Gemma2ForCausalLM", "gemma2"), ("Gemma3ForCausalLM", "gemma3_text"),
+     ("Phi3ForCausalLM", "phi3")],
 )  # fmt: skip
 def test_what_a_config_leaves_out_is_what_transformers_assumes(architecture: str, family: str) -> None:
     sparse = {**BASE, "architectures": [architecture], "num_attention_heads": 32, "hidden_size": 128}
@@ -54,8 +66,19 @@ def test_what_a_config_leaves_out_is_what_transformers_assumes(architecture: str
     assert ours.rms_norm_eps == theirs.rms_norm_eps
     assert ours.max_position_embeddings == theirs.max_position_embeddings
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
-    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
-    assert ours.windows == (getattr(theirs, "sliding_window", None),) * 3
+    if family == "gemma3_text":
+        assert ours.rope.theta == theirs.rope_parameters["full_attention"]["rope_theta"]
+        assert ours.local_rope is not None
+        assert ours.local_rope.theta == theirs.rope_parameters["sliding_attention"]["rope_theta"]
+    else:
+        assert ours.rope.theta == theirs.rope_parameters["rope_theta"] and ours.local_rope is None
+    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 3
+    window = getattr(theirs, "sliding_window", None)
+    assert ours.windows == tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    assert ours.query_scalar == getattr(theirs, "query_pre_attn_scalar", None)
+    assert ours.attention_softcap == getattr(theirs, "attn_logit_softcapping", None)
+    assert ours.logit_softcap == getattr(theirs, "final_logit_softcapping", None)
+    assert ours.activation == ("gelu_tanh" if family.startswith("gemma") else "silu")
 
 
 def test_windows_follow_the_familys_rule() -> None:
@@ -68,6 +91,46 @@ def test_windows_follow_the_familys_rule() -> None:
     mistral = {**BASE, "architectures": ["MistralForCausalLM"]}
     assert describe(mistral).windows == (4096,) * 3
     assert describe({**mistral, "sliding_window": None}).windows == (None,) * 3
+
+
+def test_gemma_alternates_and_says_so_in_either_form() -> None:
+    gemma = {**BASE, "num_key_value_heads": 4, "num_hidden_layers": 8, "sliding_window": 16}
+    two = describe({**gemma, "architectures": ["Gemma2ForCausalLM"]})
+    assert two.windows == (16, None) * 4 and [two.rope_of(layer) for layer in (0, 1)] == [two.rope] * 2
+    three = {**gemma, "architectures": ["Gemma3ForCausalLM"]}
+    old = describe({**three, "sliding_window_pattern": 3, "rope_theta": 5e5, "rope_local_base_freq": 2e4,
+                    "rope_scaling": {"rope_type": "linear", "factor": 8.0}})  # fmt: skip
+    assert old.windows == (16, 16, None) * 2 + (16, 16)
+    new = describe({**three, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2
+                    + ["sliding_attention"] * 2, "rope_parameters": {
+                        "full_attention": {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0},
+                        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4}}})  # fmt: skip
+    assert new == old
+    assert (old.rope_of(0), old.rope_of(2)) == (old.local_rope, old.rope) and old.rope.factor == 8.0
+    off = {"attn_logit_softcapping": None, "final_logit_softcapping": None, "architectures": ["Gemma2ForCausalLM"]}
+    assert (describe(gemma | off).attention_softcap, describe(gemma | off).logit_softcap) == (None, None)
+
+
+PHI: dict[str, Any] = {**BASE, "architectures": ["Phi3ForCausalLM"], "max_position_embeddings": 1024,
+                       "original_max_position_embeddings": 256}  # fmt: skip
+LONGROPE: dict[str, Any] = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+
+
+def test_phi_rotates_in_part_and_by_the_length_it_serves() -> None:
+    spec = describe({**PHI, "rope_scaling": LONGROPE})
+    assert (spec.default_length, spec.longest_length) == (256, 1024)
+    assert spec.rope.attention_factor == pytest.approx((1 + math.log(4) / math.log(256)) ** 0.5)
+    assert not spec.for_length(256).rope.stretched and spec.for_length(257).rope.stretched
+    for name in ("su", "yarn"):  # what early configs called it
+        assert describe({**PHI, "rope_scaling": LONGROPE | {"type": name}}) == spec
+    short = LONGROPE | {"short_factor": [1.0] * 3, "long_factor": [2.0] * 3}
+    assert describe({**PHI, "partial_rotary_factor": 0.75, "rope_scaling": short}).rope.rotary_dim == 6
+    # Phi-3's own key, or its default of 4096, stands above what the table says.
+    inner = {key: value for key, value in PHI.items() if key != "original_max_position_embeddings"}
+    table = LONGROPE | {"original_max_position_embeddings": 256}
+    assert describe({**inner, "rope_scaling": table}).rope.original_max_positions == 4096
+    # Every other family reads LongRoPE too, from the table.
+    assert describe({**BASE, "rope_scaling": table}).rope.long_factors == (2.0,) * 4
 
 
 def test_lengths_a_model_reaches() -> None:
@@ -88,8 +151,12 @@ def test_the_declared_dtype_is_kept() -> None:
     assert describe(BASE).dtype is None
 
 
+_GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "num_key_value_heads": 4}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown architecture": ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*Supported: LlamaForCausalLM"),
+    "unknown architecture": (
+        {"architectures": ["GPT2LMHeadModel"]},
+        "GPT2LMHeadModel.*Supported: Gemma2.*Llama.*Phi3.*Qwen3",
+    ),
     "no architecture": ({"architectures": None}, "names no architecture"),
     "architecture of another type": ({"architectures": [["x"]]}, "not supported"),
     "missing size": ({"hidden_size": None}, "hidden_size must be a positive integer, got None"),
@@ -103,7 +170,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "eps": ({"rms_norm_eps": 0}, "rms_norm_eps must be a positive number"),
     "theta": ({"rope_theta": float("nan")}, "rope_theta must be a positive number"),
     "dtype": ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype = 'float8_e4m3fn'"),
-    "rope kind": ({"rope_scaling": {"type": "longrope", "factor": 2}}, "rope type = 'longrope'"),
+    "rope kind": ({"rope_scaling": {"type": "axial", "factor": 2}}, "rope type = 'axial'"),
     "rope key": ({"rope_scaling": {"type": "default", "mrope_section": [1, 2]}}, "mrope_section"),
     "rope of another type": ({"rope_scaling": [2.0]}, r"rope_scaling = \[2.0\]"),
     "rope factor": ({"rope_scaling": {"type": "linear"}}, "rope setting factor must be a positive number, got None"),
@@ -112,6 +179,37 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "partial rotation inside": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
     "experts": ({"num_local_experts": 8}, "num_local_experts = 8"),
     "softcap": ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+    "bidirectional": ({"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+    "query scalar": ({"query_pre_attn_scalar": 256}, "query_pre_attn_scalar = 256"),
+    "gemma 3 attention softcap": (
+        {"architectures": ["Gemma3ForCausalLM"], "num_key_value_heads": 4, "attn_logit_softcapping": 50.0},
+        "attn_logit_softcapping = 50.0",
+    ),
+    "gemma 3 flat rope": ({**_GEMMA3, "rope_parameters": {"rope_theta": 1e4}}, "rope_parameters = "),
+    "gemma 3 rope of another type": ({**_GEMMA3, "rope_scaling": [1]}, "rope_parameters = "),
+    "gemma 2 without window": (
+        {"architectures": ["Gemma2ForCausalLM"], "num_key_value_heads": 4, "sliding_window": None},
+        "sliding_window = None",
+    ),
+    "gemma activation": ({**_GEMMA3, "hidden_activation": "relu"}, "hidden_activation = 'relu'"),
+    "phi with biases": ({"architectures": ["Phi3ForCausalLM"], "attention_bias": True}, "attention_bias = True"),
+    "phi with linear rope": (
+        {"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "linear", "factor": 2.0}},
+        "rope type = 'linear'",
+    ),
+    "phi with odd rotation": (
+        {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.4},
+        "partial_rotary_factor = 0.4",
+    ),
+    "longrope of another length": (
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1.0] * 4}},
+        "short_factor must be a list of 4 numbers, got a list of 3",
+    ),
+    "longrope of another type": (
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": ["x"] * 4}},
+        "long_factor must be a positive number, got 'x'",
+    ),
+    "longrope factors elsewhere": ({"rope_scaling": {"type": "default", "long_factor": [1.0]}}, "long_factor"),
     "quantised": ({"quantization_config": {"quant_method": "gptq"}}, r"quantised \(gptq\)"),
 }
 
@@ -124,8 +222,8 @@ def test_what_would_change_the_mathematics_is_refused_by_name(what: str) -> None
     assert error.value.exit_code == 3 and error.value.fix
 
 
-def test_mistral_and_qwen_refuse_foreign_layer_types() -> None:
-    for architecture in ("MistralForCausalLM", "Qwen3ForCausalLM"):
+def test_foreign_layer_types_are_refused() -> None:
+    for architecture in ("MistralForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM", "Gemma2ForCausalLM"):
         config = {**BASE, "architectures": [architecture], "num_key_value_heads": 4}
         with pytest.raises(StartupError, match="layer_types"):
             describe({**config, "layer_types": ["chunked_attention"] * 3})

@@ -7,11 +7,14 @@ from hypothesis import strategies as st
 
 from workers.config import WorkerConfig
 from workers.protocol import (
+    MAX_BIAS_PER_ROW,
     MAX_LOGPROBS,
+    MAX_VOCAB_SIZE,
     ProtocolError,
     StepMetadata,
     StepOutput,
     empty_step,
+    mask_words,
     max_output_bytes,
     max_step_bytes,
     pack_output,
@@ -21,10 +24,15 @@ from workers.protocol import (
 )
 
 CONFIG = WorkerConfig("model", max_model_len=512, max_num_seqs=8, max_num_batched_tokens=64, block_size=16)
+NO_CHOICES = (0, 0, 0, 0)
 
 
-def random_step(rng: np.random.Generator, num_seqs: int, per_seq: int, rows: int, bias: int) -> StepMetadata:
+def random_step(
+    rng: np.random.Generator, num_seqs: int, per_seq: int, rows: int, bias: int, choices: tuple[int, int, int, int]
+) -> StepMetadata:
+    """`choices`: rows with penalties, ids of each, rows with a mask, words of each."""
     tokens = num_seqs * per_seq
+    penalties, history, masks, words = choices
     ints = lambda *shape: rng.integers(0, 1000, shape).astype(np.int32)  # noqa: E731
     return StepMetadata(
         step_id=int(rng.integers(1, 2**62)),
@@ -46,14 +54,32 @@ def random_step(rng: np.random.Generator, num_seqs: int, per_seq: int, rows: int
         bias_rows=np.sort(ints(bias)),
         bias_ids=ints(bias),
         bias_values=rng.random(bias).astype(np.float32),
+        penalty_rows=np.sort(ints(penalties)),
+        repetition=rng.random(penalties).astype(np.float32),
+        frequency=rng.random(penalties).astype(np.float32),
+        presence=rng.random(penalties).astype(np.float32),
+        history_starts=(np.arange(penalties + 1) * history).astype(np.int32),
+        history_ids=ints(penalties * history),
+        history_counts=ints(penalties * history),
+        mask_rows=np.sort(ints(masks)),
+        mask_bits=rng.integers(0, 2**32, (masks, words), dtype=np.uint32),
     )
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**31), st.integers(0, 8), st.integers(1, 8), st.integers(0, 64), st.integers(0, 100))
-def test_a_step_survives_the_trip(seed: int, num_seqs: int, per_seq: int, rows: int, bias: int) -> None:
-    step = random_step(np.random.default_rng(seed), num_seqs, per_seq, rows, bias)
-    buffer = memoryview(bytearray(max_step_bytes(CONFIG)))
+@given(
+    st.integers(0, 2**31),
+    st.integers(0, 8),
+    st.integers(1, 8),
+    st.integers(0, 64),
+    st.integers(0, 100),
+    st.tuples(st.integers(0, 8), st.integers(0, 50), st.integers(0, 8), st.integers(0, 40)),
+)
+def test_a_step_survives_the_trip(
+    seed: int, num_seqs: int, per_seq: int, rows: int, bias: int, choices: tuple[int, int, int, int]
+) -> None:
+    step = random_step(np.random.default_rng(seed), num_seqs, per_seq, rows, bias, choices)
+    buffer = memoryview(bytearray(1 << 16))
     used = pack_step(step, buffer)
     read = unpack_step(buffer[:used])
     assert read.step_id == step.step_id
@@ -63,8 +89,16 @@ def test_a_step_survives_the_trip(seed: int, num_seqs: int, per_seq: int, rows: 
 
 def test_the_largest_step_fits_its_slot() -> None:
     rng = np.random.default_rng(0)
-    step = random_step(rng, CONFIG.max_num_seqs, 8, CONFIG.max_num_batched_tokens, CONFIG.max_num_seqs * 1024)
-    assert pack_step(step, memoryview(bytearray(max_step_bytes(CONFIG)))) <= max_step_bytes(CONFIG)
+    seqs, rows = CONFIG.max_num_seqs, CONFIG.max_num_batched_tokens
+    choices = (seqs, CONFIG.max_model_len, seqs, mask_words(MAX_VOCAB_SIZE))
+    step = random_step(rng, seqs, 8, rows, seqs * MAX_BIAS_PER_ROW, choices)
+    assert pack_step(step, memoryview(bytearray(max_step_bytes(CONFIG)))) == max_step_bytes(CONFIG)
+
+
+def test_a_vocabulary_beyond_the_slots_is_refused() -> None:
+    assert mask_words(33) == 2 and mask_words(64) == 2
+    with pytest.raises(ProtocolError, match=str(MAX_VOCAB_SIZE)):
+        mask_words(MAX_VOCAB_SIZE + 1)
 
 
 def test_a_heartbeat_has_no_work() -> None:
@@ -91,7 +125,7 @@ def test_an_answer_survives_the_trip(k: int) -> None:
 
 
 def test_a_step_that_does_not_fit_is_refused() -> None:
-    step = random_step(np.random.default_rng(0), 8, 8, 64, 0)
+    step = random_step(np.random.default_rng(0), 8, 8, 64, 0, NO_CHOICES)
     with pytest.raises(ProtocolError, match="the slot holds 256"):
         pack_step(step, memoryview(bytearray(256)))
 
@@ -104,10 +138,10 @@ def test_foreign_bytes_are_refused(data: bytes) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(0, 39), st.integers(1, 255))
+@given(st.integers(0, 55), st.integers(1, 255))
 def test_a_damaged_header_is_refused(position: int, flip: int) -> None:
-    buffer = bytearray(max_step_bytes(CONFIG))
-    pack_step(random_step(np.random.default_rng(2), 4, 4, 4, 4), memoryview(buffer))
+    buffer = bytearray(1 << 14)
+    pack_step(random_step(np.random.default_rng(2), 4, 4, 4, 4, (2, 3, 2, 5)), memoryview(buffer))
     buffer[position] ^= flip
     with pytest.raises(ProtocolError):
         unpack_step(memoryview(buffer))

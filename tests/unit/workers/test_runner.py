@@ -79,13 +79,33 @@ def test_chunks_of_rows_join_to_the_whole(runner: Runner, monkeypatch: pytest.Mo
     assert (whole.logprobs[:100] < 0).all()
 
 
-def test_rows_carry_their_bias_along() -> None:
+def test_rows_carry_their_choices_along() -> None:
     step = scoring_step(200)
+    step.penalty_rows = np.array([2, 141, 150, 170], np.int32)
+    step.repetition, step.frequency, step.presence = (np.arange(4, dtype=np.float32) + k for k in (1, 10, 20))
+    step.history_starts = np.array([0, 3, 5, 9, 10], np.int32)
+    step.history_ids = np.arange(10, dtype=np.int32)
+    step.history_counts = np.arange(10, dtype=np.int32) + 50
+    step.mask_rows = np.array([139, 159], np.int32)
+    step.mask_bits = np.array([[1, 2], [3, 4]], np.uint32)
     part = rows_of(step, 140, 160)
     np.testing.assert_array_equal(part.logits_indices, np.arange(140, 160))
     np.testing.assert_array_equal(part.bias_rows, [10])
     np.testing.assert_array_equal(part.bias_ids, [11])
-    assert len(rows_of(step, 4, 100).bias_rows) == 0
+    np.testing.assert_array_equal(part.penalty_rows, [1, 10])
+    np.testing.assert_array_equal(part.repetition, [2, 3])
+    np.testing.assert_array_equal(part.frequency, [11, 12])
+    np.testing.assert_array_equal(part.presence, [21, 22])
+    np.testing.assert_array_equal(part.history_starts, [0, 2, 6])
+    np.testing.assert_array_equal(part.history_ids, np.arange(3, 9))
+    np.testing.assert_array_equal(part.history_counts, np.arange(53, 59))
+    np.testing.assert_array_equal(part.mask_rows, [19])
+    np.testing.assert_array_equal(part.mask_bits, [[3, 4]])
+    nothing = rows_of(step, 4, 100)
+    assert (
+        len(nothing.bias_rows) == len(nothing.penalty_rows) == len(nothing.history_ids) == len(nothing.mask_rows) == 0
+    )
+    np.testing.assert_array_equal(nothing.history_starts, [0])
 
 
 def test_a_heartbeat_is_answered_with_nothing(runner: Runner) -> None:

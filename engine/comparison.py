@@ -1,0 +1,114 @@
+"""Answers beside the recorded ones: what is equal, what is not, and where the first difference stands.
+
+Knows the arrays of an answer. Does not know files, ranks or where either answer came from.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from workers.protocol import StepMetadata, StepOutput
+
+
+@dataclass(slots=True)
+class Tally:
+    """One line of the table."""
+
+    compared: int = 0
+    different: int = 0
+    largest: float = 0.0  # difference of two numbers
+
+
+class Comparison:
+    """Fed step by step. `tolerance` is the largest difference of a logprob that passes; None: they are not judged."""
+
+    def __init__(self, tolerance: float | None) -> None:
+        self.tolerance = tolerance
+        self.tokens = Tally()
+        self.logprobs = Tally()
+        self.first: str | None = None  # the first difference, in words
+
+    @property
+    def is_equal(self) -> bool:
+        return self.tokens.different == 0 and (self.tolerance is None or self.logprobs.different == 0)
+
+    def add(self, step: StepMetadata, expected: StepOutput, got: StepOutput) -> None:
+        if len(expected.token_ids) != len(got.token_ids):
+            self.tokens.different += 1
+            self._note(step, f"{len(expected.token_ids)} rows expected, got {len(got.token_ids)}")
+            return
+        self._add_tokens(step, expected, got)
+        if expected.logprobs is not None:
+            self._add_logprobs(step, expected, got)
+
+    def table(self) -> str:
+        rows = [("", "compared", "equal", "different", "largest difference")]
+        for name, tally, largest in (
+            ("tokens", self.tokens, ""),
+            ("logprobs", self.logprobs, f"{self.logprobs.largest:.3g}"),
+        ):
+            equal = tally.compared - tally.different
+            rows.append((name, str(tally.compared), str(equal), str(tally.different), largest))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        return "\n".join(lines)
+
+    def _add_tokens(self, step: StepMetadata, expected: StepOutput, got: StepOutput) -> None:
+        self.tokens.compared += len(expected.token_ids)
+        # The token of a row that was not finite means nothing; that it was not finite must be the same.
+        wrong = expected.finite != got.finite
+        wrong |= expected.finite & got.finite & (expected.token_ids != got.token_ids)
+        self.tokens.different += int(wrong.sum())
+        for row in np.flatnonzero(wrong)[:1]:
+            self._note(step, f"expected {_said(expected, row)}, got {_said(got, row)}", int(row))
+
+    def _add_logprobs(self, step: StepMetadata, expected: StepOutput, got: StepOutput) -> None:
+        """Rows that asked for them, where both answers speak of the same token."""
+        assert expected.logprobs is not None
+        asked = (step.num_logprobs >= 0) | (step.target_ids >= 0)
+        rows = np.flatnonzero(asked & expected.finite & got.finite & (expected.token_ids == got.token_ids))
+        self.logprobs.compared += len(rows)
+        if got.logprobs is None:
+            self.logprobs.different += len(rows)
+            self._note(step, "logprobs expected, got none")
+            return
+        mine, theirs = got.logprobs[rows].astype(np.float64), expected.logprobs[rows].astype(np.float64)
+        with np.errstate(invalid="ignore"):  # -inf - -inf
+            gaps = np.where(mine == theirs, 0.0, np.abs(mine - theirs))
+        self.logprobs.largest = max(self.logprobs.largest, float(gaps.max(initial=0.0)))
+        wrong = gaps > self.tolerance if self.tolerance is not None else gaps > 0
+        if self.tolerance == 0:
+            wrong |= ~_same_alternatives(expected, got, rows)
+        self.logprobs.different += int(wrong.sum())
+        if self.tolerance is not None:
+            for place in np.flatnonzero(wrong)[:1]:
+                row = int(rows[place])
+                what = f"logprob expected {theirs[place]:.9g}, got {mine[place]:.9g}"
+                if gaps[place] == 0:
+                    what = f"logprob {mine[place]:.9g} as expected, but other alternatives or another rank"
+                self._note(step, what, row)
+
+    def _note(self, step: StepMetadata, what: str, row: int | None = None) -> None:
+        if self.first is not None:
+            return
+        where = f"step {step.step_id}"
+        if row is not None:
+            seq = int(np.searchsorted(step.query_start_loc, step.logits_indices[row], side="right")) - 1
+            where += f", row {row} (sequence {seq} of {step.num_seqs}, position {step.sample_positions[row]})"
+        self.first = f"{where}: {what}"
+
+
+def _said(output: StepOutput, row: int) -> str:
+    return f"token {output.token_ids[row]}" if output.finite[row] else "logits that are not finite"
+
+
+def _same_alternatives(expected: StepOutput, got: StepOutput, rows: np.ndarray) -> np.ndarray:
+    """Whether rank, top ids and their logprobs are the same bits: bool [len(rows)]."""
+    same = np.ones(len(rows), np.bool_)
+    for name in ("ranks", "top_ids", "top_logprobs"):
+        one, other = getattr(expected, name)[rows], getattr(got, name)[rows]
+        if one.shape != other.shape:
+            return np.zeros(len(rows), np.bool_)
+        equal = one == other
+        same &= equal if equal.ndim == 1 else equal.all(1)
+    return same

@@ -1,0 +1,141 @@
+"""A grammar's text to a matcher over the model's tokens, and everything that is decided about how answers look.
+
+JSON is compact: no space between its parts, properties in the order of the schema. Limits on the work of one
+compilation and of one token keep every call short, except for what the library does not count: it can recurse until the
+stack ends. So a text is compiled for good only after a process of its own has survived it (`grammar_forge`).
+
+Knows llguidance and the tokenizer's file. Does not know requests, sequences, threads or processes.
+"""
+
+import json
+from pathlib import Path
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+from engine.types import Grammar
+
+MAX_OBJECT_DEPTH = 16  # of `json_object`
+_COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
+_MAX_REASON = 300
+# A token's mask may cost a few milliseconds in the worst case, a grammar some tens of megabytes.
+_LIMITS = LLParserLimits(
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=100_000,
+    step_max_items=30_000,
+    max_lexer_states=50_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+
+
+class GrammarError(Exception):
+    """The grammar is at fault. The text says how, for the one who wrote it."""
+
+
+class Compiled:
+    """A matcher at its beginning, to be copied for each sequence.
+
+    Copies share what they learn about the grammar, which makes them fast, and its limit: after very many tokens the
+    store is full and every copy stops. Then `renew` gives a matcher with an empty store.
+    """
+
+    def __init__(self, compiler: "Compiler", source: str, is_json: bool) -> None:
+        self._compiler = compiler
+        self._source = source
+        self.is_json = is_json  # numbers outside of strings are JSON's
+        self.matcher = compiler.matcher(source)
+
+    def renew(self, full: LLMatcher) -> LLMatcher:
+        """The successor of `full`; made once for all who shared it."""
+        if self.matcher is full:
+            self.matcher = self._compiler.matcher(self._source)
+        return self.matcher
+
+
+class Compiler:
+    """One model's tokens. Building it takes seconds for a large vocabulary, and holds the interpreter for as long."""
+
+    def __init__(self, tokenizer_file: Path) -> None:
+        """Raises `ValueError` when the tokens of this tokenizer cannot be told apart as bytes."""
+        try:
+            text = tokenizer_file.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"{tokenizer_file} cannot be read: {error.strerror}") from error
+        self.tokens = LLTokenizer(text)
+        digits = LLMatcher(self.tokens, LLMatcher.grammar_from_regex(r"[0-9](?s:.)*"), log_level=0)
+        self.digit_mask: bytes = digits.compute_bitmask()  # tokens that begin with a digit
+        end = self.tokens.eos_token
+        self.end_word, self.end_bit = divmod(end, 32)
+
+    @property
+    def num_words(self) -> int:
+        """Of a mask, uint32 each; the model's vocabulary may be larger or smaller."""
+        return -(-self.tokens.vocab_size // 32)
+
+    def compile(self, grammar: Grammar) -> Compiled:
+        """Raises `GrammarError`. May take long or crash for a hostile text."""
+        try:
+            source = _source(grammar)
+        except (ValueError, RecursionError, GbnfToLarkError) as error:
+            raise GrammarError(_short(str(error))) from error
+        is_json = grammar.kind in ("json_schema", "json_object") or (grammar.kind == "lark" and "%json" in grammar.text)
+        compiled = Compiled(self, source, is_json)
+        self._check_beginning(compiled.matcher.deep_copy())
+        return compiled
+
+    def matcher(self, source: str) -> LLMatcher:
+        """Raises `GrammarError`."""
+        matcher = LLMatcher(self.tokens, source, log_level=0, limits=_LIMITS)
+        _raise_error(matcher)
+        return matcher
+
+    def _check_beginning(self, matcher: LLMatcher) -> None:
+        """Some token must be allowed, and the end alone is not enough: nobody could ask for nothing."""
+        first = matcher.compute_bitmask()
+        _raise_error(matcher)
+        if not any(first) or (matcher.is_accepting() and _popcount(first) <= len(self.tokens.eos_tokens)):
+            raise GrammarError("no text, or only the empty one, matches it")
+
+
+def _popcount(mask: bytes) -> int:
+    return int.from_bytes(mask, "little").bit_count()
+
+
+def _raise_error(matcher: LLMatcher) -> None:
+    if matcher.is_error():
+        raise GrammarError(_short(matcher.get_error()))
+
+
+def _short(reason: str) -> str:
+    """One line of bounded length."""
+    line = " ".join(reason.split())
+    return line if len(line) <= _MAX_REASON else line[:_MAX_REASON] + " …"
+
+
+def _source(grammar: Grammar) -> str:
+    """The grammar as the library reads it."""
+    if grammar.kind == "json_schema":
+        return LLMatcher.grammar_from_json_schema(grammar.text, overrides=_COMPACT)
+    if grammar.kind == "json_object":
+        return LLMatcher.grammar_from_json_schema(_any_object(), overrides=_COMPACT)
+    if grammar.kind == "regex":
+        return LLMatcher.grammar_from_regex(grammar.text)
+    if grammar.kind == "choice":
+        choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(grammar.text))
+        return LLMatcher.grammar_from_lark(f"start: {choices}")
+    if grammar.kind == "lark":
+        return LLMatcher.grammar_from_lark(any_to_lark(grammar.text) if "::=" in grammar.text else grammar.text)
+    raise ValueError(f"a grammar of kind {grammar.kind!r} is not known")
+
+
+def _any_object() -> str:
+    """A JSON object of any content that is not nested without end."""
+    values = {}
+    for depth in range(1, MAX_OBJECT_DEPTH + 1):
+        inner = {"$ref": f"#/$defs/value{depth + 1}"}
+        forms: list[dict[str, object]] = [{"type": name} for name in ("string", "number", "boolean", "null")]
+        if depth < MAX_OBJECT_DEPTH:
+            forms += [{"type": "object", "additionalProperties": inner}, {"type": "array", "items": inner}]
+        values[f"value{depth}"] = {"anyOf": forms}
+    return json.dumps({"type": "object", "additionalProperties": {"$ref": "#/$defs/value1"}, "$defs": values})

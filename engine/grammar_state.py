@@ -1,0 +1,112 @@
+"""Where one sequence stands in its grammar: the mask of its next token, and whether it is at the end.
+
+Adds what grammars of the library cannot say: the sequence's own end tokens where the text may end, and a bound on the
+digits of a JSON number, because a model that has begun to write digits may never stop. Knows matchers, bytes and masks.
+Does not know steps, rows, or how a grammar was compiled.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Tokens
+
+import numpy as np
+from llguidance import LLMatcher
+
+from engine.grammar_compiler import Compiled, Compiler
+
+# More than any number needs that a double or a 64-bit id can hold; a token may exceed it by its own length.
+MAX_DIGITS = 24
+
+_QUOTE, _BACKSLASH, _NEWLINE = b'"\\\n'
+
+
+class BrokenGrammarError(Exception):
+    """The matcher gave up: a limit on the work of one token, or a token that its own mask forbids."""
+
+
+class MatcherState:
+    """A `GrammarState` (see `sequence.py`)."""
+
+    def __init__(self, compiler: Compiler, compiled: Compiled, end_ids: Iterable[int]) -> None:
+        """`end_ids` end the sequence where the grammar allows it; without any it ends only where it must."""
+        self._compiler = compiler
+        self._compiled = compiled
+        self._origin: LLMatcher = compiled.matcher
+        self._matcher: LLMatcher = self._origin.deep_copy()
+        self._accepted: list[int] = []
+        self._end_ids = tuple(end_ids)
+        self._digits = _DigitRun() if compiled.is_json else None
+
+    def fill_mask(self, into: np.ndarray) -> None:
+        """See `GrammarState`. Raises `BrokenGrammarError`."""
+        compiler, num_words = self._compiler, self._compiler.num_words
+        mask = into if len(into) == num_words and into.flags.c_contiguous else np.empty(num_words, np.uint32)
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, num_words * 4)
+        if self._matcher.is_error():
+            self._start_over()
+            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, num_words * 4)
+            self._check()
+        # The library marks with its own idea of an end token that the text may end here.
+        may_end = bool(mask[compiler.end_word] >> compiler.end_bit & 1)
+        mask[compiler.end_word] &= ~np.uint32(1 << compiler.end_bit)
+        if self._digits is not None and self._digits.length >= MAX_DIGITS:
+            _forbid(mask, np.frombuffer(compiler.digit_mask, np.uint32), or_else=may_end and bool(self._end_ids))
+        if mask is not into:
+            shared = min(num_words, len(into))
+            into[:shared] = mask[:shared]
+            into[shared:] = 0
+        if may_end:
+            for token in self._end_ids:
+                into[token // 32] |= np.uint32(1 << token % 32)
+
+    def accept(self, token_ids: Tokens[int]) -> bool:
+        """See `GrammarState`. Raises `BrokenGrammarError`."""
+        self._matcher.consume_tokens(list(token_ids))
+        self._accepted += token_ids
+        if self._matcher.is_error():
+            self._start_over()
+        if self._matcher.is_stopped():
+            return True
+        if self._digits is not None:
+            self._digits.push(self._compiler.tokens.decode_bytes(list(token_ids)))
+        return False
+
+    def _start_over(self) -> None:
+        """Once more from the beginning with an empty store; what fails then is this sequence's own."""
+        self._origin = self._compiled.renew(self._origin)
+        self._matcher = self._origin.deep_copy()
+        self._matcher.consume_tokens(self._accepted)
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise BrokenGrammarError(" ".join(self._matcher.get_error().split())[:300])
+
+
+def _forbid(mask: np.ndarray, bits: np.ndarray, *, or_else: bool) -> None:
+    """Take `bits` out of `mask`, unless that leaves nothing and there is nothing else to choose."""
+    left = mask & ~bits
+    if or_else or left.any():
+        mask[:] = left
+
+
+class _DigitRun:
+    """How many digits in a row end the text, outside of JSON strings."""
+
+    __slots__ = ("_escaped", "_in_string", "length")
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._in_string = False
+        self._escaped = False
+
+    def push(self, data: bytes) -> None:
+        for byte in data:
+            if self._in_string:
+                # A line never ends inside a JSON string: text before the JSON may have had any number of quotes.
+                self._in_string = byte != _NEWLINE and (byte != _QUOTE or self._escaped)
+                self._escaped = byte == _BACKSLASH and not self._escaped
+                self.length = 0
+            elif byte == _QUOTE:
+                self._in_string, self._escaped, self.length = True, False, 0
+            else:
+                self.length = self.length + 1 if 48 <= byte <= 57 else 0

@@ -1,0 +1,101 @@
+"""Ranks whose steps and answers are written down on the way: a `WorkerGroup` around another one.
+
+A step is written before the ranks get it, so that the step that kills them is in the file. Serving never suffers from
+it: when the file reaches its limit or the disk is full, recording stops with a line in the log. Without `--record` none
+of this exists.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.fingerprint import layout, model_sums, versions
+from engine.recording import ANSWER, END, STEP, Header, RecordingWriter
+from workers.protocol import StepMetadata, StepOutput, max_output_bytes, max_step_bytes, pack_output, pack_step
+
+if TYPE_CHECKING:
+    from workers.group import WorkerGroup
+
+logger = logging.getLogger("oarlock.engine")
+
+
+class RecordingGroup:
+    """Does what `group` does, and remembers it. Closing it closes both."""
+
+    def __init__(self, group: "WorkerGroup", writer: RecordingWriter, limit_bytes: int | None) -> None:
+        self.info = group.info
+        self.config = group.config
+        self._group = group
+        self._writer: RecordingWriter | None = writer
+        self._limit = limit_bytes
+        self._step = memoryview(bytearray(max_step_bytes(group.config)))
+        self._answer = memoryview(bytearray(max_output_bytes(group.config)))
+        header = Header(
+            worker=asdict(group.config),
+            info=asdict(group.info),
+            model=model_sums(Path(group.config.model_path)),
+            versions=versions(),
+            layout=layout(),
+            started=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+        self._keep(lambda: writer.write_header(header))
+        logger.info('event=recording path="%s" limit_bytes=%s', writer.path, limit_bytes or "none")
+
+    @property
+    def rank_pids(self) -> tuple[int, ...]:
+        return self._group.rank_pids
+
+    def submit(self, step: StepMetadata) -> None:
+        if self._writer is not None:
+            self._write(STEP, self._step[: pack_step(step, self._step)])
+        self._group.submit(step)
+
+    def collect(self) -> StepOutput:
+        output = self._group.collect()
+        if self._writer is not None:
+            self._write(ANSWER, self._answer[: pack_output(output, self._answer)])
+        return output
+
+    def ping(self) -> None:
+        self._group.ping()
+
+    def fileno_for_death(self) -> list[int]:
+        return self._group.fileno_for_death()
+
+    def close(self) -> None:
+        self._group.close()
+        self._stop("the server stopped in order")
+
+    # -- writing
+
+    def _write(self, kind: bytes, content: memoryview) -> None:
+        writer = self._writer
+        assert writer is not None
+        if self._limit is not None and writer.size_with(len(content)) > self._limit:
+            logger.warning("event=recording_stopped cause=limit limit_bytes=%d serving=on", self._limit)
+            self._stop(f"the limit of {self._limit} bytes was reached")
+            return
+        self._keep(lambda: writer.write(kind, content))
+
+    def _keep(self, write: Callable[[], None]) -> None:
+        """A recording is not worth a request: when it cannot be written it ends, and the log says so."""
+        try:
+            write()
+        except OSError as error:
+            logger.error('event=recording_stopped cause="%s" serving=on', error.strerror)
+            if self._writer is not None:
+                self._writer.close()
+            self._writer = None
+
+    def _stop(self, why: str) -> None:
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return
+        try:
+            writer.write(END, why.encode())
+        except OSError as error:
+            logger.error('event=recording_end_lost cause="%s"', error.strerror)
+        writer.close()

@@ -1,0 +1,166 @@
+"""The file of a recorded run: what the ranks were told and what they answered, readable whatever ended the recording.
+
+    magic | record | record | …        record = kind (1 byte), length, CRC-32 of kind and content, content
+
+The first record is the header (JSON), then come steps and answers as the ranks' protocol packs them, then one that says
+why the recording ended. Every record is one `write`, so a process that is killed leaves whole records and at most one
+torn one. (What a machine loses with its power is another matter: nothing is synced to the disk.)
+
+Knows bytes and this format. Does not know what a step means, ranks or the engine.
+"""
+
+import json
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from engine.errors import StartupError
+
+FORMAT = 1
+HEADER, STEP, ANSWER, END = b"H", b"S", b"A", b"E"
+_MAGIC = b"oarlock recording\n"
+_RECORD = struct.Struct("<cQI")
+_LARGEST = 1 << 32  # a longer record is a damaged length, not a step
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Everything a replay must know before its first step. Plain values: it travels as JSON."""
+
+    worker: dict[str, Any]  # the resolved WorkerConfig
+    info: dict[str, Any]  # what the group found out at its start
+    model: dict[str, str]  # file name -> SHA-256 of config.json and of each safetensors header
+    versions: dict[str, str]
+    layout: str  # of the ranks' protocol: steps of another one cannot be read
+    started: str  # UTC, ISO 8601
+    format: int = FORMAT
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    kind: bytes
+    content: memoryview
+
+
+class RecordingWriter:
+    """Appends records to a new file. Raises `StartupError` when the file cannot be made, `OSError` when it is full."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.size = 0
+        try:
+            # Never an existing file: what it holds may be the evidence of the crash before this start.
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except FileExistsError:
+            raise StartupError(
+                f"The recording {path} exists already, and a recording is never overwritten.",
+                "Move it away, or give --record another name.",
+            ) from None
+        except OSError as error:
+            raise StartupError(
+                f"The recording {path} cannot be made: {error.strerror}.", "Give --record a writable place."
+            ) from None
+        self._put(_MAGIC)
+
+    def write(self, kind: bytes, content: bytes | memoryview) -> None:
+        """One record, handed to the operating system before this returns."""
+        checksum = zlib.crc32(content, zlib.crc32(kind))
+        self._put(_RECORD.pack(kind, len(content), checksum), content)
+
+    def write_header(self, header: Header) -> None:
+        self.write(HEADER, json.dumps(asdict(header)).encode())
+
+    def size_with(self, length: int) -> int:
+        """The file's size after one more record of `length` bytes."""
+        return self.size + _RECORD.size + length
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def discard(self) -> None:
+        """Close and remove the file: nothing was recorded."""
+        self.close()
+        os.unlink(self.path)
+
+    def _put(self, *parts: bytes | memoryview) -> None:
+        left = sum(len(part) for part in parts)
+        written = os.writev(self._fd, parts)
+        if written < left:  # a disk that is filling up takes a part; then the next call says that it is full
+            rest = b"".join(parts)[written:]
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+        self.size += left
+
+
+class Recording:
+    """A recording opened for reading. Raises `StartupError` when it is not one, or not one of this version."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.torn: str | None = None  # how the file breaks off, once it was read to there
+        self.end: str | None = None  # the recorder's own closing word
+        file = _open(path)
+        with file:
+            if file.read(len(_MAGIC)) != _MAGIC:
+                raise StartupError(f"{path} is not a recording.", "Give a file that `oarlock serve --record` wrote.")
+            first = next(self._records_from(file), None)
+            if first is None or first.kind != HEADER:
+                raise StartupError(f"{path} breaks off within its header.", "Record again; nothing can be replayed.")
+        self.header = _read_header(path, bytes(first.content))
+
+    @property
+    def size(self) -> int:
+        return Path(self.path).stat().st_size
+
+    def records(self) -> Iterator[Record]:
+        """Steps and answers in order, as far as the file is whole; `torn` and `end` say afterwards how it ended."""
+        with _open(self.path) as file:
+            file.seek(len(_MAGIC))
+            for record in self._records_from(file):
+                if record.kind == END:
+                    self.end = bytes(record.content).decode()
+                elif record.kind != HEADER:
+                    yield record
+
+    def _records_from(self, file: BinaryIO) -> Iterator[Record]:
+        while fixed := file.read(_RECORD.size):
+            position = file.tell() - len(fixed)
+            if len(fixed) < _RECORD.size:
+                self.torn = f"its last record, at byte {position}, is incomplete"
+                return
+            kind, length, checksum = _RECORD.unpack(fixed)
+            # The length is believed only as far as there are bytes: a damaged one must not ask for all memory.
+            content = bytearray(file.read(length) if length <= _LARGEST else b"")  # writable, as ring slots are
+            if len(content) < length:
+                self.torn = f"its last record, at byte {position}, is incomplete"
+                return
+            if checksum != zlib.crc32(content, zlib.crc32(kind)):
+                self.torn = f"the record at byte {position} is damaged (checksum)"
+                return
+            yield Record(kind, memoryview(content))
+
+
+def _open(path: str) -> BinaryIO:
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise StartupError(f"{path} cannot be read: {error.strerror}.", "Check the path of the recording.") from None
+
+
+def _read_header(path: str, content: bytes) -> Header:
+    try:
+        fields = json.loads(content)
+        if fields.get("format") != FORMAT:
+            raise StartupError(
+                f"{path} has recording format {fields.get('format')}, and this is the reader of format {FORMAT}.",
+                f"Replay it with the version that wrote it: oarlock {fields.get('versions', {}).get('oarlock', '?')}.",
+            )
+        return Header(**fields)
+    except (ValueError, TypeError, AttributeError):
+        raise StartupError(
+            f"{path} has a header that cannot be read.", "Record again; nothing can be replayed."
+        ) from None

@@ -1,0 +1,137 @@
+"""The shapes of answers as JSON schemas, for the OpenAPI document. Answers themselves are written by `answers`.
+
+Knows names and types. A test holds real answers against them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_TEXT = {"type": "string"}
+_NUMBER = {"type": "number"}
+_COUNT = {"type": "integer", "minimum": 0}
+_IDS = {"type": "array", "items": _COUNT}
+
+
+def _nullable(shape: dict[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [shape, {"type": "null"}]}
+
+
+def _list(shape: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": shape}
+
+
+def _object(required: dict[str, Any], optional: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"type": "object", "properties": {**required, **(optional or {})}, "required": list(required)}
+
+
+def _ref(name: str) -> dict[str, Any]:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+_HEAD = {"id": _TEXT, "object": _TEXT, "created": _COUNT, "model": _TEXT, "system_fingerprint": _TEXT}
+_FINISH = {"type": "string", "enum": ["stop", "length", "tool_calls", "timeout"]}
+_STOP = {"anyOf": [_TEXT, {"type": "integer"}, {"type": "null"}]}
+_PROMPT_SCORE = _nullable(
+    {
+        "type": "object",
+        "additionalProperties": _object({"logprob": _NUMBER, "rank": _COUNT, "decoded_token": _TEXT}),
+    }
+)
+_CHOICE_EXTRAS = {"prompt_token_ids": _IDS, "token_ids": _IDS, "prompt_logprobs": _list(_PROMPT_SCORE)}
+_LOGPROBS = _object(
+    {
+        "tokens": _list(_TEXT),
+        "token_logprobs": _list(_nullable(_NUMBER)),
+        "top_logprobs": _list(_nullable({"type": "object", "additionalProperties": _NUMBER})),
+        "text_offset": _IDS,
+    }
+)
+_RENDERED = _object({"text": _TEXT, "token_ids": _IDS, "num_tokens": _COUNT})
+
+SCHEMAS: dict[str, Any] = {
+    "Error": _object(
+        {"error": _object({"message": _TEXT, "type": _TEXT, "param": _nullable(_TEXT), "code": _nullable(_TEXT)})}
+    ),
+    "Usage": _object(
+        {"prompt_tokens": _COUNT, "completion_tokens": _COUNT, "total_tokens": _COUNT},
+        {"prompt_tokens_details": _object({"cached_tokens": _COUNT})},
+    ),
+    "Completion": _object(
+        {
+            **_HEAD,
+            "choices": _list(
+                _object(
+                    {
+                        "index": _COUNT,
+                        "text": _TEXT,
+                        "logprobs": _nullable(_LOGPROBS),
+                        "finish_reason": _FINISH,
+                        "stop_reason": _STOP,
+                    },
+                    _CHOICE_EXTRAS,
+                )
+            ),
+            "usage": _ref("Usage"),
+        }
+    ),
+    "ChatCompletion": _object(
+        {
+            **_HEAD,
+            "choices": _list(
+                _object(
+                    {
+                        "index": _COUNT,
+                        "message": _object({"role": _TEXT, "content": _nullable(_TEXT)}),
+                        "logprobs": _nullable({"type": "object"}),
+                        "finish_reason": _FINISH,
+                        "stop_reason": _STOP,
+                    },
+                    _CHOICE_EXTRAS,
+                )
+            ),
+            "usage": _ref("Usage"),
+        }
+    ),
+    "Rendered": _object(
+        {
+            "object": _TEXT,
+            "model": _TEXT,
+            "prompts": _list(_RENDERED),
+            "choices_per_prompt": _COUNT,
+            "max_model_len": _COUNT,
+            "parameters": {"type": "object"},
+        }
+    ),
+    "Tokens": _object(
+        {"count": _COUNT, "max_model_len": _COUNT, "tokens": _IDS, "token_strs": _nullable(_list(_TEXT))}
+    ),
+    "Text": _object({"prompt": _TEXT}),
+    "Model": _object(
+        {"id": _TEXT, "object": _TEXT, "created": _COUNT, "owned_by": _TEXT, "max_model_len": _COUNT},
+    ),
+    "ModelList": _object({"object": _TEXT, "data": _list(_ref("Model"))}),
+    "Load": _object(
+        {
+            "server_load": _COUNT,
+            "requests_running": _COUNT,
+            "requests_waiting": _COUNT,
+            "tokens_waiting": _COUNT,
+            "kv_cache_usage": _NUMBER,
+        }
+    ),
+    "Health": _object({"status": _TEXT, "state": _TEXT}, {"reason": _TEXT, "step": _TEXT, "progress": _NUMBER}),
+    "Version": _object({"version": _TEXT}),
+    "Capabilities": _object(
+        {
+            "object": _TEXT,
+            "version": _TEXT,
+            "models": _list(_TEXT),
+            "limits": {"type": "object"},
+            "features": {"type": "object"},
+            "endpoints": {"type": "object"},
+        }
+    ),
+}
+
+__all__ = ["SCHEMAS"]

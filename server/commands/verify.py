@@ -1,0 +1,58 @@
+"""`oarlock verify MODEL`: compare every layer with transformers, on as many ranks as serve, and name what differs.
+
+Knows the command's own arguments and where a model lies. The work is done by `workers.verify`, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from server.model_files import resolve
+
+HELP = "compare a model's numbers, layer by layer, with transformers' own"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", help="hub id or directory of the checkpoint (default: the demo model)"
+    )
+    parser.add_argument("-tp", "--tensor-parallel-size", metavar="N", default="1", help="ranks (default 1)")
+    parser.add_argument(
+        "--dtype", metavar="TYPE", default="auto",
+        help="auto, float32, bfloat16 or float16; float32 is the sharpest check (default auto: the model's own)",
+    )  # fmt: skip
+    parser.add_argument("--device", metavar="DEVICE", default="auto", help="auto, cpu or cuda (default auto)")
+    parser.add_argument("--prompts", metavar="FILE", help="one prompt per line (default: a few of our own)")
+    parser.add_argument("--output", metavar="FILE.json", help="write the whole report, every tensor of every layer")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The child shares this terminal: it prints, and Ctrl-C reaches it too."""
+    from engine.errors import StartupError
+
+    size = arguments.tensor_parallel_size
+    if not size.isdecimal():
+        raise StartupError(f"--tensor-parallel-size is {size!r}.", "Give a whole number of ranks, at least 1.")
+    model = resolve(arguments.model, _progress)
+    root = str(Path(__file__).resolve().parents[2])
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    command = [sys.executable, "-P", "-m", "workers.verify", f"--tensor-parallel-size={size}"]
+    for name in ("dtype", "device", "prompts", "output"):
+        value = getattr(arguments, name)
+        if value is not None:
+            command.append(f"--{name}={value}")
+    command += ["--", model]
+    child = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
+    while True:
+        try:
+            return child.wait()
+        except KeyboardInterrupt:
+            continue  # the child got it as well, and ends in its own way
+
+
+def _progress(what: str, fraction: float) -> None:
+    print(f"verify: {what} {fraction:.0%}", file=sys.stderr, flush=True)

@@ -1,0 +1,143 @@
+"""One answer of several choices while it runs: their pieces in one queue, one close, one deadline.
+
+Knows the engine's door and its events. Knows nothing of HTTP, JSON, prompts or parameters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Protocol
+
+from engine.errors import EngineError
+from engine.stats import EngineStats
+from engine.types import EngineInfo, Request, TokenEvent
+from server.choice import Choice, Delta
+from server.errors import DeadlineError
+
+VERDICT_TIMEOUT_S = 5.0  # how long a stream waits for the engine's first word before its 200 goes out
+
+
+class Engine(Protocol):
+    """What the service needs of `engine.client.EngineClient`."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    def new_request_id(self) -> int: ...
+
+    def generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]: ...
+
+    async def stats(self) -> EngineStats: ...
+
+
+class Generation:
+    """All choices of one HTTP request, running. Closing it aborts what still runs."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        choices: list[Choice],
+        num_prompts: int,
+        on_close: Callable[..., None],
+        timeout_s: float | None = None,
+    ) -> None:
+        self.choices = choices
+        self.arrival = time.monotonic()
+        self.first_token_at: float | None = None
+        self.closed = False
+        self.request_id = ""
+        self.client = ""  # for the log: who asked, without saying it
+        self._engine = engine
+        self.per_prompt = len(choices) // num_prompts
+        self._on_close = on_close
+        self._timeout_s = timeout_s
+        self._queue: asyncio.Queue[Delta | BaseException] = asyncio.Queue()
+        self._first: Delta | BaseException | None = None
+        self._tasks = [asyncio.create_task(self._pump(choice)) for choice in choices]
+        loop = asyncio.get_running_loop()
+        self._alarm = None if timeout_s is None else loop.call_later(timeout_s, self._expire)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Each prompt once, however many choices share it."""
+        return sum(len(choice.request.prompt_token_ids) for choice in self.choices[:: self.per_prompt])
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(choice.num_cached_tokens for choice in self.choices[:: self.per_prompt])
+
+    async def verdict(self) -> None:
+        """Wait for the first word: a refusal is raised here, while it can still be a plain HTTP answer."""
+        try:
+            async with asyncio.timeout(VERDICT_TIMEOUT_S):
+                first = await self._queue.get()
+        except TimeoutError:
+            return  # long prompts and full queues take their time; from here on errors travel in the stream
+        if isinstance(first, BaseException):
+            raise first
+        self._first = first
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """Every piece of every choice, as they come. Raises what ended the generation, if it was no choice's end."""
+        open_choices = len(self.choices)
+        try:
+            while open_choices:
+                item = self._first if self._first is not None else await self._queue.get()
+                self._first = None
+                if isinstance(item, BaseException):
+                    raise item
+                if self.first_token_at is None and item.num_tokens:
+                    self.first_token_at = time.monotonic()
+                if item.error is not None:
+                    raise EngineError(item.error)
+                open_choices -= item.finish_reason is not None
+                yield item
+        finally:
+            self.close()
+
+    def fail(self, error: BaseException) -> None:
+        """End this generation with an error that its client gets to see."""
+        self._queue.put_nowait(error)
+
+    def close(self) -> None:
+        """Abort what still runs. Never waits: a task that is being cancelled must be able to call it."""
+        if not self.closed:
+            self.closed = True
+            if self._alarm is not None:
+                self._alarm.cancel()
+            for task in self._tasks:
+                task.cancel()
+            self._on_close(self)
+
+    def _expire(self) -> None:
+        """The client's time is up. What runs ends with what it has; what never began is an error."""
+        if not any(choice.started for choice in self.choices):
+            self.fail(DeadlineError(self._timeout_s or 0.0))
+            return
+        for choice, task in zip(self.choices, self._tasks, strict=True):
+            if not choice.finished:
+                task.cancel()
+                self._queue.put_nowait(choice.expire())
+
+    async def _pump(self, choice: Choice) -> None:
+        try:
+            if choice.request.params.max_tokens == 0 and choice.request.params.prompt_logprobs is None:
+                self._queue.put_nowait(choice.echo_only())
+                return
+            async with aclosing(self._engine.generate(choice.request)) as events:
+                async for event in events:
+                    delta = choice.push(event)
+                    if delta is not None:
+                        self._queue.put_nowait(delta)
+                    if choice.finished:
+                        return
+            raise EngineError("The engine's answer ended without a reason.")
+        except Exception as error:  # whatever it is, it belongs to this request's client
+            self._queue.put_nowait(error)

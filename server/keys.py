@@ -1,0 +1,77 @@
+"""Who may ask: the keys of the command line, the environment and a file, compared in constant time.
+
+Keys are kept hashed. A key has a label, which is what logs show. Knows files and hashes; not routes, not requests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import StartupError
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One client's key, without the key."""
+
+    label: str
+    digest: bytes
+
+    @property
+    def salt(self) -> str:
+        """Keeps what this client's prompts left in the cache apart from all others'."""
+        return self.digest.hex()[:16]
+
+
+class KeyRing:
+    """All keys of one server."""
+
+    def __init__(self, keys: Iterable[tuple[str, str]]) -> None:
+        self._keys = [Key(label, hashlib.sha256(key.encode()).digest()) for label, key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._keys)
+
+    def find(self, authorization: bytes) -> Key | None:
+        """The key in an `Authorization` header. It takes the same time whatever was sent."""
+        scheme, _, given = authorization.partition(b" ")
+        digest = hashlib.sha256(given.strip()).digest()
+        matches = [key for key in self._keys if hmac.compare_digest(digest, key.digest)]  # no early exit
+        return matches[0] if matches and scheme.lower() == b"bearer" else None
+
+
+def load_keys(given: Iterable[str], file: str | None) -> KeyRing:
+    """The keys given one by one, then those of the file. Raises `StartupError`."""
+    keys = [(f"key-{number}", key) for number, key in enumerate(given, 1)]
+    if file is not None:
+        keys += _read(Path(file), len(keys))
+    return KeyRing(keys)
+
+
+def _read(path: Path, already: int) -> list[tuple[str, str]]:
+    """Lines of `KEY` or `LABEL KEY`; empty ones and those that begin with # are skipped."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise StartupError(
+            f"The file of API keys {path} cannot be read: {error.strerror}.", "Give --api-key-file a readable file."
+        ) from None
+    except UnicodeDecodeError:
+        raise StartupError(f"The file of API keys {path} is not UTF-8 text.", "Write one key per line.") from None
+    keys: list[tuple[str, str]] = []
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if not words or line.lstrip().startswith("#"):
+            continue
+        if len(words) > 2:
+            raise StartupError(
+                f"Line {number} of {path} has {len(words)} words.", "Write one key per line, with a label before it."
+            )
+        keys.append((words[0] if len(words) == 2 else f"key-{already + len(keys) + 1}", words[-1]))
+    if not keys:  # an empty file must not open the server to everyone
+        raise StartupError(f"The file of API keys {path} holds no key.", "Write one key per line.")
+    return keys

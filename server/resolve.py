@@ -1,0 +1,79 @@
+"""The fields of a request as the engine's sampling parameters: defaults filled in, words tokenized, ids checked.
+
+Knows the wire types, the tokenizer and the size of the vocabulary. Knows neither prompts nor choices: seeds and the
+room for tokens differ from choice to choice and are filled in by `service`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from engine.errors import RequestError
+from engine.types import Grammar, SamplingParams
+from server.schemas import SamplingFields
+from server.tokenizer import Tokenizer
+
+_GREEDY_BELOW = 1e-5
+
+
+def sampling_params(
+    request: SamplingFields,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    eos: tuple[int, ...],
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    grammar: Grammar | None,
+) -> SamplingParams:
+    """What all choices of the request have in common. Raises `RequestError`."""
+    # Dividing by next to nothing would only overflow: it means the most likely token.
+    is_greedy = (request.temperature or 0.0) < _GREEDY_BELOW or request.top_p == 0
+    top_k = request.top_k or 0
+    allowed = request.allowed_token_ids
+    return SamplingParams(
+        temperature=0.0 if is_greedy else request.temperature or 0.0,
+        top_p=request.top_p or 1.0,
+        top_k=top_k if 0 < top_k < vocab_size else 0,
+        min_p=request.min_p or 0.0,
+        eos_token_ids=() if request.ignore_eos else eos,
+        stop_token_ids=_ids(request.stop_token_ids or (), vocab_size, "stop_token_ids"),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=request.repetition_penalty or 1.0,
+        logit_bias=_biases(request.logit_bias or {}, vocab_size),
+        allowed_token_ids=None if allowed is None else _ids(sorted(set(allowed)), vocab_size, "allowed_token_ids"),
+        bad_words=_sequences(request.bad_words or (), tokenizer),
+        grammar=grammar,
+    )
+
+
+def _ids(ids: Iterable[int], vocab_size: int, param: str) -> tuple[int, ...]:
+    found = tuple(ids)
+    check_ids(found, vocab_size, param)
+    return found
+
+
+def check_ids(ids: tuple[int, ...], vocab_size: int, param: str) -> None:
+    """Raises `RequestError` when one of them is no token of the model."""
+    if max(ids, default=0) >= vocab_size:
+        message = f"{param} holds token id {max(ids)}, which is outside the vocabulary: ids are below {vocab_size}."
+        raise RequestError(message, param)
+
+
+def _biases(biases: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    found = tuple(sorted((int(token), float(bias)) for token, bias in biases.items()))
+    check_ids(tuple(token for token, _ in found), vocab_size, "logit_bias")
+    return found
+
+
+def _sequences(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Each word as it stands at the start of a text and, with a space, inside one."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        for text in (word, f" {word}"):
+            ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+            if ids:
+                found[ids] = None
+    return tuple(found)

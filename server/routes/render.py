@@ -1,0 +1,70 @@
+"""`POST /v1/completions/render`, `/v1/chat/completions/render`: what would be asked of the model, without asking it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from server.chat_schemas import ChatRequest
+from server.chat_service import plan_chat
+from server.openapi import describe
+from server.schemas import CompletionRequest
+from server.service import Plan
+from server.serving import AnswerRoute, Serving
+
+router = APIRouter(route_class=AnswerRoute)
+_COMPLETION = describe(
+    "The prompt and the resolved parameters of a completion, without generating",
+    "Rendered",
+    bodies=("CompletionRequest",),
+    examples={"plain": {"prompt": "def add(a, b):", "max_tokens": 20}},
+)
+_CHAT = describe(
+    "The prompt and the resolved parameters of a chat turn, without generating",
+    "Rendered",
+    bodies=("ChatRequest",),
+    examples={"plain": {"messages": [{"role": "user", "content": "Hi"}]}},
+)
+
+
+@router.post("/v1/completions/render", openapi_extra=_COMPLETION)
+async def render_completion(request: Request) -> Response:
+    serving = Serving.of(request)
+    asked, headers = await serving.read(request, CompletionRequest)
+    model = serving.check_model(asked.model)
+    return await _answer(serving, model, await serving.service.plan_completion(asked), headers)
+
+
+@router.post("/v1/chat/completions/render", openapi_extra=_CHAT)
+async def render_chat(request: Request) -> Response:
+    serving = Serving.of(request)
+    asked, headers = await serving.read(request, ChatRequest)
+    model = serving.check_model(asked.model)
+    chat = await plan_chat(serving.service, asked)
+    return await _answer(serving, model, chat.plan, headers)
+
+
+async def _answer(serving: Serving, model: str, plan: Plan, headers: dict[str, str]) -> Response:
+    per_prompt = len(plan.choices) // plan.num_prompts
+    prompts = []
+    for choice in plan.choices[::per_prompt]:
+        ids = choice.request.prompt_token_ids
+        text = await serving.service.tokenizer.atext(ids)
+        prompts.append({"text": text, "token_ids": list(ids), "num_tokens": len(ids)})
+    first = plan.choices[0].request
+    parameters: dict[str, Any] = asdict(first.params)
+    parameters["seeds"] = [choice.request.params.seed for choice in plan.choices[:per_prompt]]
+    del parameters["seed"]
+    answer = {
+        "object": "render",
+        "model": model,
+        "prompts": prompts,
+        "choices_per_prompt": per_prompt,
+        "max_model_len": serving.service.max_len,
+        "parameters": parameters | {"priority": first.priority, "timeout": plan.timeout_s},
+    }
+    return JSONResponse(answer, 200, headers)

@@ -1,0 +1,73 @@
+"""`POST /tokenize` and `/detokenize`, with and without `/v1`: what the model reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from server.body import has_field
+from server.chat_prompt import render_prompt
+from server.openapi import describe
+from server.serving import AnswerRoute, Serving
+from server.token_schemas import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest, as_chat
+
+router = APIRouter(route_class=AnswerRoute)
+_TOKENIZE = describe(
+    "Text or a conversation to token ids",
+    "Tokens",
+    bodies=("TokenizeRequest", "TokenizeChatRequest"),
+    examples={
+        "text": {"prompt": "def add(a, b):", "return_token_strs": True},
+        "conversation": {"messages": [{"role": "user", "content": "Hi"}]},
+    },
+    example_answer={"count": 2, "max_model_len": 4096, "tokens": [17, 42], "token_strs": ["def", " add"]},
+)
+_DETOKENIZE = describe(
+    "Token ids to text",
+    "Text",
+    bodies=("DetokenizeRequest",),
+    examples={"ids": {"tokens": [17, 42]}},
+    example_answer={"prompt": "def add"},
+)
+
+
+@router.post("/tokenize", openapi_extra=_TOKENIZE)
+@router.post("/v1/tokenize", openapi_extra=_TOKENIZE)
+async def tokenize(request: Request) -> Response:
+    serving = Serving.of(request)
+    service = serving.service
+    body = await serving.body(request)
+    if has_field(body, "messages"):
+        chat, headers = serving.parse(TokenizeChatRequest, body)
+        serving.check_model(chat.model)
+        prompt = await render_prompt(service.tokenizer, as_chat(chat))
+        return _tokens(serving, prompt.ids, bool(chat.return_token_strs), headers)
+    asked, headers = serving.parse(TokenizeRequest, body)
+    serving.check_model(asked.model)
+    ids = await service.tokenizer.aencode(asked.prompt, asked.add_special_tokens is not False)
+    return _tokens(serving, ids, bool(asked.return_token_strs), headers)
+
+
+@router.post("/detokenize", openapi_extra=_DETOKENIZE)
+@router.post("/v1/detokenize", openapi_extra=_DETOKENIZE)
+async def detokenize(request: Request) -> Response:
+    serving = Serving.of(request)
+    asked, headers = await serving.read(request, DetokenizeRequest)
+    serving.check_model(asked.model)
+    serving.service.check_ids(tuple(asked.tokens), "tokens")
+    return JSONResponse({"prompt": await serving.service.tokenizer.atext(asked.tokens)}, 200, headers)
+
+
+def _tokens(serving: Serving, ids: Sequence[int], with_names: bool, headers: dict[str, str]) -> Response:
+    tokenizer = serving.service.tokenizer
+    answer: dict[str, Any] = {
+        "count": len(ids),
+        "max_model_len": serving.service.max_len,
+        "tokens": list(ids),
+        "token_strs": [tokenizer.token_text(token_id) for token_id in ids] if with_names else None,
+    }
+    return JSONResponse(answer, 200, headers)

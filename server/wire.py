@@ -1,0 +1,104 @@
+"""How any body is read: the strict base of all wire types, the limits, and the value types that several of them share.
+
+Read from raw bytes by strict pydantic: NaN, numbers as text, `true` for a number, lone surrogates and deep nesting are
+refused there. Every limit is part of the schema, so that it shows in the OpenAPI document. Knows JSON and no endpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic.config import JsonDict
+
+MAX_PROMPTS = 1024
+MAX_CHOICES = 128
+MAX_SEQUENCES = 2048  # prompts x choices of one request
+MAX_PROMPT_IDS = 1_048_576
+MAX_STOPS = 64
+MAX_STOP_CHARACTERS = 1024
+MAX_LOGPROBS = 20
+MAX_BIASES = 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARACTERS = 128
+MAX_ALLOWED_IDS = 262_144
+MAX_TIMEOUT_S = 86_400
+INT32_MAX = 2**31 - 1
+INT64_MAX = 2**63 - 1
+
+TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_IDS, fail_fast=True)]
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+DecimalId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+# In a field's `json_schema_extra`: taken so that clients need not change, and used for nothing that shows in the text.
+ACCEPTED: JsonDict = {"x-effect": "none"}
+
+
+class FieldError(ValueError):
+    """Two fields that do not go together. `param` is the one to change."""
+
+    def __init__(self, param: str, problem: str) -> None:
+        super().__init__(f"'{param}' {problem}.")
+        self.param = param
+
+
+class Wire(BaseModel):
+    """Strict, and `null` means the default everywhere."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow", protected_namespaces=())
+
+    def model_post_init(self, context: Any, /) -> None:
+        for name, described in type(self).model_fields.items():
+            if described.default is not None and getattr(self, name) is None:
+                setattr(self, name, described.get_default(call_default_factory=True))
+
+    def unknown_fields(self, prefix: str = "") -> Iterator[str]:
+        """Names that nobody here knows, those of nested objects included, as `outer.inner`."""
+        yield from (prefix + name for name in self.model_extra or ())
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            items = value if isinstance(value, list) and value and isinstance(value[0], Wire) else (value,)
+            for item in items:
+                if isinstance(item, Wire):
+                    yield from item.unknown_fields(f"{prefix}{name}.")
+
+
+def _prompt_form(value: Any) -> str | None:
+    """Which of the four forms a prompt has; the first element decides, the rest is then checked against it."""
+    if isinstance(value, str):
+        return "form:text"
+    if not isinstance(value, list):
+        return None
+    if not value or isinstance(value[0], str):
+        return "form:texts"
+    if isinstance(value[0], list):
+        return "form:id_lists"
+    return "form:ids" if isinstance(value[0], int) and not isinstance(value[0], bool) else None
+
+
+def _stop_form(value: Any) -> str | None:
+    return "form:one" if isinstance(value, str) else "form:many" if isinstance(value, list) else None
+
+
+Prompt = Annotated[
+    Annotated[str, Tag("form:text")]
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("form:texts")]
+    | Annotated[TokenIds, Tag("form:ids")]
+    | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("form:id_lists")],
+    Discriminator(
+        _prompt_form,
+        custom_error_type="prompt_form",
+        custom_error_message="must be a string, a list of strings, a list of token ids or a list of lists of token ids",
+    ),
+]
+Stop = Annotated[
+    Annotated[StopText, Tag("form:one")]
+    | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True), Tag("form:many")],
+    Discriminator(
+        _stop_form, custom_error_type="stop_form", custom_error_message="must be a string or a list of strings"
+    ),
+]

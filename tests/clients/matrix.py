@@ -1,0 +1,54 @@
+"""Which clients are tried: what each needs, which script drives it.
+
+One environment per client, because together they would drag each other to versions that nobody uses. Knows names and
+versions; starts nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    """What a client is made of."""
+
+    PYTHON = "python"
+    NODE = "node"
+    PROGRAM = "program"  # already on the machine
+
+
+@dataclass(frozen=True)
+class Client:
+    """One row of the table."""
+
+    name: str  # of its environment and of its file of pins
+    package: str  # whose version the table shows
+    script: str
+    requires: tuple[str, ...] = ()  # what a person would type behind `pip install`
+    kind: Kind = Kind.PYTHON
+    borrows_torch: bool = False  # needs torch: this repository's own is lent, nothing is downloaded
+    needs_transformers_numbers: bool = False
+    needs_small_server: bool = False  # one that is easily full, and that may be asked to leave
+    timeout_s: float = 240.0
+
+
+CLIENTS = (
+    Client("openai-3", "openai", "openai_sdk.py", ("openai==3.52.0",), needs_small_server=True),
+    Client("openai-2", "openai", "openai_sdk.py", ("openai==2.54.0",), needs_small_server=True),
+    Client("openai-1", "openai", "openai_sdk.py", ("openai==1.109.1",), needs_small_server=True),
+    Client("litellm", "litellm", "litellm_client.py", ("litellm==1.106.2",)),
+    Client("langchain-openai", "langchain-openai", "langchain_client.py", ("langchain-openai==1.7.3",)),
+    Client("instructor", "instructor", "instructor_client.py", ("instructor==1.17.0",)),
+    Client("pydantic-ai-slim", "pydantic-ai-slim", "pydantic_ai_client.py", ("pydantic-ai-slim[openai]==2.68.0",)),
+    Client(
+        "lm-eval",
+        "lm_eval",
+        "lm_eval_client.py",
+        ("lm_eval[api]==0.4.13", "transformers==5.23.0"),
+        needs_transformers_numbers=True,
+    ),
+    Client("guidellm", "guidellm", "guidellm_client.py", ("guidellm==0.8.1",), borrows_torch=True),
+    Client("openai-node", "openai", "openai_node.mjs", ("openai@7.55.0",), kind=Kind.NODE),
+    Client("curl", "curl", "curl_lines.py", kind=Kind.PROGRAM),
+)

@@ -1,0 +1,183 @@
+"""`/v1/capabilities` says what is true: every parameter at its limits is accepted, one step beyond it is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import anyio
+import pytest
+
+from server.capabilities import parameters
+from server.schemas import NEUTRAL_VALUES
+from server.token_schemas import TokenizeRequest
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+NEEDED = {
+    COMPLETIONS: {"prompt": "x"},
+    CHAT: {"messages": [{"role": "user", "content": "x"}]},
+    "/tokenize": {"prompt": "x"},
+    "/detokenize": {"tokens": [5]},
+}
+# What must stand beside a parameter at its limits.
+BESIDE = {
+    "max_tokens": {"echo": True},
+    "min_tokens": {"max_tokens": 2**31 - 1},
+    "stream_options": {"stream": True},
+    "top_logprobs": {"logprobs": True},
+}
+# Other rules than ranges: named here so that nothing else can hide among them.
+OTHER_RULES = {
+    "model",
+    "prompt",
+    "messages",
+    "truncate_prompt_tokens",
+    "cache_salt",
+    "chat_template",
+    "reasoning_effort",
+}
+
+
+def _render_path(path):
+    return f"{path}/render" if path in (COMPLETIONS, CHAT) else path
+
+
+@pytest.fixture
+def ask(make_stage):
+    """Bodies for a path, all on one stage; render routes check everything and generate nothing."""
+
+    def send(calls):
+        stage = make_stage()
+
+        async def run():
+            answers = []
+            async with stage.client(headers={"Content-Type": "application/json"}) as client:
+                for path, body in calls:
+                    answers.append(await client.post(_render_path(path), content=json.dumps(body)))
+                return answers, (await client.get("/v1/capabilities")).json()
+
+        return anyio.run(run)
+
+    return send
+
+
+def _inside_and_outside(told):
+    """Values at the limits, and just beyond them, of one form of a parameter."""
+    kind, inside, outside = told.get("type"), [], []
+    step = 1 if kind == "integer" else 0.01
+    if kind in ("integer", "number"):
+        for limit, sign in (("minimum", -1), ("maximum", 1)):
+            if limit in told:
+                inside.append(told[limit])
+                outside.append(told[limit] + sign * step)
+        if "above" in told:
+            inside.append(math.nextafter(told["above"], math.inf))
+            outside.append(told["above"])
+        outside += ["1", True, *([1.5] if kind == "integer" else [])]
+    elif kind == "boolean":
+        inside, outside = [True, False], [1, "true"]
+    elif kind == "string" and "values" in told:
+        inside, outside = list(told["values"]), ["no-such-value", 5]
+    elif kind == "string":
+        if "max_length" in told:
+            inside.append("a" * told["max_length"])
+            outside.append("a" * (told["max_length"] + 1))
+        if told.get("min_length"):
+            inside.append("a" * told["min_length"])
+            outside.append("")
+        outside += [5, True]
+    elif kind == "array":
+        inside, outside = _lists(told)
+    elif kind == "object":
+        outside = ["x", 5, []]
+    return inside, outside
+
+
+def _lists(told):
+    items = told.get("items", {})
+    good, bad = _inside_and_outside(items)
+    good = [value for value in good if items.get("type") != "integer" or 0 <= value < 4096]
+    inside, outside = [[value] for value in good], [[value] for value in bad]
+    sample = good[0] if good else None
+    if sample is not None and told.get("max_items", 10**9) <= 2048:
+        inside.append([sample] * told["max_items"])
+        outside.append([sample] * (told["max_items"] + 1))
+    if told.get("min_items"):
+        outside.append([])
+    return inside, outside
+
+
+def _calls(path, entry):
+    """(body, parameter, whether its range allows the value) of every parameter with one form."""
+    for name, told in entry["parameters"].items():
+        if name in OTHER_RULES or "forms" in told:
+            continue
+        of_text = path != "/tokenize" or name in TokenizeRequest.model_fields
+        needed = NEEDED[path] if of_text else NEEDED[CHAT]
+        inside, outside = _inside_and_outside(told)
+        for is_good, values in ((True, inside), (False, outside)):
+            for value in values:
+                if name == "stream" and value is True:
+                    continue
+                yield {**needed, **BESIDE.get(name, {}), name: value}, name, is_good
+        if told["nullable"]:
+            yield {**needed, name: None}, name, True
+
+
+@pytest.mark.parametrize("path", list(NEEDED))
+def test_every_parameter_at_its_limits(ask, path):
+    _, told = ask([])
+    cases = list(_calls(path, told["endpoints"][path]))
+    assert len(cases) > (100 if path == COMPLETIONS else 3)
+    answers, _ = ask([(path, body) for body, _, _ in cases])
+    for (body, name, is_good), answer in zip(cases, answers, strict=True):
+        shown = f"{path} {json.dumps(body)[:150]}: {answer.text[:200]}"
+        if is_good:
+            blamed = answer.status_code != 200 and answer.json()["error"]["param"]
+            assert blamed != name, shown
+            assert answer.status_code in (200, 400), shown
+        else:
+            assert answer.status_code == 400, shown
+            assert answer.json()["error"]["param"].split(".")[0].split("[")[0] == name, shown
+
+
+def test_what_is_said_to_be_refused_is_refused(ask):
+    _, told = ask([])
+    for path in (COMPLETIONS, CHAT):
+        refused = told["endpoints"][path]["refused"]
+        assert refused.keys() == NEUTRAL_VALUES.keys() - told["endpoints"][path]["parameters"].keys()
+        calls = [(path, {**NEEDED[path], name: {"some": "thing"}}) for name in refused]
+        calls += [(path, {**NEEDED[path], name: value}) for name, values in refused.items() for value in values]
+        answers, _ = ask(calls)
+        for name, answer in zip(refused, answers, strict=False):
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+        assert [answer.text for answer in answers[len(refused) :] if answer.status_code != 200] == []
+
+
+def test_limits_features_and_every_route(make_stage):
+    stage = make_stage(strict_parameters=True)
+
+    async def get():
+        async with stage.client() as client:
+            document = (await client.get("/openapi.json")).json()
+            return document, (await client.get("/v1/capabilities")).json()
+
+    document, told = anyio.run(get)
+    assert told["models"] == ["demo", "alias/with/slash"]
+    assert told["limits"]["max_model_len"] == 256
+    assert told["limits"]["vocab_size"] == 4096
+    assert told["features"]["strict_parameters"] is True
+    assert told["features"]["fill_in_the_middle"] is False
+    assert set(told["endpoints"]) == set(document["paths"])
+    assert told["endpoints"][COMPLETIONS]["parameters"]["n"] == {
+        "required": False,
+        "nullable": True,
+        "default": 1,
+        "does": told["endpoints"][COMPLETIONS]["parameters"]["n"]["does"],
+        "type": "integer",
+        "minimum": 1,
+        "maximum": 128,
+    }
+    schemas = document["components"]["schemas"]
+    for name in ("CompletionRequest", "ChatRequest"):
+        assert all(told.get("does") for told in parameters(schemas, name).values()), name

@@ -1,0 +1,81 @@
+"""The OpenAPI document is valid 3.1, shows an example of every body, and answers have the shapes it promises."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import anyio
+import jsonschema
+import pytest
+from openapi_spec_validator import OpenAPIV31SpecValidator
+
+
+@pytest.fixture
+def document(make_stage):
+    return _all(make_stage(), [("GET", "/openapi.json", None)])[0].json()
+
+
+def _all(stage, calls):
+    async def send():
+        async with stage.client() as client:
+            return [await client.request(method, path, json=body) for method, path, body in calls]
+
+    return anyio.run(send)
+
+
+def test_the_document_is_valid_and_names_no_answer_that_is_never_given(document):
+    assert [error.message for error in OpenAPIV31SpecValidator(document).iter_errors()] == []
+    assert document["openapi"].startswith("3.1")
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            assert operation["summary"], path
+            assert "422" not in operation["responses"], path
+            assert operation["responses"]["400"]["content"]["application/json"]["schema"]["$ref"].endswith("/Error")
+
+
+def test_every_example_is_answered_in_the_promised_shape(make_stage, document):
+    stage = make_stage("ok")
+    calls, shapes = [], []
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            content = operation["responses"]["200"]["content"]
+            if "application/json" not in content:
+                continue
+            body = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+            examples = [example["value"] for example in body.get("examples", {}).values()]
+            assert examples or method == "get", path
+            for example in examples or [None]:
+                if example is None or not example.get("stream"):
+                    calls.append((method.upper(), path.replace("{model}", "demo"), example))
+                    shapes.append(content["application/json"]["schema"])
+    assert len(calls) > 14
+    for call, answer, shape in zip(calls, _all(stage, calls), shapes, strict=True):
+        assert answer.status_code == 200, (call, answer.text)
+        jsonschema.validate(answer.json(), {**shape, "components": document["components"]})
+
+
+def test_errors_have_the_promised_shape(make_stage, document):
+    calls = [
+        ("GET", "/nope", None),
+        ("GET", "/v1/models/nope", None),
+        ("DELETE", "/v1/models", None),
+        ("POST", "/tokenize", {}),
+        ("POST", "/detokenize", {"tokens": [-1]}),
+        ("POST", "/v1/completions", {"prompt": "x", "n": 0}),
+    ]
+    shape = {"$ref": "#/components/schemas/Error", "components": document["components"]}
+    for answer in _all(make_stage(), calls):
+        assert answer.status_code in (400, 404, 405)
+        jsonschema.validate(answer.json(), shape)
+
+
+def test_the_page_of_the_api_needs_no_network(make_stage):
+    page = _all(make_stage(), [("GET", "/docs", None)])[0]
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert re.findall(r'(?:src|href)="([^"]*)"', page.text) == ["openapi.json"]
+    assert "<script" not in page.text
+    assert "@import" not in page.text
+    for words in ("/v1/completions", "truncate_prompt_tokens", "integer, 1 to 128", "curl -s"):
+        assert words in page.text
+    assert json.dumps({"prompt": "Once"})[:-1] not in page.text  # escaped, as everything in the page

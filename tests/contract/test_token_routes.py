@@ -1,0 +1,228 @@
+"""The routes around generation: tokens, rendered prompts, load, keys, strictness, and what is not served."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+
+from engine.errors import StartupError
+from server.keys import load_keys
+
+
+def _send(stage, *calls, **options):
+    async def send():
+        async with stage.client(**options) as client:
+            return [await client.request(method, path, json=body) for method, path, body in calls]
+
+    return anyio.run(send)
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+def test_text_to_tokens_and_back(make_stage, tokenizer, prefix):
+    text = "def wörld(): 😀"
+    asked = {"prompt": text, "return_token_strs": True}
+    (answer,) = _send(make_stage(), ("POST", f"{prefix}/tokenize", asked))
+    ids = tokenizer.encode(text)
+    assert answer.json() == {
+        "count": len(ids),
+        "max_model_len": 256,
+        "tokens": ids,
+        "token_strs": [tokenizer.token_text(token) for token in ids],
+    }
+    back, special, empty = _send(
+        make_stage(),
+        ("POST", f"{prefix}/detokenize", {"tokens": ids}),
+        ("POST", f"{prefix}/detokenize", {"tokens": [1, *ids]}),
+        ("POST", f"{prefix}/tokenize", {"prompt": ""}),
+    )
+    assert back.json() == {"prompt": text}
+    assert special.json() == {"prompt": "<|im_start|>" + text}
+    assert empty.json() == {"count": 0, "max_model_len": 256, "tokens": [], "token_strs": None}
+
+
+def test_a_conversation_to_tokens_is_what_chat_renders(make_stage):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    tokens, rendered = _send(
+        make_stage(),
+        ("POST", "/tokenize", {"messages": messages}),
+        ("POST", "/v1/chat/completions/render", {"messages": messages, "max_tokens": 7}),
+    )
+    body = rendered.json()
+    assert body["prompts"][0]["token_ids"] == tokens.json()["tokens"]
+    assert "Be brief." in body["prompts"][0]["text"]
+    assert "<|im_start|>" in body["prompts"][0]["text"]
+    assert body["parameters"]["max_tokens"] == 7
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/tokenize", {"prompt": "x", "return_token_strs": 1}, "return_token_strs"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ("/tokenize", {"prompt": "x", "model": "nope"}, "model"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": "x"}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": [4096]}, "tokens"),
+        ("/detokenize", {"tokens": [True]}, "tokens"),
+    ],
+)
+def test_wrong_tokens_are_refused_by_name(make_stage, path, body, param):
+    (answer,) = _send(make_stage(), ("POST", path, body))
+    assert answer.status_code in (400, 404)
+    assert answer.json()["error"]["param"] == param
+
+
+def test_a_rendered_completion_generates_nothing(make_stage, tokenizer):
+    stage = make_stage()
+    (answer,) = _send(stage, ("POST", "/v1/completions/render", {"prompt": ["one", "two"], "n": 2, "stream": True}))
+    prompts = answer.json()["prompts"]
+    assert [prompt["token_ids"] for prompt in prompts] == [tokenizer.encode(text) for text in ("one", "two")]
+    assert stage.engine.requests == []
+    assert stage.state.service.open == set()
+
+
+def test_render_shows_what_would_be_asked(make_stage, tokenizer):
+    stage = make_stage()
+    asked = {"prompt": "one", "n": 2, "seed": 3, "temperature": 1e-9, "max_tokens": 10**6, "logit_bias": {"5": 1}}
+    rendered, _ = _send(stage, ("POST", "/v1/completions/render", asked), ("POST", "/v1/completions", asked))
+    body = rendered.json()
+    params = stage.engine.requests[0].params
+    told = body["parameters"]
+    assert body["prompts"] == [{"text": "one", "token_ids": tokenizer.encode("one"), "num_tokens": 1}]
+    assert (told["temperature"], told["max_tokens"]) == (0.0, params.max_tokens)
+    assert told["seeds"] == [request.params.seed for request in stage.engine.requests]
+    assert told["logit_bias"] == [[5, 1.0]]
+    assert body["choices_per_prompt"] == 2
+    assert len(stage.engine.requests) == 2
+
+
+def test_load_counts_everyone_but_the_asker(make_stage):
+    stage = make_stage()
+    stage.engine.numbers.num_requests_running = 3
+    stage.engine.numbers.num_waiting_tokens = 50
+    (answer,) = _send(stage, ("GET", "/load", None))
+    assert answer.json() == {
+        "server_load": 0,
+        "requests_running": 3,
+        "requests_waiting": 0,
+        "tokens_waiting": 50,
+        "kv_cache_usage": 0.0,
+    }
+
+
+def test_strict_servers_refuse_what_others_report(make_stage):
+    asked = {"prompt": "x", "zeta": 1, "alpha": 2, "stream": True, "stream_options": {"include_usge": True}}
+    lax = make_stage()
+    (answer,) = _send(lax, ("POST", "/v1/completions", asked))
+    assert answer.status_code == 200
+    assert answer.headers["X-Ignored-Parameters"] == "alpha, stream_options.include_usge, zeta"
+    assert lax.counters.ignored_parameters == 3
+    (page,) = _send(lax, ("GET", "/metrics", None))
+    assert 'oarlock:ignored_parameters_total{engine="0",model_name="demo"} 3.0' in page.text
+    strict = make_stage(strict_parameters=True)
+    (answer,) = _send(strict, ("POST", "/v1/completions", asked))
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, "alpha", "unknown_parameter")
+    assert strict.engine.requests == []
+    (answer,) = _send(strict, ("POST", "/tokenize", {"prompt": "x", "typo": 1}))
+    assert answer.json()["error"]["param"] == "typo"
+
+
+def test_the_report_of_ignored_fields_is_bounded(make_stage):
+    asked = {"prompt": "x", **{f"field_{number:03}": 0 for number in range(200)}, "bad\nname": 1}
+    (answer,) = _send(make_stage(), ("POST", "/v1/completions", asked))
+    names = answer.headers["X-Ignored-Parameters"].split(", ")
+    assert names == [*(f"field_{number:03}" for number in range(32)), "+169"]
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses", "/v1/responses/abc", "/v1/audio/speech"])
+def test_routes_of_other_servers_say_so(make_stage, path):
+    for method in ("GET", "POST"):
+        (answer,) = _send(make_stage(), (method, path, {}))
+        assert answer.status_code == 404
+        error = answer.json()["error"]
+        assert (error["type"], error["code"]) == ("invalid_request_error", "route_not_supported")
+        assert "/v1/completions" in error["message"]
+
+
+def test_keys_from_a_file_beside_those_given(make_stage, tmp_path, caplog):
+    file = tmp_path / "keys.txt"
+    file.write_text("# ours\n\nalice secret-a\nsecret-b\n")
+    stage = make_stage(api_key=("first",), api_key_file=str(file), enable_log_requests=True)
+    caplog.set_level("INFO", "oarlock")
+    for key, status in (("first", 200), ("secret-a", 200), ("secret-b", 200), ("alice", 401), ("# ours", 401)):
+        call = ("POST", "/v1/completions", {"prompt": "x", "user": "bob"})
+        (answer,) = _send(stage, call, headers={"Authorization": f"Bearer {key}"})
+        assert answer.status_code == status, key
+    lines = [record.message for record in caplog.records if "request_done" in record.message]
+    assert ["client=key-1/user:" in lines[0], "client=alice/user:" in lines[1], "client=key-3/user:" in lines[2]] == [
+        True
+    ] * 3
+    assert "secret" not in caplog.text
+    assert "bob" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("content", "cause"),
+    [
+        (None, "cannot be read"),
+        (b"", "holds no key"),
+        (b"# only\n", "holds no key"),
+        (b"a b c\n", "Line 1"),
+        (b"\xff", "UTF-8"),
+    ],
+)
+def test_a_wrong_key_file_keeps_the_server_from_opening(tmp_path, content, cause):
+    file = tmp_path / "keys"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(StartupError, match=cause):
+        load_keys((), str(file))
+
+
+def test_a_request_id_is_on_every_answer(make_stage):
+    calls = [
+        ("POST", "/v1/completions", {"prompt": "x", "stream": True}),
+        ("POST", "/v1/completions", {"prompt": "x", "n": 0}),
+        ("POST", "/tokenize", {"prompt": "x"}),
+        ("GET", "/nope", None),
+        ("GET", "/health/live", None),
+    ]
+    for answer in _send(make_stage(), *calls, headers={"X-Request-Id": "mine-7"}):
+        assert answer.headers["x-request-id"] == "mine-7"
+
+
+def test_counters_reconcile_with_usage_and_aborted_streams_count_what_came(make_stage):
+    stage = make_stage("one two three four five six", delay_s=0.0)
+    asked = [
+        {"prompt": "abc"},
+        {"prompt": ["abc", "de"], "n": 3, "max_tokens": 2},
+        {"prompt": "abc", "best_of": 4},
+        {"prompt": "abc", "stop": "three"},
+        {"prompt": "abc", "echo": True, "logprobs": 1, "max_tokens": 0},
+        {"prompt": "abc", "truncate_prompt_tokens": 1},
+        {"prompt": "abc", "n": 0},
+    ]
+    answers = _send(stage, *[("POST", "/v1/completions", body) for body in asked])
+    usages = [answer.json()["usage"] for answer in answers if answer.status_code == 200]
+    assert len(usages) == len(asked) - 1
+    assert stage.counters.prompt_tokens == sum(usage["prompt_tokens"] for usage in usages)
+    assert stage.counters.generation_tokens == sum(usage["completion_tokens"] for usage in usages)
+    before = stage.counters.generation_tokens
+
+    async def leave():
+        service = stage.state.service
+        generation = await service.generate("abc", stage.engine.requests[0].params)
+        async for _ in generation.deltas():
+            if generation.completion_tokens >= 2:
+                break
+        generation.close()
+        return generation.completion_tokens
+
+    came = anyio.run(leave)
+    assert stage.counters.generation_tokens == before + came
+    assert stage.counters.finished["abort"] + stage.counters.finished["stop"] > 0

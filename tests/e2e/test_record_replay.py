@@ -1,0 +1,51 @@
+"""How a user sends us a bug: a server records, is killed without warning, and the file still gives the same tokens."""
+
+import signal
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+
+from tests.e2e.running import DEMO, ROOT, RunningServer, command, environment, free_port
+
+
+def oarlock(*arguments):
+    return subprocess.run(command(*arguments), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
+
+
+def test_a_killed_servers_recording_is_replayed(tmp_path):
+    file = tmp_path / "steps.rec"
+    with RunningServer(DEMO, "--record", file) as server:
+        with ThreadPoolExecutor(4) as pool:
+            prompts = [f"Q: What does {name} do?\nA:" for name in ("os.getcwd", "json.dumps", "re.sub", "math.gcd")]
+            sent = [pool.submit(server.complete, prompt, max_tokens=8, logprobs=2) for prompt in prompts]
+            used = [answer.result()["usage"] for answer in sent]
+        server.send(signal.SIGKILL)
+        server.process.wait(10)
+    result = oarlock("replay", file)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "the server was killed" in result.stdout and "the same answers" in result.stdout
+    generated = sum(usage["completion_tokens"] for usage in used)
+    row = next(line for line in result.stdout.splitlines() if line.split()[:1] == ["tokens"])
+    compared, equal, different = map(int, row.split()[1:4])
+    assert different == 0 and compared == equal >= generated
+
+
+def test_a_recording_is_not_overwritten_at_a_start(tmp_path):
+    file = tmp_path / "steps.rec"
+    file.write_bytes(b"evidence")
+    result = oarlock("serve", DEMO, "--record", file, "--port", free_port())
+    assert result.returncode == 3 and "Traceback" not in result.stderr
+    causes = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(causes) == 1 and "never overwritten" in causes[0]
+    assert file.read_bytes() == b"evidence"
+
+
+def test_a_file_that_is_no_recording(tmp_path):
+    result = oarlock("replay", DEMO / "config.json")
+    assert result.returncode == 3 and "Traceback" not in result.stderr
+    assert [line.split(":")[0] for line in result.stderr.strip().splitlines()] == ["error", "fix"]
+
+
+def test_how_replay_is_called():
+    result = oarlock("replay", "--help")
+    assert result.returncode == 0 and "--tensor-parallel-size" in result.stdout and "--model" in result.stdout
+    assert oarlock("replay").returncode == 2

@@ -1,0 +1,54 @@
+"""`oarlock verify` as a user runs it: a table and exit code 0 for a sound model, two lines for every mistake."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.running import DEMO, ROOT, command, environment
+
+
+def verify(*arguments: str | int | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command("verify", *arguments), cwd=ROOT, env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True,
+        timeout=240,
+    )  # fmt: skip
+
+
+def test_the_demo_model_on_two_ranks(tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("import os\n\nfor line in file:\n")
+    result = verify(DEMO, "-tp", 2, "--dtype", "float32", "--prompts", prompts, "--output", out)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("oarlock-demo (Qwen2ForCausalLM), float32, tensor-parallel size 2: ")
+    assert lines[2].split()[:2] == ["layer", "tensor"]
+    assert [line.split()[0] for line in lines[4:12]] == [str(layer) for layer in range(8)]
+    assert lines[-1] == "verdict: ok"
+    assert "greedy text: 24 tokens of 2 prompts as transformers' generate" in lines
+    assert "verify: transformers: every layer in float64" in result.stderr
+    report = json.loads(out.read_text())
+    assert report["ok"] and report["tensor_parallel_size"] == 2
+    assert {entry["layer"] for entry in report["tensors"]} == {None, *range(8)}
+    assert all(len(entry["ranks"]) == 2 for entry in report["tensors"])
+
+
+MISTAKES = {
+    "wrong path": (["{folder}/nowhere/at/all"], "is neither a directory nor a hub id"),
+    "no number": (["{model}", "-tp", "two"], "--tensor-parallel-size is 'two'"),
+    "size that does not divide": (["{model}", "-tp", "3"], "tensor_parallel_size 3 does not fit this model"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_gets_two_lines(tmp_path: Path, name: str) -> None:
+    words, cause = MISTAKES[name]
+    result = verify(*[word.format(folder=tmp_path, model=DEMO) for word in words])
+    assert result.returncode == 3, result.stderr
+    lines = result.stderr.splitlines()
+    assert len(lines) == 2, result.stderr
+    assert lines[0].startswith("error: ") and cause in lines[0]
+    assert lines[1].startswith("fix: ")
+    assert result.stdout == ""

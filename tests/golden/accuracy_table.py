@@ -1,0 +1,83 @@
+"""The table of errors, family by tensor-parallel size by dtype, ours against transformers' own, in docs/accuracy.md.
+
+    python -m tests.golden.accuracy_table            # writes the page
+    python -m tests.golden.accuracy_table --print    # only shows it
+
+Tiny models in one process, ranks as threads. Exits with 1 when anything differs.
+"""
+
+import argparse
+import random
+import tempfile
+from pathlib import Path
+
+import torch
+
+from tests.golden.cases import CASES, FAMILY_CASES
+from tests.golden.tiny_models import make_tiny
+from tests.house.documents import filled
+from tests.house.rules import ROOT
+from tests.unit.workers.verify_cases import Bench
+from workers.layers.shards import working_sizes
+from workers.preflight import read_spec
+from workers.verify.compare import Comparison
+
+PAGE = "docs/accuracy.md"
+DTYPES = ("float32", "bfloat16", "float16")
+SIZES = (1, 2, 4, 8)
+_LENGTHS = (31, 24, 18)  # all beyond the length that the LongRoPE case was trained for
+
+
+def family_rows(name: str, folder: Path) -> tuple[list[str], bool]:
+    """Lines of one family, one per dtype, and whether all of it is within the bounds."""
+    case = CASES[name]
+    lines, ok = [], True
+    draw = random.Random(11)
+    prompts = [[draw.randrange(300) for _ in range(length)] for length in _LENGTHS]
+    for dtype in DTYPES:
+        model = make_tiny(folder, case.family, seed=7, dtype=getattr(torch, dtype), **case.special)
+        spec = read_spec(str(model))
+        bench = Bench(model, folder / f"{dtype}-bench", dtype, 6, prompts, case.max_model_len or 64)
+        cells, worst, theirs = [], 0.0, 0.0
+        for size in SIZES:
+            if size not in working_sizes(spec.num_heads, spec.num_kv_heads, spec.intermediate_size):
+                cells.append("-")
+                continue
+            comparison, causes = bench.run(size)
+            ours, theirs = logit_errors(comparison)
+            cells.append(f"{ours / theirs:.2f}")
+            worst = max([worst, *(error.rms_ratio for row in comparison.rows for error in row.errors)])
+            if not comparison.ok:
+                ok = False
+                print(f"{name} {dtype} size {size}: {comparison.first_fault}, {causes}", flush=True)
+        lines.append(f"| {name} | {dtype} | {theirs:.1e} | {' | '.join(cells)} | {worst:.2f} |")
+    return lines, ok
+
+
+def logit_errors(comparison: Comparison) -> tuple[float, float]:
+    """The largest error of any logit: ours, transformers'."""
+    errors = comparison.rows[-1].errors
+    return max(error.max_error for error in errors), max(error.theirs for error in errors)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--print", action="store_true", help="leave the page as it is")
+    only_print = parser.parse_args().print
+    torch.set_num_threads(1)
+    lines = [f"| family | dtype | theirs | {' | '.join(f'TP {size}' for size in SIZES)} | worst |", "|---" * 8 + "|"]
+    all_ok = True
+    for name in FAMILY_CASES:
+        with tempfile.TemporaryDirectory(prefix="oarlock-accuracy-") as folder:
+            rows, ok = family_rows(name, Path(folder))
+        lines += rows
+        all_ok &= ok
+        print("\n".join(rows), flush=True)
+    if not only_print:
+        path = ROOT / PAGE
+        path.write_text(filled(path.read_text("utf-8"), "families", "\n".join(lines)), "utf-8")
+    return 0 if all_ok else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

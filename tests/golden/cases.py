@@ -1,0 +1,93 @@
+"""What the golden tests run: every family in several shapes, each at the tensor-parallel sizes it divides into.
+
+Between them: a vocabulary that no size divides, heads wider than hidden / heads, one KV head, KV heads partitioned and
+replicated, many files, float16 and bfloat16 files, tied and untied heads, every bias, every RoPE type, every window
+pattern, both softcaps.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+PROMPT, TOTAL = 31, 40  # tokens fed as a prompt, and with those that follow one by one
+
+_ROPE_LONG = {"original_max_position_embeddings": 32, "factor": 4.0}
+_SPREAD = [1.0, 1.1, 1.3, 1.7, 2.2, 2.9, 3.7, 4.6]
+
+
+def _longrope(pairs: int, original: int, share: float = 1.0) -> dict[str, Any]:
+    table = {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": _SPREAD[:pairs],
+        "long_factor": [3 * factor for factor in _SPREAD[:pairs]], "partial_rotary_factor": share,
+    }  # fmt: skip
+    return {"original_max_position_embeddings": original, "rope_parameters": table}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tiny model. `special` are fields of the family's transformers config."""
+
+    family: str
+    special: dict[str, Any] = field(default_factory=dict)
+    sizes: tuple[int, ...] = (1, 2)
+    files: torch.dtype = torch.float32
+    max_shard_size: str = "50GB"
+    max_model_len: int | None = None  # as served; None: the model's default
+
+
+CASES: dict[str, Case] = {
+    "qwen2": Case("qwen2", {}, (1, 2, 4, 8)),  # 8 ranks over 4 KV heads: replication
+    "qwen2-tied-odd-vocab": Case("qwen2", {"tie_word_embeddings": True, "vocab_size": 303}, (1, 4)),
+    "qwen2-one-kv-head": Case("qwen2", {"num_key_value_heads": 1}, (2, 4)),
+    "qwen2-wide": Case("qwen2", {"hidden_size": 320, "intermediate_size": 640, "num_attention_heads": 10,
+                                 "num_key_value_heads": 2}),  # rows longer than one float32 block
+    "qwen2-window-pattern": Case("qwen2", {"use_sliding_window": True, "sliding_window": 12,
+                                           "max_window_layers": 1}, (1,)),
+    "qwen2-bf16-files": Case("qwen2", {}, (2,), torch.bfloat16),
+    "qwen3": Case("qwen3", {}, (1, 2, 8)),
+    "qwen3-biased-tied": Case("qwen3", {"attention_bias": True, "tie_word_embeddings": True, "vocab_size": 301},
+                              (4,)),
+    "llama": Case("llama", {"vocab_size": 317}, (1, 4), max_shard_size="60KB"),
+    "llama-multi-head": Case("llama", {"num_key_value_heads": 8}, (2, 8)),
+    "llama-all-biases": Case("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-gelu-fp16-files": Case("llama", {"hidden_act": "gelu_pytorch_tanh"}, (1,), torch.float16),
+    "llama-linear": Case("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e4}},
+                         (1,)),
+    "llama-llama3": Case("llama", {"head_dim": 32, "rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 5e5, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **_ROPE_LONG}},
+        (2,)),
+    "llama-dynamic": Case("llama", {"max_position_embeddings": 32, "rope_parameters": {
+        "rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, (1,)),
+    "qwen2-yarn": Case("qwen2", {"hidden_size": 128, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e6, **_ROPE_LONG}}, (2,)),
+    "qwen3-yarn-mscale": Case("qwen3", {"head_dim": 32, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e4, "mscale": 0.9, "mscale_all_dim": 0.4, "beta_fast": 24,
+        "truncate": False, **_ROPE_LONG}}, (1,)),
+    "mistral-window": Case("mistral", {}, (1, 2, 8)),  # the prompt is longer than its window of 24
+    "mistral-no-window": Case("mistral", {"sliding_window": None}, (4,), torch.bfloat16),
+    "gemma2": Case("gemma2", {}, (1, 2, 4, 8)),
+    "gemma2-untied-biased-odd-vocab": Case("gemma2", {"tie_word_embeddings": False, "attention_bias": True,
+                                                      "vocab_size": 309, "num_key_value_heads": 2}, (2,)),
+    "gemma2-no-softcaps": Case("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None,
+                                          "layer_types": ["full_attention"] * 3}, (1,), torch.bfloat16),
+    "gemma3": Case("gemma3_text", {}, (1, 2, 8)),
+    "gemma3-one-kv-head-scaled": Case("gemma3_text", {
+        "num_key_value_heads": 1, "vocab_size": 311, "final_logit_softcapping": 2.0, "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}, (1, 4), max_shard_size="60KB"),
+    "phi3": Case("phi3", {"sliding_window": 20}, (1, 2, 4, 8)),
+    "phi3-one-kv-head": Case("phi3", {"num_key_value_heads": 1, "vocab_size": 305}, (2,), torch.float16),
+    "phi3-longrope-short": Case("phi3", _longrope(4, 64), (1,)),  # every sequence within the trained length
+    "phi3-longrope-long": Case("phi3", _longrope(4, 16), (2,), max_model_len=512),  # every one beyond it
+    "phi4": Case("phi3", {"hidden_size": 128, "tie_word_embeddings": True, "vocab_size": 307,
+                          "num_key_value_heads": 2, **_longrope(6, 16, share=0.75)}, (1, 2, 4),
+                 max_shard_size="120KB", max_model_len=512),
+}  # fmt: skip
+# One page per family and size, for what need not be said of every shape.
+FAMILY_CASES = ("qwen2", "qwen3", "llama", "mistral-window", "gemma2", "gemma3", "phi3", "phi4")
+RUNS = [(name, size) for name, case in CASES.items() for size in case.sizes]
+
+
+def run_id(name: str, size: int) -> str:
+    return f"{name}-tp{size}"

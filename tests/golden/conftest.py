@@ -1,0 +1,32 @@
+"""Tiny models are made once for all golden tests, and judged once."""
+
+import random
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+
+from tests.golden.cases import CASES, TOTAL
+from tests.golden.exact_reference import Judge
+from tests.golden.tiny_models import make_tiny
+
+
+@pytest.fixture(scope="session")
+def judge_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Judge]:
+    """`judge_of(case name)`, or with a dtype other than float32: the checkpoint is `judge.path`."""
+    tokens = random.Random(3).choices(range(300), k=TOTAL)
+
+    @cache
+    def path_of(name: str):
+        case = CASES[name]
+        folder = tmp_path_factory.mktemp("golden")
+        return make_tiny(
+            folder, case.family, seed=7, dtype=case.files, max_shard_size=case.max_shard_size, **case.special
+        )
+
+    @cache
+    def judge(name: str, dtype: torch.dtype = torch.float32) -> Judge:
+        return Judge(path_of(name), tokens, dtype, CASES[name].max_model_len)
+
+    return judge

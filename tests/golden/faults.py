@@ -1,0 +1,104 @@
+"""Mistakes that were made before, or that nobody would notice: planted one at a time, to test the tests.
+
+    python -m tests.golden.faults        # the table: requirement, fault, the test that catches it, the tensor it names
+
+`tensor` is the first one that must be found wrong: a fault has to be named where it was made.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pytest import MonkeyPatch
+
+from tests.golden import mutations
+from tests.golden.cases import run_id
+
+FILE = "tests/golden/test_layers_golden.py"
+TEST = f"{FILE}::test_every_tensor_is_within_twice_transformers_own_error"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong, in which case and at how many ranks it is planted, and what the comparison names first."""
+
+    requirement: str  # of the list in the mission: S1 ... S14
+    what: str
+    plant: Callable[[MonkeyPatch], None]  # one of `mutations.py`
+    case: str
+    size: int
+    tensor: str
+
+    @property
+    def caught_by(self) -> str:
+        return f"{TEST}[{run_id(self.case, self.size)}]"
+
+
+FAULTS = [
+    Fault("S2", "sum over ranks left out", mutations.sum_over_ranks_left_out, "llama", 4, "0.o_proj"),
+    Fault("S3", "KV heads stored repeated", mutations.kv_heads_stored_repeated, "qwen2", 2, "pages"),
+    Fault("S5", "mask by 0 * -inf", mutations.mask_by_zero_times_infinity, "qwen2", 1, "0.attention"),
+    Fault("S5", "a token sees the one after it", mutations.future_visible, "qwen2", 1, "0.attention"),
+    Fault("S5", "window one token too long", mutations.window_one_too_long, "mistral-window", 1, "0.attention"),
+    Fault("S6", "q, k, v biases skipped", mutations.bias_skipped, "qwen2", 2, "0.q"),
+    Fault("S6", "q_proj cut along the input", mutations.column_parallel_cut_along_the_input, "qwen2", 2, "0.q"),
+    Fault("S6", "o_proj cut along the output", mutations.row_parallel_cut_along_the_output, "qwen2", 2, "0.o_proj"),
+    Fault("S6", "fused q, k, v cut as one", mutations.qkv_cut_as_one, "phi3", 2, "0.q"),
+    Fault("S6", "fused gate, up cut as one", mutations.gate_and_up_cut_as_one, "phi3", 2, "0.gate_up"),
+    Fault(
+        "S6",
+        "row-parallel bias on every rank",
+        mutations.row_parallel_bias_on_every_rank,
+        "llama-all-biases",
+        2,
+        "0.o_proj",
+    ),
+    Fault("S8", "replicated KV heads dealt in turn", mutations.replicated_kv_heads_dealt_in_turn, "qwen2", 8, "0.k"),
+    Fault("S8", "partitioned KV heads of the next rank", mutations.partitioned_kv_heads_shifted, "qwen2", 2, "0.k"),
+    Fault(
+        "S8",
+        "query heads read KV heads in turn",
+        mutations.query_heads_read_kv_heads_in_turn,
+        "qwen2",
+        2,
+        "0.attention",
+    ),
+    Fault("S9", "rotation left out", mutations.rotation_left_out, "qwen2", 1, "0.q_rope"),
+    Fault("S9", "rotation of neighbouring elements", mutations.rotation_of_neighbours, "llama", 1, "0.q_rope"),
+    Fault("S9", "sine of the wrong sign", mutations.sine_of_the_wrong_sign, "qwen3", 2, "0.q_rope"),
+    Fault(
+        "S9", "positions begin anew in each chunk", mutations.positions_begin_anew_in_each_chunk, "qwen2", 1, "0.q_rope"
+    ),
+    Fault("S9", "scaling of RoPE ignored", mutations.scaling_of_rope_ignored, "llama-llama3", 2, "0.q_rope"),
+    Fault("S9", "attention factor ignored", mutations.attention_factor_ignored, "phi3-longrope-short", 1, "0.q_rope"),
+    Fault("S9", "short factors beyond their reach", mutations.short_factors_beyond_their_reach, "phi4", 2, "0.q_rope"),
+    Fault("S9", "whole head rotated instead of a part", mutations.whole_head_rotated, "phi4", 2, "0.q_rope"),
+    Fault("S9", "one rotary table for all layers", mutations.one_rotary_table_for_all_layers, "gemma3", 1, "0.q_rope"),
+    Fault("S10", "vocabulary head of the next rank", mutations.head_of_the_next_rank, "qwen2", 4, "logits"),
+    Fault("S10", "embedding adds foreign rows", mutations.embedding_adds_foreign_rows, "qwen2", 2, "embedding"),
+    Fault("S13", "embedding scale forgotten", mutations.embedding_scale_forgotten, "gemma2", 2, "embedding"),
+    Fault("S13", "norm offset forgotten", mutations.norm_offset_forgotten, "gemma3", 1, "0.input_norm"),
+    Fault("S13", "scale from head_dim", mutations.scale_from_head_dim, "gemma2", 1, "0.attention"),
+    Fault("S13", "attention softcap skipped", mutations.attention_softcap_skipped, "gemma2", 2, "0.attention"),
+    Fault(
+        "S13",
+        "norms after half-blocks left out",
+        mutations.norms_after_half_blocks_left_out,
+        "gemma2",
+        1,
+        "0.mid_residual",
+    ),
+    Fault("S13", "logit softcap skipped", mutations.logit_softcap_skipped, "gemma2", 2, "logits"),
+]
+
+
+def table() -> str:
+    """Markdown."""
+    lines = ["| # | fault | caught by | first tensor named |", "|---|---|---|---|"]
+    for fault in FAULTS:
+        case = run_id(fault.case, fault.size)
+        lines.append(f"| {fault.requirement} | {fault.what} | `{FILE}` [{case}] | `{fault.tensor}` |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

@@ -1,0 +1,101 @@
+"""Every tensor of every layer, ours at any number of ranks against the judge's, in the order of computation.
+
+The bound is transformers' own error: ours may miss the float64 truth by twice what theirs misses it by, as the root of
+the mean square (the largest of thousands of roundings is a matter of luck; `test_decoder_golden.py` holds the logits to
+it). Whatever is not rounding is larger by orders of magnitude, be it in one head or in one element. No error is held
+to less than what rounding each element once would leave.
+
+Which rank holds which head is worked out here once more, from the global counts alone: what the product believes about
+it is what is being tested.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tests.golden.cases import PROMPT
+from tests.golden.exact_reference import Judge
+from tests.golden.paged_run import BLOCK_SIZE, NUM_BLOCKS, PagedRun, load_decoder, on_ranks
+from workers.models.spec import DecoderSpec
+from workers.parallel import TensorParallel
+from workers.verify.taps import TappedDecoder
+
+# In the order of computation. `pages`: the bytes of KV memory, which must be those of KV heads stored once.
+LAYER = ("input_norm", "q", "k", "v", "q_rope", "k_rope", "attention", "o_proj", "mid_residual", "mlp_norm", "gate_up",
+         "mlp", "residual")  # fmt: skip
+_FIRST_CHUNK = 20
+_ROUNDING = {torch.float32: 2.0**-25, torch.float16: 2.0**-12, torch.bfloat16: 2.0**-9}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One tensor that is further from the truth than it may be."""
+
+    tensor: str
+    error: float
+    bound: float
+
+
+def names_of(spec: DecoderSpec) -> list[str]:
+    layers = [f"{layer}.{name}" for layer in range(spec.num_layers) for name in LAYER]
+    return ["embedding", *layers, "final_norm", "logits"]
+
+
+def findings(judge: Judge, size: int) -> list[Finding]:
+    """Empty when every tensor at `size` ranks is within its bound."""
+    ranks = on_ranks(size, lambda tp: our_layers(tp, judge))
+    spec = judge.spec
+    found = []
+    wanted = page_bytes(spec, size, judge.dtype)
+    if any(rank["pages"] != wanted for rank in ranks):
+        found.append(Finding("pages", ranks[0]["pages"].item(), wanted))
+    truth, theirs = judge.layers
+    for tensor in names_of(spec):
+        error = rms(joined(tensor, [rank[tensor] for rank in ranks], spec) - truth[tensor])
+        own = rms(theirs[tensor] - truth[tensor])
+        bound = 2 * max(own, _ROUNDING[judge.dtype] * rms(truth[tensor]))
+        if not error <= bound:  # NaN is never within
+            found.append(Finding(tensor, error, bound))
+    return found
+
+
+def rms(x: Tensor) -> float:
+    return x.square().mean().sqrt().item()
+
+
+def our_layers(tp: TensorParallel, judge: Judge) -> dict[str, Tensor]:
+    """This rank's tensors for the prompt, which is fed in two chunks."""
+    decoder = load_decoder(judge.path, tp, judge.dtype, judge.max_model_len)
+    tapped = TappedDecoder(decoder)
+    run = PagedRun(tapped)
+    run.step({0: judge.tokens[:_FIRST_CHUNK]})
+    run.step({0: judge.tokens[_FIRST_CHUNK:PROMPT]})
+    tapped.close()
+    tensors = {name: torch.cat([step[name] for step in tapped.steps]).double() for name in tapped.last}
+    held = sum(t.numel() * t.element_size() for page in run.pages for t in (page.k, page.v))
+    return tensors | {"pages": torch.tensor(held)}
+
+
+def page_bytes(spec: DecoderSpec, size: int, dtype: torch.dtype) -> int:
+    local_kv_heads = max(1, spec.num_kv_heads // size)
+    return 2 * spec.num_layers * local_kv_heads * spec.head_dim * dtype.itemsize * BLOCK_SIZE * NUM_BLOCKS
+
+
+def joined(tensor: str, ranks: list[Tensor], spec: DecoderSpec) -> Tensor:
+    """What the ranks hold of one tensor, as [T, columns of the whole]. NaN everywhere if copies disagree."""
+    kind = tensor.rpartition(".")[2]
+    if kind in ("q", "q_rope", "attention", "gate_up"):
+        return torch.cat([rank.flatten(1) for rank in ranks], 1)
+    if kind == "logits":
+        return torch.cat(ranks, 1)[:, : spec.vocab_size]
+    copies = 1
+    if kind in ("k", "v", "k_rope"):
+        copies = max(1, len(ranks) // spec.num_kv_heads)  # neighbours hold the same KV head
+        whole = torch.cat([rank.flatten(1) for rank in ranks[::copies]], 1)
+    else:
+        copies, whole = len(ranks), ranks[0]
+    for first in range(0, len(ranks), copies):
+        if any(not torch.equal(ranks[first], copy) for copy in ranks[first : first + copies]):
+            return torch.full_like(whole, float("nan"))
+    return whole

@@ -1,0 +1,337 @@
+"""The mutations that `faults.py` plants: each a small change of the code that serves, made by a monkeypatch.
+
+Named for what goes wrong. Whatever a mutation needs of the real code it takes before it changes it.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from pytest import MonkeyPatch
+from torch import Tensor
+
+from workers.attention import reference
+from workers.attention.base import KVSpec
+from workers.attention.reference import ReferenceBackend
+from workers.layers import attention, embedding, linear
+from workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from workers.layers.linear import RowParallelLinear
+from workers.layers.norm import RMSNorm
+from workers.layers.rotary import RotaryTable, rotate
+from workers.models.sandwich import SandwichBlock
+from workers.models.spec import DecoderSpec
+from workers.weights.reader import WeightReader
+
+# -- the KV cache
+
+
+def kv_heads_stored_repeated(patch: MonkeyPatch) -> None:
+    """Numbers stay right; memory does not."""
+    allocate, write, attend = ReferenceBackend.allocate, ReferenceBackend.write, ReferenceBackend.attend
+    group = 2  # query heads per KV head
+
+    def repeated(spec: KVSpec) -> KVSpec:
+        return replace(spec, num_kv_heads=spec.num_kv_heads * group)
+
+    def patched_allocate(self: ReferenceBackend, blocks: int) -> list:
+        self.spec = repeated(self.spec)
+        return allocate(self, blocks)
+
+    patch.setattr(ReferenceBackend, "allocate", patched_allocate)
+    patch.setattr(
+        ReferenceBackend,
+        "write",
+        lambda self, kv, k, v, batch: write(
+            self, kv, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), batch
+        ),
+    )
+    patch.setattr(
+        ReferenceBackend,
+        "attend",
+        lambda self, q, kv, plan, layer: attend(
+            self, q, kv, plan, replace(layer, num_kv_heads=layer.num_kv_heads * group)
+        ),
+    )
+
+
+# -- masks and scores
+
+
+def _with_attention(patch: MonkeyPatch, change: Callable[..., Any]) -> None:
+    """Attend with another `AttentionSpec`."""
+    attend_one = reference._attend_one
+    patch.setattr(reference, "_attend_one", lambda q, k, v, layer: attend_one(q, k, v, change(layer)))
+
+
+def mask_by_zero_times_infinity(patch: MonkeyPatch) -> None:
+    def masked_fill(scores: Tensor, hidden: Tensor, value: float) -> Tensor:
+        return scores + hidden.float() * value  # 0 * -inf is NaN
+
+    original = reference._attend_one
+
+    def attend_one(*arguments: Any) -> Tensor:
+        with MonkeyPatch.context() as inner:
+            inner.setattr(Tensor, "masked_fill", masked_fill)
+            return original(*arguments)
+
+    patch.setattr(reference, "_attend_one", attend_one)
+
+
+def future_visible(patch: MonkeyPatch) -> None:
+    attend_one = reference._attend_one
+
+    def patched(q: Tensor, k: Tensor, v: Tensor, layer: Any) -> Tensor:
+        ahead = torch.cat((q, torch.zeros_like(q[:1])))  # every query one place further on
+        longer = [torch.cat((x, x[-1:])) for x in (k, v)]
+        return attend_one(ahead, *longer, layer)[1:]
+
+    patch.setattr(reference, "_attend_one", patched)
+
+
+def window_one_too_long(patch: MonkeyPatch) -> None:
+    _with_attention(
+        patch,
+        lambda layer: (
+            layer if layer.sliding_window is None else replace(layer, sliding_window=layer.sliding_window + 1)
+        ),
+    )
+
+
+def attention_softcap_skipped(patch: MonkeyPatch) -> None:
+    _with_attention(patch, lambda layer: replace(layer, softcap=None))
+
+
+def scale_from_head_dim(patch: MonkeyPatch) -> None:
+    patch.setattr(DecoderSpec, "attention_scale", property(lambda self: self.head_dim**-0.5))
+
+
+# -- weights and their cuts
+
+
+def bias_skipped(patch: MonkeyPatch) -> None:
+    original = linear.matmul
+    patch.setattr(linear, "matmul", lambda weight, bias=None, **named: original(weight, None, **named))
+
+
+def _cut_along_the_other_dimension(patch: MonkeyPatch, projection: str) -> None:
+    """Of a square weight, where shapes do not give it away."""
+    take = WeightReader.take
+
+    def patched(self: WeightReader, name: str, into: Tensor, *, shape: Any, dim: int = 0, start: int = 0) -> None:
+        if not name.endswith(f"{projection}.weight"):
+            return take(self, name, into, shape=shape, dim=dim, start=start)
+        other = torch.empty_like(into.t())
+        take(self, name, other, shape=shape, dim=1 - dim, start=start)
+        into.copy_(other.t())
+        return None
+
+    patch.setattr(WeightReader, "take", patched)
+
+
+def column_parallel_cut_along_the_input(patch: MonkeyPatch) -> None:
+    _cut_along_the_other_dimension(patch, "q_proj")
+
+
+def row_parallel_cut_along_the_output(patch: MonkeyPatch) -> None:
+    _cut_along_the_other_dimension(patch, "o_proj")
+
+
+def _cut_as_one(patch: MonkeyPatch, wanted: str) -> None:
+    """A fused tensor in one piece per rank, as if its parts were not each cut apart."""
+    apart = linear._take_stacked
+
+    def take(weights: Any, into: Tensor, module: str, fused: str, kind: str, parts: list) -> None:
+        if fused != wanted:
+            return apart(weights, into, module, fused, kind, parts)
+        rank, rows = parts[0][2] // parts[0][3], sum(part[1] for part in parts)
+        shape = (rows, *into.shape[1:])
+        return weights.take(f"{module}.{fused}.{kind}", into, shape=shape, start=rank * into.shape[0])
+
+    patch.setattr(linear, "_take_stacked", take)
+
+
+def qkv_cut_as_one(patch: MonkeyPatch) -> None:
+    _cut_as_one(patch, "qkv_proj")
+
+
+def gate_and_up_cut_as_one(patch: MonkeyPatch) -> None:
+    _cut_as_one(patch, "gate_up_proj")
+
+
+def row_parallel_bias_on_every_rank(patch: MonkeyPatch) -> None:
+    original = RowParallelLinear.__init__
+
+    def patched(self: RowParallelLinear, name: str, inputs: int, outputs: int, bias: bool, place: Any) -> None:
+        original(self, name, inputs, outputs, bias, place)
+        self.bias, self.bias_elsewhere = bias, False
+
+    patch.setattr(RowParallelLinear, "__init__", patched)
+
+
+def sum_over_ranks_left_out(patch: MonkeyPatch) -> None:
+    def call(self: RowParallelLinear, x: Tensor, residual: Tensor | None) -> Tensor:
+        self.place.tp.all_reduce(torch.zeros_like(residual))
+        return self.product(x) + residual
+
+    patch.setattr(RowParallelLinear, "__call__", call)
+
+
+# -- KV heads and their query heads
+
+
+def _with_shards(patch: MonkeyPatch, first_kv_head: Callable[[int, int, int], int]) -> None:
+    original = linear.shard_heads
+
+    def patched(layer: str, heads: int, kv_heads: int, rank: int, size: int) -> Any:
+        shard = original(layer, heads, kv_heads, rank, size)
+        return replace(shard, first_kv_head=first_kv_head(rank, size, kv_heads))
+
+    patch.setattr(linear, "shard_heads", patched)
+
+
+def replicated_kv_heads_dealt_in_turn(patch: MonkeyPatch) -> None:
+    """Rank r holds KV head r % K, but its query heads read r * K // N."""
+    _with_shards(patch, lambda rank, size, kv_heads: rank % kv_heads)
+
+
+def partitioned_kv_heads_shifted(patch: MonkeyPatch) -> None:
+    _with_shards(patch, lambda rank, size, kv_heads: (rank + 1) % size * (kv_heads // size))
+
+
+def query_heads_read_kv_heads_in_turn(patch: MonkeyPatch) -> None:
+    """Head h reads h % K, not h // (H / K)."""
+    attend_one = reference._attend_one
+
+    def patched(q: Tensor, k: Tensor, v: Tensor, layer: Any) -> Tensor:
+        times = layer.num_heads // layer.num_kv_heads
+        each = replace(layer, num_kv_heads=layer.num_heads)
+        return attend_one(q, k.repeat(1, times, 1), v.repeat(1, times, 1), each)
+
+    patch.setattr(reference, "_attend_one", patched)
+
+
+# -- rotation
+
+
+def _with_angles(patch: MonkeyPatch, change: Callable[..., Any]) -> None:
+    """Rotate by other positions."""
+    original = RotaryTable.__call__
+    patch.setattr(RotaryTable, "__call__", lambda self, positions, longest: original(self, *change(positions, longest)))
+
+
+def rotation_left_out(patch: MonkeyPatch) -> None:
+    patch.setattr(attention, "rotate", lambda x, cos, sin, dtype: x.to(dtype))
+
+
+def rotation_of_neighbours(patch: MonkeyPatch) -> None:
+    """Element 2i turns with 2i + 1 (GPT-J), not i with i + D / 2."""
+
+    def patched(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+        size = x.shape[-1]
+        apart = torch.cat((x[..., 0::2], x[..., 1::2]), -1)
+        return rotate(apart, cos, sin, dtype).view(*x.shape[:-1], 2, size // 2).transpose(-1, -2).flatten(-2)
+
+    patch.setattr(attention, "rotate", patched)
+
+
+def positions_begin_anew_in_each_chunk(patch: MonkeyPatch) -> None:
+    _with_angles(patch, lambda positions, longest: (positions - positions.min(), longest))
+
+
+def sine_of_the_wrong_sign(patch: MonkeyPatch) -> None:
+    patch.setattr(attention, "rotate", lambda x, cos, sin, dtype: rotate(x, cos, -sin, dtype))
+
+
+def whole_head_rotated(patch: MonkeyPatch) -> None:
+    """The last rotated element's angle goes on to the end of the head."""
+
+    def patched(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+        half = x.shape[-1] // 2
+        wide = [torch.nn.functional.pad(t[..., -t.shape[-1] // 2 :], (0, half - t.shape[-1] // 2)) for t in (cos, sin)]
+        return rotate(x, torch.cat((wide[0], wide[0]), -1), torch.cat((-wide[1], wide[1]), -1), dtype)
+
+    patch.setattr(attention, "rotate", patched)
+
+
+def _with_rope(patch: MonkeyPatch, **changes: Any) -> None:
+    original = DecoderSpec.rope_of
+    patch.setattr(DecoderSpec, "rope_of", lambda self, layer: replace(original(self, layer), **changes))
+
+
+def scaling_of_rope_ignored(patch: MonkeyPatch) -> None:
+    _with_rope(patch, kind="default")
+
+
+def attention_factor_ignored(patch: MonkeyPatch) -> None:
+    _with_rope(patch, attention_factor=1.0)
+
+
+def short_factors_beyond_their_reach(patch: MonkeyPatch) -> None:
+    _with_rope(patch, stretched=False, original_max_positions=1 << 20)
+
+
+def one_rotary_table_for_all_layers(patch: MonkeyPatch) -> None:
+    patch.setattr(DecoderSpec, "rope_of", lambda self, layer: self.rope)
+
+
+# -- the vocabulary
+
+
+def head_of_the_next_rank(patch: MonkeyPatch) -> None:
+    original = embedding.load_vocab_shard
+
+    def patched(layer: VocabParallelEmbedding | VocabParallelHead, weights: Any) -> Tensor:
+        if isinstance(layer, VocabParallelEmbedding):
+            return original(layer, weights)
+        here, size = layer.start, layer.place.tp.size
+        layer.start = (layer.place.tp.rank + 1) % size * layer.local
+        weight = original(layer, weights)
+        layer.start = here
+        return weight
+
+    patch.setattr(embedding, "load_vocab_shard", patched)
+
+
+def embedding_adds_foreign_rows(patch: MonkeyPatch) -> None:
+    """Every rank looks up every id, its own or not."""
+
+    def rows(self: VocabParallelEmbedding, ids: Tensor) -> Tensor:
+        return self.place.tp.all_reduce(self.look_up((ids - self.start).clamp(0, self.local - 1)))
+
+    patch.setattr(VocabParallelEmbedding, "_rows", rows)
+
+
+def _with_init(patch: MonkeyPatch, layer: type, attribute: str, value: Any) -> None:
+    original = layer.__init__
+
+    def patched(self: Any, *arguments: Any, **named: Any) -> None:
+        original(self, *arguments, **named)
+        setattr(self, attribute, value)
+
+    patch.setattr(layer, "__init__", patched)
+
+
+def embedding_scale_forgotten(patch: MonkeyPatch) -> None:
+    _with_init(patch, VocabParallelEmbedding, "scale", 1.0)
+
+
+def logit_softcap_skipped(patch: MonkeyPatch) -> None:
+    _with_init(patch, VocabParallelHead, "softcap", None)
+
+
+# -- norms
+
+
+def norm_offset_forgotten(patch: MonkeyPatch) -> None:
+    _with_init(patch, RMSNorm, "offset", 0.0)
+
+
+def norms_after_half_blocks_left_out(patch: MonkeyPatch) -> None:
+    original = SandwichBlock.__call__
+
+    def patched(self: SandwichBlock, *arguments: Any) -> Tensor:
+        self.attention_post_norm = self.mlp_post_norm = lambda x: x.clone()
+        return original(self, *arguments)
+
+    patch.setattr(SandwichBlock, "__call__", patched)

@@ -1,0 +1,30 @@
+"""Every tensor of every layer against transformers, for every family, shape and number of ranks.
+
+q, k, v after projection and after rotation, attention, both half-blocks' results, the residual after each, logits: a
+mistake is named where it is made, not where it comes out.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.golden.cases import FAMILY_CASES, RUNS, run_id
+from tests.golden.exact_reference import Judge
+from tests.golden.layer_compare import findings
+
+
+@pytest.mark.parametrize(("name", "size"), RUNS, ids=[run_id(*run) for run in RUNS])
+def test_every_tensor_is_within_twice_transformers_own_error(
+    judge_of: Callable[..., Judge], name: str, size: int
+) -> None:
+    found = findings(judge_of(name), size)
+    assert not found, f"first of {len(found)}: {found[0]}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", FAMILY_CASES)
+def test_every_tensor_in_sixteen_bits(judge_of: Callable[..., Judge], name: str, size: int, dtype: torch.dtype) -> None:
+    found = findings(judge_of(name, dtype), size)
+    assert not found, f"first of {len(found)}: {found[0]}"

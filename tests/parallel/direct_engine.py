@@ -1,0 +1,100 @@
+"""The real engine without its process: scheduler, step builder and ranks in one loop, driven step by step.
+
+from tests.parallel.direct_engine import DirectEngine
+
+Several engines may share one loaded group, one after the other: what decides (limits, KV blocks, prefix caching) is
+theirs, what computes is the group's.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from engine.config import EngineConfig
+from engine.stepper import Stepper
+from engine.types import Request, TokenEvent, TokenLogprobs
+from workers.config import WorkerInfo
+from workers.group import WorkerGroup
+from workers.protocol import StepMetadata, StepOutput
+
+
+@dataclass
+class Answer:
+    """Everything a request was told: compared with `==`, which for these floats means bit by bit."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    error: str | None = None
+
+
+class _Limited:
+    """A group that reports fewer KV blocks than it has."""
+
+    def __init__(self, group: WorkerGroup, info: WorkerInfo) -> None:
+        self._group = group
+        self.info = info
+        self.rank_pids = group.rank_pids
+
+    def submit(self, step: StepMetadata) -> None:
+        self._group.submit(step)
+
+    def collect(self) -> StepOutput:
+        return self._group.collect()
+
+
+class DirectEngine:
+    """`run` takes requests to their ends. Limits that are not given are the group's own."""
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        *,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        num_blocks: int | None = None,
+        enable_prefix_caching: bool = False,
+    ) -> None:
+        worker = group.config
+        if max_num_seqs is not None:
+            worker = worker.with_(max_num_seqs=max_num_seqs)
+        if max_num_batched_tokens is not None:
+            worker = worker.with_(max_num_batched_tokens=max_num_batched_tokens)
+        config = EngineConfig(worker, enable_prefix_caching=enable_prefix_caching)
+        info = replace(group.info, num_blocks=num_blocks or group.info.num_blocks)
+        self.now = 0.0
+        self.num_steps = 0
+        self.num_cached_tokens = 0
+        self._stepper = Stepper(config, _Limited(group, info), lambda: self.now)
+        self.scheduler = self._stepper.scheduler
+
+    def run(
+        self, requests: Iterable[Request], *, arrives_at: Callable[[int], int] = lambda number: 0
+    ) -> dict[int, Answer]:
+        """Answers by request id. The number-th request is added before step `arrives_at(number)`."""
+        coming = sorted(enumerate(requests), key=lambda pair: arrives_at(pair[0]))
+        answers = {request.request_id: Answer() for _, request in coming}
+        step = 0
+        while coming or self.scheduler.has_work:
+            while coming and arrives_at(coming[0][0]) <= step:
+                self.scheduler.add(coming.pop(0)[1], self.now)
+            self._step(answers)
+            step += 1
+        return answers
+
+    def _step(self, answers: dict[int, Answer]) -> None:
+        self.now += 0.01
+        output = self._stepper.begin()
+        events = self._stepper.take_events()
+        if output is not None:
+            self.num_steps += 1
+            events += self._stepper.finish(output)
+        for event in events:
+            self._take(event, answers[event.request_id])
+
+    def _take(self, event: TokenEvent, answer: Answer) -> None:
+        answer.token_ids += event.token_ids
+        answer.logprobs += event.logprobs
+        answer.prompt_logprobs += event.prompt_logprobs
+        answer.error = event.error
+        if event.finish_reason is not None:
+            self.num_cached_tokens += event.num_cached_tokens

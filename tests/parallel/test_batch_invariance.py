@@ -1,0 +1,154 @@
+"""The promise of batch invariance: a request's tokens and logprobs are the same bits whatever else the engine does.
+
+200 prompts on the demo model through the real scheduler, step builder and ranks, in every regime that cuts or mixes
+steps otherwise. Reference: each request alone.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from engine.types import Request, SamplingParams
+from tests.parallel.direct_engine import Answer, DirectEngine
+from workers.config import WorkerConfig
+from workers.group import WorkerGroup, start_group
+
+DEMO = Path(__file__).resolve().parents[2] / "models" / "oarlock-demo"
+SHARED = "Q: What does os.getcwd do?\nA: Return a string representing the current working directory.\n\nQ: "
+COUNTS = {"bfloat16": 200, "float32": 40}
+
+
+def start(dtype: str, size: int = 1) -> WorkerGroup:
+    config = WorkerConfig(
+        str(DEMO),
+        device="cpu",
+        dtype=dtype,
+        tensor_parallel_size=size,
+        max_model_len=256,
+        max_num_seqs=32,
+        max_num_batched_tokens=1024,
+        block_size=16,
+        kv_cache_bytes=48 << 20,
+        num_threads=1,
+    )
+    return start_group(config, inline=True, on_progress=lambda phase, fraction: None)
+
+
+def make_requests(count: int) -> list[Request]:
+    """Prompts of 30 to 60 tokens that begin alike, and ways to sample: half greedy, half drawn, all with logprobs."""
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    questions = [json.loads(line)["question"] for line in (DEMO / "questions.jsonl").read_text().splitlines()]
+    assert len(questions) == 200
+    requests = []
+    for number, question in enumerate(questions[:count]):
+        ids = tuple(tokenizer.encode(f"{SHARED}{question}\nA:", add_special_tokens=False).ids)
+        params = SamplingParams(
+            max_tokens=3 + number % 4,
+            temperature=0.0 if number % 2 else 1.2,
+            top_p=0.9 if number % 4 == 0 else 1.0,
+            seed=number,
+            logprobs=3,
+            prompt_logprobs=1 if number % 10 == 0 else None,
+            frequency_penalty=0.5 if number % 3 == 0 else 0.0,
+        )
+        requests.append(Request(number, ids, params))
+    return requests
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+def group(request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
+    started = start(request.param)
+    if request.param == "float32" and started.info.attention_backend != "avx512":
+        pytest.skip(f"float32 is promised with avx512 attention only, here: {started.info.batch_invariant_reason}")
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def requests(group: WorkerGroup) -> list[Request]:
+    return make_requests(COUNTS[group.config.dtype])
+
+
+@pytest.fixture(scope="module")
+def alone(group: WorkerGroup, requests: list[Request]) -> dict[int, Answer]:
+    """Every request with the engine to itself."""
+    answers = run_alone(group, requests)
+    assert all(answer.error is None for answer in answers.values())
+    assert all(len(answers[r.request_id].logprobs) == r.params.max_tokens for r in requests)
+    return answers
+
+
+def run_alone(group: WorkerGroup, requests: list[Request]) -> dict[int, Answer]:
+    engine = DirectEngine(group)
+    answers: dict[int, Answer] = {}
+    for request in requests:
+        answers |= engine.run([request])
+    return answers
+
+
+def differences(answers: dict[int, Answer], alone: dict[int, Answer]) -> list[int]:
+    """Ids whose answers are not the same."""
+    assert answers.keys() == alone.keys()
+    return [number for number, answer in answers.items() if answer != alone[number]]
+
+
+def test_among_31_others(group: WorkerGroup, requests: list[Request], alone: dict[int, Answer]) -> None:
+    engine = DirectEngine(group)
+    assert differences(engine.run(requests), alone) == []
+    assert engine.num_steps < sum(request.params.max_tokens for request in requests) / 8  # they did run together
+
+
+def test_others_join_and_leave_at_any_step(
+    group: WorkerGroup, requests: list[Request], alone: dict[int, Answer]
+) -> None:
+    engine = DirectEngine(group, max_num_seqs=24)
+    answers = engine.run(reversed(requests), arrives_at=lambda number: number // 3 + number % 7)
+    assert differences(answers, alone) == []
+
+
+def test_after_a_prefix_hit(group: WorkerGroup, requests: list[Request], alone: dict[int, Answer]) -> None:
+    engine = DirectEngine(group, enable_prefix_caching=True)
+    assert differences(engine.run(requests), alone) == []
+    hits = engine.num_cached_tokens
+    assert differences(engine.run(requests), alone) == []
+    assert engine.num_cached_tokens - hits > 16 * len(requests)  # more than the beginning they share
+
+
+def test_after_preemption(group: WorkerGroup, requests: list[Request], alone: dict[int, Answer]) -> None:
+    """Longer answers, so that sequences that were let in outgrow the pool."""
+    some = [replace(r, params=replace(r.params, max_tokens=40)) for r in requests[:: len(requests) // 15]]
+    engine = DirectEngine(group, num_blocks=26)
+    together = engine.run(some)
+    assert engine.scheduler.stats.num_preemptions >= 2
+    assert differences(together, run_alone(group, some)) == []
+    for r in some:  # and the answers begin as the shorter ones did
+        assert together[r.request_id].token_ids[:3] == alone[r.request_id].token_ids[:3]
+
+
+@pytest.mark.parametrize("budget", [16, 23])
+def test_with_its_prompt_in_many_chunks(
+    group: WorkerGroup, requests: list[Request], alone: dict[int, Answer], budget: int
+) -> None:
+    some = requests[:: 1 if budget == 23 else 4]
+    engine = DirectEngine(group, max_num_seqs=min(budget, 16), max_num_batched_tokens=budget)
+    answers = engine.run(some)
+    assert differences(answers, {r.request_id: alone[r.request_id] for r in some}) == []
+
+
+def test_the_start_says_so(group: WorkerGroup) -> None:
+    assert group.info.batch_invariant, group.info.batch_invariant_reason
+
+
+def test_two_ranks_keep_the_promise_too() -> None:
+    """Their bits are others than one rank's: row-parallel sums are added in another order."""
+    group = start("bfloat16", size=2)
+    try:
+        assert group.info.batch_invariant, group.info.batch_invariant_reason
+        requests = make_requests(24)
+        assert differences(DirectEngine(group).run(requests), run_alone(group, requests)) == []
+    finally:
+        group.close()

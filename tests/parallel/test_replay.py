@@ -1,0 +1,137 @@
+"""A recorded run gives the same answers again on the same ranks, and says where other ranks or weights differ."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from engine.recorder import RecordingGroup
+from engine.recording import Recording, RecordingWriter
+from engine.replay import main
+from engine.types import Request, SamplingParams
+from tests.golden.tiny_models import make_tiny
+from tests.parallel.direct_engine import DirectEngine
+from workers.config import WorkerConfig
+from workers.group import start_group
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("model"), "qwen2")
+
+
+@pytest.fixture(scope="module")
+def recorded(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Chunked prompts, prefix hits, preemption, seeds, penalties and logprobs, all in one file."""
+    path = tmp_path_factory.mktemp("recording") / "steps.rec"
+    config = WorkerConfig(
+        str(checkpoint),
+        device="cpu",
+        dtype="float32",
+        max_model_len=64,
+        max_num_seqs=6,
+        max_num_batched_tokens=24,
+        block_size=4,
+        kv_cache_bytes=1 << 20,
+        num_threads=1,
+    )
+    group = start_group(config, inline=True, on_progress=lambda phase, fraction: None)
+    recording = RecordingGroup(group, RecordingWriter(str(path)), None)
+    engine = DirectEngine(recording, num_blocks=40, enable_prefix_caching=True)
+    draw = np.random.default_rng(0)
+    begin = tuple(draw.integers(2, 300, 12).tolist())
+    engine.run(
+        Request(
+            number,
+            begin + tuple(draw.integers(2, 300, 3 + number).tolist()),
+            SamplingParams(
+                max_tokens=24,
+                temperature=0.0 if number % 2 else 1.1,
+                top_p=0.9,
+                seed=number,
+                logprobs=2 if number % 3 else None,
+                presence_penalty=0.3 if number % 4 == 0 else 0.0,
+                logit_bias=((5, -100.0),) if number == 3 else (),
+            ),
+        )
+        for number in range(12)
+    )
+    assert engine.scheduler.stats.num_preemptions and engine.num_cached_tokens
+    recording.close()
+    return path
+
+
+def replayed(capsys: pytest.CaptureFixture, *arguments: str | Path) -> tuple[int, str, str]:
+    status = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_the_same_ranks_give_the_same_bits(recorded: Path, capsys: pytest.CaptureFixture) -> None:
+    status, out, _ = replayed(capsys, recorded)
+    assert status == 0, out
+    assert "result: the same answers" in out and "first difference" not in out
+    assert "288" in out  # tokens compared: 12 requests of 24
+
+
+def test_two_ranks_give_the_same_tokens(recorded: Path, capsys: pytest.CaptureFixture) -> None:
+    status, out, _ = replayed(capsys, recorded, "--tensor-parallel-size=2")
+    assert status == 0, out
+    assert "logprobs are not judged" in out
+    status, out, _ = replayed(capsys, recorded, "--tensor-parallel-size=2", "--tolerance=1e-4")
+    assert status == 0, out
+
+
+def test_other_weights_are_found_out(recorded: Path, checkpoint: Path, tmp_path: Path, capsys) -> None:
+    """The planted fault: one weight of the last layer, which no header shows."""
+    other = shutil.copytree(checkpoint, tmp_path / "model")
+    weights = load_file(other / "model.safetensors")
+    weights["model.layers.2.mlp.down_proj.weight"][3, 5] += 4.0
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    status, out, _ = replayed(capsys, recorded, "--model", other)
+    assert status == 1
+    assert "first difference: step " in out and "expected" in out and "result: NOT the same" in out
+
+
+def test_a_torn_recording_is_replayed_as_far_as_it_is_whole(recorded: Path, tmp_path: Path, capsys) -> None:
+    torn = tmp_path / "torn.rec"
+    torn.write_bytes(recorded.read_bytes()[:-200])
+    status, out, _ = replayed(capsys, torn)
+    assert status == 0, out
+    assert "note" in out and "incomplete" in out
+
+
+def failed(capsys, *arguments: str | Path) -> str:
+    """The one line of cause of a replay that cannot start."""
+    status, _, err = replayed(capsys, *arguments)
+    lines = err.strip().splitlines()
+    assert status == 3 and len(lines) == 2, err
+    assert lines[0].startswith("error: ") and lines[1].startswith("fix: ")
+    return lines[0]
+
+
+def test_what_cannot_be_replayed_says_why(recorded: Path, checkpoint: Path, tmp_path: Path, capsys) -> None:
+    assert "config.json" in failed(capsys, checkpoint / "config.json")
+    assert "No such file" in failed(capsys, tmp_path / "nothing")
+    assert "does not exist" in failed(capsys, recorded, "--model", tmp_path / "gone")
+    assert "3" in failed(capsys, recorded, "--tensor-parallel-size=3")
+    assert "--tolerance" in failed(capsys, recorded, "--tolerance=-1")
+    other = shutil.copytree(checkpoint, tmp_path / "other")
+    (other / "config.json").write_text((other / "config.json").read_text() + "\n")
+    assert "not the model of this recording: config.json" in failed(capsys, recorded, "--model", other)
+    empty = tmp_path / "empty.rec"
+    writer = RecordingWriter(str(empty))
+    writer.write_header(Recording(str(recorded)).header)
+    writer.close()
+    assert "no steps" in failed(capsys, empty)
+
+
+def test_a_recording_of_another_layout_is_refused(recorded: Path, tmp_path: Path, capsys) -> None:
+    header = replace(Recording(str(recorded)).header, layout="another", versions={"oarlock": "9.9"})
+    writer = RecordingWriter(str(tmp_path / "r"))
+    writer.write_header(header)
+    writer.close()
+    assert "9.9" in failed(capsys, tmp_path / "r")

@@ -1,0 +1,87 @@
+"""Bans, penalties, masks and grammars through scheduler, builder and commit: every token against its definition."""
+
+import pytest
+from choice_fakes import CountingGrammar
+from engine_fakes import Driver, FakeGroup, expected_tokens, make_config, make_info, make_request
+
+from engine.scheduler import INTERNAL, NO_TOKEN
+from engine.stepper import Stepper
+from engine.types import FinishReason, Grammar
+
+CHOICES = [
+    {"presence_penalty": 0.5},
+    {"frequency_penalty": -0.5, "repetition_penalty": 1.2},
+    {"logit_bias": ((1, 5.0), (2, -100.0), (3, 0.0)), "bad_words": ((9,), (4, 5), (5, 4, 4))},
+    {"logit_bias": ((1, 100.0), (2, 100.0), (40, 3.0)), "bad_words": ((1,),)},
+    {"allowed_token_ids": tuple(range(5, 30)), "bad_words": tuple((a, a) for a in range(64))},
+    {"grammar": Grammar("lark", "17"), "repetition_penalty": 0.7, "allowed_token_ids": tuple(range(3, 50))},
+    {"min_tokens": 20, "eos_token_ids": tuple(range(20)), "presence_penalty": 1.0},
+]
+
+
+@pytest.mark.parametrize("params", CHOICES, ids=lambda params: ",".join(params))
+def test_choices_are_the_same_alone_in_company_and_after_preemption(params) -> None:
+    driver = Driver(make_config(max_num_batched_tokens=16), num_blocks=17)
+    for number in range(1, 9):
+        driver.add(make_request(number, [number, 2, 3], max_tokens=30, **params))
+    driver.add(make_request(9, [1, 2, 3], max_tokens=5))
+    driver.run().check_outputs()
+    driver.check_idle()
+    assert driver.scheduler.stats.num_preemptions > 0
+    assert {end.finish_reason for end in driver.ends.values()} <= {FinishReason.LENGTH, FinishReason.STOP}
+
+
+def test_bad_words_are_those_of_the_output_alone() -> None:
+    driver = Driver(make_config())
+    first = expected_tokens(make_request(1, [1, 2], max_tokens=1))[0]
+    driver.add(make_request(1, [1, 2], max_tokens=1, bad_words=((2, first),)))
+    driver.run().check_outputs()
+    assert driver.tokens[1] == [first], "its beginning is in the prompt: nothing is completed"
+
+
+def test_a_complete_grammar_ends_the_sequence() -> None:
+    driver = Driver(make_config())
+    driver.add(make_request(1, [1, 2], max_tokens=5, grammar=Grammar("lark", "3")))
+    driver.add(make_request(2, [1, 2], max_tokens=3, grammar=Grammar("lark", "3")))
+    driver.add(make_request(3, [1, 2], max_tokens=2, grammar=Grammar("lark", "3")))
+    driver.run().check_outputs()
+    assert [len(driver.tokens[number]) for number in (1, 2, 3)] == [3, 3, 2]
+    reasons = [driver.ends[number].finish_reason for number in (1, 2, 3)]
+    assert reasons == [FinishReason.STOP, FinishReason.STOP, FinishReason.LENGTH]
+    assert driver.ends[1].stop_token_id is None
+
+
+def test_where_no_token_is_left_the_request_fails_alone_and_says_why() -> None:
+    driver = Driver(make_config())
+    driver.add(make_request(1, [1, 2], max_tokens=5, allowed_token_ids=(4,), bad_words=((4, 4),)))
+    driver.add(make_request(2, [1, 2], max_tokens=5))
+    driver.run().check_outputs()
+    assert driver.tokens[1] == [4] and driver.ends[1].error == NO_TOKEN
+    assert driver.ends[2].finish_reason is FinishReason.LENGTH
+    assert driver.scheduler.stats.num_nonfinite == 0, "the model's numbers were fine"
+
+
+@pytest.mark.parametrize("method", ["accept", "fill_mask"])
+def test_a_grammar_that_breaks_hurts_its_request_alone(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    def broken(*_):
+        raise RuntimeError("no such rule")
+
+    config = make_config()
+    group = FakeGroup(config, make_info(config))
+    stepper = Stepper(config, group, lambda: 0.0)
+    state = CountingGrammar(Grammar("lark", "9"))
+    monkeypatch.setattr(state, method, broken, raising=True)
+    stepper.scheduler.add(make_request(1, [1, 2], grammar=Grammar("lark", "9")), 0.0, state)
+    stepper.scheduler.add(make_request(2, [1, 2]), 0.0)
+    ends = {}
+    while stepper.scheduler.has_work:
+        output = stepper.begin()
+        events = stepper.take_events() + ([] if output is None else stepper.finish(output))
+        ends |= {event.request_id: event for event in events if event.finish_reason}
+    assert ends[1].error == INTERNAL and ends[2].finish_reason is FinishReason.LENGTH
+
+
+def test_a_grammar_without_its_state_cannot_enter() -> None:
+    driver = Driver(make_config())
+    with pytest.raises(AssertionError, match="come together"):
+        driver.scheduler.add(make_request(1, [1], grammar=Grammar("lark", "3")), 0.0)

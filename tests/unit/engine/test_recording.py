@@ -1,0 +1,223 @@
+"""A recording is readable however it ended, and recording never harms serving."""
+
+import json
+import os
+import stat
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from engine_fakes import FakeGroup, Faults, make_config, make_info, make_request
+
+from engine.errors import StartupError
+from engine.recorder import RecordingGroup
+from engine.recording import ANSWER, END, HEADER, STEP, Header, Recording, RecordingWriter
+from engine.stepper import Stepper
+from workers.errors import WorkerError
+from workers.protocol import pack_step, unpack_output, unpack_step
+
+HEADER_FIELDS = Header(worker={}, info={}, model={}, versions={"oarlock": "1.2.3"}, layout="x", started="now")
+
+
+def write(path: Path, contents: list[bytes], end: str | None = "done") -> bytes:
+    writer = RecordingWriter(str(path))
+    writer.write_header(HEADER_FIELDS)
+    for number, content in enumerate(contents):
+        writer.write(ANSWER if number % 2 else STEP, content)
+    if end is not None:
+        writer.write(END, end.encode())
+    writer.close()
+    assert writer.size == path.stat().st_size
+    return path.read_bytes()
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    contents = [b"one", b"", b"\xff" * 100_000, b"four"]
+    write(tmp_path / "r", contents)
+    recording = Recording(str(tmp_path / "r"))
+    assert recording.header == HEADER_FIELDS
+    records = list(recording.records())
+    assert [bytes(record.content) for record in records] == contents
+    assert [record.kind for record in records] == [STEP, ANSWER, STEP, ANSWER]
+    assert (recording.torn, recording.end) == (None, "done")
+    assert stat.S_IMODE((tmp_path / "r").stat().st_mode) == 0o600  # it holds what users wrote
+
+
+def test_a_file_torn_at_any_byte_gives_what_is_whole(tmp_path: Path) -> None:
+    contents = [b"first", b"second!", b"third"]
+    whole = write(tmp_path / "whole", contents, end=None)
+    ends = [len(whole)]
+    for content in reversed(contents):
+        ends.insert(0, ends[0] - len(content) - 13)
+    for length in range(len(whole) + 1):
+        path = tmp_path / "torn"
+        path.write_bytes(whole[:length])
+        if length < ends[0]:
+            with pytest.raises(StartupError) as caught:
+                Recording(str(path))
+            assert caught.value.exit_code == 3
+            continue
+        recording = Recording(str(path))
+        found = [bytes(record.content) for record in recording.records()]
+        assert found == contents[: sum(end <= length for end in ends[1:])]
+        assert (recording.torn is None) == (length in ends)
+        assert recording.end is None
+
+
+def test_a_damaged_record_ends_the_reading(tmp_path: Path) -> None:
+    whole = bytearray(write(tmp_path / "r", [b"first", b"second", b"third"]))
+    whole[whole.index(b"second") + 2] ^= 1
+    (tmp_path / "r").write_bytes(whole)
+    recording = Recording(str(tmp_path / "r"))
+    assert [bytes(record.content) for record in recording.records()] == [b"first"]
+    assert recording.torn is not None and "checksum" in recording.torn
+
+
+def test_a_length_that_lies_asks_for_no_memory(tmp_path: Path) -> None:
+    whole = write(tmp_path / "r", [], end=None)
+    (tmp_path / "r").write_bytes(whole + STEP + (1 << 60).to_bytes(8, "little") + bytes(4))
+    recording = Recording(str(tmp_path / "r"))
+    assert list(recording.records()) == []
+    assert recording.torn is not None and "incomplete" in recording.torn
+
+
+@pytest.mark.parametrize(
+    ("content", "cause"),
+    [(b"", "not a recording"), (b"hello, world, this is text", "not a recording"), (None, "cannot be read")],
+)
+def test_other_files_are_refused(tmp_path: Path, content: bytes | None, cause: str) -> None:
+    if content is not None:
+        (tmp_path / "r").write_bytes(content)
+    with pytest.raises(StartupError, match=cause) as caught:
+        Recording(str(tmp_path / "r"))
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("header", "cause"),
+    [
+        (asdict(HEADER_FIELDS) | {"format": 99}, "format 99"),
+        (asdict(HEADER_FIELDS) | {"surprise": 1}, "cannot be read"),
+        ([1, 2], "cannot be read"),
+    ],
+)
+def test_another_version_is_named(tmp_path: Path, header: object, cause: str) -> None:
+    writer = RecordingWriter(str(tmp_path / "r"))
+    writer.write(HEADER, json.dumps(header).encode())
+    writer.close()
+    with pytest.raises(StartupError, match=cause):
+        Recording(str(tmp_path / "r"))
+
+
+def test_a_recording_is_never_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "r").write_bytes(b"evidence")
+    with pytest.raises(StartupError, match="exists already") as caught:
+        RecordingWriter(str(tmp_path / "r"))
+    assert "--record" in caught.value.fix and (tmp_path / "r").read_bytes() == b"evidence"
+    with pytest.raises(StartupError, match="cannot be made"):
+        RecordingWriter(str(tmp_path / "no" / "such" / "folder"))
+
+
+class Scene:
+    """The fake ranks behind a recorder, and a scheduler to feed them."""
+
+    def __init__(self, path: Path, limit: int | None = None, faults: Faults | None = None) -> None:
+        config = make_config()
+        config = replace(config, worker=config.worker.with_(model_path=str(path.parent)))
+        self.fake = FakeGroup(config, make_info(config), faults)
+        self.group = RecordingGroup(self.fake, RecordingWriter(str(path)), limit)
+        self.stepper = Stepper(config, self.group, lambda: 0.0)
+
+    def serve(self, first: int = 1, count: int = 3) -> dict[int, list[int]]:
+        tokens: dict[int, list[int]] = {}
+        for number in range(first, first + count):
+            self.stepper.scheduler.add(make_request(number, [5, 6, number], logprobs=1), 0.0)
+        while (output := self.stepper.begin()) is not None:
+            for event in self.stepper.finish(output):
+                tokens.setdefault(event.request_id, []).extend(event.token_ids)
+        return tokens
+
+
+def test_every_step_and_answer_is_in_the_file(tmp_path: Path) -> None:
+    scene = Scene(tmp_path / "r")
+    told = scene.serve()
+    scene.group.ping()
+    scene.group.close()
+    assert scene.fake.is_closed and scene.fake.num_pings == 1
+    recording = Recording(str(tmp_path / "r"))
+    records = list(recording.records())
+    assert len(records) == 2 * scene.fake.num_steps > 0
+    assert recording.end == "the server stopped in order" and recording.torn is None
+    replayed = []
+    fresh = FakeGroup(make_config(), scene.fake.info)  # it computes from what it is told, and checks every step
+    for step, answer in zip(records[::2], records[1::2], strict=True):
+        fresh.submit(unpack_step(step.content))
+        expected, got = unpack_output(answer.content), fresh.collect()
+        assert (expected.token_ids == got.token_ids).all() and (expected.logprobs == got.logprobs).all()
+        replayed += expected.token_ids.tolist()
+    assert sorted(replayed) == sorted(token for tokens in told.values() for token in tokens)
+
+
+def test_the_step_that_kills_a_rank_is_in_the_file(tmp_path: Path) -> None:
+    scene = Scene(tmp_path / "r", faults=Faults(die_at_step=2))
+    with pytest.raises(WorkerError):
+        scene.serve()
+    records = list(Recording(str(tmp_path / "r")).records())  # nothing was closed: as after kill -9
+    assert [record.kind for record in records] == [STEP, ANSWER, STEP]
+    assert unpack_step(records[-1].content).step_id == 2
+
+
+def test_at_its_limit_recording_stops_and_serving_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    unlimited = Scene(tmp_path / "all")
+    everything = unlimited.serve(count=20)
+    unlimited.group.close()
+    size = (tmp_path / "all").stat().st_size
+    scene = Scene(tmp_path / "r", limit=size // 2)
+    assert scene.serve(count=20) == everything
+    scene.group.close()
+    assert (tmp_path / "r").stat().st_size <= size // 2 + 100  # the closing word comes on top
+    recording = Recording(str(tmp_path / "r"))
+    assert 0 < len(list(recording.records())) < 2 * scene.fake.num_steps
+    assert recording.end is not None and "limit" in recording.end
+    assert [line for line in caplog.messages if "recording_stopped" in line and "limit" in line]
+
+
+def test_a_full_disk_stops_the_recording_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = Scene(tmp_path / "r")
+    first = scene.serve(1)
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "writev", full)
+    assert scene.serve(10) and first
+    scene.group.close()
+    assert sum("No space left" in line for line in caplog.messages) == 1
+    monkeypatch.undo()
+    assert list(Recording(str(tmp_path / "r")).records())
+
+
+def test_a_write_that_took_a_part_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.writev
+    monkeypatch.setattr(os, "writev", lambda fd, parts: real(fd, [b"".join(parts)[:7]]))
+    monkeypatch.setattr(os, "write", lambda fd, rest, write=os.write: write(fd, bytes(rest)[:5]))
+    write(tmp_path / "r", [b"a long enough step", b"its answer"])
+    assert len(list(Recording(str(tmp_path / "r")).records())) == 2
+
+
+def test_a_start_that_fails_leaves_no_file(tmp_path: Path) -> None:
+    writer = RecordingWriter(str(tmp_path / "r"))
+    writer.discard()
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_step_packs_to_the_same_bytes_again(tmp_path: Path) -> None:
+    scene = Scene(tmp_path / "r")
+    scene.serve(count=2)
+    scene.group.close()
+    content = next(Recording(str(tmp_path / "r")).records()).content
+    again = memoryview(bytearray(len(content)))
+    assert pack_step(unpack_step(content), again) == len(content)
+    assert unpack_step(again).token_ids.tolist() == unpack_step(content).token_ids.tolist()

@@ -1,0 +1,126 @@
+"""What templates are given: calls, names, ids and thoughts; messages that go on; prompts that end inside thoughts."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import tokenizers
+
+from engine.errors import RequestError
+from server.chat_prompt import render_prompt
+from server.chat_schemas import ChatRequest
+from server.tokenizer import Tokenizer
+from tests.unit.server import chat_templates as templates
+
+DEMO = Path(__file__).resolve().parents[3] / "models" / "oarlock-demo"
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": True}}
+TURNS = [
+    {"role": "user", "content": "a"},
+    {
+        "role": "assistant",
+        "content": None,
+        "reasoning": "hm",
+        "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"x": [1]}'}}],
+    },
+    {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "b"}]},
+]
+DUMP = "{% for m in messages %}{{ m | tojson }}\n{% endfor %}tools={{ tools | tojson }}{# <tool_call> #}"
+
+
+def _prompt(source, messages, **fields):
+    backend = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    loaded = Tokenizer(backend, {"chat_template": source, "bos_token": "<s>", "eos_token": "<|im_end|>"})
+    try:
+        request = ChatRequest.model_validate({"messages": messages, **fields})
+        prompt = asyncio.run(render_prompt(loaded, request))
+        return loaded.backend.decode(list(prompt.ids), skip_special_tokens=False), prompt
+    finally:
+        loaded.close()
+
+
+def test_calls_are_told_as_templates_expect_them():
+    text, _ = _prompt(DUMP, TURNS, tools=[TOOL])
+    lines = text.split("\n")
+    assert '"tool_calls": [{"id": "call_1", "type": "function", "function": ' in lines[1]
+    assert '{"name": "f", "arguments": {"x": [1]}}' in lines[1]
+    assert lines[1].startswith('{"role": "assistant", "content": "", "reasoning_content": "hm"')
+    assert lines[2] == '{"role": "tool", "content": "b", "name": "f", "tool_call_id": "call_1"}'
+    assert lines[3] == 'tools=[{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]'
+    assert "tool_calls" not in lines[0]
+
+
+def test_no_tools_and_tools_that_must_not_be_called_are_not_shown():
+    assert _prompt(DUMP, TURNS[:1])[0].endswith("tools=null")
+    assert _prompt(DUMP, TURNS[:1], tools=[])[0].endswith("tools=null")
+    assert _prompt(DUMP, TURNS[:1], tools=[TOOL], tool_choice="none")[0].endswith("tools=null")
+
+
+def test_broken_arguments_stay_what_they_are():
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": '}}
+    text, _ = _prompt(DUMP, [TURNS[0], {"role": "assistant", "content": "t", "tool_calls": [call]}])
+    assert '"arguments": "{\\"x\\": "' in text
+
+
+def test_the_developer_is_the_system_where_there_is_no_developer():
+    messages = [{"role": "developer", "content": "d"}, TURNS[0]]
+    assert _prompt(DUMP, messages)[0].startswith('{"role": "system"')
+    assert _prompt(DUMP + "{# developer #}", messages)[0].startswith('{"role": "developer"')
+
+
+@pytest.mark.parametrize("source", [templates.QWEN, templates.MISTRAL, templates.LLAMA, templates.PLAIN])
+def test_a_conversation_with_calls_fits_every_template(source):
+    text, prompt = _prompt(source, TURNS, tools=[TOOL])
+    assert '"f"' in text
+    assert "[1]" in text
+    assert prompt.tools is not None
+
+
+def test_a_template_without_tools_gets_them_as_words():
+    text, prompt = _prompt(templates.PLAIN, [{"role": "system", "content": "s"}, *TURNS], tools=[TOOL])
+    assert prompt.tools is not None
+    assert prompt.tools.form.name == "generic"
+    assert text.startswith(
+        '<|im_start|>system\ns\n\nYou can call these functions; each line describes one as JSON:\n{"'
+    )
+    assert '<tool_call>\n{"name": "f", "arguments": {"x": [1]}}\n</tool_call><|im_end|>' in text
+    assert "<|im_start|>user\n<tool_response>\nb\n</tool_response><|im_end|>" in text
+
+
+@pytest.mark.parametrize("last", ["Sure: ", "e", "<|im_end|", "Sure"])
+def test_the_answer_goes_on_with_the_last_message(last):
+    messages = [TURNS[0], {"role": "assistant", "content": last}]
+    text, _ = _prompt(templates.PLAIN, messages, continue_final_message=True)
+    assert text == f"<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n{last}"
+    whole, _ = _prompt(templates.PLAIN, messages, add_generation_prompt=False)
+    assert whole == text + "<|im_end|>\n"
+
+
+def test_a_template_that_hides_the_last_message_cannot_continue_it():
+    with pytest.raises(RequestError, match="cannot be continued") as caught:
+        _prompt("{{ messages | length }}", TURNS[:1], continue_final_message=True)
+    assert caught.value.param == "continue_final_message"
+
+
+@pytest.mark.parametrize(
+    ("source", "fields", "expected"),
+    [
+        (templates.PLAIN, {}, (False, False)),
+        (templates.QWEN, {}, (True, False)),
+        (templates.QWEN, {"chat_template_kwargs": {"enable_thinking": False}}, (False, False)),
+        (templates.THINKING, {}, (False, True)),
+        (templates.QWEN, {"continue_final_message": True}, (False, True)),
+    ],
+)
+def test_whether_the_model_thinks(source, fields, expected):
+    last = [{"role": "assistant", "content": "<think>\nwell"}] if fields.get("continue_final_message") else []
+    _, prompt = _prompt(source, [TURNS[0], *last], **fields)
+    assert (prompt.may_think, prompt.is_thinking) == expected
+
+
+def test_reasoning_effort_is_for_templates_that_read_it():
+    assert _prompt("{{ reasoning_effort }}", TURNS[:1], reasoning_effort="low")[0] == "low"
+    with pytest.raises(RequestError, match="means nothing") as caught:
+        _prompt(DUMP, TURNS[:1], reasoning_effort="low")
+    assert caught.value.param == "reasoning_effort"

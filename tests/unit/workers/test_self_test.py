@@ -1,0 +1,127 @@
+"""The start-up self-test finds a kernel whose rows depend on their company, and passes those that keep the promise."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.golden.tiny_models import make_tiny
+from workers.attention.base import AttentionSpec, LayerKV
+from workers.config import WorkerConfig, WorkerInfo
+from workers.parallel import TensorParallel
+from workers.preflight import preflight
+from workers.process_group import joint_info
+from workers.runner import Runner
+from workers.self_test import Verdict, batch_invariance, one_of_each_kind
+
+
+@pytest.fixture(scope="module", params=["qwen2", "mistral"])
+def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    path = make_tiny(tmp_path_factory.mktemp("model"), request.param, head_dim=16)
+    yield loaded(path, dtype="bfloat16")
+
+
+def loaded(path: Path, **changes: Any) -> Runner:
+    base = WorkerConfig(str(path), device="cpu", max_model_len=128, kv_cache_bytes=1 << 20, num_threads=1)
+    runner = Runner(preflight(base.with_(**changes)), TensorParallel.solo())
+    runner.load(lambda share: None)
+    runner.allocate(runner.num_blocks_that_fit())
+    return runner
+
+
+@torch.inference_mode()
+def verdict_of(runner: Runner) -> Verdict:
+    return batch_invariance(
+        runner.model,
+        runner.kv,
+        runner.backend,
+        num_blocks=runner.num_blocks,
+        block_size=runner.config.block_size,
+        max_len=128,
+        min_rows=runner.min_rows,
+    )
+
+
+def test_sixteen_bits_keep_the_promise(runner: Runner) -> None:
+    assert runner.invariance.batch_invariant, runner.invariance.reason
+    info = runner.info()
+    assert info.batch_invariant and "same bits" in info.batch_invariant_reason
+
+
+@pytest.mark.parametrize("name", ["qkv", "output", "gate_up", "down"])
+@pytest.mark.parametrize(
+    ("is_odd", "said"),
+    [
+        (lambda rows: rows > 70, "a prompt beside others"),
+        (lambda rows: rows == 17, "a prompt in chunks"),
+        (lambda rows: rows <= 2, "tokens decoded alone"),
+        (lambda rows: rows == 32, "a token decoded among 31 others"),
+    ],
+)
+def test_a_product_that_rounds_by_its_rows_is_found(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, name: str, is_odd: Callable[[int], bool], said: str
+) -> None:
+    """The planted fault: for some numbers of rows, the last bits are others."""
+    block = runner.model.blocks[0]
+    layer = getattr(block.attention if name in ("qkv", "output") else block.mlp, name)
+    real = layer.product
+    monkeypatch.setattr(layer, "product", lambda x, *rest: real(x, *rest) * (1.004 if is_odd(len(x)) else 1))
+    verdict = verdict_of(runner)
+    assert not verdict.batch_invariant
+    assert verdict.reason.startswith(said) and "bfloat16" in verdict.reason
+
+
+def test_attention_that_differs_when_decoding_is_found(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = runner.backend.attend
+
+    def attend(q: Tensor, kv: LayerKV, plan: Any, layer: AttentionSpec) -> Tensor:
+        return real(q, kv, plan, layer) * (1.01 if len(q) <= 2 else 1)
+
+    monkeypatch.setattr(runner.backend, "attend", attend)
+    verdict = verdict_of(runner)
+    assert not verdict.batch_invariant and "decoded alone" in verdict.reason
+
+
+def test_logits_that_depend_on_the_rows_are_found(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = runner.model.head.product
+    monkeypatch.setattr(runner.model.head, "product", lambda x: real(x) * (1.01 if len(x) > 2 else 1))
+    verdict = verdict_of(runner)
+    assert not verdict.batch_invariant and "logits" in verdict.reason
+
+
+def test_reference_attention_promises_nothing(tmp_path: Path) -> None:
+    runner = loaded(make_tiny(tmp_path, "qwen2"), attention_backend="reference")
+    assert not runner.invariance.batch_invariant and "reference" in runner.invariance.reason
+
+
+@pytest.mark.parametrize(("max_len", "num_blocks"), [(2, 3), (33, 4), (128, 2)])
+def test_small_pools_and_short_contexts_are_tested_too(runner: Runner, max_len: int, num_blocks: int) -> None:
+    with torch.inference_mode():
+        verdict = batch_invariance(
+            runner.model,
+            runner.kv,
+            runner.backend,
+            num_blocks=num_blocks,
+            block_size=runner.config.block_size,
+            max_len=max_len,
+            min_rows=runner.min_rows,
+        )
+    assert verdict.batch_invariant, verdict.reason
+
+
+def test_each_kind_of_layer_is_tried(tmp_path: Path) -> None:
+    path = make_tiny(tmp_path, "qwen2", use_sliding_window=True, sliding_window=24, max_window_layers=1)
+    runner = loaded(path, dtype="bfloat16")
+    kinds = {runner.spec.windows[layer] for layer in one_of_each_kind(runner.model)}
+    assert kinds == set(runner.spec.windows) and len(kinds) == 2
+
+
+def test_a_group_promises_what_every_rank_can(runner: Runner) -> None:
+    good = runner.info()
+    assert joint_info({0: good, 1: good}) == good
+    bad = WorkerInfo.from_json(good.to_json().replace('"batch_invariant": true', '"batch_invariant": false'))
+    joined = joint_info({1: bad, 0: good})
+    assert not joined.batch_invariant and joined.batch_invariant_reason.startswith("rank 1: ")

@@ -1,0 +1,166 @@
+"""A planted fault is named: the layer, the projection, the rank. Each fault is one that a real server could have."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.golden.tiny_models import make_tiny
+from tests.unit.workers.verify_cases import PROMPTS, Bench, altered, reconfigured
+from workers.parallel import TensorParallel
+
+SIZE = 2
+
+
+@pytest.fixture(scope="module")
+def benches(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bench]:
+    """By name; each model is made, and its reference run, when it is first asked for."""
+    made: dict[str, Bench] = {}
+    special = {
+        "qwen2": ("qwen2", {}),
+        "qwen3": ("qwen3", {"tie_word_embeddings": True}),
+        "llama": ("llama", {"attention_bias": True, "hidden_act": "gelu_pytorch_tanh"}),
+        "mistral": ("mistral", {"sliding_window": 12}),
+    }
+
+    def bench(name: str) -> Bench:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            family, overrides = special[name]
+            made[name] = Bench(make_tiny(folder, family, seed=5, **overrides), folder / "verify")
+        return made[name]
+
+    return bench
+
+
+def rows(start: int, stop: int, factor: float = 0.5) -> Callable[[Tensor], Tensor]:
+    """Damage to some rows only."""
+
+    def change(weight: Tensor) -> Tensor:
+        weight[start:stop] *= factor
+        return weight
+
+    return change
+
+
+def columns(start: int, stop: int) -> Callable[[Tensor], Tensor]:
+    def change(weight: Tensor) -> Tensor:
+        weight[:, start:stop] *= 0.5
+        return weight
+
+    return change
+
+
+def swapped(size: int) -> Callable[[Tensor], Tensor]:
+    """The first two heads of `size` rows change places."""
+    return lambda weight: torch.cat((weight[size : 2 * size], weight[:size], weight[2 * size :]))
+
+
+# Tiny models: 8 heads of 8 (Qwen3: of 24) over 4 KV heads, hidden 64, intermediate 96, vocabulary 320. Rank 1 of 2
+# begins at row 32 of q, 16 of k and v, 48 of gate and up, column 32 of o_proj, 48 of down_proj, id 160.
+L1 = "model.layers.1"
+WEIGHTS = [
+    ("qwen2", f"{L1}.self_attn.q_proj.weight", rows(32, 64), f"{L1}.self_attn.q_proj.weight: the rows of rank 1"),
+    ("qwen2", f"{L1}.self_attn.k_proj.weight", rows(16, 32), f"{L1}.self_attn.k_proj.weight: the rows of rank 1"),
+    ("qwen2", f"{L1}.self_attn.v_proj.weight", rows(0, 16), f"{L1}.self_attn.v_proj.weight: the rows of rank 0"),
+    ("qwen2", f"{L1}.self_attn.v_proj.weight", rows(0, 32), f"{L1}.self_attn.v_proj.weight: the rows of ranks 0, 1"),
+    ("qwen2", f"{L1}.self_attn.q_proj.bias", rows(32, 64, 0.0), f"{L1}.self_attn.q_proj.bias: the rows of rank 1"),
+    ("qwen2", f"{L1}.self_attn.k_proj.bias", rows(0, 32, 2.0), f"{L1}.self_attn.k_proj.bias: the rows of ranks 0, 1"),
+    ("mistral", f"{L1}.self_attn.k_proj.weight", swapped(8), "its head 0 holds the numbers of head 1"),
+    ("qwen2", f"{L1}.self_attn.o_proj.weight", columns(32, 64), f"{L1}.self_attn.o_proj.weight: the columns of rank 1"),
+    ("llama", f"{L1}.self_attn.o_proj.bias", rows(0, 64, 2.0), f"{L1}.self_attn.o_proj.bias"),
+    ("qwen2", f"{L1}.mlp.gate_proj.weight", rows(48, 96), f"{L1}.mlp.gate_proj.weight: the rows of rank 1"),
+    ("qwen2", f"{L1}.mlp.up_proj.weight", rows(48, 96), f"{L1}.mlp.up_proj.weight: the rows of rank 1"),
+    ("llama", f"{L1}.mlp.gate_proj.weight", rows(0, 48), f"{L1}.mlp.gate_proj.weight: the rows of rank 0"),
+    ("llama", f"{L1}.mlp.up_proj.weight", rows(0, 48), f"{L1}.mlp.up_proj.weight: the rows of rank 0"),
+    ("qwen2", f"{L1}.mlp.down_proj.weight", columns(0, 48), f"{L1}.mlp.down_proj.weight: the columns of rank 0"),
+    ("qwen2", f"{L1}.input_layernorm.weight", rows(0, 8), f"{L1}.input_layernorm"),
+    ("qwen2", f"{L1}.post_attention_layernorm.weight", rows(0, 8), f"{L1}.post_attention_layernorm"),
+    ("qwen2", "model.norm.weight", rows(0, 8), "model.norm.weight"),
+    ("qwen2", "lm_head.weight", rows(160, 320), "lm_head.weight: the rows of rank 1"),
+    ("qwen2", "model.embed_tokens.weight", rows(160, 320), "model.embed_tokens.weight: the rows of rank 1"),
+    ("qwen3", f"{L1}.self_attn.k_norm.weight", rows(0, 24), f"{L1}.self_attn.k_norm"),
+]
+
+
+@pytest.mark.parametrize(("name", "tensor", "change", "cause"), WEIGHTS, ids=[f"{w[0]}-{w[3]}" for w in WEIGHTS])
+def test_a_damaged_tensor_is_named(benches, tmp_path: Path, name: str, tensor: str, change, cause: str) -> None:
+    bench = benches(name)
+    comparison, causes = bench.run(SIZE, altered(bench.model, tmp_path / "copy", tensor, change))
+    assert not comparison.ok
+    assert len(causes) == 1
+    assert cause in causes[0]
+
+
+def test_a_single_small_entry_is_enough(benches, tmp_path: Path) -> None:
+    """One of 4096 numbers, wrong by a tenth of the weights' own spread."""
+    bench = benches("qwen2")
+
+    def change(weight: Tensor) -> Tensor:
+        weight[40, 3] += 0.008
+        return weight
+
+    copy = altered(bench.model, tmp_path / "copy", "model.layers.2.self_attn.q_proj.weight", change)
+    comparison, causes = bench.run(SIZE, copy)
+    assert causes == ["model.layers.2.self_attn.q_proj.weight: the rows of rank 1"]
+    assert comparison.first_fault is not None and comparison.first_fault.name == "2.q"
+
+
+def test_the_shard_of_another_rank_is_recognised(benches, tmp_path: Path) -> None:
+    bench = benches("qwen2")
+    copy = altered(bench.model, tmp_path / "copy", "lm_head.weight", lambda w: torch.cat((w[:160], w[:160])))
+    assert bench.run(SIZE, copy)[1] == ["lm_head.weight: the rows of rank 1 (rank 1 holds the shard of rank 0)"]
+
+
+def test_a_tied_head_is_called_so(benches, tmp_path: Path) -> None:
+    bench = benches("qwen3")
+    damaged = altered(bench.model, tmp_path / "copy", "model.embed_tokens.weight", rows(310, 311))
+    causes = bench.run(SIZE, damaged)[1]  # id 310 is in no prompt, so only the head sees it
+    assert causes == ["model.embed_tokens.weight (tied head): the rows of rank 1"]
+
+
+def test_a_wrong_rotation_is_told_from_a_wrong_projection(benches, tmp_path: Path) -> None:
+    bench = benches("qwen3")
+    rope = json.loads((bench.model / "config.json").read_text())["rope_parameters"]
+    copy = reconfigured(bench.model, tmp_path / "copy", rope_parameters=rope | {"rope_theta": 1000.0})
+    causes = bench.run(SIZE, copy)[1]
+    right_at_0 = "(position 0, which is not turned, is right)"
+    assert causes == [f"rotary embedding of {x} in layer 0 on ranks 0, 1 {right_at_0}" for x in "qk"]
+
+
+def test_a_wrong_window_is_named(benches, tmp_path: Path) -> None:
+    bench = benches("mistral")
+    copy = reconfigured(bench.model, tmp_path / "copy", sliding_window=400)
+    assert "attention of layer 0 on ranks 0, 1: the sliding window of 12 tokens" in bench.run(SIZE, copy)[1][0]
+
+
+def test_a_sum_that_forgets_a_rank_is_found_by_comparing_ranks(benches) -> None:
+    """Rank 1 keeps its own share in place of the sum, once."""
+    bench = benches("qwen2")
+
+    def plant(tp: TensorParallel) -> None:
+        all_reduce, prefill = tp.all_reduce, []
+
+        def forgetful(x: Tensor) -> Tensor:
+            own, total = x.clone(), all_reduce(x)
+            if len(x) == sum(map(len, PROMPTS)):
+                prefill.append(x)
+            return own if tp.rank == 1 and len(prefill) == 2 else total  # the embedding's sum, then layer 0's o_proj
+
+        tp.all_reduce = forgetful  # ty: ignore[invalid-assignment]
+
+    comparison, causes = bench.run(SIZE, plant=plant)
+    fault = comparison.first_fault
+    assert fault is not None and fault.name == "0.o_proj" and not fault.ranks_agree
+    assert causes == ["the sum over ranks (all-reduce) after model.layers.0.self_attn.o_proj"]
+
+
+def test_nothing_is_found_where_nothing_is_wrong(benches) -> None:
+    for name in ("qwen2", "qwen3", "llama", "mistral"):
+        for size in (1, 2, 8):
+            comparison, causes = benches(name).run(size)
+            assert comparison.ok, (name, size, comparison.first_fault)
+            assert causes == []

@@ -1,0 +1,73 @@
+"""Whatever cannot be verified is refused before a weight is read: one line of cause, one of fix, exit code 3."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.golden.tiny_models import make_tiny
+from workers.verify import __main__ as command
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("tiny"), "qwen2")
+
+
+@pytest.fixture(scope="module")
+def spoken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a tokenizer."""
+    return make_tiny(tmp_path_factory.mktemp("spoken"), "qwen2", tokenizer=True, max_position_embeddings=64)
+
+
+def unknown_family(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
+
+
+MISTAKES = {
+    "no directory": (["{folder}/nowhere"], "nowhere does not exist"),
+    "no config": (["{folder}"], "has no config.json"),
+    "family": (["{folder}/mamba"], "architecture 'MambaForCausalLM' is not supported"),
+    "no weights": (["{folder}/empty-model"], "empty-model"),
+    "size that does not divide": (["{model}", "--tensor-parallel-size=3"], "tensor_parallel_size 3 does not fit"),
+    "no rank": (["{model}", "--tensor-parallel-size=0"], "tensor_parallel_size is 0"),
+    "dtype": (["{model}", "--dtype=int4"], "dtype is 'int4'"),
+    "device": (["{model}", "--device=tpu"], "device is 'tpu'"),
+    "no prompts file": (["{model}", "--prompts={folder}/nothing"], "nothing does not exist"),
+    "a directory of prompts": (["{model}", "--prompts={folder}"], "cannot be read"),
+    "prompts not text": (["{model}", "--prompts={folder}/binary"], "is not UTF-8 text (byte 0)"),
+    "empty prompts": (["{model}", "--prompts={folder}/empty"], "holds no prompt"),
+    "prompts without tokenizer": (["{model}", "--prompts={folder}/good"], "has no tokenizer"),
+    "prompt too long": (["{spoken}", "--prompts={folder}/long"], "prompt 2 has 200 tokens; the model has room for 52"),
+    "too many prompts": (["{spoken}", "--prompts={folder}/many"], "the limit is 512"),
+    "output in no directory": (["{model}", "--output={folder}/no/report.json"], "--output: the directory"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_gets_two_lines(tmp_path: Path, tiny: Path, spoken: Path, name: str, capsys) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00hello")
+    (tmp_path / "empty").write_text("\n\n")
+    (tmp_path / "good").write_text("hello\n")
+    (tmp_path / "long").write_text("short\n" + "x" * 200 + "\n")
+    (tmp_path / "many").write_text(("x" * 40 + "\n") * 20)
+    unknown_family(Path(shutil.copytree(tiny, tmp_path / "mamba")))
+    shutil.copytree(tiny, tmp_path / "empty-model", ignore=shutil.ignore_patterns("*.safetensors"))
+    words, cause = MISTAKES[name]
+    code = command.main([word.format(folder=tmp_path, model=tiny, spoken=spoken) for word in words])
+    out, error = capsys.readouterr()
+    lines = error.splitlines()
+    assert (code, out, len(lines)) == (3, "", 2), error
+    assert lines[0].startswith("error: ") and cause in lines[0]
+    assert lines[1].startswith("fix: ")
+
+
+def test_without_a_tokenizer_token_ids_are_drawn_and_always_the_same(tiny: Path) -> None:
+    arguments = command._parser().parse_args([str(tiny)])
+    config, prompts = command.checked(arguments)
+    assert prompts == command.checked(arguments)[1]
+    assert [len(prompt) for prompt in prompts] == [19, 11, 5]
+    assert config.max_model_len == 19 + command.NEW_TOKENS
+    assert all(0 <= token < 320 for prompt in prompts for token in prompt)

@@ -1,0 +1,165 @@
+"""What counts as rounding and what as a fault, which rank holds what, and what the report says of it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.golden.tiny_models import make_tiny
+from tests.unit.workers.verify_cases import PROMPTS, Bench
+from workers.preflight import read_spec
+from workers.verify import __main__ as command
+from workers.verify.compare import Comparison, RankError, Row, TokenRow, compare_tokens, same_bits
+from workers.verify.names import part_of, tensor_names
+from workers.verify.report import Report, shown, table
+from workers.verify.request import Text
+from workers.verify.steps import blocks_needed, steps_of
+
+
+def row(
+    tensor: str,
+    ratio: float,
+    rms: float,
+    layer: int | None = 1,
+    agree: bool = True,
+    head: float = 0.5,
+    limit: float = 5.0,
+) -> Row:
+    sound, judged = RankError(0, 1e-6, 1e-6, 0.5, 0.5), RankError(1, 1e-6, 1e-6, ratio, rms, head, limit)
+    return Row(layer, tensor, (sound, judged), agree)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "rms", "head", "limit", "verdict"),
+    [
+        (1.0, 1.0, 1.0, 5.0, "ok"),
+        (5.0, 2.0, 3.0, 5.0, "ok"),
+        (5.1, 1.0, 1.0, 5.0, "differs"),
+        (1.0, 2.1, 1.0, 5.0, "differs"),
+        (1.0, 1.0, 3.1, 5.0, "differs"),
+        (2.1, 1.0, 1.0, 2.0, "differs"),
+        (float("inf"), 1.0, 1.0, 5.0, "differs"),
+    ],
+)
+def test_a_verdict_depends_on_every_error(ratio: float, rms: float, head: float, limit: float, verdict: str) -> None:
+    judged = row("q", ratio, rms, head=head, limit=limit)
+    assert judged.verdict == verdict
+    assert judged.wrong_ranks == (() if verdict == "ok" else (1,))
+
+
+def test_ranks_that_disagree_are_a_fault_even_within_the_bound() -> None:
+    judged = row("o_proj", 1.0, 1.0, agree=False)
+    assert judged.verdict == "ranks disagree"
+    assert Comparison([row("q", 1, 1), judged]).first_fault is judged
+
+
+def test_bits_are_compared_and_not_values() -> None:
+    nan = torch.tensor([float("nan")])
+    assert same_bits(nan, nan.clone())
+    assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+
+
+def test_the_table_shows_the_worst_of_a_layer_and_all_of_a_faulty_one() -> None:
+    sound = [row("q", 1.0, 0.5, 0), row("k", 1.5, 0.5, 0), row("v", 1.2, 0.5, 0)]
+    faulty = [row("q", 1.0, 0.5), row("k", 90.0, 80.0), row("v", 1.2, 0.5)]
+    rows = shown(Comparison([row("embedding", 0, 0, None), *sound, *faulty, row("logits", 99, 99, None)]))
+    assert [one.name for one in rows] == ["embedding", "0.k", "1.q", "1.k", "1.v", "logits"]
+    assert table(rows)[4].split() == ["1", "k", "1", "1.00e-06", "90.00", "80.00", "differs"]
+
+
+def test_parts_of_ranks_cover_every_tensor_and_replicate_kv_heads(tmp_path: Path) -> None:
+    spec = read_spec(str(make_tiny(tmp_path, "qwen2", vocab_size=303)))  # 8 heads of 8, 4 KV heads
+    assert [part_of("k", spec, rank, 8).start for rank in range(8)] == [0, 0, 8, 8, 16, 16, 24, 24]
+    for tensor, width in (("q", 64), ("attention", 64), ("gate_up", 96), ("logits", 303)):
+        parts = [part_of(tensor, spec, rank, 4) for rank in range(4)]
+        assert [part.start for part in parts[1:]] == [part.stop for part in parts[:-1]]
+        assert (parts[0].start, parts[-1].stop) == (0, width)
+    assert len(tensor_names(3)) == 3 * 13 + 3
+
+
+def test_known_text_is_fed_as_prompts_and_then_token_by_token() -> None:
+    text = Text([[1, 2, 3], [4]], [[5, 6, 7], [8, 9]])
+    steps = list(steps_of(text, block_size=2))
+    assert [step.token_ids.tolist() for step, _ in steps] == [[1, 2, 3, 4], [5, 8], [6]]
+    assert [rows for _, rows in steps][1:] == [[(0, 3), (1, 1)], [(0, 4)]]
+    assert steps[1][0].seq_lens.tolist() == [4, 2]
+    slots = [slot for step, _ in steps for slot in step.slot_mapping.tolist()]
+    assert len(set(slots)) == len(slots) and min(slots) >= 2 and max(slots) < 2 * blocks_needed(text, 2)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    folder = tmp_path_factory.mktemp("model")
+    return Bench(make_tiny(folder, "llama", seed=2, dtype=torch.bfloat16), folder / "verify", "bfloat16")
+
+
+def test_a_near_tie_is_no_fault_and_any_other_token_is(bench: Bench) -> None:
+    bench.run(1)
+    text = Text.read(bench.folder)
+    logits = bench_logits(bench)
+    at = len(PROMPTS[0]) - 1
+    order = logits[at].argsort(descending=True).tolist()
+    assert text.outputs[0][0] == order[0]
+    answers = [list(output) for output in text.outputs]
+    saved = (bench.folder / "truth-ends.safetensors").read_bytes()
+    answers[0][0] = order[-1]
+    (bench.folder / "tokens.json").write_text(json.dumps(answers))
+    found = list(compare_tokens(bench.folder, "bfloat16"))
+    assert [token.verdict for token in found] == ["differs", "ok", "ok"]
+    assert found[0].first_difference == 0 and found[0].gap > found[0].allowed > 0
+    make_tie(bench, at, order[0], order[-1])
+    found = list(compare_tokens(bench.folder, "bfloat16"))
+    assert [(token.verdict, token.near_ties) for token in found] == [("ok", 1), ("ok", 0), ("ok", 0)]
+    (bench.folder / "truth-ends.safetensors").write_bytes(saved)
+
+
+def bench_logits(bench: Bench) -> torch.Tensor:
+    from safetensors.torch import load_file
+
+    return load_file(bench.folder / "truth-ends.safetensors")["logits"]
+
+
+def make_tie(bench: Bench, at: int, one: int, other: int) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = bench.folder / "truth-ends.safetensors"
+    tensors = load_file(path)
+    tensors["logits"][at, other] = tensors["logits"][at, one] - 1e-6
+    save_file(tensors, path)
+
+
+def test_a_report_is_complete_json_and_a_table(bench: Bench) -> None:
+    comparison, causes = bench.run(2)
+    report = Report("tiny", "LlamaForCausalLM", "bfloat16", 2, 24, comparison, causes, {"torch": "2"}, 1.0)
+    data = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert data["ok"] is True and data["first_fault"] is None
+    assert [entry["tensor"] for entry in data["tensors"]][:2] == ["embedding", "input_norm"]
+    assert len(data["tensors"]) == len(tensor_names(3))
+    assert data["tensors"][2]["ranks"][1]["rank"] == 1
+    lines = report.to_text().splitlines()
+    assert lines[-1] == "verdict: ok"
+    assert any(line.startswith("ranks: the same bits in all") for line in lines)
+
+
+def test_a_report_of_a_fault_names_it() -> None:
+    comparison = Comparison(
+        [row("embedding", 0, 0, None), row("k", float("inf"), 80.0)], [TokenRow(0, 6, 1, 2, 3.0, 0.1)]
+    )
+    report = Report("tiny", "LlamaForCausalLM", "float32", 2, 24, comparison, ["k_proj"], {}, 1.0)
+    text = report.to_text()
+    assert "first difference: layer 1, k" in text and "likely cause: k_proj" in text and "verdict: differs" in text
+    assert "prompt 1 differs at token 2, by a logit gap of 3 where rounding explains 0.1" in text
+    data = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert data["first_fault"] == {"layer": 1, "tensor": "k", "verdict": "differs", "ranks": [1]}
+    assert data["tensors"][1]["ranks"][1]["largest_ratio"] is None
+
+
+@pytest.mark.parametrize(("ratio", "code"), [(1.0, 0), (9.0, 1)])
+def test_the_exit_code_is_the_verdict(ratio: float, code: int, tmp_path: Path, monkeypatch, capsys) -> None:
+    report = Report("tiny", "X", "float32", 2, 24, Comparison([row("q", ratio, 1.0)]), [], {}, 1.0)
+    monkeypatch.setattr(command, "verify", lambda arguments: report)
+    out = tmp_path / "report.json"
+    assert command.main(["model", f"--output={out}"]) == code
+    assert json.loads(out.read_text())["ok"] is (code == 0)
+    assert capsys.readouterr().out.splitlines()[-1] == f"verdict: {'differs' if code else 'ok'}"

@@ -1,0 +1,95 @@
+"""A verification in one process: transformers' side recorded once, our ranks as threads, faults planted in a copy.
+
+Knows tiny checkpoints. The files it leaves are those of `oarlock verify`.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.golden.paged_run import on_ranks
+from workers.config import WorkerConfig
+from workers.parallel import TensorParallel
+from workers.preflight import preflight, read_spec
+from workers.verify.causes import Scene, explain
+from workers.verify.compare import Comparison, compare
+from workers.verify.rank import run_rank
+from workers.verify.reference import record_reference
+from workers.verify.request import Request
+
+PROMPTS = [[7, 3, 250, 41, 9, 9, 112, 300, 5, 77, 18, 260, 33, 4, 201, 90, 64, 2, 150], [11, 290, 6, 31], [299]]
+
+
+class Bench:
+    """One model's reference, against which any number of variants of the same model can be run."""
+
+    def __init__(
+        self,
+        model: Path,
+        folder: Path,
+        dtype: str = "float32",
+        new_tokens: int = 6,
+        prompts: list[list[int]] = PROMPTS,
+        max_model_len: int = 64,
+    ) -> None:
+        self.model = model
+        self.folder = folder
+        self.dtype = dtype
+        self.max_model_len = max_model_len
+        folder.mkdir()
+        request = Request(str(model), dtype, "cpu", prompts, new_tokens, num_threads=1)
+        request.write(folder)
+        record_reference(request, folder, lambda line: None)
+
+    def run(self, size: int, model: Path | None = None, plant: Callable[[TensorParallel], None] | None = None):
+        """Our side on `size` ranks, from `model` if it is another; `plant` meets every rank's group first."""
+        config = preflight(
+            WorkerConfig(
+                str(model or self.model),
+                device="cpu",
+                dtype=self.dtype,
+                tensor_parallel_size=size,
+                max_model_len=self.max_model_len,
+                max_num_seqs=8,
+                max_num_batched_tokens=128,
+                block_size=8,
+                num_threads=1,
+                kv_cache_bytes=1 << 22,
+            )
+        )
+
+        def work(tp: TensorParallel) -> Tensor:
+            if plant is not None:
+                plant(tp)
+            run_rank(config, tp, self.folder, lambda line: None)
+            return torch.zeros(1)
+
+        on_ranks(size, work)
+        return self.compared(size)
+
+    def compared(self, size: int) -> tuple[Comparison, list[str]]:
+        spec = read_spec(str(self.model))
+        comparison = compare(self.folder, spec, size, self.dtype)
+        return comparison, explain(comparison, Scene(self.folder, self.model, spec, size))
+
+
+def altered(model: Path, into: Path, name: str, change: Callable[[Tensor], Tensor]) -> Path:
+    """A copy of a checkpoint with one tensor changed."""
+    shutil.copytree(model, into)
+    tensors = load_file(into / "model.safetensors")
+    tensors[name] = change(tensors[name].clone()).contiguous()
+    save_file(tensors, into / "model.safetensors", {"format": "pt"})
+    return into
+
+
+def reconfigured(model: Path, into: Path, **changes: object) -> Path:
+    """A copy of a checkpoint whose config.json says something else."""
+    shutil.copytree(model, into)
+    path = into / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return into

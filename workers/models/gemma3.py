@@ -1,0 +1,44 @@
+"""Gemma 3, the text model: Gemma 2's block with head norms, and a rotary table of its own for layers with a window.
+Torch-free.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from workers.models.gemma2 import gemma_spec
+from workers.models.hf_config import head_width
+from workers.models.hf_fields import Fields, unsupported
+from workers.models.hf_rope import rope_spec
+from workers.models.spec import DecoderSpec
+
+_MAX_POSITIONS = 131_072
+
+
+def describe_gemma3(fields: Fields) -> DecoderSpec:
+    """`attn_logit_softcapping` is left to be refused: transformers has it in Gemma 3's config and never applies it."""
+    logit_softcap = fields.number_or_none("final_logit_softcapping", None)
+    head_dim, positions = head_width(fields, 256), fields.count("max_position_embeddings", _MAX_POSITIONS)
+    everywhere, local = (rope_spec(table, head_dim, positions) for table in _rope_tables(fields))
+    spec = gemma_spec(
+        fields,
+        full_every=fields.count("sliding_window_pattern", 6),
+        max_positions=_MAX_POSITIONS,
+        rope=everywhere,
+        qk_norm=True,
+    )
+    return replace(spec, local_rope=local, logit_softcap=logit_softcap)
+
+
+def _rope_tables(fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of full and of sliding layers. An old config's `rope_scaling` concerns the full ones alone."""
+    tables = fields.raw.get("rope_parameters") or {}
+    scaling = fields.raw.get("rope_scaling") or {}
+    kinds = ("full_attention", "sliding_attention")
+    if not isinstance(tables, dict) or any(key not in kinds for key in tables):
+        raise unsupported("rope_parameters", tables, f"Gemma 3 has one table each for {' and '.join(kinds)}.")
+    full, sliding = (tables.get(kind) or {} for kind in kinds)
+    if not all(isinstance(table, dict) for table in (full, sliding, scaling)):
+        raise unsupported("rope_parameters", tables or scaling, "Each must be a table of settings.")
+    full = {"rope_theta": fields.raw.get("rope_theta", 1_000_000.0), **full, **scaling}
+    sliding = {"rope_theta": fields.raw.get("rope_local_base_freq", 10_000.0), **sliding}
+    return full, sliding

@@ -1,0 +1,133 @@
+"""Reads the rotary part of a `config.json`, old (`rope_theta`, `rope_scaling`) and new (`rope_parameters`), with every
+default resolved as transformers resolves it. Torch-free.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from workers.errors import StartupError
+from workers.models.hf_fields import Fields, positive_number, unsupported
+from workers.models.spec import RopeSpec
+
+_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_KEYS = {
+    "type",
+    "rope_type",
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+    "low_freq_factor",
+    "high_freq_factor",
+    "partial_rotary_factor",
+    "finetuned",  # a note of old YaRN checkpoints, without effect
+}
+_LONGROPE_KEYS = {"short_factor", "long_factor"}
+
+
+def rope_table(fields: Fields) -> dict[str, Any]:
+    """The rotary settings of a family with one table: `rope_scaling` has precedence over `rope_parameters`, and an
+    inner `rope_theta` over the outer, as they have in transformers."""
+    inner = fields.raw.get("rope_scaling") or fields.raw.get("rope_parameters") or {}
+    if not isinstance(inner, dict):
+        raise unsupported("rope_scaling", inner, "It must be a table.")
+    return {"rope_theta": fields.raw.get("rope_theta"), **inner}
+
+
+def rope_kind(table: dict[str, Any]) -> str:
+    """The name of the scaling, checked, and with it that no setting is left over that it does not know."""
+    kind = table.get("rope_type", table.get("type")) or "default"
+    keys = _KEYS | _LONGROPE_KEYS if kind == "longrope" else _KEYS
+    unknown = [key for key, value in table.items() if key not in keys and value is not None]
+    if unknown or kind not in _KINDS:
+        what = f"rope setting {unknown[0]}" if unknown else "rope type"
+        value = table[unknown[0]] if unknown else kind
+        raise unsupported(what, value, f"Supported rope types: {', '.join(_KINDS)}.")
+    return kind
+
+
+def rope_spec(
+    table: dict[str, Any], head_dim: int, max_positions: int, *, original: Any = None, share: float | None = None
+) -> RopeSpec:
+    """`table` resolved. `original`: the trained length where the config has it outside the table. `share`: how much of
+    a head is rotated; None: the family rotates whole heads, and a table that says otherwise is refused.
+    """
+    kind = rope_kind(table)
+    if share is None and table.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise unsupported("partial_rotary_factor", table["partial_rotary_factor"], "This family rotates whole heads.")
+    rotary_dim = head_dim if share is None else int(head_dim * share)
+    if head_dim % 2 or rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        what, value = ("head_dim", head_dim) if rotary_dim == head_dim else ("partial_rotary_factor", share)
+        raise unsupported(what, value, "Rotary embedding needs an even number of elements of a head.")
+
+    def given(key: str, default: float | None = None) -> float:
+        return positive_number(f"rope setting {key}", table.get(key), default)
+
+    plain = RopeSpec(kind, positive_number("rope_theta", table.get("rope_theta"), 10000.0), rotary_dim)
+    if kind == "default":
+        return plain
+    if kind == "linear":
+        return replace(plain, factor=given("factor"))
+    if kind == "dynamic":
+        return replace(plain, factor=given("factor"), original_max_positions=max_positions)
+    original = original or table.get("original_max_position_embeddings")
+    length = int(positive_number("rope setting original_max_position_embeddings", original, max_positions))
+    plain = replace(plain, original_max_positions=length)
+    if kind == "llama3":
+        ends = {key: given(key) for key in ("low_freq_factor", "high_freq_factor")}
+        return replace(plain, factor=given("factor"), **ends)
+    factor = given("factor", max_positions / length)
+    if kind == "longrope":
+        return _longrope(plain, table, factor)
+    return replace(
+        plain,
+        factor=factor,
+        attention_factor=_yarn_attention_factor(table, factor),
+        beta_fast=given("beta_fast", 32.0),
+        beta_slow=given("beta_slow", 1.0),
+        truncate=bool(table.get("truncate", True)),
+    )
+
+
+def _longrope(plain: RopeSpec, table: dict[str, Any], factor: float) -> RopeSpec:
+    """Cos and sin grow with the logarithm of the stretch, unless the config fixes by how much."""
+    attention = math.sqrt(1 + math.log(factor) / math.log(plain.original_max_positions)) if factor > 1 else 1.0
+    return replace(
+        plain,
+        factor=factor,
+        attention_factor=positive_number("rope setting attention_factor", table.get("attention_factor"), attention),
+        short_factors=_pair_factors(table, "short_factor", plain.rotary_dim // 2),
+        long_factors=_pair_factors(table, "long_factor", plain.rotary_dim // 2),
+    )
+
+
+def _pair_factors(table: dict[str, Any], key: str, pairs: int) -> tuple[float, ...]:
+    """One positive number for each pair of rotated elements."""
+    values = table.get(key)
+    if not isinstance(values, list) or len(values) != pairs:
+        found = f"a list of {len(values)}" if isinstance(values, list) else repr(values)
+        raise StartupError(
+            f"config.json: rope setting {key} must be a list of {pairs} numbers, got {found}.", "Repair config.json."
+        )
+    return tuple(positive_number(f"rope setting {key}", value, None) for value in values)
+
+
+def _yarn_attention_factor(table: dict[str, Any], factor: float) -> float:
+    """What the YaRN paper multiplies cos and sin with, unless the config fixes it."""
+    explicit = table.get("attention_factor")
+    if explicit is not None:
+        return positive_number("rope setting attention_factor", explicit, None)
+
+    def magnitude(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    over, under = table.get("mscale"), table.get("mscale_all_dim")
+    if over and under:
+        return magnitude(float(over)) / magnitude(float(under))
+    return magnitude(1.0)

@@ -1,0 +1,44 @@
+"""Phi-3, 3.5, 4 and 4-mini: Llama's block from fused checkpoints, heads rotated in part, LongRoPE. Torch-free."""
+
+from workers.models.hf_config import decoder_spec, head_width
+from workers.models.hf_fields import Fields, positive_number, unsupported
+from workers.models.hf_rope import rope_kind, rope_spec, rope_table
+from workers.models.spec import DecoderSpec, RopeSpec
+
+_POSITIONS = 4096
+
+
+def describe_phi3(fields: Fields) -> DecoderSpec:
+    if fields.flag("attention_bias", False):
+        raise unsupported("attention_bias", True, "Phi-3 has no biases.")
+    if fields.raw.get("layer_types") is not None:
+        raise unsupported("layer_types", fields.raw["layer_types"], "Phi-3 has one window for all layers.")
+    window = None
+    if fields.raw.get("sliding_window") is not None:
+        window = fields.count("sliding_window")
+    return decoder_spec(
+        fields,
+        kv_heads=None,
+        head_dim=None,
+        max_positions=_POSITIONS,
+        windows=(window,) * fields.count("num_hidden_layers"),
+        rope=_rope(fields),
+        eps=1e-5,
+    )
+
+
+def _rope(fields: Fields) -> RopeSpec:
+    """LongRoPE was called `su`, and for a while `yarn`, in Phi-3's first configs; no other scaling exists here."""
+    table = rope_table(fields)
+    if table.get("rope_type", table.get("type")) in ("su", "yarn"):
+        table |= {"rope_type": "longrope"}
+    if (kind := rope_kind(table)) not in ("default", "longrope"):
+        raise unsupported("rope type", kind, "Phi-3 has 'default' or 'longrope'.")
+    outer = fields.number("partial_rotary_factor", 1.0)
+    return rope_spec(
+        table,
+        head_width(fields, None),
+        fields.count("max_position_embeddings", _POSITIONS),
+        original=fields.count("original_max_position_embeddings", _POSITIONS),
+        share=positive_number("partial_rotary_factor", table.get("partial_rotary_factor"), outer),
+    )

@@ -1,0 +1,127 @@
+"""`oarlock verify`: a checkpoint's numbers, layer by layer, on N ranks, against transformers' own.
+
+Knows the order of things: check everything that can be checked for nothing, run the reference, run the ranks, compare,
+say what was found. Exit codes: 0 all right, 1 something differs, 2 wrong command line, 3 wrong model or file.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+from workers.config import WorkerConfig
+from workers.errors import StartupError
+from workers.preflight import preflight, read_spec
+from workers.verify.launch import run_ranks, run_reference
+from workers.verify.prompts import BUILT_IN, NEW_TOKENS, has_tokenizer, read_prompts, seeded_prompts, tokenized
+from workers.verify.report import Report
+from workers.verify.request import Request, Text
+
+BLOCK_SIZE = 16  # small, so that short prompts fill several blocks
+
+
+def main(argv: list[str]) -> int:
+    arguments = _parser().parse_args(argv)
+    try:
+        report = verify(arguments)
+    except StartupError as error:
+        sys.stderr.write(f"error: {' '.join(error.cause.split())}\nfix: {' '.join(error.fix.split())}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    print(report.to_text())
+    if arguments.output is not None:
+        arguments.output.write_text(json.dumps(report.to_json(), indent=1) + "\n", "utf-8")
+        say(f"the whole report is in {arguments.output}")
+    return 0 if report.comparison.ok else 1
+
+
+def verify(arguments: argparse.Namespace) -> Report:
+    """Everything but printing. Raises `StartupError` for what cannot be verified at all."""
+    started = time.monotonic()
+    config, prompts = checked(arguments)
+    spec = read_spec(config.model_path)
+    with tempfile.TemporaryDirectory(prefix="oarlock-verify-") as name:
+        folder = Path(name)
+        Request(config.model_path, config.dtype, config.device, prompts, NEW_TOKENS).write(folder)
+        say("transformers: starting")
+        run_reference(folder)
+        say(f"our {config.tensor_parallel_size} rank(s): starting")
+        run_ranks(config, folder, say)
+        say("comparing")
+        # torch takes seconds to import: not before it is known that there is something to do
+        from workers.verify.causes import Scene, explain
+        from workers.verify.compare import compare
+
+        size = config.tensor_parallel_size
+        comparison = compare(folder, spec, size, config.dtype)
+        causes = explain(comparison, Scene(folder, Path(config.model_path), spec, size))
+        return Report(
+            model=Path(config.model_path).name,
+            architecture=spec.architecture,
+            dtype=config.dtype,
+            size=size,
+            tokens=Text.read(folder).num_rows,
+            comparison=comparison,
+            causes=causes,
+            versions={package: version(package) for package in ("torch", "transformers")},
+            seconds=time.monotonic() - started,
+        )
+
+
+def checked(arguments: argparse.Namespace) -> tuple[WorkerConfig, list[list[int]]]:
+    """The resolved configuration and the prompts, before any weight is read."""
+    model = Path(arguments.model)
+    texts = list(BUILT_IN) if arguments.prompts is None else read_prompts(arguments.prompts)
+    if arguments.output is not None and not arguments.output.parent.is_dir():
+        raise StartupError(f"--output: the directory {arguments.output.parent} does not exist.", "Make it first.")
+    config = preflight(
+        WorkerConfig(
+            str(model),
+            device=arguments.device,
+            dtype=arguments.dtype,
+            tensor_parallel_size=arguments.tensor_parallel_size,
+            block_size=BLOCK_SIZE,
+            log_level="WARNING",
+        )
+    )
+    assert config.max_model_len is not None, "preflight resolves the context length"
+    vocab_size, longest = read_spec(config.model_path).vocab_size, config.max_model_len - NEW_TOKENS
+    if has_tokenizer(model):
+        prompts = tokenized(model, texts, vocab_size, longest)
+    elif arguments.prompts is not None:
+        raise StartupError(
+            f"{model} has no tokenizer to read --prompts with.", "Add its tokenizer.json, or leave --prompts out."
+        )
+    else:
+        prompts = seeded_prompts(vocab_size, longest)
+    rows = sum(map(len, prompts))
+    config = config.with_(
+        max_model_len=max(map(len, prompts)) + NEW_TOKENS,
+        max_num_seqs=len(prompts),
+        max_num_batched_tokens=max(rows, len(prompts)),
+    )
+    return config, prompts
+
+
+def say(line: str) -> None:
+    """One line of progress."""
+    print(f"verify: {line}", file=sys.stderr, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m workers.verify", allow_abbrev=False)
+    parser.add_argument("model", metavar="DIRECTORY")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--prompts", type=Path)
+    parser.add_argument("--output", type=Path)
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

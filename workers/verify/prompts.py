@@ -1,0 +1,83 @@
+"""The text a model is verified on: the user's prompts, a few of our own, or seeded token ids where no tokenizer is.
+
+Torch-free; transformers is imported only to run the checkpoint's own tokenizer.
+"""
+
+import random
+from pathlib import Path
+from typing import Any
+
+from workers.errors import StartupError
+
+NEW_TOKENS = 12
+MAX_TOKENS = 512  # over all prompts: every tensor of every layer is kept for each
+BUILT_IN = (
+    "The quick brown fox jumps over the lazy dog, and then",
+    "def area(radius):\n    return 3.14159 * ",
+    "Q: What is the capital of France?\nA:",
+)
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+_SEEDED_LENGTHS = (19, 11, 5)
+
+
+def read_prompts(path: Path) -> list[str]:
+    """One prompt per line, empty lines left out."""
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except FileNotFoundError:
+        raise StartupError(f"--prompts: {path} does not exist.", "Check the path.") from None
+    except UnicodeDecodeError as error:
+        raise StartupError(
+            f"--prompts: {path} is not UTF-8 text (byte {error.start}).", "Save it as UTF-8, one prompt per line."
+        ) from None
+    except OSError as error:
+        raise StartupError(f"--prompts: {path} cannot be read: {error.strerror}.", "Give a readable file.") from None
+    prompts = [line for line in lines if line.strip()]
+    if not prompts:
+        raise StartupError(f"--prompts: {path} holds no prompt.", "Write one prompt per line.")
+    return prompts
+
+
+def has_tokenizer(model: Path) -> bool:
+    return any((model / name).is_file() for name in _TOKENIZER_FILES)
+
+
+def seeded_prompts(vocab_size: int, longest: int) -> list[list[int]]:
+    """Token ids for a model without a tokenizer: always the same."""
+    draw = random.Random(0)
+    return [[draw.randrange(vocab_size) for _ in range(min(length, longest))] for length in _SEEDED_LENGTHS]
+
+
+def tokenized(model: Path, texts: list[str], vocab_size: int, longest: int) -> list[list[int]]:
+    """By the checkpoint's own tokenizer. `longest`: tokens of context that a prompt may fill."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(model), local_files_only=True)
+        prompts = [list(tokenizer(text)["input_ids"]) for text in texts]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        detail = " ".join(str(error).split())[:160]
+        raise StartupError(
+            f"the tokenizer of {model} cannot be used ({type(error).__name__}: {detail}).",
+            "Complete its tokenizer files, or remove them to verify on seeded token ids.",
+        ) from None
+    for number, prompt in enumerate(prompts, 1):
+        if not prompt:
+            raise StartupError(f"prompt {number} has no tokens.", "Leave it out.")
+        if max(prompt) >= vocab_size:
+            raise StartupError(
+                f"prompt {number} has token id {max(prompt)}, beyond the model's {vocab_size} ids.",
+                "Use the tokenizer that belongs to this checkpoint.",
+            )
+        if len(prompt) > longest:
+            raise StartupError(
+                f"prompt {number} has {len(prompt)} tokens; the model has room for {longest}.", "Shorten it."
+            )
+    total = sum(map(len, prompts))
+    if total > MAX_TOKENS:
+        raise StartupError(
+            f"the prompts have {total} tokens, and every tensor of every layer is kept for each: the limit is "
+            f"{MAX_TOKENS}.",
+            "Give fewer or shorter prompts.",
+        )
+    return prompts

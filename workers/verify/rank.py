@@ -1,0 +1,123 @@
+"""One rank of a verification: the serving code, fed known text, every tensor of every layer written down.
+
+`python -m workers.verify.rank '{"rank": 0, ...}'`, started by `launch.py`. What runs is the runner that serves, with
+its own pages, sampler and collectives; only taps are added. Judges nothing.
+"""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from workers.channel.control import Control
+from workers.channel.ring import ChannelClosedError
+from workers.config import WorkerConfig
+from workers.errors import StartupError
+from workers.parallel import Rendezvous, TensorParallel
+from workers.rank import die_with_parent, log_to_stderr
+from workers.runner import Runner, device_of
+from workers.verify.launch import RankArguments
+from workers.verify.names import LAYER, tensor_names
+from workers.verify.request import Request, Text
+from workers.verify.steps import blocks_needed, steps_of
+from workers.verify.taps import TappedDecoder
+
+PROBES = ("o_proj_partial", "mlp_partial", "gate_up_mirrored")
+
+
+def run_rank(config: WorkerConfig, tp: TensorParallel, folder: Path, say: Callable[[str], None]) -> None:
+    """Feed the text in `folder` and leave `rank-R-*.safetensors` and, from rank 0, `tokens.json` there."""
+    request, text = Request.read(folder), Text.read(folder)
+    runner = Runner(config, tp)
+    runner.load(lambda fraction: None)
+    runner.allocate(blocks_needed(text, config.block_size))
+    tapped = TappedDecoder(runner.model, probe=True) if request.record else None
+    if tapped is not None:
+        runner.model = tapped  # ty: ignore[invalid-assignment]
+    rows: list[tuple[int, int]] = []
+    chosen: dict[tuple[int, int], int] = {}
+    for number, (step, here) in enumerate(steps_of(text, config.block_size)):
+        if number % 16 == 0:
+            say(f"step {number + 1}")
+        output = runner.execute(step)
+        rows += here
+        if output is not None:
+            chosen |= dict(zip(here, output.token_ids.tolist(), strict=True))
+    if tp.rank == 0:
+        (folder / "tokens.json").write_text(json.dumps(_answers(text, chosen)), "utf-8")
+    if tapped is not None:
+        tapped.close()
+        order = torch.tensor(sorted(range(len(rows)), key=rows.__getitem__))
+        _write(tapped.steps, order, runner.spec.num_layers, tp.rank, folder)
+
+
+def _answers(text: Text, chosen: dict[tuple[int, int], int]) -> list[list[int]]:
+    """For each sequence, what this model would have said in place of each token of the known output."""
+    return [
+        [chosen[seq, len(prompt) - 1 + index] for index in range(len(output))]
+        for seq, (prompt, output) in enumerate(zip(text.prompts, text.outputs, strict=True))
+    ]
+
+
+def _write(steps: list[dict[str, Tensor]], order: Tensor, num_layers: int, rank: int, folder: Path) -> None:
+    """Sequence by sequence, as the reference has them; one file per layer."""
+    files = {str(layer): [f"{layer}.{tensor}" for tensor in (*LAYER, *PROBES)] for layer in range(num_layers)}
+    files["ends"] = tensor_names(0)
+    for file, names in files.items():
+        here = {
+            name: torch.cat([step.pop(name).flatten(1) for step in steps]).cpu()[order]
+            for name in names
+            if name in steps[0]
+        }
+        save_file(here, folder / f"rank-{rank}-{file}.safetensors")
+
+
+def main(argv: list[str]) -> int:
+    arguments = RankArguments(**json.loads(argv[0]))
+    die_with_parent(arguments.parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the parent decides
+    config = WorkerConfig.from_json(arguments.config)
+    log_to_stderr(arguments.rank, config.log_level)
+    control = Control.from_fd(arguments.control_fd)
+    try:
+        tp = _join(arguments, config)
+        run_rank(config, tp, Path(arguments.folder), lambda line: control.send("progress", text=line))
+        control.send("done")
+        tp.leave()
+    except StartupError as error:
+        control.send("failed", cause=error.cause, fix=error.fix, exit_code=error.exit_code)
+        return error.exit_code
+    except ChannelClosedError:
+        return 1
+    return 0
+
+
+def _join(arguments: RankArguments, config: WorkerConfig) -> TensorParallel:
+    if config.tensor_parallel_size == 1:
+        return TensorParallel.solo()
+    device = device_of(config, arguments.rank)
+    if device.type == "cpu" and config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    meeting = Rendezvous(
+        rank=arguments.rank,
+        size=config.tensor_parallel_size,
+        port=arguments.store_port,
+        listen_fd=arguments.store_listen_fd if arguments.store_listen_fd >= 0 else None,
+        memory_fd=arguments.collective_memory_fd,
+        buffer_bytes=arguments.collective_bytes,
+        timeout_s=config.step_timeout_s,
+    )
+    return TensorParallel.join(meeting, device)
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stderr.flush()
+    # Skips interpreter teardown: a peer may be gone already, and gloo's threads would wait for it.
+    os._exit(status)
