@@ -8,7 +8,8 @@ import logging
 import os
 import selectors
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from engine import messages
@@ -19,9 +20,10 @@ from engine.link import Link, LinkClosedError
 from engine.scheduler import INTERNAL
 from engine.stats import EngineStats
 from engine.stepper import Stepper
-from engine.types import FinishReason, TokenEvent
+from engine.types import FinishReason, Request, TokenEvent
 
 if TYPE_CHECKING:
+    from engine.grammar_desk import GrammarDesk
     from workers.group import WorkerGroup
 
 logger = logging.getLogger("oarlock.engine")
@@ -47,6 +49,7 @@ class EngineCore:
         group: "WorkerGroup",
         link: Link,
         *,
+        grammars: "GrammarDesk | None" = None,
         wake_fd: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -55,6 +58,7 @@ class EngineCore:
         self.busy_since: float | None = None  # read by a watchdog thread: when the running step or ping began
         self._group = group
         self._link = link
+        self._grammars = grammars
         self._clock = clock
         self._interval_s = config.heartbeat_interval_s
         self._started_s = clock()
@@ -69,6 +73,8 @@ class EngineCore:
         self._selector.register(link, selectors.EVENT_READ, "link")
         for fd in group.fileno_for_death():
             self._selector.register(fd, selectors.EVENT_READ, "death")
+        if grammars is not None:
+            self._selector.register(grammars, selectors.EVENT_READ, "grammars")
         if wake_fd is not None:
             os.set_blocking(wake_fd, False)
             self._selector.register(wake_fd, selectors.EVENT_READ, "wake")
@@ -123,14 +129,13 @@ class EngineCore:
     def _receive(self) -> None:
         for frame in self._link.receive():
             self._handle(frame)
+        self._let_in()
 
     def _handle(self, frame: Frame) -> None:
         if frame.kind == "request":
             self._add(frame)
         elif frame.kind == "abort":
-            event = self.scheduler.abort(messages.read_id(frame), self._clock())
-            if event is not None:
-                self._outbox.append(event)
+            self._abort(messages.read_id(frame))
         elif frame.kind == "stats":
             self._link.send(messages.stats(messages.read_ask_stats(frame), self.snapshot()))
         elif frame.kind == "stop":
@@ -139,15 +144,54 @@ class EngineCore:
             raise FrameError(f"the frontend sent a {frame.kind!r} frame")
 
     def _add(self, frame: Frame) -> None:
-        request_id = messages.read_id(frame)
-        now = self._clock()
+        with self._at_the_door(messages.read_id(frame)):
+            request = messages.read_request(frame)
+            if request.params.grammar is None:
+                self.scheduler.add(request, self._clock())
+            else:
+                self._add_with_grammar(request, self._clock())
+
+    @contextmanager
+    def _at_the_door(self, request_id: int) -> Generator[None]:
+        """Who cannot come in hears why, and nobody else does."""
         try:
-            self.scheduler.add(messages.read_request(frame), now)
+            yield
         except (RequestError, QueueFullError) as error:
             self._link.send(messages.refused(request_id, error))
         except Exception:
             logger.exception("event=request_failed request_id=%d stage=add", request_id)
             self._outbox.append(self._fail(request_id))
+
+    def _add_with_grammar(self, request: Request, now: float) -> None:
+        """Who needs a grammar that nobody has asked for before waits at the desk, and holds up nobody."""
+        if self._grammars is None:
+            raise RequestError("This engine was started without grammars.", "structured_outputs")
+        self.scheduler.check(request, now, self._grammars.num_parked)
+        try:
+            state = self._grammars.enter(request, now)
+        except RequestError:
+            self.scheduler.stats.num_rejected += 1
+            raise
+        if state is not None:
+            self.scheduler.add(request, now, state)
+
+    def _let_in(self) -> None:
+        """Whoever waited for a grammar comes in by the time of arrival, or hears what is wrong with it."""
+        if self._grammars is None:
+            return
+        for outcome in self._grammars.take():
+            with self._at_the_door(outcome.request.request_id):
+                if outcome.error is not None:
+                    self.scheduler.stats.num_rejected += 1
+                    raise outcome.error
+                self.scheduler.add(outcome.request, outcome.arrival_s, outcome.state)
+
+    def _abort(self, request_id: int) -> None:
+        event = self.scheduler.abort(request_id, self._clock())
+        if event is None and self._grammars is not None and self._grammars.abort(request_id):
+            event = TokenEvent(request_id, finish_reason=FinishReason.ABORT)
+        if event is not None:
+            self._outbox.append(event)
 
     def _fail(self, request_id: int) -> TokenEvent:
         """One request ends by our fault, known to the scheduler or not."""
@@ -159,6 +203,7 @@ class EngineCore:
 
     def snapshot(self) -> EngineStats:
         stats = self.scheduler.refresh_gauges()
+        stats.num_requests_waiting += 0 if self._grammars is None else self._grammars.num_parked
         stats.uptime_s = self._clock() - self._started_s
         return stats
 
@@ -243,6 +288,8 @@ class EngineCore:
         """Every open request gets its terminal event, as far as the frontend still reads."""
         self.busy_since = None
         self._outbox += self.stepper.take_events() + self.scheduler.fail_all(message, self._clock())
+        for request_id in [] if self._grammars is None else self._grammars.abort_all():
+            self._outbox.append(TokenEvent(request_id, finish_reason=FinishReason.ERROR, error=message))
         self._send_outbox()
         deadline = time.monotonic() + _LAST_WORDS_S
         with selectors.DefaultSelector() as selector:

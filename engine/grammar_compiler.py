@@ -9,14 +9,18 @@ Knows llguidance and the tokenizer's file. Does not know requests, sequences, th
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from engine.types import Grammar
 
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
 MAX_OBJECT_DEPTH = 16  # of `json_object`
-_COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
+_COMPACT: "JsonCompileOptions" = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 _MAX_REASON = 300
 # A token's mask may cost a few milliseconds in the worst case, a grammar some tens of megabytes.
 _LIMITS = LLParserLimits(

@@ -3,8 +3,8 @@
     python -m engine.grammar_forge --tokenizer FILE --parent PID --fd N [--fd N …]
 
 Each descriptor is a lane: a grammar per line as JSON in, its verdict per line as JSON out, one after the other; lanes
-run side by side and share the memory of the tokenizer. Each trial is a fork that is killed when its time is up, and that
-may take only so much memory and stack; what survives is then compiled by the engine, whose own limits are wider.
+run side by side and share the memory of the tokenizer. Each trial is a fork that is killed when its time is up, and
+that may take only so much memory and stack; what survives is then compiled by the engine, whose own limits are wider.
 
 Knows processes and the compiler. Does not know requests or what becomes of a grammar.
 """
@@ -115,7 +115,7 @@ def _attempt(compiler: Compiler, grammar: Grammar, write: int) -> None:
     try:
         if sys.platform == "linux":
             size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (size + _MAX_MEMORY_BYTES,) * 2)
+            resource.setrlimit(resource.RLIMIT_AS, (size + _MAX_MEMORY_BYTES, size + _MAX_MEMORY_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the last words of a library that gives up are nobody's news
         threading.stack_size(_STACK_BYTES)

@@ -26,6 +26,7 @@ from engine.config import EngineConfig
 from engine.core import EXIT_BUG, EXIT_OK, EXIT_RANK_DIED, EXIT_RANK_HUNG, EngineCore
 from engine.errors import StartupError, WorkerError
 from engine.frames import Frame, FrameError, FrameReader
+from engine.grammar_desk import GrammarDesk
 from engine.link import Link
 from engine.logs import log_to_stderr
 from engine.recorder import RecordingGroup
@@ -74,16 +75,19 @@ def _serve(sock: socket.socket, start_group: StartGroup) -> int:
         logger.error('event=bad_config cause="%s"', error)
         return EXIT_BUG
     log_to_stderr(config.worker.log_level)
+    opening = _Opening(config.worker.model_path)
     try:
         group = _start(sock, config, start_group)
+        grammars = opening.result()
     except ConnectionError:
         raise
     except Exception as error:
         failure = _startup_failure(error)
         sock.sendall(messages.failed(failure))
         return failure.exit_code
-    code = _loop(sock, replace(config, worker=group.config), group)
+    code = _loop(sock, replace(config, worker=group.config), group, grammars)
     _Deadline(_LEAVE_S, code).start()
+    grammars.close()
     group.close()
     logger.info("event=engine_stopped exit_code=%d", code)
     return code
@@ -118,11 +122,11 @@ def _startup_failure(error: Exception) -> StartupError:
     return StartupError(cause, "The log has the traceback; please report it.", EXIT_BUG)
 
 
-def _loop(sock: socket.socket, config: EngineConfig, group: "WorkerGroup") -> int:
+def _loop(sock: socket.socket, config: EngineConfig, group: "WorkerGroup", grammars: GrammarDesk) -> int:
     sock.sendall(messages.ready(engine_info(config, group)))
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
-    core = EngineCore(config, group, Link(sock), wake_fd=wake_read)
+    core = EngineCore(config, group, Link(sock), grammars=grammars, wake_fd=wake_read)
     signal.set_wakeup_fd(wake_write)
     signal.signal(signal.SIGTERM, lambda *_: core.stop())
     _Watchdog(core, config.worker.step_timeout_s, is_inline=not group.rank_pids).start()
@@ -194,6 +198,29 @@ def _leave_at_end_of_file(sock: socket.socket) -> None:
         _Deadline(_ORPHAN_S, EXIT_OK).run()
 
     threading.Thread(target=wait, name="lifeline", daemon=True).start()
+
+
+class _Opening(threading.Thread):
+    """Reads the model's tokens while the ranks read its weights: it holds the interpreter for as long as it takes."""
+
+    def __init__(self, model_path: str) -> None:
+        super().__init__(name="grammars", daemon=True)
+        self._model_path = model_path
+        self._desk: GrammarDesk | None = None
+        self._error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._desk = GrammarDesk.open(self._model_path)
+        except Exception as error:
+            self._error = error
+
+    def result(self) -> GrammarDesk:
+        self.join()
+        if self._desk is None:
+            raise self._error or RuntimeError("the tokens were not read")
+        return self._desk
 
 
 class _Deadline(threading.Thread):

@@ -83,25 +83,26 @@ class Scheduler:
         return len(self._waiting)
 
     def add(self, request: Request, now: float, grammar_state: GrammarState | None = None) -> None:
-        """Let a request wait. Raises `RequestError` when it can never run, `QueueFullError` when it cannot wait.
-
-        `grammar_state` is what `request.params.grammar` was compiled to.
-        """
+        """Let a request wait. Raises `RequestError` when it can never run, `QueueFullError` when it cannot wait."""
         assert (request.params.grammar is None) == (grammar_state is None), "a grammar and its state come together"
-        try:
-            if request.request_id in self._open:
-                raise RequestError(f"Request id {request.request_id} is in use.", "request_id")
-            check(request, self.limits)
-            self._waiting.check(len(request.prompt_token_ids), len(self._free_rows), now)
-        except (RequestError, QueueFullError):
-            self.stats.num_rejected += 1
-            raise
+        self.check(request, now)
         self._num_arrivals += 1
         key = (now + request.priority * PRIORITY_STEP_S, self._num_arrivals)
         seq = Sequence(request, key=key, max_len=self.limits.max_len, arrival_s=now, grammar_state=grammar_state)
         self._open[request.request_id] = seq
         self._waiting.push(seq)
         self.stats.saw_arrival(seq)
+
+    def check(self, request: Request, now: float, num_elsewhere: int = 0) -> None:
+        """Raise what `add` raises. `num_elsewhere` others wait already, for something else, and will come."""
+        try:
+            if request.request_id in self._open:
+                raise RequestError(f"Request id {request.request_id} is in use.", "request_id")
+            check(request, self.limits)
+            self._waiting.check(len(request.prompt_token_ids), len(self._free_rows) - num_elsewhere, now)
+        except (RequestError, QueueFullError):
+            self.stats.num_rejected += 1
+            raise
 
     def abort(self, request_id: int, now: float) -> TokenEvent | None:
         """End a request whose caller went away. Safe at any time: a step in flight for it is ignored by `commit`."""

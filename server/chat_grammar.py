@@ -42,11 +42,11 @@ def _rule(name: str, own: Grammar) -> str:
     """The caller's constraint as a rule."""
     if own.kind == "json_schema":
         schema: Any = json.loads(own.text)
-        return grammar.schema_rule(name, schema) if isinstance(schema, dict) else f"{name}: %json {own.text}"
+        return grammar.schema_rule(name, schema if isinstance(schema, dict) else {})
     if own.kind == "json_object":
         return grammar.schema_rule(name, {"type": "object"})
     if own.kind == "choice":
-        return f"{name}: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(own.text))
+        return f"{name}: " + " | ".join(map(grammar.json_text, json.loads(own.text)))
     if own.kind == "regex":
         return f"{name}: /{_escaped(own.text)}/"
     message = "A grammar of the caller's own cannot be combined with tools, nor with a model that thinks first."
@@ -54,11 +54,17 @@ def _rule(name: str, own: Grammar) -> str:
 
 
 def _escaped(pattern: str) -> str:
-    """The expression between slashes: a bare slash or line end inside would end it."""
-    result, after_backslash = [], False
-    for character in pattern:
-        if character == "/" and not after_backslash:
-            result.append("\\")
-        result.append("\\n" if character == "\n" else character)
+    """The expression between slashes: a bare slash or line end inside would end it; `::=` would look like GBNF."""
+    result: list[str] = []
+    after_backslash = False
+    for position, character in enumerate(pattern):
+        written = character
+        if character == "\n":
+            written = "\\n"
+        elif character == "/" and not after_backslash:
+            written = "\\/"
+        elif character == ":" and pattern[position - 1 : position + 2] == "::=":
+            written = "\\x3a"
+        result.append(written)
         after_backslash = character == "\\" and not after_backslash
     return "".join(result)

@@ -56,8 +56,8 @@ def whole(body: str, rules: str, *, may_think: bool, is_thinking: bool) -> str:
 
 def schema_rule(name: str, schema: dict[str, Any]) -> str:
     """A rule that is one JSON value of this schema, without needless white space."""
-    guided = {**schema, "x-guidance": {**_COMPACT, **_mapping(schema.get("x-guidance"))}}
-    return f"{name}: %json {json.dumps(guided, ensure_ascii=False)}"
+    guided = {**schema, "x-guidance": {**_mapping(schema.get("x-guidance")), **_COMPACT}}
+    return f"{name}: %json {json_text(guided)}"
 
 
 def _mapping(value: Any) -> dict[str, Any]:
@@ -69,8 +69,13 @@ def _arguments(tools: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
     return [schema_rule(f"args_{i}", {"type": "object", **schema}) for i, (_, schema) in enumerate(tools)]
 
 
+def json_text(value: Any) -> str:
+    """JSON without `::=`, by which the compiler tells another notation from this one."""
+    return json.dumps(value, ensure_ascii=False).replace("::=", "\\u003a:=")
+
+
 def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return json_text(text)
 
 
 def _mark(name: str, marks: Marks) -> str:

@@ -110,13 +110,17 @@ class RowParallelLinear:
             weights.take(f"{self.name}.bias", bias, shape=(self.outputs,))
         elif self.bias_elsewhere:
             weights.take(f"{self.name}.bias", self.place.empty(0), shape=(self.outputs,))
-        self.product = matmul(weight, bias)
+        # Ranks' parts travel in float32 where the product can give them so: rounding each of them would add an error
+        # that one rank does not have.
+        self.product = matmul(weight, bias, wide=self.place.tp.size > 1)
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
         if self.place.tp.size == 1:
             return self.product(x, residual)  # rounded once, after the addition
         total = self.place.tp.all_reduce(self.product(x))
-        return total if residual is None else total.add_(residual)
+        if residual is not None:
+            total = total.add_(residual)
+        return total.to(x.dtype)
 
 
 def _take_stacked(

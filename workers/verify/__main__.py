@@ -6,6 +6,7 @@ say what was found. Exit codes: 0 all right, 1 something differs, 2 wrong comman
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -124,4 +125,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an orderly end removes the folder and the ranks
     raise SystemExit(main(sys.argv[1:]))

@@ -51,7 +51,7 @@ await exercise("completions, whole and streamed alike", async () => {
 });
 
 await exercise("chat, whole and through the stream helper", async () => {
-  const asked = { model, messages, max_completion_tokens: 24, temperature: 0 };
+  const asked = { model, messages, max_completion_tokens: 200, temperature: 0 };
   const whole = await client.chat.completions.create(asked);
   const stream = client.chat.completions.stream(asked);
   let text = "";

@@ -79,7 +79,7 @@ def completions(report: Report, client: openai.OpenAI, model: str) -> None:
 
 
 def chat(report: Report, client: openai.OpenAI, model: str) -> None:
-    asked = {"model": model, "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 24}
+    asked = {"model": model, "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 200}
     with report.exercise("chat, whole and streamed alike, logprobs"):
         whole = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
         expect(whole.choices[0].message.role == "assistant", whole)

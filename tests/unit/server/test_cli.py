@@ -109,3 +109,33 @@ def test_the_table_of_the_documentation(capsys):
 def test_no_command_shows_help(capsys):
     assert main([]) == 2
     assert "serve" in capsys.readouterr().out
+
+
+def test_commands_with_a_file_of_their_own_are_listed_parsed_and_run(monkeypatch, capsys):
+    import types
+
+    import server.cli as cli
+
+    seen = []
+
+    def run(arguments):
+        seen.append(arguments.number)
+        raise cli.OptionError("It is wrong.", "Mend it.") if arguments.number == 7 else SystemExit(0)
+
+    command = types.SimpleNamespace(
+        HELP="count things",
+        add_arguments=lambda parser: parser.add_argument("--number", type=int, required=True),
+        run=run,
+    )
+    monkeypatch.setattr(cli, "_other_commands", lambda: ("count",))
+    monkeypatch.setattr(cli, "_command", lambda name: command)
+    assert main(["count", "--number", "7"]) == 2
+    assert capsys.readouterr().err == "error: It is wrong.\nfix: Mend it.\n"
+    assert main(["count", "--nummber", "7"]) == 2
+    assert "--number" in capsys.readouterr().err
+    assert main(["cuont"]) == 2
+    assert "oarlock count" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "count things" in capsys.readouterr().out
+    assert seen == [7]

@@ -71,3 +71,16 @@ def test_adversarial_stop_strings_stay_linear(text):
     finder = StopFinder(stops)
     shown = "".join(finder.push(character)[0] for character in text)
     assert shown + finder.flush() == text
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 50])
+def test_a_match_that_is_to_be_shown_holds_nothing_back(size):
+    text = "abcabd and abce then more"
+    finder, shown = StopFinder(StopSet(["abce", "zz"]), include=True), []
+    for start in range(0, len(text), size):
+        piece, found = finder.push(text[start : start + size])
+        shown.append(piece)
+        if found:
+            break
+        assert "".join(shown) == text[: start + size]
+    assert ("".join(shown), found, finder.flush()) == ("abcabd and abce", "abce", "")

@@ -39,6 +39,7 @@ def compiler():
 def _admits(compiler, grammar: Grammar, text: str) -> bool:
     """The whole text, and it may end there."""
     assert grammar.kind == "lark"
+    assert "::=" not in grammar.text  # or it would be taken for the other notation
     source = llguidance.LLMatcher.grammar_from_lark(grammar.text)
     assert llguidance.LLMatcher.validate_grammar(source, compiler) == ""
     matcher = llguidance.LLMatcher(compiler, source)
@@ -131,6 +132,8 @@ def test_thoughts_come_before_what_is_bound(compiler):
         (Grammar("json_schema", json.dumps(SCHEMA), "response_format"), GOOD, "{}"),
         (Grammar("json_object", "", "response_format"), '{"a":1}', "[]"),
         (Grammar("choice", '["yes", "n/o"]', "guided_choice"), "n/o", "maybe"),
+        (Grammar("choice", '["a::=", "b"]', "guided_choice"), "a::=", "a"),
+        (Grammar("regex", r"(?::=|x)::=\n", "guided_regex"), "x::=\n", "x::"),
         (Grammar("regex", r"[a-c]+/\/x", "guided_regex"), "ab//x", "d"),
     ],
 )

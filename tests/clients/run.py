@@ -1,0 +1,160 @@
+"""Real clients, each in an environment of its own, against a real server over a socket.
+
+    python -m tests.clients.run                       # all
+    python -m tests.clients.run openai-3 curl         # these
+    python -m tests.clients.run --write-docs          # all, and the table in docs/clients.md
+
+Prints a line per exercise and one table; the exit status is 1 if anything failed. Knows how to start servers and
+scripts; what is exercised stands in the scripts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.clients.environments import CACHE, HERE, prepare, version
+from tests.clients.matrix import CLIENTS, Client, Kind
+from tests.clients.table import as_text, write_docs
+from tests.e2e.running import DEMO, ROOT, RunningServer
+
+MODEL = "demo"
+FLAGS = ("--dtype", "float32", "--served-model-name", MODEL)
+SMALL = (*FLAGS, "--max-num-seqs", 1, "--max-waiting-requests", 16)
+MARK = "@@ "
+
+
+@dataclass
+class Outcome:
+    """What one client did."""
+
+    client: Client
+    version: str = "?"
+    exercised: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def try_client(client: Client, url: str, reference: Path) -> Outcome:
+    """Prepare its environment, run its script, collect what it says."""
+    outcome = Outcome(client)
+    began = time.monotonic()
+    try:
+        interpreter, fresh = prepare(client)
+        outcome.version = version(client)
+    except (OSError, subprocess.CalledProcessError) as error:
+        outcome.problems.append(f"no environment: {error}")
+        return outcome
+    made = f", environment made in {time.monotonic() - began:.0f} s" if fresh else ""
+    print(f"==> {client.name} ({client.package} {outcome.version}){made}", flush=True)
+    began = time.monotonic()
+    with small_server(client) as small:
+        command = [*interpreter, str(HERE / "scripts" / client.script), "--url", url, "--model", MODEL]
+        command += ["--tokenizer", str(DEMO), *small]
+        if client.needs_transformers_numbers:
+            command += ["--reference", str(reference)]
+        run_script(command, client, outcome)
+    outcome.seconds = time.monotonic() - began
+    return outcome
+
+
+@contextlib.contextmanager
+def small_server(client: Client) -> Iterator[list[str]]:
+    """Arguments that name a server of its own for a client that will fill it and end it."""
+    if not client.needs_small_server:
+        yield []
+        return
+    with RunningServer(DEMO, *SMALL) as server:
+        yield ["--small-url", server.url, "--small-pid", str(server.process.pid)]
+
+
+def run_script(command: list[str], client: Client, outcome: Outcome) -> None:
+    """Until it ends or its time is up; its lines become progress and, if it failed, an excerpt."""
+    other: list[str] = []
+    ended = False
+    directory = CACHE / client.name
+    directory.mkdir(parents=True, exist_ok=True)
+    process = subprocess.Popen(
+        command, cwd=directory, env=environment(client), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    watchdog = threading.Timer(client.timeout_s, process.kill)
+    watchdog.start()
+    try:
+        for line in process.stdout or ():
+            if not line.startswith(MARK):
+                other.append(line)
+                continue
+            said = json.loads(line.removeprefix(MARK))
+            if "end" in said:
+                ended = said["end"] == len(outcome.exercised) + len(outcome.problems)
+            elif said["problem"] is None:
+                outcome.exercised.append(said["exercised"])
+                print(f"    ok      {said['exercised']}", flush=True)
+            else:
+                outcome.problems.append(f"{said['exercised']}: {said['problem']}")
+                print(f"    FAILED  {outcome.problems[-1]}", flush=True)
+        status = process.wait()
+    finally:
+        watchdog.cancel()
+        process.kill()
+    if not ended or (status and not outcome.problems):
+        outcome.problems.append(f"the script broke off with status {status}")
+    if not outcome.exercised and not outcome.problems:
+        outcome.problems.append("the script exercised nothing")
+    if outcome.problems:
+        print("".join(f"    | {line}" for line in other[-60:]), flush=True)
+
+
+def environment(client: Client) -> dict[str, str]:
+    """Ours, without anything that would point a client elsewhere; hub and telemetry off, caches of its own."""
+    foreign = ("OPENAI_", "OARLOCK_", "LITELLM_", "LANGCHAIN_", "LANGSMITH_", "PYTHONPATH", "VIRTUAL_ENV")
+    kept = {name: value for name, value in os.environ.items() if not name.upper().startswith(foreign)}
+    kept = {name: value for name, value in kept.items() if not name.lower().endswith("_proxy")}
+    caches = {"HF_HOME": str(CACHE / client.name / "hub"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    quiet = {"HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    return kept | caches | quiet | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    names = [client.name for client in CLIENTS]
+    parser = argparse.ArgumentParser(prog="python -m tests.clients.run", description=__doc__.split("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="CLIENT", help=f"of {', '.join(names)}; none means all")
+    parser.add_argument("--write-docs", action="store_true", help="put the table into docs/clients.md; needs all clients")
+    given = parser.parse_args(arguments)
+    unknown = [name for name in given.names if name not in names]
+    if unknown:
+        parser.error(f"unknown client {', '.join(unknown)}; there are {', '.join(names)}")
+    if given.write_docs and given.names:
+        parser.error("--write-docs wants all clients: leave the names out")
+    wanted = [client for client in CLIENTS if not given.names or client.name in given.names]
+    with tempfile.TemporaryDirectory() as directory:
+        reference = Path(directory) / "reference.json"
+        if any(client.needs_transformers_numbers for client in wanted):
+            print("==> asking transformers for its numbers", flush=True)
+            subprocess.run([sys.executable, "-m", "tests.clients.reference", str(reference)], cwd=ROOT, check=True)
+        with RunningServer(DEMO, *FLAGS) as server:
+            print(f"==> serving {DEMO.name} at {server.url}", flush=True)
+            outcomes = [try_client(client, server.url, reference) for client in wanted]
+            idle = server.metrics()
+    print("\n" + as_text(outcomes))
+    failed = [outcome.client.name for outcome in outcomes if outcome.problems]
+    if idle["oarlock:kv_blocks_held"] or idle["vllm:num_requests_running"]:
+        failed.append("the server still holds blocks or requests")
+    if given.write_docs:  # failures too: the page says what is
+        write_docs(outcomes)
+    print(f"\nfailed: {', '.join(failed)}" if failed else f"\n{len(outcomes)} clients, all well")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
