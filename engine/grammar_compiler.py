@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
@@ -67,8 +68,11 @@ class Compiler:
         except OSError as error:
             raise ValueError(f"{tokenizer_file} cannot be read: {error.strerror}") from error
         self.tokens = LLTokenizer(text)
-        digits = LLMatcher(self.tokens, LLMatcher.grammar_from_regex(r"[0-9](?s:.)*"), log_level=0)
-        self.digit_mask: bytes = digits.compute_bitmask()  # tokens that begin with a digit
+        # Tokens by what they do to a number: go on with digits, add an exponent to digits, be one that has an exponent.
+        self.more_digits = self._mask(r"[0-9](?s:.)*")
+        after_digit, number = r"[0-9]*(\.[0-9]*)?", r"-?[0-9]*\.?[0-9]+"
+        self.exponent_after_digit = self._mask(after_digit + r"[eE](?s:.)*") & ~self._mask(after_digit)
+        self.number_with_exponent = self._mask(number + r"[eE](?s:.)*") & ~self._mask(number)
         end = self.tokens.eos_token
         self.end_word, self.end_bit = divmod(end, 32)
 
@@ -76,6 +80,11 @@ class Compiler:
     def num_words(self) -> int:
         """Of a mask, uint32 each; the model's vocabulary may be larger or smaller."""
         return -(-self.tokens.vocab_size // 32)
+
+    def _mask(self, expression: str) -> np.ndarray:
+        """The tokens that a text of this form may begin with, as a mask: uint32 [num_words]."""
+        matcher = LLMatcher(self.tokens, LLMatcher.grammar_from_regex(expression), log_level=0)
+        return np.frombuffer(matcher.compute_bitmask(), np.uint32, self.num_words)
 
     def compile(self, grammar: Grammar) -> Compiled:
         """Raises `GrammarError`. May take long or crash for a hostile text."""
@@ -113,7 +122,9 @@ def _raise_error(matcher: LLMatcher) -> None:
 
 def _short(reason: str) -> str:
     """One line of bounded length."""
-    line = " ".join(reason.split())
+    line = " ".join(reason.replace("<non-verbose/>", "").split())
+    if line.startswith("NoExtension"):
+        line = "no text matches it"
     return line if len(line) <= _MAX_REASON else line[:_MAX_REASON] + " …"
 
 

@@ -14,7 +14,7 @@ from llguidance import LLMatcher
 from engine.grammar_compiler import Compiled, Compiler
 
 # More than any number needs that a double or a 64-bit id can hold; a token may exceed it by its own length.
-MAX_DIGITS = 24
+MAX_DIGITS = 20
 
 _QUOTE, _BACKSLASH, _NEWLINE = b'"\\\n'
 
@@ -48,8 +48,8 @@ class MatcherState:
         # The library marks with its own idea of an end token that the text may end here.
         may_end = bool(mask[compiler.end_word] >> compiler.end_bit & 1)
         mask[compiler.end_word] &= ~np.uint32(1 << compiler.end_bit)
-        if self._digits is not None and self._digits.length >= MAX_DIGITS:
-            _forbid(mask, np.frombuffer(compiler.digit_mask, np.uint32), or_else=may_end and bool(self._end_ids))
+        if self._digits is not None:
+            self._bound_number(mask, can_end=may_end and bool(self._end_ids))
         if mask is not into:
             shared = min(num_words, len(into))
             into[:shared] = mask[:shared]
@@ -64,11 +64,33 @@ class MatcherState:
         self._accepted += token_ids
         if self._matcher.is_error():
             self._start_over()
-        if self._matcher.is_stopped():
+        if self._matcher.is_stopped() or self._is_over():
             return True
         if self._digits is not None:
             self._digits.push(self._compiler.tokens.decode_bytes(list(token_ids)))
         return False
+
+    def _is_over(self) -> bool:
+        """Whether only the end is left, where the sequence has no end token to say so itself."""
+        if self._end_ids or not self._matcher.is_accepting():
+            return False
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32, self._compiler.num_words).copy()
+        mask[self._compiler.end_word] &= ~np.uint32(1 << self._compiler.end_bit)
+        return not mask.any()
+
+    def _bound_number(self, mask: np.ndarray, *, can_end: bool) -> None:
+        """No exponent, and no digit after so many: what a number can do without. What the schema insists on stays."""
+        assert self._digits is not None
+        if self._digits.is_in_string:
+            return
+        compiler, length = self._compiler, self._digits.length
+        unwanted = [compiler.exponent_after_digit if length else compiler.number_with_exponent]
+        if length >= MAX_DIGITS:
+            unwanted.append(compiler.more_digits)
+        for bits in unwanted:
+            left = mask & ~bits
+            if can_end or left.any():
+                mask[:] = left
 
     def _start_over(self) -> None:
         """Once more from the beginning with an empty store; what fails then is this sequence's own."""
@@ -82,31 +104,24 @@ class MatcherState:
             raise BrokenGrammarError(" ".join(self._matcher.get_error().split())[:300])
 
 
-def _forbid(mask: np.ndarray, bits: np.ndarray, *, or_else: bool) -> None:
-    """Take `bits` out of `mask`, unless that leaves nothing and there is nothing else to choose."""
-    left = mask & ~bits
-    if or_else or left.any():
-        mask[:] = left
-
-
 class _DigitRun:
     """How many digits in a row end the text, outside of JSON strings."""
 
-    __slots__ = ("_escaped", "_in_string", "length")
+    __slots__ = ("_escaped", "is_in_string", "length")
 
     def __init__(self) -> None:
         self.length = 0
-        self._in_string = False
+        self.is_in_string = False
         self._escaped = False
 
     def push(self, data: bytes) -> None:
         for byte in data:
-            if self._in_string:
+            if self.is_in_string:
                 # A line never ends inside a JSON string: text before the JSON may have had any number of quotes.
-                self._in_string = byte != _NEWLINE and (byte != _QUOTE or self._escaped)
+                self.is_in_string = byte != _NEWLINE and (byte != _QUOTE or self._escaped)
                 self._escaped = byte == _BACKSLASH and not self._escaped
                 self.length = 0
             elif byte == _QUOTE:
-                self._in_string, self._escaped, self.length = True, False, 0
+                self.is_in_string, self._escaped, self.length = True, False, 0
             else:
                 self.length = self.length + 1 if 48 <= byte <= 57 else 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -54,9 +55,7 @@ def version(client: Client) -> str:
         said = subprocess.run([client.package, "--version"], capture_output=True, text=True, check=True).stdout
         return said.split()[1]
     if client.kind is Kind.NODE:
-        question = f"console.log(require('{client.package}/package.json').version)"
-        asked = subprocess.run(["node", "-e", question], cwd=directory, capture_output=True, text=True, check=True)
-        return asked.stdout.strip()
+        return json.loads((directory / "node_modules" / client.package / "package.json").read_text())["version"]
     question = f"import importlib.metadata as m; print(m.version({client.package!r}))"
     python = directory / "bin" / "python"
     return subprocess.run([python, "-c", question], capture_output=True, text=True, check=True).stdout.strip()

@@ -37,7 +37,7 @@ CLIENTS = (
     Client("openai-3", "openai", "openai_sdk.py", ("openai==3.52.0",), needs_small_server=True),
     Client("openai-2", "openai", "openai_sdk.py", ("openai==2.54.0",), needs_small_server=True),
     Client("openai-1", "openai", "openai_sdk.py", ("openai==1.109.1",), needs_small_server=True),
-    Client("litellm", "litellm", "litellm_client.py", ("litellm==1.106.2",)),
+    Client("litellm", "litellm", "litellm_client.py", ("litellm==1.106.2", "mcp==2.3.0")),
     Client("langchain-openai", "langchain-openai", "langchain_client.py", ("langchain-openai==1.7.3",)),
     Client("instructor", "instructor", "instructor_client.py", ("instructor==1.17.0",)),
     Client("pydantic-ai-slim", "pydantic-ai-slim", "pydantic_ai_client.py", ("pydantic-ai-slim[openai]==2.68.0",)),

@@ -53,6 +53,14 @@ def test_every_choice_of_a_hot_model_keeps_to_the_schema(client):
             _check(call.function)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_that_cannot_be_kept_is_refused(client, stream):
+    broken = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "nothing"}}}}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(**{**ASKED, "tools": [broken]}, tool_choice="required", stream=stream)
+    assert refused.value.param == "tools"
+
+
 def _check(function):
     arguments = json.loads(function.arguments)
     if function.name == "now":
