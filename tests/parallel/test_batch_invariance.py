@@ -120,8 +120,8 @@ def test_after_a_prefix_hit(group: WorkerGroup, requests: list[Request], alone: 
 
 def test_after_preemption(group: WorkerGroup, requests: list[Request], alone: dict[int, Answer]) -> None:
     """Longer answers, so that sequences that were let in outgrow the pool."""
-    some = [replace(r, params=replace(r.params, max_tokens=40)) for r in requests[:: len(requests) // 15]]
-    engine = DirectEngine(group, num_blocks=26)
+    some = [replace(r, params=replace(r.params, max_tokens=40)) for r in requests[:: len(requests) // 13]]
+    engine = DirectEngine(group, num_blocks=24)
     together = engine.run(some)
     assert engine.scheduler.stats.num_preemptions >= 2
     assert differences(together, run_alone(group, some)) == []
