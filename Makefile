@@ -12,7 +12,7 @@ SERVER := $(VENV)/.oarlock-installed
 TOOLS := $(VENV)/.oarlock-tools-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint format docs soak bench-load clean
+.PHONY: help install serve test lint format docs soak verify-full accuracy clients fuzz bench-load clean
 
 help:
 	@echo 'make install      make .venv with the pinned requirements and the oarlock command'
@@ -22,6 +22,10 @@ help:
 	@echo 'make format       let the formatter and the linter mend what they can'
 	@echo 'make docs         write anew the parts of docs/ that are made from the code'
 	@echo 'make soak         the two-minute disconnect storm'
+	@echo 'make verify-full  every layer of a model of true size against float64, and its table in docs/accuracy.md'
+	@echo 'make accuracy     the same for tiny models of every family, on 1 to 8 ranks'
+	@echo 'make clients      real clients, each in an environment of its own, against a real server'
+	@echo 'make fuzz         ten thousand hostile requests'
 	@echo 'make bench-load   the load test beside transformers, on a model of true size'
 	@echo 'make clean        remove .venv and caches'
 
@@ -69,6 +73,18 @@ test: lint
 
 soak: $(TOOLS)
 	@$(BIN)/python -m pytest -m soak tests/e2e $(ARGS)
+
+verify-full: $(TOOLS)
+	@$(BIN)/python -m tests.golden.full_shape $(ARGS)
+
+accuracy: $(TOOLS)
+	@$(BIN)/python -m tests.golden.accuracy_table $(ARGS)
+
+clients: $(TOOLS)
+	@$(BIN)/python -m tests.clients.run $(ARGS)
+
+fuzz: $(TOOLS)
+	@$(BIN)/python -m tests.fuzz.run $(ARGS)
 
 bench-load: $(TOOLS)
 	@$(BIN)/python -m tests.load.compare $(ARGS)

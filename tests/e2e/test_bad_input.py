@@ -72,8 +72,8 @@ def still_serving(tp1):
         ({"min_tokens": 99, "max_tokens": 9}, "min_tokens"),
         ({"stop_token_ids": [4096]}, "stop_token_ids"),
         ({"suffix": "x"}, "suffix"),
-        ({"best_of": 3}, "best_of"),
-        ({"presence_penalty": 1.0}, "presence_penalty"),
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
     ],
     ids=lambda value: json.dumps(value)[:40],
 )

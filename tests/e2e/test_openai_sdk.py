@@ -68,8 +68,8 @@ def test_errors_are_the_clients_own_classes(client):
 
 
 def test_keys_guard_everything_but_the_probes():
-    with RunningServer(DEMO, env={"OARLOCK_API_KEY": "first, second"}) as server:
-        for key in ("first", "second"):
+    with RunningServer(DEMO, env={"OARLOCK_API_KEY": "anna-7f3, bert-9c1"}) as server:
+        for key in ("anna-7f3", "bert-9c1"):
             with openai.OpenAI(base_url=f"{server.url}/v1", api_key=key) as client:
                 assert client.models.list().data
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="third", max_retries=0) as client:
@@ -78,4 +78,4 @@ def test_keys_guard_everything_but_the_probes():
             assert refused.value.code == "invalid_api_key"
         assert server.client.get("/v1/models").status_code == 401
         assert server.client.get("/health").status_code == 200
-        assert "first" not in server.log and "second" not in server.log
+        assert "anna-7f3" not in server.log and "bert-9c1" not in server.log

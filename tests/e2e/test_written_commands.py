@@ -23,7 +23,18 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "test
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 HUB_ID = re.compile(r"\bQwen/[\w.-]+")
 # Commands that take minutes or would call this test again: make says what it would do.
-ONLY_PLANNED = ("make test", "make soak", "make bench-load", "make clean", "make lint", "make format")
+ONLY_PLANNED = (
+    "make test",
+    "make soak",
+    "make bench-load",
+    "make verify-full",
+    "make accuracy",
+    "make clients",
+    "make fuzz",
+    "make clean",
+    "make lint",
+    "make format",
+)
 
 
 def fences(page: Path) -> list[tuple[str, str]]:

@@ -38,7 +38,9 @@ def test_help_names_every_target():
     assert [name for name in targets[1].split() if name != "help" and f"make {name} " not in listed] == []
 
 
-@pytest.mark.parametrize("target", ["install", "serve", "test", "lint", "soak", "bench-load"])
+@pytest.mark.parametrize(
+    "target", ["install", "serve", "test", "lint", "soak", "verify-full", "accuracy", "clients", "fuzz", "bench-load"]
+)
 def test_a_fresh_checkout_is_installed_first(folder, target):
     plan = run(folder, "make", "-n", target).stdout
     assert "-m venv .venv" in plan and "-r requirements.txt" in plan and "--editable ." in plan

@@ -1,8 +1,9 @@
 // Causal attention over paged keys and values, read in place: decode, prefill and chunks through one path.
 //
 // A tile is up to 12 rows (query token, query head) of one sequence that share a KV head. It walks the sequence's
-// positions in chunks of 256: scores, their softmax against a running maximum (Milakov and Gimelshein, "Online
-// normalizer calculation for softmax", 2018), weighted values. Chunks are counted from position 0 and every sum runs in
+// positions in chunks of up to 256: scores, their softmax against a running maximum (Milakov and Gimelshein, "Online
+// normalizer calculation for softmax", 2018), weighted values. float32 takes shorter chunks, and scores in blocks of 16
+// elements: long chains of additions would cost digits that bfloat16 does not have. Chunks are counted from position 0 and every sum runs in
 // the order of positions; hidden positions get weight zero, which changes no sum. So a row's bits depend on its own
 // sequence alone: not on the other rows of its tile, on how the prompt was cut, on company or threads.
 //
@@ -23,7 +24,7 @@
 namespace {
 
 constexpr int kGroup = 16;    // positions per group
-constexpr int kChunk = 256;   // positions per softmax update
+constexpr int kChunk = 256;   // positions per softmax update, at most
 constexpr int kRows = 12;     // rows per tile
 constexpr int kMaxHead = 256; // elements per head
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
@@ -39,11 +40,12 @@ struct Step {
   float scale, softcap;  // softcap 0: none
 };
 
-// What a storage type brings: its own number of elements per load, the type of the left factor, and the product.
+// What a storage type brings: elements per load, positions per chunk and elements per block of a score, the type of the
+// left factor, and the product.
 struct Bfloat16 {
   using Stored = uint16_t;
   using Left = uint16_t;
-  static constexpr int kStep = 2;
+  static constexpr int kStep = 2, kPositions = kChunk, kElements = kMaxHead;
   static __m512 product(__m512 sum, const Stored *w, const Left *x) {
     int32_t pair;
     memcpy(&pair, x, sizeof pair);
@@ -63,7 +65,7 @@ struct Bfloat16 {
 struct Float32 {
   using Stored = float;
   using Left = float;
-  static constexpr int kStep = 1;
+  static constexpr int kStep = 1, kPositions = 64, kElements = 16;
   static __m512 product(__m512 sum, const Stored *w, const Left *x) {
     return _mm512_fmadd_ps(_mm512_loadu_ps(w), _mm512_set1_ps(*x), sum);
   }
@@ -75,7 +77,7 @@ struct Float32 {
 struct Float16 {
   using Stored = uint16_t;
   using Left = float;
-  static constexpr int kStep = 1;
+  static constexpr int kStep = 1, kPositions = 64, kElements = 16;
   static __m512 product(__m512 sum, const Stored *w, const Left *x) {
     const __m512 wide = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(w)));
     return _mm512_fmadd_ps(wide, _mm512_set1_ps(*x), sum);
@@ -104,21 +106,29 @@ struct Tile {
 template <class E, int R>
 void score(const typename E::Left *q, const typename E::Stored *k0, const typename E::Stored *k1, long width, float *to,
            const typename E::Stored *const next[4]) {
-  __m512 low[R], high[R];
-  for (int r = 0; r < R; r++) low[r] = high[r] = _mm512_setzero_ps();
-  for (long d = 0; d < width; d += E::kStep, k0 += kGroup * E::kStep, k1 += kGroup * E::kStep) {
+  for (long begin = 0; begin < width; begin += E::kElements) {
+    const long end = width < begin + E::kElements ? width : begin + E::kElements;
+    __m512 low[R], high[R];
+    for (int r = 0; r < R; r++) low[r] = high[r] = _mm512_setzero_ps();
+    for (long d = begin; d < end; d += E::kStep, k0 += kGroup * E::kStep, k1 += kGroup * E::kStep) {
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++)
-      _mm_prefetch(reinterpret_cast<const char *>(next[i] + d * kGroup), _MM_HINT_T0);
+      for (int i = 0; i < 4; i++)
+        _mm_prefetch(reinterpret_cast<const char *>(next[i] + d * kGroup), _MM_HINT_T0);
 #pragma GCC unroll 12
-    for (int r = 0; r < R; r++) {
-      low[r] = E::product(low[r], k0, q + r * width + d);
-      high[r] = E::product(high[r], k1, q + r * width + d);
+      for (int r = 0; r < R; r++) {
+        low[r] = E::product(low[r], k0, q + r * width + d);
+        high[r] = E::product(high[r], k1, q + r * width + d);
+      }
     }
-  }
-  for (int r = 0; r < R; r++) {
-    _mm512_storeu_ps(to + r * kChunk, low[r]);
-    _mm512_storeu_ps(to + r * kChunk + kGroup, high[r]);
+    for (int r = 0; r < R; r++) {
+      float *at = to + r * kChunk;
+      if (begin) {
+        low[r] = _mm512_add_ps(_mm512_loadu_ps(at), low[r]);
+        high[r] = _mm512_add_ps(_mm512_loadu_ps(at + kGroup), high[r]);
+      }
+      _mm512_storeu_ps(at, low[r]);
+      _mm512_storeu_ps(at + kGroup, high[r]);
+    }
   }
 }
 
@@ -212,8 +222,9 @@ void attend_tile(const Step &s, long seq, long head, long row) {
   const long end = tile.last[R - 1] + 1;
   const long begin = s.window && tile.last[0] >= s.window ? (tile.last[0] - s.window + 1) / kGroup * kGroup : 0;
   const int32_t *table = s.tables + seq * s.table_width;
-  for (long chunk = begin / kChunk * kChunk; chunk < end; chunk += kChunk) {
-    const long first = begin > chunk ? begin : chunk, stop = end < chunk + kChunk ? end : chunk + kChunk;
+  constexpr long kLength = E::kPositions;
+  for (long chunk = begin / kLength * kLength; chunk < end; chunk += kLength) {
+    const long first = begin > chunk ? begin : chunk, stop = end < chunk + kLength ? end : chunk + kLength;
     const long groups = (stop - first + kGroup - 1) / kGroup;
     const Stored *k[kChunk / kGroup + 4], *v[kChunk / kGroup + 1];
     for (long g = 0; g < groups; g++) {
