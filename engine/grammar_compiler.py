@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 MAX_OBJECT_DEPTH = 16  # of `json_object`
 _COMPACT: "JsonCompileOptions" = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 _MAX_REASON = 300
+# Sets of tokens that a mask takes in as a whole where all of them may come: white space, and pieces of JSON strings up
+# to some length, which makes strings with a bounded length cheaper.
+_IN_STRING = r'[^"\\\x00-\x1F\x7F]'
+_SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_IN_STRING}{{1,{most}}}" for most in (10, 20, 30)), f"{_IN_STRING}+"]
 # A token's mask may cost a few milliseconds in the worst case, a grammar some tens of megabytes.
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
@@ -67,7 +71,7 @@ class Compiler:
             text = tokenizer_file.read_text(encoding="utf-8")
         except OSError as error:
             raise ValueError(f"{tokenizer_file} cannot be read: {error.strerror}") from error
-        self.tokens = LLTokenizer(text)
+        self.tokens = LLTokenizer(text, slices=_SLICES)
         # Tokens by what they do to a number: go on with digits, add an exponent to digits, be one that has an exponent.
         self.more_digits = self._mask(r"[0-9](?s:.)*")
         after_digit, number = r"[0-9]*(\.[0-9]*)?", r"-?[0-9]*\.?[0-9]+"

@@ -26,7 +26,7 @@ from engine.grammar_compiler import Compiler, GrammarError
 from engine.types import Grammar
 
 DEADLINE_S = 1.0  # for one trial
-_MAX_MEMORY_BYTES = 1 << 30  # beyond what the tokenizer took
+_MAX_MEMORY_BYTES = 512 << 20  # beyond what the tokenizer took
 _STACK_BYTES = 2 << 20  # a quarter of what the engine's threads have
 _PR_SET_PDEATHSIG = 1
 _NICENESS = 5  # answers that are being written come first
@@ -71,8 +71,9 @@ def _serve(lane: socket.socket, compiler: Compiler) -> None:
 def _try(compiler: Compiler, grammar: Grammar) -> str | None:
     """What is wrong with `grammar`; None when it compiles."""
     read, write = os.pipe()
-    child = os.fork()
+    lane, child = os.getpid(), os.fork()
     if child == 0:
+        _die_with(lane)
         os.close(read)
         _attempt(compiler, grammar, write)
     os.close(write)

@@ -33,50 +33,52 @@ class MatcherState:
         self._origin: LLMatcher = compiled.matcher
         self._matcher: LLMatcher = self._origin.deep_copy()
         self._accepted: list[int] = []
+        self._next: tuple[np.ndarray, bool] | None = None  # what `_compute` gave already
         self._end_ids = tuple(end_ids)
         self._digits = _DigitRun() if compiled.is_json else None
 
     def fill_mask(self, into: np.ndarray) -> None:
         """See `GrammarState`. Raises `BrokenGrammarError`."""
-        compiler, num_words = self._compiler, self._compiler.num_words
-        mask = into if len(into) == num_words and into.flags.c_contiguous else np.empty(num_words, np.uint32)
-        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, num_words * 4)
-        if self._matcher.is_error():
-            self._start_over()
-            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, num_words * 4)
-            self._check()
-        # The library marks with its own idea of an end token that the text may end here.
-        may_end = bool(mask[compiler.end_word] >> compiler.end_bit & 1)
-        mask[compiler.end_word] &= ~np.uint32(1 << compiler.end_bit)
-        if self._digits is not None:
-            self._bound_number(mask, can_end=may_end and bool(self._end_ids))
-        if mask is not into:
-            shared = min(num_words, len(into))
-            into[:shared] = mask[:shared]
-            into[shared:] = 0
+        mask, may_end = self._next or self._compute()
+        shared = min(len(mask), len(into))
+        into[:shared] = mask[:shared]
+        into[shared:] = 0
         if may_end:
             for token in self._end_ids:
                 into[token // 32] |= np.uint32(1 << token % 32)
 
     def accept(self, token_ids: Tokens[int]) -> bool:
         """See `GrammarState`. Raises `BrokenGrammarError`."""
+        self._next = None
         self._matcher.consume_tokens(list(token_ids))
         self._accepted += token_ids
         if self._matcher.is_error():
             self._start_over()
-        if self._matcher.is_stopped() or self._is_over():
+        if self._matcher.is_stopped():
             return True
         if self._digits is not None:
             self._digits.push(self._compiler.tokens.decode_bytes(list(token_ids)))
-        return False
-
-    def _is_over(self) -> bool:
-        """Whether only the end is left, where the sequence has no end token to say so itself."""
-        if self._end_ids or not self._matcher.is_accepting():
+        if not self._matcher.is_accepting():
             return False
-        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32, self._compiler.num_words).copy()
-        mask[self._compiler.end_word] &= ~np.uint32(1 << self._compiler.end_bit)
+        # Where nothing but the end is left, nobody need write it, and nobody could where ends are banned.
+        self._next = mask, _ = self._compute()
         return not mask.any()
+
+    def _compute(self) -> tuple[np.ndarray, bool]:
+        """What may follow, uint32 [num_words], without ends; and whether the text may end here."""
+        compiler = self._compiler
+        mask = np.empty(compiler.num_words, np.uint32)
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if self._matcher.is_error():
+            self._start_over()
+            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            self._check()
+        # The library marks with its own idea of an end token that the text may end here.
+        may_end = bool(mask[compiler.end_word] >> compiler.end_bit & 1)
+        mask[compiler.end_word] &= ~np.uint32(1 << compiler.end_bit)
+        if self._digits is not None:
+            self._bound_number(mask, can_end=may_end)
+        return mask, may_end
 
     def _bound_number(self, mask: np.ndarray, *, can_end: bool) -> None:
         """No exponent, and no digit after so many: what a number can do without. What the schema insists on stays."""

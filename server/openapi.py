@@ -56,7 +56,7 @@ def describe(
     if example_answer is not None:
         content[media]["example"] = example_answer
     if streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {"schema": {"description": "One chunk per event, `[DONE]` last."}}
     operation: dict[str, Any] = {
         "summary": summary,
         "responses": {"200": {"description": "The answer.", "content": content}},

@@ -72,7 +72,9 @@ def _fingerprint(client: Client) -> str:
 def _make(client: Client, directory: Path) -> None:
     if client.kind is Kind.NODE:
         if shutil.which("npm") is None:
-            raise SystemExit("error: npm is not installed\nfix: install Node.js with npm, for example: apt-get install npm")
+            raise SystemExit(
+                "error: npm is not installed\nfix: install Node.js with npm, for example: apt-get install npm"
+            )
         quiet = ["--no-audit", "--no-fund", "--no-package-lock", "--ignore-scripts", "--loglevel=error"]
         (directory / "package.json").write_text('{"private": true}\n')
         subprocess.run(["npm", "install", *quiet, *client.requires], cwd=directory, check=True)

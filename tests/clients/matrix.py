@@ -52,3 +52,6 @@ CLIENTS = (
     Client("openai-node", "openai", "openai_node.mjs", ("openai@7.55.0",), kind=Kind.NODE),
     Client("curl", "curl", "curl_lines.py", kind=Kind.PROGRAM),
 )
+
+# No client, but it lives like one; tests/fuzz runs it.
+FUZZER = Client("schemathesis", "schemathesis", "", ("schemathesis==4.32.5",))

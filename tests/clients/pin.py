@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from tests.clients.environments import PINS, bare_python
-from tests.clients.matrix import CLIENTS, Client, Kind
+from tests.clients.matrix import CLIENTS, FUZZER, Client, Kind
 
 # Lent by the repository's own environment where a client needs it (see environments.py).
 NOT_INSTALLED = ("torch", "triton", "nvidia-", "cuda-")
@@ -23,10 +23,10 @@ NOT_INSTALLED = ("torch", "triton", "nvidia-", "cuda-")
 
 def resolve(client: Client, python: Path) -> list[str]:
     """`name==version` of everything that this client needs, sorted."""
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     with tempfile.NamedTemporaryFile(suffix=".json") as report:
         subprocess.run(
-            [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--dry-run"]
-            + ["--ignore-installed", "--report", report.name, *client.requires],
+            [*pip, "--dry-run", "--ignore-installed", "--report", report.name, *client.requires],
             check=True,
         )
         found = [entry["metadata"] for entry in json.loads(Path(report.name).read_text())["install"]]
@@ -38,7 +38,7 @@ def main(names: list[str]) -> int:
     """Pin the named clients, or all."""
     with tempfile.TemporaryDirectory() as directory:
         python = bare_python(Path(directory))
-        for client in CLIENTS:
+        for client in (*CLIENTS, FUZZER):
             if client.kind is not Kind.PYTHON or (names and client.name not in names):
                 continue
             lines = resolve(client, python)

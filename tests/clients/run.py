@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.clients.environments import CACHE, HERE, prepare, version
-from tests.clients.matrix import CLIENTS, Client, Kind
+from tests.clients.matrix import CLIENTS, Client
 from tests.clients.table import as_text, write_docs
 from tests.e2e.running import DEMO, ROOT, RunningServer
 
@@ -129,7 +129,9 @@ def main(arguments: list[str] | None = None) -> int:
     names = [client.name for client in CLIENTS]
     parser = argparse.ArgumentParser(prog="python -m tests.clients.run", description=__doc__.split("\n")[0])
     parser.add_argument("names", nargs="*", metavar="CLIENT", help=f"of {', '.join(names)}; none means all")
-    parser.add_argument("--write-docs", action="store_true", help="put the table into docs/clients.md; needs all clients")
+    parser.add_argument(
+        "--write-docs", action="store_true", help="put the table into docs/clients.md; needs all clients"
+    )
     given = parser.parse_args(arguments)
     unknown = [name for name in given.names if name not in names]
     if unknown:

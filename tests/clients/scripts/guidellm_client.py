@@ -37,6 +37,7 @@ def check(benchmarks: list[dict[str, Any]], requests: int) -> None:
     for benchmark in benchmarks:
         totals = benchmark["metrics"]["request_totals"]
         expect(totals["errored"] == 0 and totals["successful"] >= requests, totals)
+        expect(benchmark["requests"]["successful"], "no requests are listed")
         for request in benchmark["requests"]["successful"]:
             seen = request["output_metrics"]["text_tokens"]
             expect(seen == OUTPUT_TOKENS, request["output_metrics"])

@@ -14,7 +14,9 @@ MESSAGES = [{"role": "user", "content": "What does os.path.join do?"}]
 
 
 class Review(pydantic.BaseModel):
-    """What you think."""
+    """What you think, and nothing else: a tiny model would add properties until its room is used up."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
 
     verdict: Literal["good", "bad"]
     stars: Literal[1, 2, 3]

@@ -205,7 +205,8 @@ def main() -> int:
         for part in (completions, chat, structured, tools, models_and_errors):
             part(report, client, given.model)
     asyncio.run(asynchronous(report, given.url, given.model))
-    exercise_retries(report, given.small_url, given.small_pid, given.model)
+    if given.small_url:
+        exercise_retries(report, given.small_url, given.small_pid, given.model)
     return report.finish()
 
 

@@ -46,9 +46,7 @@ def main() -> int:
     with report.exercise("a function tool, required"):
         tool = ToolDefinition(name="review", parameters_json_schema=Review.model_json_schema())
         wanted = ModelRequestParameters(function_tools=[tool], allow_text_output=False)
-        answer = model_request_sync(
-            model, [ModelRequest.user_text_prompt(QUESTION)], model_request_parameters=wanted
-        )
+        answer = model_request_sync(model, [ModelRequest.user_text_prompt(QUESTION)], model_request_parameters=wanted)
         calls = [part for part in answer.parts if isinstance(part, ToolCallPart)]
         Review.model_validate(calls[0].args_as_dict())
     return report.finish()

@@ -1,0 +1,50 @@
+"""Every body of the corpus, on every POST route, streamed and not: refused in shape or answered, and nothing held."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+
+from tests.fuzz.bodies import routes_of
+from tests.fuzz.corpus import corpus
+from tests.fuzz.judge import problem_of
+
+NUM_ROUTES = 8
+KIB = 1024
+# Everything small everywhere; large bodies where most can go wrong. The whole corpus everywhere is `make fuzz`.
+LIMITS = {"/v1/chat/completions": 5000 * KIB}
+
+
+def rounds(document):
+    """(route, stream) of everything that the document has."""
+    routes = routes_of(document)
+    assert len(routes) >= NUM_ROUTES
+    return [(route, stream) for route in routes for stream in ((False, True) if route.streams else (False,))]
+
+
+@pytest.mark.timeout(120)
+def test_no_body_breaks_a_route(make_stage):
+    stage = make_stage()
+    problems = []
+
+    async def send():
+        async with stage.client(timeout=60) as client:
+            document = (await client.get("/openapi.json")).json()
+            for route, stream in rounds(document):
+                limit = LIMITS.get(route.path, 64 * KIB)
+                cases = [case for case in corpus(route, stream) if len(case.content) <= limit]
+                assert len(cases) > 90
+                assert len({case.name for case in cases}) == len(cases)
+                for case in cases:
+                    answer = await client.post(route.path, content=case.content, headers=case.headers)
+                    refused = case.refused and not case.by_engine  # there is no real engine here
+                    problem = problem_of(
+                        answer.status_code, answer.headers, answer.content, refused=refused, param=case.param
+                    )
+                    if problem:
+                        problems.append(f"{route.path}{' streamed' if stream else ''}, {case.name}: {problem}")
+
+    anyio.run(send)
+    assert not problems, f"{len(problems)}:\n" + "\n".join(problems)
+    assert stage.state.num_in_flight == 0
+    assert len(stage.engine.finished) + len(stage.engine.aborted) == len(stage.engine.requests)

@@ -1,0 +1,27 @@
+"""Clients that are here anyway, over a socket: the official Python client and curl. The others are `make clients`."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.clients.matrix import CLIENTS
+from tests.clients.run import HERE, MARK, environment
+from tests.e2e.running import DEMO
+
+
+@pytest.mark.parametrize(("name", "at_least"), [("openai-3", 19), ("curl", 7)])
+def test_a_client_that_needs_no_environment(tp1, name, at_least):
+    if shutil.which("curl") is None and name == "curl":
+        pytest.skip("curl is not installed")
+    client = next(client for client in CLIENTS if client.name == name)
+    command = [sys.executable, str(HERE / "scripts" / client.script), "--url", tp1.url, "--model", "demo"]
+    done = subprocess.run(
+        [*command, "--tokenizer", str(DEMO)], env=environment(client), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = [json.loads(line.removeprefix(MARK)) for line in done.stdout.splitlines() if line.startswith(MARK)]
+    assert said[-1] == {"end": len(said) - 1}
+    assert len(said) - 1 >= at_least

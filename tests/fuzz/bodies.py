@@ -1,0 +1,69 @@
+"""Which routes take a body, one good body for each, and bodies with fragments that no encoder would write.
+
+Routes and the names of their fields come from the server's own OpenAPI document, so a new one is fuzzed at once or
+makes the run fail for want of a good body.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+MESSAGE = {"role": "user", "content": "Hello"}
+_COMPLETION: dict[str, Any] = {"prompt": "import ", "max_tokens": 4}
+_CHAT: dict[str, Any] = {"messages": [MESSAGE], "max_completion_tokens": 4}
+_GOOD: dict[str, dict[str, Any]] = {
+    "/completions": _COMPLETION,
+    "/completions/render": _COMPLETION,
+    "/chat/completions": _CHAT,
+    "/chat/completions/render": _CHAT,
+    "/tokenize": {"prompt": "import os"},
+    "/detokenize": {"tokens": [5, 6, 7]},
+}
+
+
+class Raw(str):
+    """JSON text that goes into a body as it is: `NaN`, a number of 5,000 digits, an unpaired surrogate."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """One POST route."""
+
+    path: str
+    good: dict[str, Any]
+    fields: frozenset[str]  # that it documents
+    streams: bool
+
+
+def routes_of(document: dict[str, Any]) -> list[Route]:
+    """Every POST route of an OpenAPI document."""
+    found = []
+    for path, operations in document["paths"].items():
+        if "post" not in operations:
+            continue
+        good = _GOOD.get(path.removeprefix("/v1"))
+        if good is None:
+            raise LookupError(f"no good body is known for POST {path}: add one to tests/fuzz/bodies.py")
+        fields = _fields(document, operations["post"])
+        answers = operations["post"]["responses"]["200"]["content"]
+        found.append(Route(path, good, fields, "text/event-stream" in answers))
+    return found
+
+
+def _fields(document: dict[str, Any], operation: dict[str, Any]) -> frozenset[str]:
+    schema = operation["requestBody"]["content"]["application/json"]["schema"]
+    names: set[str] = set()
+    for one in schema.get("anyOf", [schema]):
+        named = document["components"]["schemas"][one["$ref"].rsplit("/", 1)[1]]
+        names |= set(named["properties"])
+    return frozenset(names)
+
+
+def encode(body: dict[str, Any]) -> bytes:
+    """A JSON object; values that are `Raw` go in as they are."""
+    parts = (
+        f"{json.dumps(name)}: {value if isinstance(value, Raw) else json.dumps(value)}" for name, value in body.items()
+    )
+    return ("{" + ", ".join(parts) + "}").encode("utf-8", "surrogatepass")

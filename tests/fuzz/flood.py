@@ -1,0 +1,140 @@
+"""Many requests at once, each with a time limit, each answer judged.
+
+Knows httpx and the judge. What is sent comes from the corpus, the mutations and the list of attacks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import random
+import time
+from collections.abc import Awaitable, Iterable
+
+import httpx
+
+from tests.e2e.running import RunningServer
+from tests.fuzz import wire
+from tests.fuzz.bodies import Route
+from tests.fuzz.corpus import JSON, Case, corpus
+from tests.fuzz.judge import problem_of
+from tests.fuzz.mutate import mutated
+
+AT_ONCE = 12
+WITHIN_S = 30.0  # a server that sheds load and has a time limit of 10 s for requests has no reason to take longer
+LEAVE_EARLY = 0.03  # so many of the mutations are left before their answer
+
+
+class Flood:
+    """Sends, judges and counts."""
+
+    def __init__(self, server: RunningServer) -> None:
+        self._url, self._port = server.url, server.port
+        self.problems: list[str] = []
+        self.sent = 0
+        self._statuses: collections.Counter[str] = collections.Counter()
+        self._seconds: list[float] = []
+
+    async def wire(self, routes: Iterable[Route]) -> None:
+        """Broken HTTP on every route."""
+
+        async def one(name: str, content: bytes) -> None:
+            self.sent += 1
+            try:
+                answer = await wire.attack(self._port, content, WITHIN_S)
+            except TimeoutError:
+                self.problems.append(f"{name}: neither answer nor end within {WITHIN_S:g} s")
+                return
+            self._statuses[answer[9:12].decode("latin-1") or "hung up"] += 1
+            if problem := wire.problem_of(answer):
+                self.problems.append(f"{name}: {problem}")
+
+        attacks = [
+            (f"{route.path}, {name}", content) for route in routes for name, content in wire.attacks(route.path).items()
+        ]
+        await _all_of(one(name, content) for name, content in attacks)
+
+    async def corpus(self, routes: Iterable[Route]) -> None:
+        """Every case on every route, streamed as well where it can be."""
+        async with self._client() as client:
+            for route in routes:
+                for stream in (False, True) if route.streams else (False,):
+                    cases = corpus(route, stream)
+                    await _all_of(self._case(client, route, case) for case in cases)
+
+    async def mutations(self, routes: list[Route], number: int, seed: int) -> None:
+        """`number` random bodies; some of their senders do not wait for the answer."""
+        chance = random.Random(seed)
+
+        async def one(route: Route, content: bytes, patience: float | None) -> None:
+            case = Case(f"mutation {content[:300]!r}", content, False)
+            if patience is None:
+                await self._case(client, route, case)
+                return
+            self.sent += 1
+            try:
+                await asyncio.wait_for(client.post(route.path, content=content, headers=JSON), patience)
+            except (TimeoutError, httpx.TransportError):
+                self._statuses["left"] += 1
+
+        async with self._client() as client:
+            await _all_of(
+                one(
+                    route := chance.choice(routes),
+                    mutated(route, chance),
+                    chance.uniform(0.001, 0.1) if chance.random() < LEAVE_EARLY else None,
+                )
+                for _ in range(number)
+            )
+
+    def by_status(self) -> str:
+        """How often each status came."""
+        return ", ".join(f"{status}: {number}" for status, number in sorted(self._statuses.items()))
+
+    def durations(self) -> str:
+        """Median, tail and longest."""
+        ordered = sorted(self._seconds)
+        shown = {"median": 0.5, "p99": 0.99, "longest": 1.0}
+        return ", ".join(f"{name} {ordered[int((len(ordered) - 1) * at)]:.3f}" for name, at in shown.items())
+
+    def _client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self._url, timeout=None, trust_env=False)
+
+    async def _case(self, client: httpx.AsyncClient, route: Route, case: Case) -> None:
+        self.sent += 1
+        began = time.monotonic()
+        where = f"{route.path}, {case.name}"
+        try:
+            call = client.post(route.path, content=case.content, headers=case.headers)
+            answer = await asyncio.wait_for(call, WITHIN_S)
+        except TimeoutError:
+            self.problems.append(f"{where}: no answer within {WITHIN_S:g} s")
+            return
+        except httpx.TransportError as error:
+            self._statuses["hung up"] += 1
+            if len(case.content) <= 2**20:  # larger ones may be cut off while they are still being sent
+                self.problems.append(f"{where}: {type(error).__name__}: {error}")
+            return
+        self._seconds.append(time.monotonic() - began)
+        self._statuses[str(answer.status_code)] += 1
+        refused = case.refused and not (case.by_engine and route.path.endswith("/render"))
+        param = case.param if not case.by_engine else None
+        problem = problem_of(answer.status_code, answer.headers, answer.content, refused=refused, param=param)
+        if problem and not _is_full(answer):
+            self.problems.append(f"{where}: {problem}")
+
+
+def _is_full(answer: httpx.Response) -> bool:
+    """429 is never about the body, so nothing about the body can be wrong with it."""
+    return answer.status_code == 429 and "retry-after" in answer.headers
+
+
+async def _all_of(calls: Iterable[Awaitable[None]]) -> None:
+    """All, so many at once, made one by one."""
+    pending = iter(calls)
+
+    async def worker() -> None:
+        for call in pending:
+            await call
+
+    await asyncio.gather(*(worker() for _ in range(AT_ONCE)))

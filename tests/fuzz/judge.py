@@ -1,0 +1,64 @@
+"""Whether an answer is one that this server may give, whatever was asked.
+
+No 5xx, no 422; a refusal has exactly the four keys, is short, and names the field it is about; a stream ends in
+`[DONE]`. Knows the wire format of errors; knows no request.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+MAX_MESSAGE, MAX_BODY = 2048, 4096
+KEYS = {"message", "type", "param", "code"}
+
+
+def problem_of(
+    status: int, headers: Mapping[str, str], content: bytes, *, refused: bool = False, param: str | None = None
+) -> str | None:
+    """One sentence about what is wrong, or nothing."""
+    if status >= 500 or status == 422:
+        return f"status {status}: {content[:300]!r}"
+    if status >= 400:
+        return _problem_of_refusal(headers, content, param)
+    if refused:
+        return f"accepted with {status}: {content[:200]!r}"
+    if headers.get("content-type", "").startswith("text/event-stream"):
+        return _problem_of_stream(content)
+    return None
+
+
+def _problem_of_refusal(headers: Mapping[str, str], content: bytes, param: str | None) -> str | None:
+    if not headers.get("content-type", "").startswith("application/json"):
+        return f"an error as {headers.get('content-type')!r}"
+    if len(content) > MAX_BODY:
+        return f"an error of {len(content)} bytes"
+    try:
+        body = json.loads(content)
+    except ValueError:
+        return f"an error that is no JSON: {content[:200]!r}"
+    if not isinstance(body, dict) or set(body) != {"error"} or not isinstance(body["error"], dict):
+        return f"no error object: {content[:200]!r}"
+    error = body["error"]
+    if set(error) != KEYS:
+        return f"the keys of the error are {sorted(error)}"
+    if not isinstance(error["message"], str) or not 0 < len(error["message"]) <= MAX_MESSAGE:
+        return f"the message is {str(error['message'])[:100]!r}"
+    if not isinstance(error["type"], str) or not isinstance(error["param"], str | None):
+        return f"type or param is of the wrong kind: {content[:200]!r}"
+    if param is not None and not str(error["param"]).startswith(param):
+        return f"param is {error['param']!r}, not {param!r}: {error['message'][:200]}"
+    return None
+
+
+def _problem_of_stream(content: bytes) -> str | None:
+    lines = [line for line in content.decode().split("\n\n") if line and not line.startswith(":")]
+    if not lines or lines[-1] != "data: [DONE]":
+        return f"a stream that ends with {content[-100:]!r}"
+    for line in lines[:-1]:
+        if not line.startswith("data: "):
+            return f"a line that is no event: {line[:100]!r}"
+        said = json.loads(line.removeprefix("data: "))
+        if "error" in said:
+            return f"an error inside a stream: {line[:300]}"
+    return None

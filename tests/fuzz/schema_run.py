@@ -1,0 +1,44 @@
+"""schemathesis over the server's OpenAPI document, from an environment of its own.
+
+Knows its command line and its JSON report; what it sends it decides itself.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from pathlib import Path
+
+from tests.clients.environments import prepare
+from tests.clients.matrix import FUZZER
+
+# What a schema can promise. Left out: that every valid body is accepted (a name that is not served is valid), and
+# that every invalid one is refused (unknown fields are reported in a header instead).
+CHECKS = (
+    "not_a_server_error",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_schema_conformance",
+    "unsupported_method",
+)
+WORKERS, MAX_EXAMPLES, REQUEST_TIMEOUT_S = 2, 200, 60
+
+
+def run_schemathesis(url: str, seed: int, seconds: int) -> list[str]:
+    """What it complains about, one line per failure."""
+    interpreter, _ = prepare(FUZZER)
+    with tempfile.TemporaryDirectory() as directory:
+        command = [str(Path(interpreter[0]).with_name("st")), "run", f"{url}/openapi.json", "--no-color"]
+        command += ["--checks", ",".join(CHECKS), "--workers", str(WORKERS), "--seed", str(seed)]
+        command += ["--max-examples", str(MAX_EXAMPLES), "--max-time", str(seconds), "--no-shrink"]
+        command += ["--phases", "examples,coverage,fuzzing", "--suppress-health-check", "all", "--warnings", "off"]
+        command += ["--request-timeout", str(REQUEST_TIMEOUT_S), "--generation-database", "none"]
+        done = subprocess.run(
+            command, cwd=directory, capture_output=True, text=True, check=False, timeout=seconds + 300
+        )
+    if done.returncode == 0:
+        return []
+    output = done.stdout + done.stderr
+    print("".join(f"    | {line}\n" for line in output.splitlines() if line.strip()), flush=True)
+    kinds = [line.strip() for line in output.splitlines() if line.startswith("- ")]
+    return [f"schemathesis: {kind}" for kind in kinds] or [f"schemathesis left with status {done.returncode}"]

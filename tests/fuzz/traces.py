@@ -1,0 +1,80 @@
+"""What hostile requests may have left behind: blocks, requests, descriptors, threads, series, a changed answer.
+
+Takes the state before, and says what differs when everything is quiet again. Knows metrics and the process table.
+"""
+
+from __future__ import annotations
+
+from tests.e2e.running import RunningServer, eventually
+
+CANARY = "Q: What does os.path.join do?\nA:"
+QUIET_WITHIN_S = 60.0
+SPARE = (0, 6, 4)  # processes, descriptors, threads: a pool may have grown to its size
+
+
+class Traces:
+    """One server, looked at before and after."""
+
+    def __init__(self, server: RunningServer) -> None:
+        self._server = server
+        # What is started when it is first needed is needed now, so that it counts as having been there.
+        server.text("x", max_tokens=4, structured_outputs={"regex": "[ab]{3}"})
+        self._text = self._canary()
+        self._series = self._number_of_series()
+        self._handles = self._count_handles()
+        self._blocks = server.metrics()["oarlock:kv_blocks_total"]
+
+    def answers(self) -> float:
+        """HTTP answers so far."""
+        return self._server.metrics()["oarlock:http_responses_total"]
+
+    def left(self, sent: int) -> list[str]:
+        """One sentence about everything that is not as before."""
+        found = []
+        try:
+            eventually(self._is_quiet, QUIET_WITHIN_S, "no request runs, none waits, no block is held")
+        except AssertionError as error:
+            found.append(f"{error}: {self._state()}")
+        text = self._canary()
+        if text != self._text:
+            found.append(f"the same greedy request now gives {text!r}, before {self._text!r}")
+        if self._server.client.get("/health").status_code != 200:
+            found.append("the server no longer says that it is well")
+        try:
+            eventually(self._handles_are_back, QUIET_WITHIN_S, "descriptors and threads are back where they were")
+        except AssertionError as error:
+            found.append(f"{error}: {self._count_handles()}, before {self._handles}")
+        grown = self._number_of_series() - self._series
+        if grown > 150:  # routes times statuses, seen for the first time
+            found.append(f"{sent} requests made {grown} new series of metrics")
+        return found
+
+    def _canary(self) -> str:
+        return self._server.text(CANARY, max_tokens=24, temperature=0)
+
+    def _state(self) -> dict[str, float]:
+        metrics = self._server.metrics()
+        wanted = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+        wanted += tuple(f"oarlock:kv_blocks_{kind}" for kind in ("held", "free", "cached", "total"))
+        return {name: metrics[name] for name in wanted}
+
+    def _is_quiet(self) -> bool:
+        running, waiting, held, free, cached, total = self._state().values()
+        return running == waiting == held == 0 and free + cached == total == self._blocks
+
+    def _count_handles(self) -> tuple[int, int, int]:
+        """Processes, descriptors, threads: sums, because a helper that was killed for its time comes back as another."""
+        processes = self._server.processes()
+        return (
+            len(processes),
+            sum(process.num_fds() for process in processes),
+            sum(process.num_threads() for process in processes),
+        )
+
+    def _handles_are_back(self) -> bool:
+        now = self._count_handles()
+        return all(n <= before + spare for n, before, spare in zip(now, self._handles, SPARE, strict=True))
+
+    def _number_of_series(self) -> int:
+        lines = self._server.client.get("/metrics").text.splitlines()
+        return sum(not line.startswith("#") for line in lines)

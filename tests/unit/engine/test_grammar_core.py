@@ -1,0 +1,182 @@
+"""The loop and the desk: who waits for a grammar counts as waiting, holds up nobody, ends in one event or refusal."""
+
+import os
+import select
+import socket
+
+import pytest
+from choice_fakes import CountingGrammar
+from engine_fakes import FakeGroup, expected_tokens, make_config, make_info, make_request
+
+from engine import messages
+from engine.core import STOPPING, EngineCore
+from engine.errors import QueueFullError, RequestError
+from engine.frames import FrameReader
+from engine.grammar_desk import Outcome
+from engine.link import Link
+from engine.types import FinishReason, Grammar
+
+
+class SlowDesk:
+    """Compiles nothing until it is told to; a `GrammarDesk` for the loop."""
+
+    def __init__(self) -> None:
+        self.known: set[str] = set()
+        self.parked: dict[int, tuple] = {}
+        self.done: list[Outcome] = []
+        self.read, self.write = os.pipe()
+
+    def fileno(self) -> int:
+        return self.read
+
+    @property
+    def num_parked(self) -> int:
+        return len(self.parked)
+
+    def enter(self, request, now):
+        if request.params.grammar.text == "0":
+            raise RequestError("It is wrong.", request.params.grammar.param)
+        if request.params.grammar.text in self.known:
+            return CountingGrammar(request.params.grammar)
+        self.parked[request.request_id] = (request, now)
+        return None
+
+    def compile(self, *, error: RequestError | None = None) -> None:
+        for request, now in self.parked.values():
+            state = None if error else CountingGrammar(request.params.grammar)
+            self.done.append(Outcome(request, now, state, error))
+        self.parked = {}
+        os.write(self.write, b"g")
+
+    def take(self):
+        done, self.done = self.done, []
+        return done
+
+    def abort(self, request_id):
+        return self.parked.pop(request_id, None) is not None
+
+    def abort_all(self):
+        left, self.parked = list(self.parked), {}
+        return left
+
+
+class House:
+    """A core with that desk on one end of a socket."""
+
+    def __init__(self, **config) -> None:
+        engine = make_config(**config)
+        self.ours, theirs = socket.socketpair()
+        self.desk = SlowDesk()
+        group = FakeGroup(engine, make_info(engine, 33))
+        self.core = EngineCore(engine, group, Link(theirs), grammars=self.desk)
+        self.reader = FrameReader()
+        self.refused: dict[int, Exception] = {}
+        self.events: dict[int, list] = {}
+
+    def ask(self, *requests) -> None:
+        for request in requests:
+            self.ours.sendall(messages.request(request))
+        self.run()
+
+    def run(self) -> None:
+        while self.core.tick():
+            pass
+        self.core.tick()
+        while select.select([self.ours], [], [], 0)[0] and (data := self.ours.recv(1 << 16)):
+            for frame in self.reader.feed(data):
+                if frame.kind == "refused":
+                    number, error = messages.read_refused(frame)
+                    self.refused[number] = error
+                elif frame.kind == "events":
+                    for event in messages.read_events(frame):
+                        self.events.setdefault(event.request_id, []).append(event)
+
+    def tokens(self, number: int) -> list[int]:
+        return [token for event in self.events[number] for token in event.token_ids]
+
+
+@pytest.fixture
+def house():
+    return House()
+
+
+def bound(number: int, text: str = "3", **params):
+    return make_request(number, [1, 2], max_tokens=5, grammar=Grammar("lark", text), **params)
+
+
+def test_who_waits_for_a_grammar_holds_up_nobody(house):
+    house.ask(bound(1), plain := make_request(2, [1, 2], max_tokens=4))
+    assert 1 not in house.events and house.tokens(2) == expected_tokens(plain)
+    assert not house.core.scheduler.has_work and house.core.snapshot().num_requests_waiting == 1
+    house.desk.compile()
+    house.run()
+    assert house.tokens(1) == expected_tokens(bound(1))
+    assert house.events[1][-1].finish_reason is FinishReason.STOP
+    stats = house.core.snapshot()
+    assert (stats.num_accepted, stats.num_requests_waiting, stats.num_rejected) == (2, 0, 0)
+
+
+def test_the_loop_is_woken_by_the_desk(house):
+    house.ask(bound(1))
+    house.desk.compile()
+    house.core._next_beat_s += 600  # nothing else would end the wait
+    house.core._wait()
+    house.run()
+    assert house.tokens(1) == expected_tokens(bound(1))
+
+
+def test_a_known_grammar_does_not_wait(house):
+    house.desk.known.add("3")
+    house.ask(bound(1))
+    assert house.tokens(1) == expected_tokens(bound(1))
+
+
+def test_a_grammar_that_is_refused_at_once_or_later_hurts_its_request_alone(house):
+    plain = make_request(3, [1, 2], max_tokens=4)
+    house.ask(bound(1, "0"), bound(2), plain)
+    house.desk.compile(error=RequestError("It is too slow.", "guided_json"))
+    house.run()
+    assert [str(house.refused[number]) for number in (1, 2)] == ["It is wrong.", "It is too slow."]
+    assert house.refused[2].param == "guided_json" and not house.events.keys() - {3}
+    assert house.tokens(3) == expected_tokens(plain)
+    assert house.core.snapshot().num_rejected == 2
+
+
+def test_an_abort_while_waiting_ends_it_in_one_event(house):
+    house.ask(bound(1), bound(2))
+    house.ours.sendall(messages.abort(1))
+    house.run()
+    assert [event.finish_reason for event in house.events[1]] == [FinishReason.ABORT]
+    house.desk.compile()
+    house.run()
+    assert len(house.events[1]) == 1 and house.tokens(2) == expected_tokens(bound(2))
+
+
+def test_a_request_that_could_never_run_does_not_wait_first(house):
+    house.ask(make_request(1, [1] * 500, grammar=Grammar("lark", "3")))
+    assert isinstance(house.refused[1], RequestError) and not house.desk.parked
+
+
+def test_those_who_wait_for_grammars_fill_the_waiting_room():
+    house = House(max_num_seqs=2, max_waiting_requests=3)
+    house.ask(*(bound(number) for number in range(1, 8)))
+    assert sorted(house.refused) == [6, 7] and isinstance(house.refused[6], QueueFullError)
+
+
+def test_the_first_to_come_is_the_first_to_run():
+    house = House(max_num_seqs=1)
+    house.ask(bound(1))
+    house.ours.sendall(messages.request(make_request(2, [1, 2], max_tokens=30)))
+    house.core.tick()
+    house.ours.sendall(messages.request(make_request(3, [1, 2], max_tokens=2)))
+    house.desk.compile()
+    house.run()
+    assert list(house.events) == [2, 1, 3], "2 runs already, and 1 came before 3"
+
+
+def test_a_server_that_stops_says_so_to_those_who_wait(house):
+    house.ask(bound(1))
+    house.core.stop()
+    house.core.run()
+    house.run()
+    assert [(event.finish_reason, event.error) for event in house.events[1]] == [(FinishReason.ERROR, STOPPING)]

@@ -1,0 +1,185 @@
+"""The desk and the forge: requests wait apart, share compilations, leave at will; hostile grammars hurt themselves."""
+
+import json
+import os
+import select
+import signal
+import time
+
+import psutil
+import pytest
+from engine_fakes import make_request
+from grammar_fakes import DEMO, END, allowed, encode
+
+from engine import grammar_desk, grammar_forge
+from engine.errors import RequestError
+from engine.grammar_compiler import GrammarError
+from engine.grammar_desk import GrammarDesk, Outcome
+from engine.types import Grammar
+
+CHAIN = "\n".join(["start: r0", *(f"r{i}: r{i + 1}" for i in range(4000)), 'r4000: "a"'])  # ends any stack
+ENDLESS = json.dumps({"type": "integer", "multipleOf": 999_983})  # seconds of work in a few bytes
+
+
+@pytest.fixture(scope="module")
+def shared_desk():
+    desk = GrammarDesk.open(str(DEMO))
+    yield desk
+    desk.close()
+
+
+@pytest.fixture
+def desk(shared_desk):
+    yield shared_desk
+    shared_desk.abort_all()
+
+
+def asked(number: int, kind: str, text: str, **params):
+    return make_request(number, [1, 2], grammar=Grammar(kind, text, "guided_regex"), eos_token_ids=(END,), **params)
+
+
+def outcomes(desk, count: int) -> dict[int, Outcome]:
+    """The next `count` of them, by request; the descriptor must announce each."""
+    found: dict[int, Outcome] = {}
+    while len(found) < count:
+        assert select.select([desk], [], [], 30)[0], "nothing came"
+        found |= {outcome.request.request_id: outcome for outcome in desk.take()}
+    assert not select.select([desk], [], [], 0.05)[0], "it is still announced"
+    return found
+
+
+def test_a_new_grammar_is_waited_for_and_a_known_one_is_not(desk):
+    assert desk.enter(asked(1, "regex", "a(b|c)"), 5.0) is None
+    assert desk.num_parked == 1
+    outcome = outcomes(desk, 1)[1]
+    assert (outcome.arrival_s, outcome.error, desk.num_parked) == (5.0, None, 0)
+    again = desk.enter(asked(2, "regex", "a(b|c)"), 6.0)
+    assert again is not None and again is not outcome.state
+    outcome.state.accept(encode("a"))
+    assert encode("b")[0] in allowed(outcome.state) and encode("a")[0] in allowed(again)
+
+
+def test_requests_share_one_compilation_but_not_their_state(desk):
+    for number in range(1, 6):
+        assert desk.enter(asked(number, "choice", '["left","right"]'), float(number)) is None
+    assert list(desk._waiting) == [("choice", '["left","right"]')]
+    found = outcomes(desk, 5)
+    assert len({id(outcome.state) for outcome in found.values()}) == 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "reason"),
+    [
+        ("regex", "(((", "unclosed"),
+        ("lark", CHAIN, grammar_forge.TOO_MUCH),
+        ("json_schema", ENDLESS, grammar_forge.TOO_LONG),
+    ],
+    ids=["wrong", "crashes", "endless"],
+)
+def test_a_hostile_grammar_is_refused_alone(desk, kind, text, reason):
+    desk.enter(asked(1, kind, text), 0.0)
+    desk.enter(asked(2, "regex", f"innocent|{kind}"), 0.0)
+    found = outcomes(desk, 2)
+    error = found[1].error
+    assert isinstance(error, RequestError) and found[1].state is None
+    assert reason in error.message and (error.param, error.code) == ("guided_regex", "invalid_grammar")
+    assert found[2].error is None
+
+
+def test_what_is_wrong_is_remembered_but_not_what_was_only_slow(desk):
+    for text, is_kept in (("[", True), (CHAIN, True)):
+        kind = "regex" if text == "[" else "lark"
+        if desk._kept.get((kind, text)) is None:
+            desk.enter(asked(1, kind, text), 0.0)
+            outcomes(desk, 1)
+        with pytest.raises(RequestError):
+            desk.enter(asked(2, kind, text), 0.0)
+        assert ((kind, text) in desk._kept) is is_kept
+    assert ("json_schema", ENDLESS) not in desk._kept
+
+
+def test_who_leaves_while_it_compiles_leaves_nothing_behind(desk):
+    desk.enter(asked(1, "regex", "leaving(1|2)"), 0.0)
+    desk.enter(asked(2, "regex", "leaving(1|2)"), 0.0)
+    assert desk.abort(1) and not desk.abort(1) and not desk.abort(99)
+    assert desk.num_parked == 1
+    assert list(outcomes(desk, 1)) == [2]
+    assert not desk._waiting and desk.enter(asked(3, "regex", "leaving(1|2)"), 0.0) is not None
+
+
+def test_a_lost_forge_is_started_again(desk):
+    desk.enter(asked(1, "regex", "before(x|y)"), 0.0)
+    outcomes(desk, 1)
+    first = desk._forge._process
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    desk.enter(asked(2, "regex", "after(x|y)"), 0.0)
+    assert outcomes(desk, 1)[2].error is None
+    assert desk._forge._process is not first
+
+
+def test_no_more_is_kept_than_the_limit(desk, monkeypatch):
+    monkeypatch.setattr(grammar_desk, "MAX_KEPT", 2)
+    for number in range(4):
+        desk.enter(asked(number, "choice", f'["{number}"]'), 0.0)
+        outcomes(desk, 1)
+    assert list(desk._kept) == [("choice", '["2"]'), ("choice", '["3"]')]
+    assert desk._kept_characters == 10
+    monkeypatch.setattr(grammar_desk, "MAX_KEPT_CHARACTERS", 11)
+    desk.enter(asked(9, "choice", '["9", "10"]'), 0.0)
+    outcomes(desk, 1)
+    assert list(desk._kept) == [("choice", '["9", "10"]')]
+
+
+def test_a_request_id_is_used_once(desk):
+    desk.enter(asked(1, "regex", "once"), 0.0)
+    with pytest.raises(RequestError, match="in use"):
+        desk.enter(asked(1, "regex", "once"), 0.0)
+
+
+def test_a_model_without_readable_tokens_is_served_without_grammars(tmp_path):
+    desk = GrammarDesk.open(str(tmp_path))
+    with pytest.raises(RequestError, match=r"tokenizer\.json") as refusal:
+        desk.enter(asked(1, "regex", "a"), 0.0)
+    assert refusal.value.param == "guided_regex" and desk.take() == []
+    desk.close()
+
+
+def _children() -> list[int]:
+    return [process.pid for process in psutil.Process().children() if "forge" not in " ".join(process.cmdline())]
+
+
+class _Endless:
+    def compile(self, grammar):
+        time.sleep(60)
+
+
+class _Greedy:
+    def compile(self, grammar):
+        return bytearray(8 << 30)
+
+
+class _Deep:
+    def compile(self, grammar):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _Wrong:
+    def compile(self, grammar):
+        raise GrammarError("it is wrong")
+
+
+@pytest.mark.parametrize(
+    ("compiler", "verdict"),
+    [
+        (_Endless(), grammar_forge.TOO_LONG),
+        (_Greedy(), grammar_forge.TOO_MUCH),
+        (_Deep(), grammar_forge.TOO_MUCH),
+        (_Wrong(), "it is wrong"),
+    ],
+    ids=["time", "memory", "stack", "wrong"],
+)
+def test_a_trial_is_really_ended(compiler, verdict, monkeypatch):
+    monkeypatch.setattr(grammar_forge, "DEADLINE_S", 0.3 if isinstance(compiler, _Endless) else 30)
+    assert grammar_forge._try(compiler, Grammar("regex", "a")) == verdict
+    assert not _children(), "the trial outlives its verdict"

@@ -1,0 +1,116 @@
+"""Bodies with constraints, from bytes to the one grammar that the engine gets; what is refused names its field."""
+
+import json
+
+import pytest
+
+from engine.errors import RequestError
+from engine.types import Grammar
+from server.body import parse
+from server.chat_schemas import ChatRequest
+from server.schemas import CompletionRequest
+from server.structured import constraint_of
+from server.structured_schemas import (
+    MAX_ALTERNATIVES,
+    MAX_GRAMMAR_CHARACTERS,
+    MAX_PATTERN_CHARACTERS,
+    MAX_SCHEMA_CHARACTERS,
+    MAX_SCHEMA_DEPTH,
+)
+
+ENDPOINTS = [(CompletionRequest, {"prompt": "a"}), (ChatRequest, {"messages": [{"role": "user", "content": "a"}]})]
+SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"const": "ü"}}}
+TEXT = '{"type":"object","properties":{"b":{"type":"integer"},"a":{"const":"ü"}}}'
+
+
+def nested(levels: int) -> dict:
+    value: dict = {}
+    for _ in range(levels - 1):
+        value = {"not": value}
+    return value
+
+
+DEEPEST = nested(MAX_SCHEMA_DEPTH)
+
+
+def read(fields, endpoint=ENDPOINTS[0]):
+    schema, rest = endpoint
+    return constraint_of(parse(schema, json.dumps({**rest, **fields}).encode()))
+
+
+def named(**members):
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", **members}}}
+
+
+GOOD = [
+    ({}, None),
+    ({"response_format": None, "structured_outputs": None, "guided_json": None, "guided_choice": None}, None),
+    ({"response_format": {"type": "text"}}, None),
+    ({"response_format": {"type": "json_object"}}, Grammar("json_object", "", "response_format")),
+    (named(schema=SCHEMA, strict=True), Grammar("json_schema", TEXT, "response_format")),
+    (named(description="d", strict=None), Grammar("json_schema", "{}", "response_format")),
+    ({"structured_outputs": {"json": SCHEMA, "regex": None}}, Grammar("json_schema", TEXT)),
+    ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, Grammar("json_schema", TEXT)),
+    ({"structured_outputs": {"regex": "a|b"}}, Grammar("regex", "a|b")),
+    ({"structured_outputs": {"choice": ["ü", 'b"']}}, Grammar("choice", '["ü","b\\""]')),
+    ({"structured_outputs": {"grammar": 'start: "a"'}}, Grammar("lark", 'start: "a"')),
+    ({"structured_outputs": {"json_object": True}}, Grammar("json_object", "")),
+    ({"structured_outputs": {"json_object": False, "choice": ["a"]}}, Grammar("choice", '["a"]')),
+    ({"guided_json": SCHEMA}, Grammar("json_schema", TEXT, "guided_json")),
+    ({"guided_json": True}, Grammar("json_schema", "{}", "guided_json")),
+    ({"guided_json": nested(3)}, Grammar("json_schema", '{"not":{"not":{}}}', "guided_json")),
+    ({"guided_json": DEEPEST}, Grammar("json_schema", json.dumps(DEEPEST).replace(" ", ""), "guided_json")),
+    ({"guided_regex": "a+", "response_format": {"type": "text"}}, Grammar("regex", "a+", "guided_regex")),
+    ({"guided_choice": ["a"]}, Grammar("choice", '["a"]', "guided_choice")),
+    ({"guided_grammar": 'root ::= "a"'}, Grammar("lark", 'root ::= "a"', "guided_grammar")),
+]
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS, ids=["completions", "chat"])
+@pytest.mark.parametrize(("fields", "grammar"), GOOD, ids=range(len(GOOD)))
+def test_constraints_become_one_grammar(fields, grammar, endpoint):
+    assert read(fields, endpoint) == grammar
+
+
+BAD = [
+    ({"response_format": "json_object"}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ({"response_format": {"type": "json_object", "json_schema": {"name": "x"}}}, "response_format"),
+    ({"response_format": {"type": "json_object", "schema": {}}}, "response_format"),
+    (named(schema=[]), "response_format"),
+    (named(schema=SCHEMA, extra=1), "response_format"),
+    (named(schema=SCHEMA, strict="yes"), "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "response_format"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
+    ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "unknown": 1}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a"}, "guided_regex": "a"}, "guided_regex"),
+    ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ({"guided_json": 5}, "guided_json"),
+    ({"guided_json": False}, "guided_json"),
+    ({"guided_json": "no JSON"}, "guided_json"),
+    ({"guided_json": "[" * 100_000}, "guided_json"),
+    ({"guided_json": '{"const": NaN}'}, "guided_json"),
+    ({"guided_json": nested(MAX_SCHEMA_DEPTH + 1)}, "guided_json"),
+    ({"guided_json": {"const": "x" * MAX_SCHEMA_CHARACTERS}}, "guided_json"),
+    ({"guided_json": json.dumps({"const": "x" * MAX_SCHEMA_CHARACTERS})}, "guided_json"),
+    ({"guided_regex": ""}, "guided_regex"),
+    ({"guided_regex": "x" * (MAX_PATTERN_CHARACTERS + 1)}, "guided_regex"),
+    ({"guided_choice": "a"}, "guided_choice"),
+    ({"guided_choice": []}, "guided_choice"),
+    ({"guided_choice": [""]}, "guided_choice"),
+    ({"guided_choice": ["a"] * (MAX_ALTERNATIVES + 1)}, "guided_choice"),
+    ({"guided_grammar": "x" * (MAX_GRAMMAR_CHARACTERS + 1)}, "guided_grammar"),
+]
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS, ids=["completions", "chat"])
+@pytest.mark.parametrize(("fields", "param"), BAD, ids=range(len(BAD)))
+def test_what_is_no_constraint_is_refused_by_name(fields, param, endpoint):
+    with pytest.raises(RequestError) as refusal:
+        read(fields, endpoint)
+    assert refusal.value.param == param
+    assert len(refusal.value.message) < 300, "the input is not repeated"
