@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
 
 from tests.e2e.running import DEMO
 
@@ -22,15 +23,15 @@ QUESTIONS = Path(__file__).resolve().parent / "scripts" / "lm_eval_questions.jso
 def main(out: str) -> int:
     """For every question, for every ending: the sum of its log-probabilities, and whether greedy decoding gives it."""
     torch.set_num_threads(1)
-    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
     scores = []
     for line in QUESTIONS.read_text().splitlines():
         question = json.loads(line)
-        context = tokenizer(question["question"], add_special_tokens=False).input_ids
+        context = tokenizer.encode(question["question"], add_special_tokens=False).ids
         of_question = []
         for ending in question["endings"]:
-            whole = tokenizer(f"{question['question']} {ending}", add_special_tokens=False).input_ids
+            whole = tokenizer.encode(f"{question['question']} {ending}", add_special_tokens=False).ids
             ids = torch.tensor(whole[len(context) :])  # [E]
             with torch.inference_mode():
                 logits = model(torch.tensor([whole])).logits[0, len(context) - 1 : -1]  # [E, V]

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -69,7 +69,7 @@ def try_client(client: Client, url: str, reference: Path) -> Outcome:
 
 
 @contextlib.contextmanager
-def small_server(client: Client) -> Iterator[list[str]]:
+def small_server(client: Client) -> Generator[list[str]]:
     """Arguments that name a server of its own for a client that will fill it and end it."""
     if not client.needs_small_server:
         yield []

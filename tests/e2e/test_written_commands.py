@@ -11,6 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import httpx
@@ -50,11 +51,13 @@ def commands(page: Path) -> list[str]:
 
 
 ALL = [(page.relative_to(ROOT).as_posix(), command) for page in PAGES for command in commands(page)]
+SCRATCH = tempfile.TemporaryDirectory()
 SHOWN = dict(fences(ROOT / "README.md"))  # by language: the last block of each; `json` and `text` occur once
 
 
 def here(command: str, port: int) -> str:
     """The command for this machine: this interpreter's environment, a free port, the demo model for any hub id."""
+    command = command.replace("/tmp/", f"{SCRATCH.name}/")  # an existing recording is not written over
     command = command.replace(".venv/bin/", f"{Path(sys.executable).parent}/")
     command = re.sub(r"--port \d+", f"--port {port}", command)
     return HUB_ID.sub(str(DEMO), command).replace("127.0.0.1:8000", f"127.0.0.1:{port}")

@@ -63,7 +63,7 @@ class Traces:
         return running == waiting == held == 0 and free + cached == total == self._blocks
 
     def _count_handles(self) -> tuple[int, int, int]:
-        """Processes, descriptors, threads: sums, because a helper that was killed for its time comes back as another."""
+        """Processes, descriptors, threads: sums, because a helper that was killed comes back as another."""
         processes = self._server.processes()
         return (
             len(processes),

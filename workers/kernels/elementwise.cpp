@@ -1,4 +1,5 @@
-// RMSNorm and rotary embedding for bfloat16 rows, in float32 inside and rounded once. Every row by itself, in one order.
+// RMSNorm and rotary embedding for bfloat16 rows, in float32 inside and rounded once, and masks over rows of logits.
+// Every row by itself, in one order.
 #include <immintrin.h>
 
 #include <cstddef>
@@ -69,7 +70,37 @@ void rotate(const In *x, const float *cos, const float *sin, uint16_t *y, long r
   }
 }
 
+// The 16 bits from bit `at` on; words beyond the last read as zero.
+inline __mmask16 bits_at(const uint32_t *words, long count, long at) {
+  const long word = at / 32;
+  uint64_t both = word < count ? words[word] : 0;
+  if (word + 1 < count) both |= static_cast<uint64_t>(words[word + 1]) << 32;
+  return static_cast<__mmask16>(both >> (at % 32));
+}
+
 }  // namespace
+
+// Subtract infinity from every id of `count` rows of logits whose bit is not set: NaN stays NaN, so that a broken row is
+// still seen. Row i of `words` [count, num_words] belongs to row `rows[i]` of x [., width], whose ids begin at `first_id`.
+extern "C" void oarlock_mask(float *x, long x_stride, const int32_t *rows, const uint32_t *words, long count,
+                             long num_words, long first_id, long width) {
+  const __m512 infinity = _mm512_set1_ps(__builtin_inff());
+#pragma omp parallel for schedule(static) if (count * width > kSerial)
+  for (long i = 0; i < count; i++) {
+    float *row = x + rows[i] * x_stride;
+    const uint32_t *bits = words + i * num_words;
+    long d = 0;
+    for (; d + 16 <= width; d += 16) {
+      const __mmask16 banned = static_cast<__mmask16>(~bits_at(bits, num_words, first_id + d));
+      const __m512 value = _mm512_loadu_ps(row + d);
+      _mm512_storeu_ps(row + d, _mm512_mask_sub_ps(value, banned, value, infinity));
+    }
+    if (d < width) {
+      const __mmask16 banned = first(width - d) & static_cast<__mmask16>(~bits_at(bits, num_words, first_id + d));
+      _mm512_mask_storeu_ps(row + d, banned, _mm512_sub_ps(_mm512_maskz_loadu_ps(banned, row + d), infinity));
+    }
+  }
+}
 
 // x [rows, heads, width] (rows `x_stride` apart), weight float [heads, width] -> y [rows, heads, width] contiguous,
 // float32 when `wide`, else bfloat16.

@@ -7,12 +7,14 @@ that report logprobs, which are of the raw logits.
 Knows tensors and the step's sections. Does not know why an id is banned, nor how a token is chosen.
 """
 
+import ctypes
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from workers.kernels import build
 from workers.protocol import StepMetadata
 
 
@@ -91,6 +93,20 @@ def _places(x: Tensor, rows: np.ndarray, local_ids: np.ndarray) -> tuple[slice |
 
 def _mask(x: Tensor, step: StepMetadata, first_id: int) -> None:
     """-inf for every id whose bit is not set; NaN stays, so that a broken row is still seen."""
+    if x.device.type == "cpu" and build.why_not() is None:
+        words = np.ascontiguousarray(step.mask_bits)
+        rows = np.ascontiguousarray(step.mask_rows)
+        build.library().oarlock_mask(
+            ctypes.c_void_p(x.data_ptr()), ctypes.c_long(x.stride(0)),
+            ctypes.c_void_p(rows.ctypes.data), ctypes.c_void_p(words.ctypes.data),
+            *map(ctypes.c_long, (len(rows), words.shape[1], first_id, x.shape[1])),
+        )  # fmt: skip
+    else:
+        mask_plainly(x, step, first_id)
+
+
+def mask_plainly(x: Tensor, step: StepMetadata, first_id: int) -> None:
+    """The same from torch's and numpy's operations: every device, and the judge of the kernel."""
     first_word, last_word = first_id // 32, -(-(first_id + x.shape[1]) // 32)
     bits = step.mask_bits[:, first_word:last_word]  # [G, W]   fewer words than ids: beyond the vocabulary
     allowed = (_bits_here if x.device.type == "cpu" else _bits_there)(bits, x.device)

@@ -10,7 +10,7 @@ import argparse
 import json
 import traceback
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 MARK = "@@ "  # what follows is for the program that started us
@@ -24,7 +24,7 @@ class Report:
         self._exercised = 0
 
     @contextmanager
-    def exercise(self, what: str) -> Iterator[None]:
+    def exercise(self, what: str) -> Generator[None]:
         """`what` went well if the block raises nothing."""
         try:
             yield

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from tests.unit.workers.sampling_cases import Penalties, mask_of, naive_adjusted, naive_tokens, sample_with, step_of
+from workers.kernels import build
 from workers.protocol import StepMetadata
-from workers.sampling.adjust import _bits_here, _bits_there, adjust
+from workers.sampling.adjust import _bits_here, _bits_there, adjust, mask_plainly
 
 ROWS, VOCAB = 7, 1003  # shards of no round width: 1003, 502, 335 and 251 ids
 
@@ -124,3 +125,21 @@ def test_both_ways_to_spread_bits_agree(words: int) -> None:
     assert torch.equal(here, there.to(torch.uint8))
     flags = [[int(row[i // 32]) >> i % 32 & 1 for i in range(32 * words)] for row in bits]
     assert here.tolist() == flags
+
+
+@pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
+@pytest.mark.parametrize(("first_id", "width"), [(0, 320), (160, 160), (37, 101), (300, 90)])
+def test_the_mask_kernel_does_what_the_plain_mask_does(first_id: int, width: int) -> None:
+    """Shards that begin within a word, and one that reaches beyond the vocabulary of 333 ids."""
+    rng = np.random.default_rng(5)
+    masks = {row: mask_of(rng.choice(333, 60, replace=False).tolist(), 333) for row in (0, 2, 5)}
+    step = step_of(6, masks=masks)
+    logits = torch.randn(6, width)
+    logits[2, 7], logits[5, 9] = float("nan"), float("-inf")
+    ours, plain = logits.clone(), logits.clone()
+    adjust(ours, step, first_id, np.zeros(6, bool))
+    inside = min(width, 333 - first_id)
+    mask_plainly(plain, step, first_id)
+    torch.testing.assert_close(ours[:, :inside], plain[:, :inside], rtol=0, atol=0, equal_nan=True)
+    assert ours[[1, 3, 4]].equal(logits[[1, 3, 4]])
+    assert ours[[0, 2, 5]].isneginf().sum() > 3 * inside // 2
