@@ -7,7 +7,6 @@ engine's limits. Does not know who else is running.
 import math
 from dataclasses import dataclass
 
-from engine.config import EngineConfig
 from engine.constraints import banned_always
 from engine.errors import ContextLengthError, RequestError
 from engine.types import Request, SamplingParams
@@ -31,7 +30,7 @@ class Limits:
     max_len: int  # prompt and generated tokens together; never more than the whole pool holds
 
     @staticmethod
-    def of(config: EngineConfig, info: WorkerInfo) -> "Limits":
+    def of(info: WorkerInfo) -> "Limits":
         pool_tokens = (info.num_blocks - 1) * info.block_size
         return Limits(vocab_size=info.vocab_size, max_len=min(info.max_model_len, pool_tokens))
 

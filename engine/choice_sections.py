@@ -20,7 +20,7 @@ NO_BIAS = {"bias_rows": _NO_INTS, "bias_ids": _NO_INTS, "bias_values": np.empty(
 def wanted_until(seq: Sequence) -> int:
     """The first position from which on `seq` needs none of these sections."""
     params = seq.request.params
-    if seq.is_constrained or penalises(params):
+    if seq.narrowed_by or penalises(params):
         return ALWAYS
     return seq.num_prompt_tokens + params.min_tokens if seq.stop_ids else 0
 

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 
 from engine import messages
 from engine.config import EngineConfig
-from engine.errors import QueueFullError, RequestError, WorkerError
+from engine.errors import INTERNAL, QueueFullError, RequestError, WorkerError
 from engine.frames import Frame, FrameError
 from engine.link import Link, LinkClosedError
-from engine.scheduler import INTERNAL
 from engine.stats import EngineStats
 from engine.stepper import Stepper
 from engine.types import FinishReason, Request, TokenEvent

@@ -3,6 +3,9 @@
 from workers.errors import StartupError, WorkerError
 
 __all__ = [
+    "INTERNAL",
+    "NOT_FINITE",
+    "NO_TOKEN",
     "ContextLengthError",
     "EngineDeadError",
     "EngineError",
@@ -49,3 +52,15 @@ class EngineError(OarlockError):
 
 class EngineDeadError(EngineError):
     """The engine, or a rank below it, is gone: nothing can be served any more (503)."""
+
+
+# What is told of a request that was stopped in the middle.
+NOT_FINITE = (
+    "The model produced numbers that are not finite (NaN or infinity) for this request, so it was stopped. "
+    "Other requests are not affected."
+)
+NO_TOKEN = (
+    "No token is left to choose: what logit_bias, bad_words, allowed_token_ids or the grammar of this request still "
+    "allow here exclude each other (or the model's numbers are not finite). Loosen them."
+)
+INTERNAL = "The server failed while working on this request, so it was stopped. The cause is in the server's log."

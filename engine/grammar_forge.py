@@ -10,7 +10,6 @@ Knows processes and the compiler. Does not know requests or what becomes of a gr
 """
 
 import argparse
-import ctypes
 import json
 import os
 import resource
@@ -23,12 +22,12 @@ import time
 from pathlib import Path
 
 from engine.grammar_compiler import Compiler, GrammarError
+from engine.parent import die_with_parent
 from engine.types import Grammar
 
 DEADLINE_S = 1.0  # for one trial
 _MAX_MEMORY_BYTES = 512 << 20  # beyond what the tokenizer took
 _STACK_BYTES = 2 << 20  # a quarter of what the engine's threads have
-_PR_SET_PDEATHSIG = 1
 _NICENESS = 5  # answers that are being written come first
 
 TOO_LONG = f"it takes longer than {DEADLINE_S:g} s to compile; make it smaller"
@@ -41,7 +40,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--fd", type=int, action="append", required=True)
     arguments = parser.parse_args(argv)
-    _die_with(arguments.parent)
+    die_with_parent(arguments.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole foreground group: the parent decides
     os.nice(_NICENESS)
     compiler = Compiler(arguments.tokenizer)
@@ -50,7 +49,7 @@ def main(argv: list[str]) -> int:
     for lane in lanes[1:]:
         parent = os.getpid()
         if os.fork() == 0:
-            _die_with(parent)
+            die_with_parent(parent)
             own = lane
             break
     for lane in lanes:
@@ -73,7 +72,7 @@ def _try(compiler: Compiler, grammar: Grammar) -> str | None:
     read, write = os.pipe()
     lane, child = os.getpid(), os.fork()
     if child == 0:
-        _die_with(lane)
+        die_with_parent(lane)
         os.close(read)
         _attempt(compiler, grammar, write)
     os.close(write)
@@ -124,14 +123,6 @@ def _attempt(compiler: Compiler, grammar: Grammar, write: int) -> None:
         worker.start()
         worker.join()
     finally:
-        os._exit(0)
-
-
-def _die_with(parent: int) -> None:
-    """The kernel ends this process with its parent; the closed lane says the same where it does not."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
         os._exit(0)
 
 

@@ -161,7 +161,7 @@ def read_id(frame: Frame) -> int:
 # One frame carries all events of a step. Most are one token and nothing else, so the head holds three columns and a
 # dictionary of exceptions:
 #
-#     ids      request ids                      extra    {index: {reason, stop, error, shapes of logprobs}}
+#     ids      request ids                      extra    {index: {reason, stop, error, param, shapes of logprobs}}
 #     counts   token ids of each event          ints     token ids, then the integers of logprobs
 #     cached   num_cached_tokens of each        floats   logprobs
 
@@ -209,6 +209,8 @@ def _extra(event: TokenEvent, ints: list[int], floats: list[float]) -> dict[str,
         extra["stop"] = event.stop_token_id
     if event.error is not None:
         extra["error"] = event.error
+    if event.error_param is not None:
+        extra["param"] = event.error_param
     for name, entries in (("logprobs", event.logprobs), ("prompt_logprobs", event.prompt_logprobs)):
         if entries:
             extra[name] = [len(entry.top) for entry in entries]
@@ -226,6 +228,7 @@ def _read_extra(extra: dict[str, Any], numbers: "_Numbers") -> dict[str, Any]:
         "finish_reason": FinishReason(extra["reason"]) if "reason" in extra else None,
         "stop_token_id": extra.get("stop"),
         "error": extra.get("error"),
+        "error_param": extra.get("param"),
     }
     for name in ("logprobs", "prompt_logprobs"):
         if name in extra:

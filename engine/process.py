@@ -6,7 +6,6 @@ Does not import torch (an inline rank does, on its own).
 """
 
 import argparse
-import ctypes
 import faulthandler
 import gc
 import logging
@@ -29,6 +28,7 @@ from engine.frames import Frame, FrameError, FrameReader
 from engine.grammar_desk import GrammarDesk
 from engine.link import Link
 from engine.logs import log_to_stderr
+from engine.parent import die_with_parent
 from engine.recorder import RecordingGroup
 from engine.recording import RecordingWriter
 from engine.types import EngineInfo
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("oarlock.engine")
 
-_PR_SET_PDEATHSIG = 1
 _LEAVE_S = 5.0  # for clean-up; then the process ends whatever hangs
 _ORPHAN_S = 1.0  # the same when nobody is left to wait for it; the ranks notice by themselves
 _WATCH_S = 1.0
@@ -52,7 +51,7 @@ def main(argv: list[str], start_group: StartGroup | None = None) -> int:
     parser.add_argument("--fd", type=int, required=True, help="the inherited socket")
     parser.add_argument("--parent", type=int, required=True, help="the process that must be alive for this one to be")
     arguments = parser.parse_args(argv)
-    _die_with_parent(arguments.parent)
+    die_with_parent(arguments.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole foreground group: the parent decides
     log_to_stderr()
     if start_group is None:
@@ -175,17 +174,6 @@ def _first_frame(sock: socket.socket) -> Frame:
             return frames[0]
     reader.finish()
     raise FrameError("the frontend left without a configuration")
-
-
-def _die_with_parent(parent: int) -> None:
-    """The kernel's word, where there is one; the socket's end-of-file says the same everywhere.
-
-    It also fires when the *thread* that started this process ends: the client is started from one that stays.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call above
-        os._exit(EXIT_OK)
 
 
 def _leave_at_end_of_file(sock: socket.socket) -> None:

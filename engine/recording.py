@@ -109,7 +109,9 @@ class Recording:
                 raise StartupError(f"{path} is not a recording.", "Give a file that `oarlock serve --record` wrote.")
             first = next(self._records_from(file), None)
             if first is None or first.kind != HEADER:
-                raise StartupError(f"{path} breaks off within its header.", "Record again; nothing can be replayed.")
+                raise StartupError(
+                    f"{path} breaks off or is damaged within its header.", "Record again; nothing can be replayed."
+                )
         self.header = _read_header(path, bytes(first.content))
 
     @property

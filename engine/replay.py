@@ -7,6 +7,7 @@ Exit codes: 0 the same answers; 1 other answers, or a rank failed; 3 and 4 as at
 """
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from typing import Any
 from engine.comparison import Comparison
 from engine.errors import StartupError, WorkerError
 from engine.fingerprint import layout, model_sums, versions
+from engine.parent import die_with_parent
 from engine.recording import STEP, Header, Recording
 from workers.config import WorkerConfig
 from workers.group import WorkerGroup, start_group
@@ -39,10 +41,13 @@ class Survey:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="engine.replay", description="Internal: started by `oarlock replay`.")
     parser.add_argument("file")
+    parser.add_argument("--parent", type=int, help="the process that must be alive for this one to be")
     parser.add_argument("--tensor-parallel-size", type=int)
     parser.add_argument("--model")
     parser.add_argument("--tolerance", type=float)
     arguments = parser.parse_args(argv)
+    if arguments.parent is not None:
+        die_with_parent(arguments.parent)
     try:
         return replay(arguments.file, arguments.tensor_parallel_size, arguments.model, arguments.tolerance)
     except StartupError as error:
@@ -74,7 +79,7 @@ def replay(path: str, tensor_parallel_size: int | None, model: str | None, toler
     finally:
         _clear_progress()
         group.close()
-    return _verdict(recording, survey, comparison, failure)
+    return _verdict(survey, comparison, failure)
 
 
 def _run(group: WorkerGroup, recording: Recording, survey: Survey, comparison: Comparison) -> str | None:
@@ -197,7 +202,7 @@ def _print_head(recording: Recording, survey: Survey, config: WorkerConfig) -> N
     sys.stdout.flush()
 
 
-def _verdict(recording: Recording, survey: Survey, comparison: Comparison, failure: str | None) -> int:
+def _verdict(survey: Survey, comparison: Comparison, failure: str | None) -> int:
     print(comparison.table())
     unanswered = survey.num_steps - survey.num_answers
     if unanswered:
@@ -228,4 +233,5 @@ def _clear_progress() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an orderly end takes the ranks along
     sys.exit(main(sys.argv[1:]))

@@ -8,12 +8,12 @@ arrays, devices, processes or text.
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.admission import Limits, check
 from engine.blocks import BlockManager
 from engine.config import EngineConfig
-from engine.errors import QueueFullError, RequestError
+from engine.errors import INTERNAL, NO_TOKEN, NOT_FINITE, QueueFullError, RequestError
 from engine.sequence import GrammarState, SchedulerOutput, Sequence, Status, StepResult, Work
 from engine.stats import EngineStats
 from engine.types import FinishReason, Request, TokenEvent, TokenLogprobs
@@ -30,16 +30,6 @@ MAX_SCORED_ROWS_PER_STEP = 256
 # A sequence preempted so often comes back only when it and all that run can finish without another preemption.
 MAX_EASY_RETURNS = 2
 
-NOT_FINITE = (
-    "The model produced numbers that are not finite (NaN or infinity) for this request, so it was stopped. "
-    "Other requests are not affected."
-)
-NO_TOKEN = (
-    "No token is left to choose: what logit_bias, bad_words, allowed_token_ids or the grammar of this request still "
-    "allow here exclude each other (or the model's numbers are not finite). Loosen them."
-)
-INTERNAL = "The server failed while working on this request, so it was stopped. The cause is in the server's log."
-
 
 @dataclass(slots=True)
 class _Budget:
@@ -54,7 +44,7 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, info: WorkerInfo) -> None:
         worker = config.worker
-        self.limits = Limits.of(config, info)
+        self.limits = Limits.of(info)
         self.stats = EngineStats()
         self.blocks = BlockManager(info.num_blocks, info.block_size, enable_prefix_caching=config.enable_prefix_caching)
         self.max_num_batched_tokens = worker.max_num_batched_tokens
@@ -109,13 +99,13 @@ class Scheduler:
         seq = self._open.get(request_id)
         return None if seq is None else self._finish(seq, FinishReason.ABORT, now)
 
-    def fail(self, request_id: int, message: str, now: float) -> TokenEvent | None:
-        """End one request by the engine's fault."""
+    def fail(self, request_id: int, message: str, now: float, param: str | None = None) -> TokenEvent | None:
+        """End one request by the engine's fault, or by that of its own field `param`."""
         seq = self._open.get(request_id)
         if seq is None:
             return None
-        self.stats.num_errors += 1
-        return self._finish(seq, FinishReason.ERROR, now, error=message)
+        self.stats.num_errors += param is None
+        return replace(self._finish(seq, FinishReason.ERROR, now, error=message), error_param=param)
 
     def fail_all(self, message: str, now: float) -> list[TokenEvent]:
         """End every open request: nothing can be computed any more."""
@@ -273,9 +263,10 @@ class Scheduler:
         seq, params = work.seq, work.seq.request.params
         last = first + work.num_scored
         if not all(result.finite[first : last + work.wants_logits]):
-            self.stats.num_nonfinite += not seq.is_constrained
+            param = seq.narrowed_by
+            self.stats.num_nonfinite += param is None
             self.blocks.forget(seq)  # its KV may be spoilt: nobody else shall find it
-            return self.fail(seq.request_id, NO_TOKEN if seq.is_constrained else NOT_FINITE, now)
+            return self.fail(seq.request_id, NOT_FINITE if param is None else NO_TOKEN, now, param)
         seq.num_computed_tokens = work.start + work.num_tokens
         if seq.num_computed_tokens // self.blocks.block_size > seq.num_published_blocks:
             self.blocks.publish(seq)

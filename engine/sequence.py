@@ -130,11 +130,14 @@ class Sequence:
         return self.request.params.max_tokens > 0
 
     @property
-    def is_constrained(self) -> bool:
-        """Whether the request itself may leave no token to choose."""
+    def narrowed_by(self) -> str | None:
+        """The field by which the request itself may leave no token to choose; of several the strictest."""
         params = self.request.params
-        narrows = params.logit_bias or params.bad_words or params.allowed_token_ids is not None
-        return bool(narrows or params.grammar is not None)
+        if params.grammar is not None:
+            return params.grammar.param
+        if params.allowed_token_ids is not None:
+            return "allowed_token_ids"
+        return "bad_words" if params.bad_words else "logit_bias" if params.logit_bias else None
 
     @property
     def num_skippable_tokens(self) -> int:

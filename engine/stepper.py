@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
-from engine.errors import WorkerError
-from engine.scheduler import INTERNAL, Scheduler
+from engine.errors import INTERNAL, WorkerError
+from engine.scheduler import Scheduler
 from engine.sequence import SchedulerOutput, StepResult, Work
 from engine.step_builder import StepBuilder
 from engine.types import TokenEvent

@@ -82,6 +82,7 @@ class TokenEvent:
     stop_token_id: int | None = None  # the stop token that ended it (it is the last of token_ids)
     num_cached_tokens: int = 0  # of the prompt, taken from the prefix cache
     error: str | None = None  # with FinishReason.ERROR
+    error_param: str | None = None  # the field of the request that is at fault; None: the engine is
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,8 @@ _PROMPT_SCORE = _nullable(
         "additionalProperties": _object({"logprob": _NUMBER, "rank": _COUNT, "decoded_token": _TEXT}),
     }
 )
-_CHOICE_EXTRAS = {"prompt_token_ids": _IDS, "token_ids": _IDS, "prompt_logprobs": _list(_PROMPT_SCORE)}
+_PROMPT_EXTRAS = {"prompt_token_ids": _IDS, "prompt_logprobs": _list(_PROMPT_SCORE)}
+_IDS_OF_CHOICE = {"token_ids": _IDS}
 _LOGPROBS = _object(
     {
         "tokens": _list(_TEXT),
@@ -46,6 +47,24 @@ _LOGPROBS = _object(
         "top_logprobs": _list(_nullable({"type": "object", "additionalProperties": _NUMBER})),
         "text_offset": _IDS,
     }
+)
+_CHAT_TOKEN = {"token": _TEXT, "logprob": _NUMBER, "bytes": _IDS}
+_CHAT_LOGPROBS = _object(
+    {
+        "content": _list(_object({**_CHAT_TOKEN, "top_logprobs": _list(_object(_CHAT_TOKEN))})),
+        "refusal": {"type": "null"},
+    }
+)
+_CALL = _object(
+    {
+        "id": _TEXT,
+        "type": {"const": "function"},
+        "function": _object({"name": _TEXT, "arguments": {**_TEXT, "description": "JSON"}}),
+    }
+)
+_MESSAGE = _object(
+    {"role": {"const": "assistant"}, "content": _nullable(_TEXT), "refusal": {"type": "null"}},
+    {"tool_calls": {**_list(_CALL), "minItems": 1}, "reasoning_content": _TEXT, "reasoning": _TEXT},
 )
 _RENDERED = _object({"text": _TEXT, "token_ids": _IDS, "num_tokens": _COUNT})
 
@@ -55,7 +74,10 @@ SCHEMAS: dict[str, Any] = {
     ),
     "Usage": _object(
         {"prompt_tokens": _COUNT, "completion_tokens": _COUNT, "total_tokens": _COUNT},
-        {"prompt_tokens_details": _object({"cached_tokens": _COUNT})},
+        {
+            "prompt_tokens_details": _object({"cached_tokens": _COUNT}),
+            "completion_tokens_details": _object({"reasoning_tokens": _COUNT}),
+        },
     ),
     "Completion": _object(
         {
@@ -69,7 +91,7 @@ SCHEMAS: dict[str, Any] = {
                         "finish_reason": _FINISH,
                         "stop_reason": _STOP,
                     },
-                    _CHOICE_EXTRAS,
+                    _PROMPT_EXTRAS | _IDS_OF_CHOICE,
                 )
             ),
             "usage": _ref("Usage"),
@@ -82,16 +104,17 @@ SCHEMAS: dict[str, Any] = {
                 _object(
                     {
                         "index": _COUNT,
-                        "message": _object({"role": _TEXT, "content": _nullable(_TEXT)}),
-                        "logprobs": _nullable({"type": "object"}),
+                        "message": _MESSAGE,
+                        "logprobs": _nullable(_CHAT_LOGPROBS),
                         "finish_reason": _FINISH,
                         "stop_reason": _STOP,
                     },
-                    _CHOICE_EXTRAS,
+                    _IDS_OF_CHOICE,
                 )
             ),
             "usage": _ref("Usage"),
-        }
+        },
+        _PROMPT_EXTRAS,
     ),
     "Rendered": _object(
         {

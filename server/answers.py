@@ -78,6 +78,8 @@ class Details:
 class AnswerFormat(ABC):
     """One generation as JSON: chunks for a stream, one body for a plain answer."""
 
+    _has_one_prompt = False  # then what belongs to it stands beside the choices, else with each of them
+
     def __init__(self, head: Head, tokenizer: Tokenizer, generation: Generation, details: Details) -> None:
         self._head = head
         self._tokenizer = tokenizer
@@ -118,9 +120,10 @@ class AnswerFormat(ABC):
         ending = '"finish_reason":null'
         if delta.finish_reason is not None:
             ending = f'"finish_reason":"{delta.finish_reason}","stop_reason":{dumps(delta.stop_reason)}'
-        if self._has_extras:
-            ending += "".join(f',"{name}":{dumps(value)}' for name, value in self._extras((delta,)).items())
         end = self._counting_end() if self._is_counting else self._end
+        if self._has_extras:
+            ending += _members(self._extras((delta,)))
+            end = f"}}]{_members(self._beside_choices(delta))}{end[2:]}"
         return f'{self._start}{delta.index},{piece},"logprobs":{logprobs},{ending}{end}'.encode()
 
     def _usage(self, generation: Generation) -> dict[str, Any]:
@@ -133,7 +136,8 @@ class AnswerFormat(ABC):
         """The plain answer, from every choice's pieces."""
         kept = list(deltas) if self._details.keep is None else best(deltas, generation.per_prompt, self._details.keep)
         choices = [self._whole_choice(index, pieces) for index, pieces in enumerate(kept)]
-        return dumps({**self._head.fields(), "choices": choices, "usage": self._usage(generation)}).encode()
+        beside = self._beside_choices(kept[0][0])
+        return dumps({**self._head.fields(), "choices": choices, **beside, "usage": self._usage(generation)}).encode()
 
     def _whole_choice(self, index: int, pieces: Sequence[Delta]) -> dict[str, Any]:
         scores = [score for piece in pieces for score in piece.scores]
@@ -147,14 +151,21 @@ class AnswerFormat(ABC):
         }
 
     def _extras(self, pieces: Sequence[Delta]) -> dict[str, Any]:
-        """Ids and the prompt's scores; what belongs to the prompt comes with the first piece."""
-        found: dict[str, Any] = {}
-        first = pieces[0]
+        """The members of a choice that are there only when asked for."""
+        found = {} if self._has_one_prompt else self._of_prompt(pieces[0])
         if self._details.token_ids:
-            if first.is_first:
-                choice = self._generation.choices[first.index]
-                found["prompt_token_ids"] = choice.request.prompt_token_ids
             found["token_ids"] = [token_id for piece in pieces for token_id in piece.token_ids]
+        return found
+
+    def _beside_choices(self, first: Delta) -> dict[str, Any]:
+        """The members of an answer, or of a chunk, that belong to the one prompt of all choices."""
+        return self._of_prompt(first) if self._has_one_prompt and first.index == 0 else {}
+
+    def _of_prompt(self, first: Delta) -> dict[str, Any]:
+        """The prompt's ids and scores, which come with a choice's first piece."""
+        found: dict[str, Any] = {}
+        if self._details.token_ids and first.is_first:
+            found["prompt_token_ids"] = self._generation.choices[first.index].request.prompt_token_ids
         if first.prompt_scores is not None and self._details.prompt_logprobs is not None:
             found["prompt_logprobs"] = [self._prompt_entry(score) for score in first.prompt_scores]
         return found
@@ -185,6 +196,11 @@ class AnswerFormat(ABC):
     def _name(self, token_id: int) -> str:
         """A token in logprobs."""
         return f"token_id:{token_id}" if self._details.tokens_as_ids else self._tokenizer.token_text(token_id)
+
+
+def _members(fields: dict[str, Any]) -> str:
+    """More members of a JSON object that has some."""
+    return "".join(f',"{name}":{dumps(value)}' for name, value in fields.items())
 
 
 def best(deltas: Sequence[Sequence[Delta]], per_prompt: int, keep: int) -> list[Sequence[Delta]]:

@@ -54,6 +54,7 @@ def create_app(settings: Settings, state: ServerState, counters: HttpCounters | 
 def application(settings: Settings, state: ServerState, counters: HttpCounters) -> FastAPI:
     """The routes alone, with nothing before them."""
     app = FastAPI(title="Oarlock", version=VERSION, docs_url=None, redoc_url=None, openapi_url="/openapi.json")
+    app.router.redirect_slashes = False  # a redirect would have no body of ours, and name a host that the client sent
     app.state.serving = Serving(settings, state, counters)
     for module in (completions, chat, render, tokens, models, about, health, metrics):
         app.include_router(module.router)

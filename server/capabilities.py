@@ -52,6 +52,8 @@ def capabilities(document: dict[str, Any], serving: Serving) -> dict[str, Any]:
             "prefix_caching": info.enable_prefix_caching,
             "strict_parameters": settings.strict_parameters,
             "unknown_parameters": "refused" if settings.strict_parameters else "reported in X-Ignored-Parameters",
+            "strict_max_tokens": settings.strict_max_tokens,
+            "always_stream_usage": settings.always_stream_usage,
             "logprobs": "natural logarithms of the raw distribution",
             "api_keys": settings.has_api_keys,
             "tensor_parallel_size": info.tensor_parallel_size,

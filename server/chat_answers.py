@@ -21,6 +21,8 @@ from server.tools.events import Arguments, CallStart, Content, Event, Reasoning,
 class ChatFormat(AnswerFormat):
     """`chat.completion` and its chunks."""
 
+    _has_one_prompt = True
+
     def __init__(
         self, head: Head, tokenizer: Tokenizer, generation: Generation, details: Details, shape: AnswerShape
     ) -> None:

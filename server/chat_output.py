@@ -38,6 +38,7 @@ class MessageReader:
         self._splitter = ReasoningSplitter(shape.is_thinking) if thinks else None
         self._tools = shape.tools.reader() if shape.tools else None
         self._is_named = shape.tools is not None and shape.tools.is_named
+        self._only_calls = shape.tools is not None and shape.tools.must_call
         self._num_calls = 0
 
     @property
@@ -57,7 +58,8 @@ class MessageReader:
                 read += self._tools.push(event.text) if isinstance(event, Content) else [event]
             if delta.finish_reason is not None:
                 read += self._tools.flush()
-            events = read
+            # Where calls are forced, the rest is their packing, or the beginning of one that was cut short.
+            events = [event for event in read if not (self._only_calls and isinstance(event, Content))]
         self._num_calls += sum(isinstance(event, CallStart) for event in events)
         return merged(events)
 

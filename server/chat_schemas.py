@@ -113,6 +113,10 @@ class ChatRequest(SamplingFields):
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     @property
+    def limit_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
     def opens_answer(self) -> bool:
         """The prompt ends with the opening of the assistant's message."""
         return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt

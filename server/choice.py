@@ -39,6 +39,7 @@ class Delta:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    error_param: str | None = None  # the field of the request that is at fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,7 @@ class Choice:
         delta.text += self._finder.flush()
         reason = event.finish_reason or FinishReason.ERROR
         if reason in (FinishReason.ERROR, FinishReason.ABORT):
-            delta.error = event.error or "The engine gave this request up."
+            delta.error, delta.error_param = event.error or "The engine gave this request up.", event.error_param
             self._end(delta, FinishReason.ERROR, None)
             return
         asked_for = event.stop_token_id in self.request.params.stop_token_ids

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Protocol
 
-from engine.errors import EngineError
+from engine.errors import EngineError, RequestError
 from engine.stats import EngineStats
 from engine.types import EngineInfo, Request, TokenEvent
 from server.choice import Choice, Delta
@@ -50,6 +50,7 @@ class Generation:
         self.closed = False
         self.request_id = ""
         self.client = ""  # for the log: who asked, without saying it
+        self.key_label: str | None = None  # for the counters
         self._engine = engine
         self.per_prompt = len(choices) // num_prompts
         self._on_close = on_close
@@ -95,8 +96,6 @@ class Generation:
                     raise item
                 if self.first_token_at is None and item.num_tokens:
                     self.first_token_at = time.monotonic()
-                if item.error is not None:
-                    raise EngineError(item.error)
                 open_choices -= item.finish_reason is not None
                 yield item
         finally:
@@ -134,6 +133,8 @@ class Generation:
             async with aclosing(self._engine.generate(choice.request)) as events:
                 async for event in events:
                     delta = choice.push(event)
+                    if delta is not None and delta.error is not None:
+                        raise _failure(delta.error, delta.error_param)
                     if delta is not None:
                         self._queue.put_nowait(delta)
                     if choice.finished:
@@ -141,3 +142,8 @@ class Generation:
             raise EngineError("The engine's answer ended without a reason.")
         except Exception as error:  # whatever it is, it belongs to this request's client
             self._queue.put_nowait(error)
+
+
+def _failure(message: str, param: str | None) -> Exception:
+    """What ends a generation whose choice failed: the caller's mistake when one of the request's fields is at fault."""
+    return EngineError(message) if param is None else RequestError(message, param, "no_token_left")

@@ -154,10 +154,16 @@ def salt_of(scope: Any, asked: str | None) -> str | None:
     return asked if key is None else f"{key.salt}|{asked or ''}"
 
 
+def label_of(scope: Any) -> str | None:
+    """What the operator calls the key that the request came with."""
+    key: Key | None = scope["state"]["key"]
+    return None if key is None else key.label
+
+
 def client_of(scope: Any, user: str | None) -> str:
     """For the log: the label of the key, and a hash of the end user's name."""
-    key: Key | None = scope["state"]["key"]
-    parts = [key.label] if key is not None else []
+    label = label_of(scope)
+    parts = [] if label is None else [label]
     if user:
         parts.append("user:" + hashlib.blake2b(user.encode(), digest_size=6).hexdigest())
     return "/".join(parts)

@@ -37,6 +37,9 @@ _SERVER_ONLY = frozenset(
         "served_model_name",
         "max_body_size",
         "strict_parameters",
+        "strict_max_tokens",
+        "always_stream_usage",
+        "ignore_model_case",
         "request_timeout",
         "drain_timeout",
     }

@@ -61,6 +61,13 @@ _HISTOGRAMS = {
 }
 
 
+_BY_KEY = {
+    "oarlock:key_requests": "Requests that began to be answered, by API key.",
+    "oarlock:key_prompt_tokens": "Prompt tokens by API key, as usage reports them.",
+    "oarlock:key_generation_tokens": "Answer tokens by API key, as usage reports them.",
+}
+
+
 class HttpCounters:
     """What the HTTP layer counts: answers by route and status, and tokens exactly as usage reports them."""
 
@@ -71,6 +78,7 @@ class HttpCounters:
         self.ignored_parameters = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
+        self.by_key: dict[str, list[int]] = {}  # label -> answers begun, prompt tokens, answer tokens
 
     def count(self, method: str, path: str, status: int) -> None:
         route = path if path in self.routes else "other"
@@ -83,6 +91,10 @@ class HttpCounters:
         if started:
             self.prompt_tokens += generation.prompt_tokens
             self.generation_tokens += generation.completion_tokens
+            if generation.key_label is not None:
+                numbers = (1, generation.prompt_tokens, generation.completion_tokens)
+                before = self.by_key.get(generation.key_label, [0, 0, 0])
+                self.by_key[generation.key_label] = [old + new for old, new in zip(before, numbers, strict=True)]
         for choice in started:
             self.finished[choice.finish_reason or "abort"] += 1
 
@@ -113,6 +125,7 @@ class _Snapshot(Collector):
         yield finished
         ignored = "Request parameters that nobody here knows."
         yield self._counter("oarlock:ignored_parameters", ignored, self._http.ignored_parameters)
+        yield from self._of_keys()
         if self._info is not None:
             sizes = [str(self._info.block_size), str(self._info.num_blocks)]
             info = GaugeMetricFamily(
@@ -127,6 +140,14 @@ class _Snapshot(Collector):
             answers.add_metric([self._values[0], method, route, str(status)], number)
         yield answers
         yield self._gauge("process_start_time_seconds", "Unix time of the start.", self._started)
+
+    def _of_keys(self) -> Iterator[Metric]:
+        """The same tokens by the label of the API key; there are as many as the operator gave."""
+        for position, (name, text) in enumerate(_BY_KEY.items()):
+            family = CounterMetricFamily(name, text, labels=[*_LABELS, "key"])
+            for label, numbers in sorted(self._http.by_key.items()):
+                family.add_metric([*self._values, label], numbers[position])
+            yield family
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(name, text, labels=_LABELS)

@@ -117,7 +117,9 @@ class SamplingFields(Wire):
         None, description="for every prompt token its log-probability, its rank and the so many best; the first is null"
     )
     return_token_ids: bool | None = Field(
-        False, description="`prompt_token_ids` and `token_ids` with each choice; in streams the prompt's once"
+        False,
+        description="`prompt_token_ids` and `token_ids` with each choice (the prompt's beside the choices in chat); in "
+        "streams the prompt's once",
     )
     return_tokens_as_token_ids: bool | None = Field(
         False, description="tokens in logprobs are written `token_id:N` instead of as text"
@@ -181,6 +183,11 @@ class SamplingFields(Wire):
     @property
     def continuous_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def limit_field(self) -> str:
+        """Which field limits the tokens of an answer."""
+        return "max_tokens"
 
     @property
     def num_generated(self) -> int:
@@ -275,6 +282,12 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": (None, {}),
     "logits_processors": (None, []),
     "use_beam_search": (None, False),
+    # Constraints as other servers call them: an answer without them would look like one that keeps them.
+    "regex": (None,),
+    "ebnf": (None,),
+    "grammar": (None, ""),
+    "json_schema": (None,),
+    "guided_whitespace_pattern": (None,),
     "length_penalty": (None, 1),
 }
 

@@ -36,8 +36,10 @@ class Plan:
 class GenerationService:
     """Plans generations, starts them, and knows those that are open."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, *, strict_max_tokens: bool = False) -> None:
+        """`strict_max_tokens`: a token limit beyond the context is refused, not cut."""
         self.engine = engine
+        self._strict_max_tokens = strict_max_tokens
         self.tokenizer = tokenizer
         self.open: set[Generation] = set()
         self.on_finish: list[Callable[[Generation], None]] = []
@@ -110,6 +112,8 @@ class GenerationService:
                 include_stop=bool(request.include_stop_str_in_output),
             )
             room = self.max_len - len(prompt_ids)
+            if self._strict_max_tokens and (max_tokens or 0) > room:
+                raise self._too_long(len(prompt_ids), f"ask for at most {room}", max_tokens, request.limit_field)
             room = room if max_tokens is None else min(max_tokens, room)
             roomy = replace(common, max_tokens=room, min_tokens=min(request.min_tokens or 0, room))
             for number in range(request.num_generated):
@@ -174,12 +178,16 @@ class GenerationService:
         """A prompt that leaves no room is refused with all the numbers; a large max_tokens is only a ceiling."""
         most = self.max_len - (0 if max_tokens == 0 else 1)
         if num_prompt > most:
-            asks = "the answer needs at least 1" if max_tokens is None else f"max_tokens asks for {max_tokens}"
-            raise ContextLengthError(
-                f"This model's context holds {self.max_len} tokens, prompt and answer together. The prompt has "
-                f"{num_prompt} tokens and {asks}; remove at least {num_prompt - most} tokens from the prompt.",
-                param,
-            )
+            fix = f"remove at least {num_prompt - most} tokens from the prompt"
+            raise self._too_long(num_prompt, fix, max_tokens, param)
+
+    def _too_long(self, num_prompt: int, fix: str, max_tokens: int | None, param: str) -> ContextLengthError:
+        asks = "the answer needs at least 1" if max_tokens is None else f"max_tokens asks for {max_tokens}"
+        return ContextLengthError(
+            f"This model's context holds {self.max_len} tokens, prompt and answer together. The prompt has "
+            f"{num_prompt} tokens and {asks}; {fix}.",
+            param,
+        )
 
 
 def _choice_seed(seed: int | None, index: int) -> int:

@@ -26,7 +26,7 @@ from server.chat_schemas import ChatRequest
 from server.chat_service import plan_chat
 from server.errors import ClientGoneError, HttpError, ModelNotFoundError, describe, error_response
 from server.generation import Engine, Generation
-from server.guard import client_of, request_id_of, salt_of
+from server.guard import client_of, label_of, request_id_of, salt_of
 from server.logs import event, logger
 from server.metrics import HttpCounters
 from server.model_files import served_names
@@ -80,9 +80,11 @@ class Serving:
         """The name to echo back. Raises `ModelNotFoundError`."""
         if name is None:
             return self.model_names[0]
-        if name not in self.model_names:
-            raise ModelNotFoundError(name, self.model_names)
-        return name
+        if name in self.model_names:
+            return name
+        if self.settings.ignore_model_case and name.casefold() in map(str.casefold, self.model_names):
+            return name
+        raise ModelNotFoundError(name, self.model_names)
 
     async def read(self, request: Request, schema: type[_ParsedT]) -> tuple[_ParsedT, dict[str, str]]:
         """The checked body, and the headers that every answer to it carries."""
@@ -115,10 +117,11 @@ class Serving:
         try:
             generation.request_id = request_id = request_id_of(request.scope)
             generation.client = client_of(request.scope, asked.user)
+            generation.key_label = label_of(request.scope)
             form = self._format(asked, model, request_id, generation, shape)
             if asked.stream:
                 await until_disconnect(request, generation.verdict())
-                return EventStream(generation, form, asked.include_usage, headers, request_id)
+                return EventStream(generation, form, self._tells_usage(asked), headers, request_id)
             pieces = await until_disconnect(request, collect(generation))
             return Response(form.whole(pieces, generation), 200, headers, "application/json")
         except BaseException:
@@ -132,6 +135,10 @@ class Serving:
         if given is not None:
             limits.append(_seconds(given))
         return min((limit for limit in limits if limit is not None), default=None)
+
+    def _tells_usage(self, asked: CompletionRequest | ChatRequest) -> bool:
+        """Whether a stream ends with the usage."""
+        return asked.include_usage or self.settings.always_stream_usage
 
     def _format(
         self,
@@ -147,7 +154,7 @@ class Serving:
             prompt_logprobs=asked.prompt_logprobs,
             token_ids=bool(asked.return_token_ids),
             tokens_as_ids=bool(asked.return_tokens_as_token_ids),
-            usage=bool(asked.stream and asked.include_usage),
+            usage=bool(asked.stream and self._tells_usage(asked)),
             continuous_usage=asked.continuous_usage,
             keep=asked.n if asked.num_generated > (asked.n or 1) else None,
         )
@@ -175,7 +182,7 @@ def connect(
     settings: Settings, state: ServerState, counters: HttpCounters, engine: Engine, tokenizer: Tokenizer
 ) -> GenerationService:
     """Put a running engine behind the routes. The state decides when they open."""
-    service = GenerationService(engine, tokenizer)
+    service = GenerationService(engine, tokenizer, strict_max_tokens=settings.strict_max_tokens)
     service.on_finish.append(counters.finish)
     if settings.enable_log_requests:
         service.on_finish.append(_log_generation)

@@ -101,6 +101,18 @@ class Settings:
         example="",
         help="refuse unknown request parameters (400) instead of reporting them in X-Ignored-Parameters",
     )
+    strict_max_tokens: bool = option(
+        False,
+        group=_HTTP,
+        example="",
+        help="refuse a token limit that the context has no room for (400) instead of cutting it to what there is",
+    )
+    always_stream_usage: bool = option(
+        False, group=_HTTP, example="", help="end every stream with a chunk of usage, asked for or not"
+    )
+    ignore_model_case: bool = option(
+        False, group=_HTTP, example="", help="let requests write the served names in capitals or small letters"
+    )
     request_timeout: float | None = option(
         None,
         group=_HTTP,

@@ -4,6 +4,8 @@
 nothing: everything it does follows from the bytes of the step.
 """
 
+from __future__ import annotations
+
 import ctypes
 import faulthandler
 import json
@@ -14,6 +16,7 @@ import sys
 import time
 import traceback
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from workers.channel.control import Control
 from workers.channel.ring import ChannelClosedError, RingLayout, RingReader, RingWriter
@@ -21,9 +24,28 @@ from workers.config import WorkerConfig
 from workers.errors import StartupError
 from workers.protocol import pack_output, unpack_step
 
+if TYPE_CHECKING:
+    from workers.parallel import TensorParallel
+    from workers.runner import Runner
+
 logger = logging.getLogger("oarlock.rank")
 
 _PR_SET_PDEATHSIG = 1
+
+
+class Invitation(Protocol):
+    """What a rank must know to join the others."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def collective_memory_fd(self) -> int: ...
+    @property
+    def collective_bytes(self) -> int: ...
+    @property
+    def store_port(self) -> int: ...
+    @property
+    def store_listen_fd(self) -> int: ...  # -1 for all ranks but 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +71,10 @@ class RankArguments:
         return json.dumps(asdict(self))
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel to kill this process when its parent ends; the pipes do the same where there is no such call."""
+def die_with_parent(parent_pid: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Ask the kernel to end this process when its parent ends; the pipes do the same where there is no such call."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number))
     if os.getppid() != parent_pid:  # it ended before the call above
         os._exit(1)
 
@@ -108,18 +130,19 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def start(arguments: RankArguments, control: Control):
-    """Join the other ranks, load this rank's slice and allocate its pages, in step with the group."""
+def join(arguments: Invitation, config: WorkerConfig) -> TensorParallel:
+    """Meet the other ranks; a rank alone meets nobody."""
     # Imported late: torch takes seconds, and a parent that is already gone should be noticed before.
     import torch
 
     from workers.parallel import Rendezvous, TensorParallel
-    from workers.runner import Runner, device_of
+    from workers.runner import device_of
 
-    config = WorkerConfig.from_json(arguments.config)
     device = device_of(config, arguments.rank)
     if device.type == "cpu" and config.num_threads:
         torch.set_num_threads(config.num_threads)
+    if config.tensor_parallel_size == 1:
+        return TensorParallel.solo()
     meeting = Rendezvous(
         rank=arguments.rank,
         size=config.tensor_parallel_size,
@@ -129,7 +152,15 @@ def start(arguments: RankArguments, control: Control):
         buffer_bytes=arguments.collective_bytes,
         timeout_s=config.step_timeout_s,
     )
-    tp = TensorParallel.join(meeting, device) if config.tensor_parallel_size > 1 else TensorParallel.solo()
+    return TensorParallel.join(meeting, device)
+
+
+def start(arguments: RankArguments, control: Control) -> tuple[Runner, TensorParallel]:
+    """Join the other ranks, load this rank's slice and allocate its pages, in step with the group."""
+    config = WorkerConfig.from_json(arguments.config)
+    tp = join(arguments, config)
+    from workers.runner import Runner
+
     runner = Runner(config, tp)
     last_report = 0.0
 
@@ -146,7 +177,7 @@ def start(arguments: RankArguments, control: Control):
     return runner, tp
 
 
-def serve(arguments: RankArguments, control: Control, runner) -> None:
+def serve(arguments: RankArguments, control: Control, runner: Runner) -> None:
     """The step loop. Ends when the group closes the ring; a failure is reported before the process goes down."""
     steps = RingReader(
         arguments.step_memory_fd, arguments.step_wake_fd, arguments.rank, RingLayout(**arguments.step_layout)
@@ -163,6 +194,7 @@ def serve(arguments: RankArguments, control: Control, runner) -> None:
                 step_id = step.step_id
                 output = runner.execute(step)
                 if answers is not None:
+                    assert output is not None, "rank 0 answers every step"
                     with answers.send() as buffer:
                         pack_output(output, buffer)
     except ChannelClosedError:

@@ -6,10 +6,8 @@ Knows the command's own arguments. The work is done by `engine.replay`, in a pro
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
-import sys
-from pathlib import Path
+
+from server.child_program import run_program
 
 HELP = "replay a recording of `serve --record` and compare every token"
 
@@ -30,18 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The child shares this terminal: it prints, and Ctrl-C reaches it too."""
-    root = str(Path(__file__).resolve().parents[2])
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    command = [sys.executable, "-P", "-m", "engine.replay"]
+    words = []
     for name in ("tensor_parallel_size", "model", "tolerance"):
         value = getattr(arguments, name)
         if value is not None:
-            command.append(f"--{name.replace('_', '-')}={value}")
-    command += ["--", arguments.file]
-    child = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
-    while True:
-        try:
-            return child.wait()
-        except KeyboardInterrupt:
-            continue  # the child got it as well, and ends in its own way
+            words.append(f"--{name.replace('_', '-')}={value}")
+    return run_program("engine.replay", [*words, "--", arguments.file])

@@ -6,11 +6,9 @@ Knows the command's own arguments and where a model lies. The work is done by `w
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
-from pathlib import Path
 
+from server.child_program import run_program
 from server.model_files import resolve
 
 HELP = "compare a model's numbers, layer by layer, with transformers' own"
@@ -31,27 +29,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The child shares this terminal: it prints, and Ctrl-C reaches it too."""
     from engine.errors import StartupError
 
     size = arguments.tensor_parallel_size
     if not size.isdecimal():
         raise StartupError(f"--tensor-parallel-size is {size!r}.", "Give a whole number of ranks, at least 1.")
     model = resolve(arguments.model, _progress)
-    root = str(Path(__file__).resolve().parents[2])
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    command = [sys.executable, "-P", "-m", "workers.verify", f"--tensor-parallel-size={size}"]
+    words = [f"--tensor-parallel-size={size}"]
     for name in ("dtype", "device", "prompts", "output"):
         value = getattr(arguments, name)
         if value is not None:
-            command.append(f"--{name}={value}")
-    command += ["--", model]
-    child = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
-    while True:
-        try:
-            return child.wait()
-        except KeyboardInterrupt:
-            continue  # the child got it as well, and ends in its own way
+            words.append(f"--{name}={value}")
+    return run_program("workers.verify", [*words, "--", model])
 
 
 def _progress(what: str, fraction: float) -> None:

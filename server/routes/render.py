@@ -36,7 +36,7 @@ async def render_completion(request: Request) -> Response:
     serving = Serving.of(request)
     asked, headers = await serving.read(request, CompletionRequest)
     model = serving.check_model(asked.model)
-    return await _answer(serving, model, await serving.service.plan_completion(asked), headers)
+    return await _answer(serving, model, await serving.service.plan_completion(asked), asked.stops, headers)
 
 
 @router.post("/v1/chat/completions/render", openapi_extra=_CHAT)
@@ -45,10 +45,10 @@ async def render_chat(request: Request) -> Response:
     asked, headers = await serving.read(request, ChatRequest)
     model = serving.check_model(asked.model)
     chat = await plan_chat(serving.service, asked)
-    return await _answer(serving, model, chat.plan, headers)
+    return await _answer(serving, model, chat.plan, asked.stops, headers)
 
 
-async def _answer(serving: Serving, model: str, plan: Plan, headers: dict[str, str]) -> Response:
+async def _answer(serving: Serving, model: str, plan: Plan, stops: list[str], headers: dict[str, str]) -> Response:
     per_prompt = len(plan.choices) // plan.num_prompts
     prompts = []
     for choice in plan.choices[::per_prompt]:
@@ -65,6 +65,6 @@ async def _answer(serving: Serving, model: str, plan: Plan, headers: dict[str, s
         "prompts": prompts,
         "choices_per_prompt": per_prompt,
         "max_model_len": serving.service.max_len,
-        "parameters": parameters | {"priority": first.priority, "timeout": plan.timeout_s},
+        "parameters": parameters | {"stop": stops, "priority": first.priority, "timeout": plan.timeout_s},
     }
     return JSONResponse(answer, 200, headers)

@@ -52,6 +52,7 @@ class FakeEngine:
     eos: bool = True  # an end-of-sequence token after the reply
     delay_s: float = 0.0  # before every event
     fail_after: int | None = None  # tokens before the engine reports an error
+    blamed: str | None = None  # the field of the request whose fault that error is
     die_after: int | None = None  # tokens before the engine is gone
     refuse: Exception | None = None
     pause_after: int | None = None  # tokens before the engine falls silent
@@ -115,7 +116,8 @@ class FakeEngine:
             if self.die_after == number or not self.is_alive:
                 raise EngineDeadError("rank 1 was killed")
             if self.fail_after == number:
-                yield TokenEvent(request.request_id, finish_reason=FinishReason.ERROR, error="not finite", **first)
+                told = {"error": "not finite", "error_param": self.blamed}
+                yield TokenEvent(request.request_id, finish_reason=FinishReason.ERROR, **told, **first)
                 return
             reason = None
             if number == len(tokens) - 1:

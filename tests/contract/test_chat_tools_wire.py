@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import anyio
+import jsonschema
 import openai
 import pytest
 import tokenizers
@@ -179,6 +180,34 @@ def test_why_it_ended(chat, reply, fields, reason, num_calls, stream):
     assert len(choice["message"].get("tool_calls", ())) == num_calls
     if not num_calls:
         assert choice["message"]["content"] == reply
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_forced_calls_that_are_cut_short_leave_no_words(chat, choice):
+    """Their text is bound to be calls: what is no whole call is the beginning of one, never an answer in words."""
+    fields = {"tools": TOOLS, "tool_choice": choice, "temperature": 0}
+    for reply, num_calls in ((CALL + '\n<tool_call>\n{"name": "f"', 1), ('<tool_call>\n{"na', 0)):
+        stage = chat(reply, eos=False)
+        for answer in (_post(stage, fields).json()["choices"][0], _streamed(stage, fields)[0][0]):
+            assert answer["finish_reason"] == "length"
+            assert len(answer["message"].get("tool_calls", ())) == num_calls
+            assert not answer["message"]["content"]
+
+
+@pytest.mark.parametrize("reply", [CALL, TWO, f"<think>\nHm\n</think>\n\n{TWO}", "words"])
+def test_messages_have_the_promised_shape(chat, reply):
+    stage = chat(reply)
+    document = stage.app._app.openapi()
+    shape = {**document["components"]["schemas"]["ChatCompletion"], "components": document["components"]}
+    answer = _post(stage, {"tools": TOOLS, "logprobs": True, "top_logprobs": 1, "return_token_ids": True}).json()
+    jsonschema.validate(answer, shape)
+    message = answer["choices"][0]["message"]
+    described = shape["properties"]["choices"]["items"]["properties"]["message"]["properties"]
+    assert message.keys() <= described.keys()
+    for call in message.get("tool_calls", ()):
+        del call["function"]["arguments"]
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(answer, shape)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 
+import httpx
 import pytest
 
 
@@ -82,6 +83,7 @@ def test_many_clients_leave_and_nothing_stays(make_server, wait_for):
 def test_an_error_in_the_middle_of_a_stream_is_one_event_before_the_end(make_server):
     for options, code, kind in (
         ({"fail_after": 2}, "engine_error", "server_error"),
+        ({"fail_after": 2, "blamed": "bad_words"}, "no_token_left", "invalid_request_error"),
         ({"die_after": 2}, "engine_dead", "server_error"),
     ):
         server = make_server("one two three", **options)
@@ -99,8 +101,20 @@ def test_an_error_in_the_middle_of_a_stream_is_one_event_before_the_end(make_ser
 
 
 def test_an_error_without_a_stream_is_a_plain_answer(make_server):
-    for options, status in (({"fail_after": 2}, 500), ({"die_after": 2}, 503)):
+    for options, status in (
+        ({"fail_after": 2}, 500),
+        ({"die_after": 2}, 503),
+        ({"fail_after": 2, "blamed": "bad_words"}, 400),
+    ):
         server = make_server("one two three", **options)
         connection = _request(server.port, {"prompt": "x"})
         assert connection.recv(65536).startswith(f"HTTP/1.1 {status}".encode())
         connection.close()
+
+
+@pytest.mark.parametrize(("blamed", "status"), [(None, 500), ("logit_bias", 400)])
+def test_an_error_before_any_token_is_a_plain_answer_to_a_stream_too(make_server, blamed, status):
+    server = make_server("one", fail_after=0, blamed=blamed)
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "stream": True})
+    assert answer.status_code == status
+    assert answer.json()["error"]["param"] == blamed

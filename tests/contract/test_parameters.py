@@ -9,6 +9,8 @@ import pytest
 
 from engine.types import FinishReason, TokenEvent, TokenLogprobs
 
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 TEXT = "Hello, wörld! 😀 中文"
 
 
@@ -114,6 +116,35 @@ def test_ids_come_with_each_choice_and_the_prompts_once_in_a_stream(make_stage, 
         own = [chunk for chunk in chunks if chunk["index"] == index]
         assert [chunk.get("prompt_token_ids") for chunk in own] == [prompt] + [None] * (len(own) - 1)
         assert [token for chunk in own for token in chunk["token_ids"]] == reply
+
+
+@pytest.mark.parametrize("name", ["regex", "ebnf", "grammar", "json_schema", "guided_whitespace_pattern"])
+def test_constraints_under_the_names_of_other_servers_are_never_ignored(make_stage, name):
+    stage = make_stage()
+    for path, body in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": [{"role": "user", "content": "x"}]})):
+        answer = _post(stage, {**body, name: "a"}, path)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+        assert _post(stage, {**body, name: None}, path).status_code == 200
+
+
+def test_in_chat_what_belongs_to_the_prompt_stands_beside_the_choices(make_stage, tokenizer):
+    stage = make_stage("one two")
+    asked = {"messages": [{"role": "user", "content": "x"}], "n": 2, "return_token_ids": True, "prompt_logprobs": 0}
+    body = _post(stage, asked, CHAT).json()
+    prompt = list(stage.engine.requests[0].prompt_token_ids)
+    assert body["prompt_token_ids"] == prompt
+    assert len(body["prompt_logprobs"]) == len(prompt)
+    assert body["prompt_logprobs"][0] is None
+    for choice in body["choices"]:
+        assert choice["token_ids"]
+        assert not {"prompt_token_ids", "prompt_logprobs"} & choice.keys()
+    response = _post(stage, {**asked, "stream": True, "stream_options": {"include_usage": True}}, CHAT)
+    events = [json.loads(line[6:]) for line in response.text.split("\n\n") if line.startswith("data: {")]
+    for name in ("prompt_token_ids", "prompt_logprobs"):
+        assert [event[name] for event in events if name in event] == [body[name]]
+    for index, choice in enumerate(body["choices"]):
+        own = [part for event in events for part in event["choices"] if part["index"] == index]
+        assert [token for part in own for token in part.get("token_ids", ())] == choice["token_ids"]
 
 
 def _chunks(response):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import anyio
 import pytest
 
 from engine.errors import StartupError
 from server.keys import load_keys
+
+MESSAGES = [{"role": "user", "content": "x"}]
 
 
 def _send(stage, *calls, **options):
@@ -88,6 +93,7 @@ def test_a_rendered_completion_generates_nothing(make_stage, tokenizer):
 def test_render_shows_what_would_be_asked(make_stage, tokenizer):
     stage = make_stage()
     asked = {"prompt": "one", "n": 2, "seed": 3, "temperature": 1e-9, "max_tokens": 10**6, "logit_bias": {"5": 1}}
+    asked["stop"] = "x"
     rendered, _ = _send(stage, ("POST", "/v1/completions/render", asked), ("POST", "/v1/completions", asked))
     body = rendered.json()
     params = stage.engine.requests[0].params
@@ -96,6 +102,7 @@ def test_render_shows_what_would_be_asked(make_stage, tokenizer):
     assert (told["temperature"], told["max_tokens"]) == (0.0, params.max_tokens)
     assert told["seeds"] == [request.params.seed for request in stage.engine.requests]
     assert told["logit_bias"] == [[5, 1.0]]
+    assert told["stop"] == ["x"]
     assert body["choices_per_prompt"] == 2
     assert len(stage.engine.requests) == 2
 
@@ -147,6 +154,72 @@ def test_routes_of_other_servers_say_so(make_stage, path):
         error = answer.json()["error"]
         assert (error["type"], error["code"]) == ("invalid_request_error", "route_not_supported")
         assert "/v1/completions" in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions/", "/health/", "/v1/models/"])
+def test_a_slash_too_many_is_an_error_and_no_redirect(make_stage, path):
+    for method in ("GET", "POST"):
+        (answer,) = _send(make_stage(), (method, path, {"prompt": "x"}))
+        assert answer.status_code in (404, 405)
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": [5, 6], "max_tokens": 255}, "max_tokens"),
+        ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 256}, "max_tokens"),
+        ("/v1/chat/completions", {"messages": MESSAGES, "max_completion_tokens": 256}, "max_completion_tokens"),
+    ],
+)
+def test_a_token_limit_beyond_the_context_is_cut_or_refused(make_stage, path, body, param):
+    (answer,) = _send(make_stage(), ("POST", path, body))
+    assert answer.status_code == 200
+    stage = make_stage(strict_max_tokens=True)
+    answer, fits, free = _send(
+        stage, ("POST", path, body), ("POST", path, {**body, param: 100}), ("POST", path, {**body, param: None})
+    )
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, param, "context_length_exceeded")
+    assert str(body[param]) in error["message"]
+    assert (fits.status_code, free.status_code) == (200, 200)
+
+
+@pytest.mark.parametrize("asked", [{}, {"stream_options": {"include_usage": False}}])
+def test_usage_ends_every_stream_where_the_operator_wants_it(make_stage, asked):
+    for told in (False, True):
+        stage = make_stage(always_stream_usage=told)
+        for path, body in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": MESSAGES})):
+            (answer,) = _send(stage, ("POST", path, {**body, **asked, "stream": True}))
+            last = json.loads(answer.text.split("\n\n")[-3].removeprefix("data: "))
+            assert (last["choices"] == [] and last["usage"]["completion_tokens"] > 0) == told
+
+
+def test_names_in_other_letters_are_known_where_the_operator_wants_it(make_stage):
+    calls = [
+        ("POST", "/v1/completions", {"prompt": "x", "model": "DEMO"}),
+        ("GET", "/v1/models/Alias/With/Slash", None),
+    ]
+    assert [answer.status_code for answer in _send(make_stage(), *calls)] == [404, 404]
+    answer, card = _send(make_stage(ignore_model_case=True), *calls)
+    assert (answer.json()["model"], card.json()["id"]) == ("DEMO", "Alias/With/Slash")
+    (unknown,) = _send(make_stage(ignore_model_case=True), ("GET", "/v1/models/dem", None))
+    assert unknown.status_code == 404
+
+
+def test_tokens_are_counted_by_key(make_stage):
+    stage = make_stage("one two", api_key=("a", "b"))
+    used = {}
+    for key, label in (("a", "key-1"), ("b", "key-2"), ("a", "key-1")):
+        call = ("POST", "/v1/completions", {"prompt": "x", "n": 2})
+        (answer,) = _send(stage, call, headers={"Authorization": f"Bearer {key}"})
+        usage = answer.json()["usage"]
+        before = used.get(label, (0, 0, 0))
+        used[label] = (before[0] + 1, before[1] + usage["prompt_tokens"], before[2] + usage["completion_tokens"])
+    (page,) = _send(stage, ("GET", "/metrics", None))
+    for position, name in enumerate(("requests", "prompt_tokens", "generation_tokens")):
+        found = re.findall(rf'^oarlock:key_{name}_total{{.*key="(.*?)".*}} (.*)$', page.text, re.MULTILINE)
+        assert {label: float(value) for label, value in found} == {k: v[position] for k, v in used.items()}
 
 
 def test_keys_from_a_file_beside_those_given(make_stage, tmp_path, caplog):

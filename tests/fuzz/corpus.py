@@ -44,6 +44,9 @@ def corpus(route: Route, stream: bool) -> Iterator[Case]:
     for name, values in _COMPILED:
         for value in values:
             yield replace(_of_field(route, base, name, value, True), by_engine=True)
+    if "guided_choice" in route.fields:
+        for fields in _CONTRADICTIONS:
+            yield Case(f"contradiction {_short(fields)}", encode({**base, **fields}), False)
     if "messages" in route.fields:
         yield from _conversations(route, _without(base, "prompt"))
     if "prompt" in route.good:
@@ -219,6 +222,15 @@ _SHARED: list[tuple[str, list[Any], bool]] = [
 _COMPILED: list[tuple[str, list[Any]]] = [
     ("structured_outputs", [{"regex": "("}, {"grammar": "%"}]),
     ("guided_json", [{"type": "nonsense"}]),
+]
+
+# Each field is fine; together they leave nothing to generate. Whoever asks for that has made a mistake, not the server.
+_CONTRADICTIONS: list[dict[str, Any]] = [
+    {"guided_choice": ["a", "b"], "allowed_token_ids": [2000]},
+    {"guided_choice": ["a"], "bad_words": ["a"]},
+    {"guided_regex": "a", "min_tokens": 3},
+    {"allowed_token_ids": [2000], "logit_bias": {"2000": -100}},
+    {"allowed_token_ids": [2], "min_tokens": 2},
 ]
 
 

@@ -32,6 +32,7 @@ class Flood:
         self._url, self._port = server.url, server.port
         self.problems: list[str] = []
         self.sent = 0
+        self.longest_pulse_s = 0.0
         self._statuses: collections.Counter[str] = collections.Counter()
         self._seconds: list[tuple[float, str]] = []
 
@@ -56,11 +57,13 @@ class Flood:
 
     async def corpus(self, routes: Iterable[Route]) -> None:
         """Every case on every route, streamed as well where it can be."""
-        async with self._client() as client:
+        async with self._client() as client, self._client() as probe:
+            pulse = asyncio.create_task(self._pulse(probe))
             for route in routes:
                 for stream in (False, True) if route.streams else (False,):
                     cases = corpus(route, stream)
                     await _all_of(self._case(client, route, case) for case in cases)
+            pulse.cancel()
 
     async def mutations(self, routes: list[Route], number: int, seed: int) -> None:
         """`number` random bodies; some of their senders do not wait for the answer."""
@@ -97,6 +100,16 @@ class Flood:
         median, p99 = (ordered[int((len(ordered) - 1) * at)][0] for at in (0.5, 0.99))
         longest, where = ordered[-1]
         return f"median {median:.3f}, p99 {p99:.3f}, longest {longest:.3f} ({where[:80]})"
+
+    async def _pulse(self, probe: httpx.AsyncClient) -> None:
+        """The probe that needs nothing but the event loop, again and again: its longest wait is how long that stood."""
+        while True:
+            began = time.monotonic()
+            answer = await probe.get("/health/live")
+            self.longest_pulse_s = max(self.longest_pulse_s, time.monotonic() - began)
+            if answer.status_code != 200:
+                self.problems.append(f"/health/live: {answer.status_code}")
+            await asyncio.sleep(0.2)
 
     def _client(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(base_url=self._url, timeout=None, trust_env=False)

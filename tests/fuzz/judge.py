@@ -59,6 +59,6 @@ def _problem_of_stream(content: bytes) -> str | None:
         if not line.startswith("data: "):
             return f"a line that is no event: {line[:100]!r}"
         said = json.loads(line.removeprefix("data: "))
-        if "error" in said:
+        if "error" in said and said["error"]["type"] != "invalid_request_error":
             return f"an error inside a stream: {line[:300]}"
     return None

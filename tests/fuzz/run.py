@@ -29,7 +29,7 @@ FLAGS = ("--dtype", "float32", "--served-model-name", "demo", "--max-model-len",
 FEWEST_MUTATIONS = 500
 
 
-def fuzz(server: RunningServer, requests: int, seed: int, schema_seconds: int) -> list[str]:
+def fuzz(server: RunningServer, requests: int, seed: int, examples: int) -> list[str]:
     """Everything that went wrong."""
     traces = Traces(server)
     flood = Flood(server)
@@ -41,7 +41,7 @@ def fuzz(server: RunningServer, requests: int, seed: int, schema_seconds: int) -
     asyncio.run(flood.corpus(routes))
     report("broken HTTP and corpus", flood.sent, began, flood.problems)
     began, before = time.monotonic(), traces.answers()
-    found = run_schemathesis(server.url, seed, schema_seconds)
+    found = run_schemathesis(server.url, seed, examples)
     by_schema = int(traces.answers() - before)
     report("schemathesis", by_schema, began, found)
     if by_schema < 500:
@@ -54,6 +54,7 @@ def fuzz(server: RunningServer, requests: int, seed: int, schema_seconds: int) -
     problems += traces.left(flood.sent)
     print(f"\nrequests: {flood.sent + by_schema}; answers by status: {flood.by_status()}")
     print(f"seconds to an answer: {flood.durations()}")
+    print(f"longest wait of the liveness probe meanwhile: {flood.longest_pulse_s:.3f} s")
     return problems
 
 
@@ -67,14 +68,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz.run", description=__doc__.split("\n")[0])
     parser.add_argument("--requests", type=int, default=10_000, help="all parts together (default: 10,000)")
     parser.add_argument("--seed", type=int, help="of the random parts (default: a new one, printed)")
-    parser.add_argument("--schema-seconds", type=int, default=40, help="for schemathesis (default: 40)")
+    parser.add_argument("--examples", type=int, default=80, help="of schemathesis for each operation (default: 80)")
     parser.add_argument("-tp", "--tensor-parallel-size", type=int, default=1, help="ranks of the server")
     given = parser.parse_args(arguments)
     seed = given.seed if given.seed is not None else secrets.randbelow(2**31)
     print(f"==> seed {seed}", flush=True)
     with RunningServer(DEMO, *FLAGS, "-tp", given.tensor_parallel_size) as server:
         try:
-            problems = fuzz(server, given.requests, seed, given.schema_seconds)
+            problems = fuzz(server, given.requests, seed, given.examples)
         except (AssertionError, OSError, subprocess.SubprocessError):
             print(server.log[-4000:], file=sys.stderr)
             raise

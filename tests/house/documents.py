@@ -1,4 +1,4 @@
-"""The parts of docs/ that are made from the code: the table of options and the map of files.
+"""The parts of docs/ that are made from the code: tables of options, parameters and faults, the map of files.
 
 Run as a program it writes them; the tests compare. Knows markers and docstrings, nothing of what they mean.
 
@@ -33,11 +33,26 @@ def first_sentence(docstring: str) -> str:
     return re.split(r"(?<=[.])\s", paragraph)[0].replace("|", "\\|")
 
 
+def golden_faults() -> str:
+    """Imported late, like the next: torch takes seconds."""
+    from tests.golden import faults
+
+    return faults.table()
+
+
+def verify_faults() -> str:
+    from tests.unit.workers import verify_faults
+
+    return verify_faults.table()
+
+
 # (page, name of its marker, what belongs between the markers)
 MADE: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/configuration.md", "options", as_markdown),
     ("docs/architecture.md", "files", file_map),
     ("docs/api.md", "parameters", api_table.as_markdown),
+    ("docs/accuracy.md", "golden-faults", golden_faults),
+    ("docs/accuracy.md", "verify-faults", verify_faults),
 ]
 
 

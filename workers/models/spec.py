@@ -41,6 +41,7 @@ class RopeSpec:
 class DecoderSpec:
     """One decoder-only transformer with RMSNorm before each half-block (and after it, if so) and a gated MLP."""
 
+    # Its shape.
     architecture: str
     vocab_size: int
     hidden_size: int
@@ -53,6 +54,7 @@ class DecoderSpec:
     max_position_embeddings: int
     rope: RopeSpec
     windows: tuple[int | None, ...]  # per layer: a query sees itself and the window - 1 tokens before it
+    # What many families choose differently.
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -60,6 +62,7 @@ class DecoderSpec:
     activation: str = "silu"  # silu | gelu_tanh
     tie_word_embeddings: bool = False
     dtype: str | None = None  # as the checkpoint declares it: bfloat16 | float16 | float32
+    # What Gemma alone has. Every default asks for nothing.
     local_rope: RopeSpec | None = None  # of the layers with a window, where they have their own
     query_scalar: float | None = None  # scores are divided by its root; None: by the root of head_dim
     attention_softcap: float | None = None  # scores become cap * tanh(scores / cap)

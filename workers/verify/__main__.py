@@ -16,6 +16,7 @@ from pathlib import Path
 from workers.config import WorkerConfig
 from workers.errors import StartupError
 from workers.preflight import preflight, read_spec
+from workers.rank import die_with_parent
 from workers.verify.launch import run_ranks, run_reference
 from workers.verify.prompts import BUILT_IN, NEW_TOKENS, has_tokenizer, read_prompts, seeded_prompts, tokenized
 from workers.verify.report import Report
@@ -26,17 +27,18 @@ BLOCK_SIZE = 16  # small, so that short prompts fill several blocks
 
 def main(argv: list[str]) -> int:
     arguments = _parser().parse_args(argv)
+    if arguments.parent is not None:
+        die_with_parent(arguments.parent, signal.SIGTERM)  # which removes the folder as well
     try:
         report = verify(arguments)
+        print(report.to_text())
+        if arguments.output is not None:
+            _write(report, arguments.output)
     except StartupError as error:
         sys.stderr.write(f"error: {' '.join(error.cause.split())}\nfix: {' '.join(error.fix.split())}\n")
         return error.exit_code
     except KeyboardInterrupt:
         return 130
-    print(report.to_text())
-    if arguments.output is not None:
-        arguments.output.write_text(json.dumps(report.to_json(), indent=1) + "\n", "utf-8")
-        say(f"the whole report is in {arguments.output}")
     return 0 if report.comparison.ok else 1
 
 
@@ -73,12 +75,22 @@ def verify(arguments: argparse.Namespace) -> Report:
         )
 
 
+def _write(report: Report, path: Path) -> None:
+    try:
+        path.write_text(json.dumps(report.to_json(), indent=1) + "\n", "utf-8")
+    except OSError as error:
+        raise StartupError(f"--output: {path} cannot be written: {error.strerror}.", "Name another file.") from None
+    say(f"the whole report is in {path}")
+
+
 def checked(arguments: argparse.Namespace) -> tuple[WorkerConfig, list[list[int]]]:
     """The resolved configuration and the prompts, before any weight is read."""
     model = Path(arguments.model)
     texts = list(BUILT_IN) if arguments.prompts is None else read_prompts(arguments.prompts)
     if arguments.output is not None and not arguments.output.parent.is_dir():
         raise StartupError(f"--output: the directory {arguments.output.parent} does not exist.", "Make it first.")
+    if arguments.output is not None and arguments.output.is_dir():
+        raise StartupError(f"--output: {arguments.output} is a directory.", "Name a file in it.")
     config = preflight(
         WorkerConfig(
             str(model),
@@ -116,6 +128,7 @@ def say(line: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m workers.verify", allow_abbrev=False)
     parser.add_argument("model", metavar="DIRECTORY")
+    parser.add_argument("--parent", type=int, help="the process that must be alive for this one to be")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")

@@ -107,7 +107,7 @@ def _has_post_norms(spec: DecoderSpec) -> bool:
 
 def _projection(row: Row, scene: Scene) -> str:
     name = f"model.layers.{row.layer}.self_attn.{row.tensor}_proj"
-    kind = "bias" if all(_is_constant(*scene.error(row, rank)) for rank in row.wrong_ranks) else "weight"
+    kind = "bias" if all(_is_constant(scene.error(row, rank)[0]) for rank in row.wrong_ranks) else "weight"
     text = f"{name}.{kind}: the rows of {_ranks(row.wrong_ranks)}"
     if kind == "bias":
         return f"{text} (the error is the same for every token: a bias lost, doubled, or another's)"
@@ -166,7 +166,7 @@ def _attention(row: Row, scene: Scene) -> str:
 def _row_parallel(row: Row, scene: Scene) -> str:
     module = "self_attn.o_proj" if row.tensor == "o_proj" else "mlp.down_proj"
     name = f"model.layers.{row.layer}.{module}"
-    if all(_is_constant(*scene.error(row, rank)) for rank in row.wrong_ranks):
+    if all(_is_constant(scene.error(row, rank)[0]) for rank in row.wrong_ranks):
         return f"{name}.bias (the error is the same for every token: lost, or added by more than one rank)"
     if scene.size == 1:
         return f"{name}.weight"
@@ -220,7 +220,7 @@ def _other_shard(row: Row, scene: Scene, rank: int) -> int | None:
     return None
 
 
-def _is_constant(error: Tensor, truth: Tensor) -> bool:
+def _is_constant(error: Tensor) -> bool:
     """Whether an error is the same for every token, as a bias's is and a weight's is not."""
     if len(error) < 2 or not bool(torch.isfinite(error).all()):
         return False

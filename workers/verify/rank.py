@@ -19,9 +19,9 @@ from workers.channel.control import Control
 from workers.channel.ring import ChannelClosedError
 from workers.config import WorkerConfig
 from workers.errors import StartupError
-from workers.parallel import Rendezvous, TensorParallel
-from workers.rank import die_with_parent, log_to_stderr
-from workers.runner import Runner, device_of
+from workers.parallel import TensorParallel
+from workers.rank import die_with_parent, join, log_to_stderr
+from workers.runner import Runner
 from workers.verify.launch import RankArguments
 from workers.verify.names import LAYER, tensor_names
 from workers.verify.request import Request, Text
@@ -86,7 +86,7 @@ def main(argv: list[str]) -> int:
     log_to_stderr(arguments.rank, config.log_level)
     control = Control.from_fd(arguments.control_fd)
     try:
-        tp = _join(arguments, config)
+        tp = join(arguments, config)
         run_rank(config, tp, Path(arguments.folder), lambda line: control.send("progress", text=line))
         control.send("done")
         tp.leave()
@@ -96,24 +96,6 @@ def main(argv: list[str]) -> int:
     except ChannelClosedError:
         return 1
     return 0
-
-
-def _join(arguments: RankArguments, config: WorkerConfig) -> TensorParallel:
-    if config.tensor_parallel_size == 1:
-        return TensorParallel.solo()
-    device = device_of(config, arguments.rank)
-    if device.type == "cpu" and config.num_threads:
-        torch.set_num_threads(config.num_threads)
-    meeting = Rendezvous(
-        rank=arguments.rank,
-        size=config.tensor_parallel_size,
-        port=arguments.store_port,
-        listen_fd=arguments.store_listen_fd if arguments.store_listen_fd >= 0 else None,
-        memory_fd=arguments.collective_memory_fd,
-        buffer_bytes=arguments.collective_bytes,
-        timeout_s=config.step_timeout_s,
-    )
-    return TensorParallel.join(meeting, device)
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ def _files(num_layers: int) -> Iterator[tuple[str, list[str]]]:
 def main(argv: list[str]) -> int:
     folder, parent_pid = Path(argv[0]), int(argv[1])
     die_with_parent(parent_pid)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches the parent too, which speaks for all
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the parent decides
     request = Request.read(folder)
     record_reference(request, folder, lambda line: print(f"verify: {line}", file=sys.stderr, flush=True))
     return 0

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from workers.verify.compare import HEAD_LIMIT, LARGEST_LIMIT, LIMIT, Comparison, Row
+from workers.verify.compare import LARGEST_LIMIT, LIMIT, Comparison, Row
 from workers.verify.names import REPLICATED
 
 
@@ -33,7 +33,7 @@ class Report:
             "dtype": self.dtype,
             "tensor_parallel_size": self.size,
             "truth": "transformers in float64, on the weights as they are in this dtype",
-            "limits": {"rms": LIMIT, "head_rms": HEAD_LIMIT, "largest": LARGEST_LIMIT, "largest_of_logits": LIMIT},
+            "limits": {"rms": LIMIT, "head_rms": LIMIT, "largest": LARGEST_LIMIT, "largest_of_logits": LIMIT},
             "tokens_compared": self.tokens,
             "ok": self.comparison.ok,
             "first_fault": None if first is None else {

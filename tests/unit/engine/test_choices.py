@@ -4,7 +4,7 @@ import pytest
 from choice_fakes import CountingGrammar
 from engine_fakes import Driver, FakeGroup, expected_tokens, make_config, make_info, make_request
 
-from engine.scheduler import INTERNAL, NO_TOKEN
+from engine.errors import INTERNAL, NO_TOKEN
 from engine.stepper import Stepper
 from engine.types import FinishReason, Grammar
 
@@ -57,8 +57,10 @@ def test_where_no_token_is_left_the_request_fails_alone_and_says_why() -> None:
     driver.add(make_request(2, [1, 2], max_tokens=5))
     driver.run().check_outputs()
     assert driver.tokens[1] == [4] and driver.ends[1].error == NO_TOKEN
+    assert driver.ends[1].error_param == "allowed_token_ids", "the caller can mend it"
     assert driver.ends[2].finish_reason is FinishReason.LENGTH
     assert driver.scheduler.stats.num_nonfinite == 0, "the model's numbers were fine"
+    assert driver.scheduler.stats.num_errors == 0, "and so was the engine"
 
 
 @pytest.mark.parametrize("method", ["accept", "fill_mask"])

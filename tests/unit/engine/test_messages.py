@@ -33,6 +33,7 @@ _ENDS = st.builds(
     finish_reason=st.sampled_from(FinishReason),
     stop_token_id=st.none() | _IDS,
     error=st.none() | st.text(),
+    error_param=st.none() | st.text(),
 )
 
 

@@ -3,8 +3,8 @@
 import pytest
 from engine_fakes import EOS, Driver, Faults, expected_tokens, make_config, make_request
 
-from engine.errors import QueueFullError
-from engine.scheduler import MAX_EASY_RETURNS, NOT_FINITE, PRIORITY_STEP_S
+from engine.errors import NOT_FINITE, QueueFullError
+from engine.scheduler import MAX_EASY_RETURNS, PRIORITY_STEP_S
 from engine.types import FinishReason, Request
 
 

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from tests.golden.tiny_models import make_tiny
 from tests.unit.workers.verify_cases import PROMPTS, Bench, altered, reconfigured
+from tests.unit.workers.verify_faults import SIZE, WEIGHTS, rows
 from workers.parallel import TensorParallel
-
-SIZE = 2
 
 
 @pytest.fixture(scope="module")
@@ -34,56 +33,6 @@ def benches(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bench]:
         return made[name]
 
     return bench
-
-
-def rows(start: int, stop: int, factor: float = 0.5) -> Callable[[Tensor], Tensor]:
-    """Damage to some rows only."""
-
-    def change(weight: Tensor) -> Tensor:
-        weight[start:stop] *= factor
-        return weight
-
-    return change
-
-
-def columns(start: int, stop: int) -> Callable[[Tensor], Tensor]:
-    def change(weight: Tensor) -> Tensor:
-        weight[:, start:stop] *= 0.5
-        return weight
-
-    return change
-
-
-def swapped(size: int) -> Callable[[Tensor], Tensor]:
-    """The first two heads of `size` rows change places."""
-    return lambda weight: torch.cat((weight[size : 2 * size], weight[:size], weight[2 * size :]))
-
-
-# Tiny models: 8 heads of 8 (Qwen3: of 24) over 4 KV heads, hidden 64, intermediate 96, vocabulary 320. Rank 1 of 2
-# begins at row 32 of q, 16 of k and v, 48 of gate and up, column 32 of o_proj, 48 of down_proj, id 160.
-L1 = "model.layers.1"
-WEIGHTS = [
-    ("qwen2", f"{L1}.self_attn.q_proj.weight", rows(32, 64), f"{L1}.self_attn.q_proj.weight: the rows of rank 1"),
-    ("qwen2", f"{L1}.self_attn.k_proj.weight", rows(16, 32), f"{L1}.self_attn.k_proj.weight: the rows of rank 1"),
-    ("qwen2", f"{L1}.self_attn.v_proj.weight", rows(0, 16), f"{L1}.self_attn.v_proj.weight: the rows of rank 0"),
-    ("qwen2", f"{L1}.self_attn.v_proj.weight", rows(0, 32), f"{L1}.self_attn.v_proj.weight: the rows of ranks 0, 1"),
-    ("qwen2", f"{L1}.self_attn.q_proj.bias", rows(32, 64, 0.0), f"{L1}.self_attn.q_proj.bias: the rows of rank 1"),
-    ("qwen2", f"{L1}.self_attn.k_proj.bias", rows(0, 32, 2.0), f"{L1}.self_attn.k_proj.bias: the rows of ranks 0, 1"),
-    ("mistral", f"{L1}.self_attn.k_proj.weight", swapped(8), "its head 0 holds the numbers of head 1"),
-    ("qwen2", f"{L1}.self_attn.o_proj.weight", columns(32, 64), f"{L1}.self_attn.o_proj.weight: the columns of rank 1"),
-    ("llama", f"{L1}.self_attn.o_proj.bias", rows(0, 64, 2.0), f"{L1}.self_attn.o_proj.bias"),
-    ("qwen2", f"{L1}.mlp.gate_proj.weight", rows(48, 96), f"{L1}.mlp.gate_proj.weight: the rows of rank 1"),
-    ("qwen2", f"{L1}.mlp.up_proj.weight", rows(48, 96), f"{L1}.mlp.up_proj.weight: the rows of rank 1"),
-    ("llama", f"{L1}.mlp.gate_proj.weight", rows(0, 48), f"{L1}.mlp.gate_proj.weight: the rows of rank 0"),
-    ("llama", f"{L1}.mlp.up_proj.weight", rows(0, 48), f"{L1}.mlp.up_proj.weight: the rows of rank 0"),
-    ("qwen2", f"{L1}.mlp.down_proj.weight", columns(0, 48), f"{L1}.mlp.down_proj.weight: the columns of rank 0"),
-    ("qwen2", f"{L1}.input_layernorm.weight", rows(0, 8), f"{L1}.input_layernorm"),
-    ("qwen2", f"{L1}.post_attention_layernorm.weight", rows(0, 8), f"{L1}.post_attention_layernorm"),
-    ("qwen2", "model.norm.weight", rows(0, 8), "model.norm.weight"),
-    ("qwen2", "lm_head.weight", rows(160, 320), "lm_head.weight: the rows of rank 1"),
-    ("qwen2", "model.embed_tokens.weight", rows(160, 320), "model.embed_tokens.weight: the rows of rank 1"),
-    ("qwen3", f"{L1}.self_attn.k_norm.weight", rows(0, 24), f"{L1}.self_attn.k_norm"),
-]
 
 
 @pytest.mark.parametrize(("name", "tensor", "change", "cause"), WEIGHTS, ids=[f"{w[0]}-{w[3]}" for w in WEIGHTS])

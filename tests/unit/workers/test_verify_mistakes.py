@@ -43,6 +43,7 @@ MISTAKES = {
     "prompt too long": (["{spoken}", "--prompts={folder}/long"], "prompt 2 has 200 tokens; the model has room for 52"),
     "too many prompts": (["{spoken}", "--prompts={folder}/many"], "the limit is 512"),
     "output in no directory": (["{model}", "--output={folder}/no/report.json"], "--output: the directory"),
+    "a directory as output": (["{model}", "--output={folder}"], "is a directory"),
 }
 
 

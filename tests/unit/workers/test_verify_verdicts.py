@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from tests.golden.tiny_models import make_tiny
+from tests.house.rules import ROOT
 from tests.unit.workers.verify_cases import PROMPTS, Bench
 from workers.preflight import read_spec
 from workers.verify import __main__ as command
-from workers.verify.compare import Comparison, RankError, Row, TokenRow, compare_tokens, same_bits
+from workers.verify.compare import LARGEST_LIMIT, LIMIT, Comparison, RankError, Row, TokenRow, compare_tokens, same_bits
 from workers.verify.names import part_of, tensor_names
 from workers.verify.report import Report, shown, table
 from workers.verify.request import Text
@@ -24,7 +25,7 @@ def row(
     layer: int | None = 1,
     agree: bool = True,
     head: float = 0.5,
-    limit: float = 5.0,
+    limit: float = LARGEST_LIMIT,
 ) -> Row:
     sound, judged = RankError(0, 1e-6, 1e-6, 0.5, 0.5), RankError(1, 1e-6, 1e-6, ratio, rms, head, limit)
     return Row(layer, tensor, (sound, judged), agree)
@@ -33,19 +34,25 @@ def row(
 @pytest.mark.parametrize(
     ("ratio", "rms", "head", "limit", "verdict"),
     [
-        (1.0, 1.0, 1.0, 5.0, "ok"),
-        (5.0, 2.0, 3.0, 5.0, "ok"),
-        (5.1, 1.0, 1.0, 5.0, "differs"),
-        (1.0, 2.1, 1.0, 5.0, "differs"),
-        (1.0, 1.0, 3.1, 5.0, "differs"),
+        (1.0, 1.0, 1.0, 4.0, "ok"),
+        (4.0, 2.0, 2.0, 4.0, "ok"),
+        (4.1, 1.0, 1.0, 4.0, "differs"),
+        (1.0, 2.1, 1.0, 4.0, "differs"),
+        (1.0, 1.0, 2.1, 4.0, "differs"),
         (2.1, 1.0, 1.0, 2.0, "differs"),
-        (float("inf"), 1.0, 1.0, 5.0, "differs"),
+        (float("inf"), 1.0, 1.0, 4.0, "differs"),
     ],
 )
 def test_a_verdict_depends_on_every_error(ratio: float, rms: float, head: float, limit: float, verdict: str) -> None:
     judged = row("q", ratio, rms, head=head, limit=limit)
     assert judged.verdict == verdict
     assert judged.wrong_ranks == (() if verdict == "ok" else (1,))
+
+
+def test_the_limits_are_those_of_the_document() -> None:
+    page = (ROOT / "docs" / "accuracy.md").read_text()
+    assert (LIMIT, LARGEST_LIMIT) == (2.0, 4.0)
+    assert "at most twice theirs" in page and "at most four times" in page
 
 
 def test_ranks_that_disagree_are_a_fault_even_within_the_bound() -> None:
@@ -163,3 +170,12 @@ def test_the_exit_code_is_the_verdict(ratio: float, code: int, tmp_path: Path, m
     assert command.main(["model", f"--output={out}"]) == code
     assert json.loads(out.read_text())["ok"] is (code == 0)
     assert capsys.readouterr().out.splitlines()[-1] == f"verdict: {'differs' if code else 'ok'}"
+
+
+def test_a_report_that_cannot_be_written_is_a_mistake_in_two_lines(tmp_path: Path, monkeypatch, capsys) -> None:
+    report = Report("tiny", "X", "float32", 2, 24, Comparison([row("q", 1.0, 1.0)]), [], {}, 1.0)
+    monkeypatch.setattr(command, "verify", lambda arguments: report)
+    assert command.main(["model", f"--output={tmp_path}"]) == 3
+    out, error = capsys.readouterr()
+    assert out.splitlines()[-1] == "verdict: ok"
+    assert [line.split(":")[0] for line in error.splitlines()] == ["error", "fix"]

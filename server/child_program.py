@@ -1,0 +1,58 @@
+"""Runs the program behind a command, such as `oarlock verify`, as a child that never outlives it.
+
+Knows signals and exit statuses: both share a terminal, but Ctrl-C, SIGTERM and a closed terminal concern this process
+alone, which asks the child to end and waits for it. Knows nothing of what the program does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+_ROOT = Path(__file__).resolve().parents[1]
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def run_program(module: str, arguments: Sequence[str]) -> int:
+    """`python -m MODULE --parent OURS ARGUMENTS` until it ends: its status, or 128 + the signal that ended it or us.
+
+    A first signal is passed on as SIGTERM, which lets the child clean up; a second one kills it.
+    """
+    paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    command = [sys.executable, "-P", "-m", module, f"--parent={os.getpid()}", *arguments]
+    with _unheard_by_children():
+        child = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
+    stopped_by: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        child.send_signal(signal.SIGKILL if stopped_by else signal.SIGTERM)
+        stopped_by.append(number)
+
+    heard = [number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = [signal.signal(number, stop) for number in heard]
+    try:
+        status = child.wait()
+    finally:
+        for number, handler in zip(heard, before, strict=True):
+            signal.signal(number, handler)
+    if stopped_by:
+        return 128 + stopped_by[0]
+    return status if status >= 0 else 128 - status
+
+
+@contextmanager
+def _unheard_by_children() -> Generator[None]:
+    """What a terminal sends to everybody in it is ignored by processes started meanwhile: their parent decides."""
+    numbers = (signal.SIGINT, signal.SIGHUP)
+    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
