@@ -39,7 +39,8 @@ async def render_prompt(tokenizer: Tokenizer, request: ChatRequest) -> ChatPromp
     """The prompt of a request, made by the tokenizer's threads. Raises `RequestError`."""
     form = detect(tokenizer.template.source)
     plan = plan_tools(request, form)
-    return await tokenizer.run(lambda: _render(tokenizer, request, form, plan))
+    size = sum(len(message.text) for message in request.messages)
+    return await tokenizer.run(lambda: _render(tokenizer, request, form, plan), size)
 
 
 def _render(tokenizer: Tokenizer, request: ChatRequest, form: ToolFormat, plan: ToolPlan | None) -> ChatPrompt:

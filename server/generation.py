@@ -43,6 +43,7 @@ class Generation:
         num_prompts: int,
         on_close: Callable[..., None],
         timeout_s: float | None = None,
+        spent_s: float = 0.0,
     ) -> None:
         self.choices = choices
         self.arrival = time.monotonic()
@@ -59,7 +60,7 @@ class Generation:
         self._first: Delta | BaseException | None = None
         self._tasks = [asyncio.create_task(self._pump(choice)) for choice in choices]
         loop = asyncio.get_running_loop()
-        self._alarm = None if timeout_s is None else loop.call_later(timeout_s, self._expire)
+        self._alarm = None if timeout_s is None else loop.call_later(max(0.0, timeout_s - spent_s), self._expire)
 
     @property
     def prompt_tokens(self) -> int:

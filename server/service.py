@@ -31,6 +31,7 @@ class Plan:
     choices: list[Choice]
     num_prompts: int
     timeout_s: float | None = None
+    spent_s: float = 0.0  # of it, on the plan itself
 
 
 class GenerationService:
@@ -124,7 +125,8 @@ class GenerationService:
 
     def open_plan(self, plan: Plan) -> Generation:
         """Run it."""
-        generation = Generation(self.engine, plan.choices, plan.num_prompts, self._closed, plan.timeout_s)
+        limit = (plan.timeout_s, plan.spent_s)
+        generation = Generation(self.engine, plan.choices, plan.num_prompts, self._closed, *limit)
         self.open.add(generation)
         return generation
 

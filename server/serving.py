@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastapi.routing import APIRoute
@@ -24,14 +25,14 @@ from server.chat_answers import ChatFormat
 from server.chat_output import AnswerShape
 from server.chat_schemas import ChatRequest
 from server.chat_service import plan_chat
-from server.errors import ClientGoneError, HttpError, ModelNotFoundError, describe, error_response
+from server.errors import ClientGoneError, DeadlineError, HttpError, ModelNotFoundError, describe, error_response
 from server.generation import Engine, Generation
 from server.guard import client_of, label_of, request_id_of, salt_of
 from server.logs import event, logger
 from server.metrics import HttpCounters
 from server.model_files import served_names
 from server.schemas import CompletionRequest
-from server.service import GenerationService
+from server.service import GenerationService, Plan
 from server.settings import Settings
 from server.state import ServerState
 from server.streaming import EventStream, collect, until_disconnect
@@ -107,13 +108,8 @@ class Serving:
         model = self.check_model(asked.model)
         asked.timeout = self._time_limit(request, asked.timeout)
         asked.cache_salt = salt_of(request.scope, asked.cache_salt)
-        service = self.service
-        if isinstance(asked, CompletionRequest):
-            plan, shape = await service.plan_completion(asked), AnswerShape()
-        else:
-            chat = await plan_chat(service, asked)
-            plan, shape = chat.plan, chat.shape
-        generation = service.open_plan(plan)
+        plan, shape = await self._planned(asked)
+        generation = self.service.open_plan(plan)
         try:
             generation.request_id = request_id = request_id_of(request.scope)
             generation.client = client_of(request.scope, asked.user)
@@ -127,6 +123,20 @@ class Serving:
         except BaseException:
             generation.close()
             raise
+
+    async def _planned(self, asked: CompletionRequest | ChatRequest) -> tuple[Plan, AnswerShape]:
+        """The plan, made within the time limit. Raises `DeadlineError`."""
+        begun = time.monotonic()
+        try:
+            async with asyncio.timeout(asked.timeout):
+                if isinstance(asked, CompletionRequest):
+                    plan, shape = await self.service.plan_completion(asked), AnswerShape()
+                else:
+                    chat = await plan_chat(self.service, asked)
+                    plan, shape = chat.plan, chat.shape
+        except TimeoutError:
+            raise DeadlineError(asked.timeout or 0.0) from None
+        return replace(plan, spent_s=time.monotonic() - begun), shape
 
     def _time_limit(self, request: Request, asked: float | None) -> float | None:
         """The shortest of what the field, the header and the operator allow."""

@@ -22,6 +22,7 @@ from server.detokenizer import BytesDetokenizer, Detokenizer, TokenBytes, Window
 
 _T = TypeVar("_T")
 _MAX_RENDERED = 64 * 1024  # characters a template may add to four times its input
+_LONG = 256 * 1024  # about a quarter of a second's work
 # As the families that were trained to fill in the middle name them.
 _FILL_IN_MARKS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
@@ -47,6 +48,7 @@ class Tokenizer:
         self._add_bos = config.get("add_bos_token")
         self.template = ChatTemplate.from_config(config, self._names)
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
+        self._slow_lane = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer-long")
 
     @staticmethod
     def load(directory: str | Path) -> Tokenizer:
@@ -77,7 +79,8 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`, with the marks that the checkpoint puts around a plain text (such as a BOS)."""
-        ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Only the batch form works without the interpreter's lock: a long text must not hold up the event loop.
+        ids = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         if not add_special_tokens or not self._bos or self._add_bos is None:
             return ids
         if self._add_bos and ids[:1] != list(self._bos):
@@ -93,7 +96,7 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False)
 
     async def aencode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return await self.run(lambda: self.encode(text, add_special_tokens=add_special_tokens))
+        return await self.run(lambda: self.encode(text, add_special_tokens=add_special_tokens), len(text))
 
     def detokenizer(self, prompt_ids: Sequence[int] = (), shown: frozenset[int] = frozenset()) -> Detokenizer:
         """The incremental decoder of one sequence that goes on from `prompt_ids`. `shown`: special ids that count."""
@@ -108,7 +111,7 @@ class Tokenizer:
 
     async def atext(self, ids: Sequence[int]) -> str:
         """The text of `ids` with special tokens by name: what the model sees, for people."""
-        return await self.run(lambda: self.decode(ids, self._special))
+        return await self.run(lambda: self.decode(ids, self._special), len(ids))
 
     def token_bytes(self, token_id: int) -> bytes:
         """The true bytes of one token; the name, for special ones."""
@@ -127,15 +130,17 @@ class Tokenizer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._slow_lane):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _ids_of(self, token: str | None) -> tuple[int, ...]:
         token_id = self.backend.token_to_id(token) if token else None
         return () if token_id is None else (token_id,)
 
-    async def run(self, work: Callable[[], _T]) -> _T:
-        """The result of slow work with this tokenizer, done by its threads."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+    async def run(self, work: Callable[[], _T], size: int) -> _T:
+        """The result of slow work with this tokenizer, done by its threads. `size`: characters or ids of the input."""
+        pool = self._pool if size < _LONG else self._slow_lane  # megabytes queue behind each other, not before a line
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
 
 
 # From any of these transformers can build a fast tokenizer.

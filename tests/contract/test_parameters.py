@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import anyio
@@ -320,3 +321,16 @@ def test_a_wrong_time_limit_in_the_header(make_stage, value):
     response = _post(make_stage(), {"prompt": "x"}, headers={"X-Request-Timeout": value})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "X-Request-Timeout"
+
+
+def test_the_limit_counts_while_the_prompt_is_prepared(make_stage, monkeypatch):
+    stage = make_stage()
+
+    async def never(*_: object) -> list[int]:
+        await asyncio.sleep(60)
+        return []
+
+    monkeypatch.setattr(stage.state.service.tokenizer, "aencode", never)
+    response = _post(stage, {"prompt": "x", "timeout": 0.05})
+    assert (response.status_code, response.json()["error"]["code"]) == (408, "timeout")
+    assert stage.engine.requests == []

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -144,3 +146,20 @@ def test_the_names_that_published_templates_use():
 def test_several_named_templates():
     config = {"chat_template": [{"name": "tool", "template": "T"}, {"name": "default", "template": "D"}]}
     assert ChatTemplate.from_config(config, {}).render(USER, True, 10) == "D"
+
+
+def test_a_long_text_does_not_stand_before_a_short_one(folder):
+    """Two of them fill every thread there was, were they not sent to a lane of their own."""
+    tokenizer = Tokenizer.load(folder)
+    release = threading.Event()
+
+    async def both() -> list[int]:
+        long = [asyncio.create_task(tokenizer.run(release.wait, 8_000_000)) for _ in range(3)]
+        try:
+            return await asyncio.wait_for(tokenizer.aencode("hello"), 30)
+        finally:
+            release.set()
+            await asyncio.gather(*long)
+
+    assert asyncio.run(both()) == tokenizer.encode("hello")
+    tokenizer.close()
