@@ -1,13 +1,15 @@
 """The sections of a step that only some requests ask for: bias, penalties and masks of the rows that sample.
 
 Reads each sequence's own constraints and history, made when they are first needed and kept over a preemption, and lays
-them end to end. Knows numpy and the step's layout. Does not know which row of the engine's tables is whose.
+them end to end. Masks that a grammar must compute get their place here and their bits later. Knows numpy and the step's
+layout. Does not know which row of the engine's tables is whose.
 """
 
 import numpy as np
 
 from engine.constraints import Constraints, penalises
 from engine.history import TokenHistory
+from engine.late_masks import LateMasks
 from engine.sequence import Sequence
 from workers.protocol import mask_words
 
@@ -25,8 +27,13 @@ def wanted_until(seq: Sequence) -> int:
     return seq.num_prompt_tokens + params.min_tokens if seq.stop_ids else 0
 
 
-def choice_sections(rows: list[tuple[int, Sequence]], vocab_size: int) -> dict[str, np.ndarray]:
-    """Sections for `rows`: (index into the L rows, its sequence), in the order of the index."""
+def choice_sections(
+    rows: list[tuple[int, Sequence]], vocab_size: int
+) -> tuple[dict[str, np.ndarray], LateMasks | None]:
+    """Sections for `rows`: (index into the L rows, its sequence), in the order of the index.
+
+    With them comes what writes `mask_bits`, unless they are complete.
+    """
     biases: list[tuple[int, np.ndarray, np.ndarray]] = []
     masked: list[tuple[int, Sequence, list[int]]] = []
     penalised: list[tuple[int, Sequence]] = []
@@ -42,11 +49,20 @@ def choice_sections(rows: list[tuple[int, Sequence]], vocab_size: int) -> dict[s
             masked.append((index, seq, bans))
         if penalises(seq.request.params):
             penalised.append((index, seq))
-    return {
+    sections = {
         **(_bias_sections(biases) if biases else NO_BIAS),
         **(_penalty_sections(penalised) if penalised else {}),
-        **(_mask_sections(masked, vocab_size) if masked else {}),
     }
+    if not masked:
+        return sections, None
+    sections["mask_rows"] = np.array([index for index, _, _ in masked], np.int32)
+    sections["mask_bits"] = bits = np.empty((len(masked), mask_words(vocab_size)), np.uint32)
+    if any(seq.grammar_state is not None for _, seq, _ in masked):
+        return sections, LateMasks([(seq, bans) for _, seq, bans in masked])
+    for words, (_, seq, bans) in zip(bits, masked, strict=True):  # only copies
+        assert seq.constraints is not None
+        seq.constraints.fill_mask(seq, bans, words)
+    return sections, None
 
 
 def _bias_sections(biases: list[tuple[int, np.ndarray, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -82,11 +98,3 @@ def _history(seq: Sequence) -> TokenHistory:
         seq.history = TokenHistory(prompt, seq.num_prompt_tokens)
     seq.history.catch_up(seq.token_ids)
     return seq.history
-
-
-def _mask_sections(masked: list[tuple[int, Sequence, list[int]]], vocab_size: int) -> dict[str, np.ndarray]:
-    bits = np.empty((len(masked), mask_words(vocab_size)), np.uint32)
-    for words, (_, seq, bans) in zip(bits, masked, strict=True):
-        assert seq.constraints is not None
-        seq.constraints.fill_mask(seq, bans, words)
-    return {"mask_rows": np.array([index for index, _, _ in masked], np.int32), "mask_bits": bits}

@@ -17,7 +17,7 @@ from engine.recording import ANSWER, END, STEP, Header, RecordingWriter
 from workers.protocol import StepMetadata, StepOutput, max_output_bytes, max_step_bytes, pack_output, pack_step
 
 if TYPE_CHECKING:
-    from workers.group import WorkerGroup
+    from workers.group import FillMasks, WorkerGroup
 
 logger = logging.getLogger("oarlock.engine")
 
@@ -48,10 +48,13 @@ class RecordingGroup:
     def rank_pids(self) -> tuple[int, ...]:
         return self._group.rank_pids
 
-    def submit(self, step: StepMetadata) -> None:
+    def submit(self, step: StepMetadata, fill_masks: "FillMasks | None" = None) -> None:
         if self._writer is not None:
+            if fill_masks is not None:  # a step without its masks could not be replayed: the ranks wait for them
+                fill_masks(step.mask_bits)
+                fill_masks = None
             self._write(STEP, self._step[: pack_step(step, self._step)])
-        self._group.submit(step)
+        self._group.submit(step, fill_masks)
 
     def collect(self) -> StepOutput:
         output = self._group.collect()

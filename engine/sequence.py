@@ -3,7 +3,8 @@
 A grammar's state lives here too, from the door to the end of its sequence:
 
     Scheduler.add(request, now, grammar_state)    made outside; without one, a request with a grammar cannot run
-    StepBuilder.build                             `fill_mask` for each step in which a token is sampled, maybe twice
+    LateMasks.fill                                `fill_mask` for each step in which a token is sampled, maybe twice,
+                                                  maybe in another thread while this one is busy with the step
     Scheduler.commit                              `accept` once per sampled token, unless the token is a stop token
     preemption                                    nothing: the state is kept, recomputed tokens are not accepted again
     end, failure, abort                           nothing: the state goes with the sequence

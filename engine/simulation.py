@@ -17,6 +17,7 @@ from engine.errors import QueueFullError, RequestError
 from engine.stepper import Stepper
 from engine.types import FinishReason, Request, SamplingParams, TokenEvent
 from workers.config import WorkerInfo
+from workers.group import FillMasks
 from workers.protocol import StepMetadata, StepOutput
 
 
@@ -113,7 +114,9 @@ class _CostGroup:
         self._clock = clock
         self._step: StepMetadata | None = None
 
-    def submit(self, step: StepMetadata) -> None:
+    def submit(self, step: StepMetadata, fill_masks: FillMasks | None = None) -> None:
+        if fill_masks is not None:
+            fill_masks(step.mask_bits)
         self._step = step
 
     def collect(self) -> StepOutput:

@@ -4,16 +4,24 @@ Block tables and sampling parameters stay in arrays addressed by a sequence's ro
 changed and gathers the rows it needs. Knows numpy and the step's layout. Does not know policy or transport.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from engine.choice_sections import NO_BIAS, choice_sections, wanted_until
+from engine.late_masks import LateMasks
 from engine.sequence import SchedulerOutput, Sequence, Work
 from workers.protocol import NULL_BLOCK, StepMetadata
 
 _NO_LOGPROBS = -1
 _SAMPLE = -1
+
+
+class BuiltStep(NamedTuple):
+    """A step for the ranks, and what writes its `mask_bits` once they have it; None when those are complete."""
+
+    step: StepMetadata
+    masks: LateMasks | None
 
 
 class StepBuilder:
@@ -32,7 +40,7 @@ class StepBuilder:
         self._num_logprobs = np.zeros(max_num_seqs, np.int32)
         self._plain_from = np.zeros(max_num_seqs, np.int64)  # first position that needs these columns alone
 
-    def build(self, output: SchedulerOutput) -> StepMetadata:
+    def build(self, output: SchedulerOutput) -> BuiltStep:
         """Arrays for `output`. Building the same output twice gives the same arrays."""
         for seq in output.new_rows:
             if seq.row >= 0:
@@ -55,7 +63,9 @@ class StepBuilder:
             positions, row_of_token = first + np.arange(len(token_ids)), np.repeat(rows, counts)  # [T]
         blocks = self._tables[row_of_token, positions // self.block_size].astype(np.int64)  # [T]
         width = -(-int(seq_lens.max()) // self.block_size)
-        return StepMetadata(
+        rows_of_logits, columns = self._logits_columns(work, rows, seq_lens, query_start_loc)
+        choices, masks = self._choices(work, rows_of_logits, columns)
+        step = StepMetadata(
             step_id=output.step_id,
             token_ids=np.array(token_ids, np.int32),
             positions=positions.astype(np.int32),
@@ -63,8 +73,10 @@ class StepBuilder:
             query_start_loc=query_start_loc.astype(np.int32),
             seq_lens=seq_lens.astype(np.int32),
             block_tables=self._tables[rows, :width],
-            **self._logits_columns(work, rows, seq_lens, query_start_loc),
+            **columns,
+            **choices,
         )
+        return BuiltStep(step, masks)
 
     def _assign(self, seq: Sequence) -> None:
         """`seq` is the new owner of its row."""
@@ -80,8 +92,8 @@ class StepBuilder:
 
     def _logits_columns(
         self, work: list[Work], rows: np.ndarray, seq_lens: np.ndarray, query_start_loc: np.ndarray
-    ) -> dict[str, np.ndarray]:
-        """The sections over L: which tokens want logits, and how each is sampled or scored."""
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        """The engine's row of each of the L rows, and the sections over L: which tokens, and how each is sampled."""
         if any(item.num_scored for item in work):
             return self._scoring_columns(work, query_start_loc)
         wants = np.array([item.wants_logits for item in work], bool)  # [S]
@@ -90,9 +102,9 @@ class StepBuilder:
         else:
             last, rows, positions = query_start_loc[1:][wants] - 1, rows[wants], seq_lens[wants]
         targets = np.full(len(rows), _SAMPLE, np.int32)
-        return self._columns(work, rows, last, targets, positions, self._num_logprobs[rows])
+        return rows, self._columns(rows, last, targets, positions, self._num_logprobs[rows])
 
-    def _scoring_columns(self, work: list[Work], query_start_loc: np.ndarray) -> dict[str, np.ndarray]:
+    def _scoring_columns(self, work: list[Work], query_start_loc: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
         """The same when prompt tokens are scored: several rows of logits per sequence."""
         rows: list[int] = []
         indices: list[int] = []
@@ -112,9 +124,9 @@ class StepBuilder:
                 targets.append(_SAMPLE)
                 positions.append(item.start + item.num_tokens)
                 num_logprobs.append(_NO_LOGPROBS if params.logprobs is None else params.logprobs)
-        return self._columns(
-            work,
-            np.array(rows, np.int64),
+        rows_of_logits = np.array(rows, np.int64)
+        return rows_of_logits, self._columns(
+            rows_of_logits,
             np.array(indices, np.int64),
             np.array(targets, np.int32),
             np.array(positions, np.int64),
@@ -123,14 +135,12 @@ class StepBuilder:
 
     def _columns(
         self,
-        work: list[Work],
         rows: np.ndarray,
         logits_indices: np.ndarray,
         target_ids: np.ndarray,
         sample_positions: np.ndarray,
         num_logprobs: np.ndarray,
     ) -> dict[str, Any]:
-        more = (target_ids == _SAMPLE) & (sample_positions < self._plain_from[rows])  # [L]
         return {
             "logits_indices": logits_indices.astype(np.int32),
             "target_ids": target_ids,
@@ -141,11 +151,16 @@ class StepBuilder:
             "min_p": self._min_p[rows],
             "seeds": self._seeds[rows],
             "num_logprobs": num_logprobs,
-            **(self._choices(work, rows, np.flatnonzero(more)) if more.any() else NO_BIAS),
         }
 
-    def _choices(self, work: list[Work], rows: np.ndarray, indices: np.ndarray) -> dict[str, np.ndarray]:
+    def _choices(
+        self, work: list[Work], rows: np.ndarray, columns: dict[str, Any]
+    ) -> tuple[dict[str, np.ndarray], LateMasks | None]:
         """Bias, penalties and masks of the rows of logits that ask for any."""
+        more = (columns["target_ids"] == _SAMPLE) & (columns["sample_positions"] < self._plain_from[rows])  # [L]
+        if not more.any():
+            return NO_BIAS, None
+        indices = np.flatnonzero(more)
         seq_of_row = {item.seq.row: item.seq for item in work}
         asking = zip(indices.tolist(), rows[indices].tolist(), strict=True)
         return choice_sections([(index, seq_of_row[row]) for index, row in asking], self.vocab_size)

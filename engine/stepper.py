@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from engine.config import EngineConfig
 from engine.errors import INTERNAL, WorkerError
 from engine.scheduler import Scheduler
-from engine.sequence import SchedulerOutput, StepResult, Work
-from engine.step_builder import StepBuilder
+from engine.sequence import SchedulerOutput, Sequence, StepResult, Work
+from engine.step_builder import BuiltStep, StepBuilder
 from engine.types import TokenEvent
-from workers.protocol import StepMetadata, StepOutput
+from workers.protocol import StepOutput
 
 if TYPE_CHECKING:
     from workers.group import WorkerGroup
@@ -40,14 +40,22 @@ class Stepper:
         self._num_rows = 0
 
     def begin(self) -> SchedulerOutput | None:
-        """Decide and submit. None when there was nothing to do. Raises `WorkerError` when the ranks are lost."""
+        """Decide and submit; the ranks begin before masks are computed. None when there was nothing to do.
+
+        Raises `WorkerError` when the ranks are lost.
+        """
         self._begun_s = self._clock()
         output = self.scheduler.schedule(self._begun_s)
-        step = None if output is None else self._build(output)
-        if step is None:
+        built = None if output is None else self._build(output)
+        if built is None:
             return None
-        self._num_rows = len(step.logits_indices)
-        self.group.submit(step)
+        self._num_rows = len(built.step.logits_indices)
+        if built.masks is None:
+            self.group.submit(built.step)
+            return output
+        self.group.submit(built.step, built.masks.fill)
+        for seq in built.masks.failed:  # what the step in flight answers for them is ignored
+            self._fail(seq)
         return output
 
     def finish(self, output: SchedulerOutput) -> list[TokenEvent]:
@@ -68,7 +76,7 @@ class Stepper:
         events, self._events = self._events, []
         return self.scheduler.take_events() + events
 
-    def _build(self, output: SchedulerOutput) -> StepMetadata | None:
+    def _build(self, output: SchedulerOutput) -> BuiltStep | None:
         """The step's arrays. One request whose numbers do not fit them fails alone; the others' step goes on."""
         try:
             return self._builder.build(output)
@@ -78,11 +86,14 @@ class Stepper:
             if not unfit:
                 raise
         for work in unfit:
-            event = self.scheduler.fail(work.seq.request_id, INTERNAL, self._begun_s)
-            if event is not None:
-                self._events.append(event)
+            self._fail(work.seq)
         output.work = [work for work in output.work if work not in unfit]
         return self._builder.build(output) if output.work else None
+
+    def _fail(self, seq: Sequence) -> None:
+        event = self.scheduler.fail(seq.request_id, INTERNAL, self._begun_s)
+        if event is not None:
+            self._events.append(event)
 
     def _fits(self, work: Work, output: SchedulerOutput) -> bool:
         """Whether `work` can be built on its own."""

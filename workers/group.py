@@ -8,7 +8,10 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
 
 from workers.config import WorkerConfig, WorkerInfo
 from workers.errors import WorkerError
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("oarlock.group")
 
 OnProgress = Callable[[str, float], None]
+FillMasks = Callable[[np.ndarray], None]  # writes a step's `mask_bits`, every word of them
 
 
 class WorkerGroup(Protocol):
@@ -33,7 +37,11 @@ class WorkerGroup(Protocol):
     def rank_pids(self) -> tuple[int, ...]:
         """Empty when the single rank is the calling process."""
 
-    def submit(self, step: StepMetadata) -> None: ...
+    def submit(self, step: StepMetadata, fill_masks: FillMasks | None = None) -> None:
+        """With `fill_masks` the ranks begin before the masks are there, and wait for them only to choose tokens.
+
+        It is through when this returns, and the ranks have what it wrote; `step.mask_bits` itself may lack it.
+        """
 
     def collect(self) -> StepOutput: ...
 
@@ -77,16 +85,21 @@ class InlineGroup:
         self.info = self._runner.info()
         self._output: StepOutput | None = None
         self._step_id = 0
+        self._filler = ThreadPoolExecutor(1, "masks")  # has no thread until a step needs it
 
-    def submit(self, step: StepMetadata) -> None:
+    def submit(self, step: StepMetadata, fill_masks: FillMasks | None = None) -> None:
         """Runs the step at once; `collect` hands its answer over."""
         assert self._runner is not None, "the group is closed"
         self._step_id = step.step_id
+        masks = None if fill_masks is None else self._filler.submit(fill_masks, step.mask_bits)
         try:
-            self._output = self._runner.execute(step)
+            self._output = self._runner.execute(step, None if masks is None else masks.result)
         except Exception as error:
             logger.error("step=%d %s", step.step_id, traceback.format_exc())
             raise WorkerError(0, step.step_id, f"{type(error).__name__}: {error}") from error
+        finally:
+            if masks is not None:
+                wait([masks])  # what it reads is the caller's again
 
     def collect(self) -> StepOutput:
         assert self._output is not None, "nothing was submitted"
@@ -101,3 +114,4 @@ class InlineGroup:
 
     def close(self) -> None:
         self._runner = None
+        self._filler.shutdown()

@@ -22,7 +22,7 @@ from workers.channel.layout import total_bytes
 from workers.channel.ring import ChannelClosedError, RingLayout, RingReader, RingWriter, anonymous_memory
 from workers.config import WorkerConfig, WorkerInfo
 from workers.errors import StartupError, WorkerError
-from workers.group import OnProgress
+from workers.group import FillMasks, OnProgress
 from workers.protocol import (
     StepMetadata,
     StepOutput,
@@ -31,6 +31,7 @@ from workers.protocol import (
     max_step_bytes,
     pack_step,
     unpack_output,
+    unpack_step,
 )
 from workers.rank import RankArguments
 
@@ -148,11 +149,15 @@ class ProcessGroup:
 
     # -- steps
 
-    def submit(self, step: StepMetadata) -> None:
+    def submit(self, step: StepMetadata, fill_masks: FillMasks | None = None) -> None:
         self._step_id = step.step_id
+        late = fill_masks is not None
         try:
-            with self._steps.send() as slot:
-                pack_step(step, slot)
+            with self._steps.send(rest_follows=late) as slot:
+                pack_step(step, slot, without_masks=late)
+            if fill_masks is not None:
+                with self._steps.send_rest() as slot:
+                    fill_masks(unpack_step(slot).mask_bits)
         except ChannelClosedError:
             self._fail()
 

@@ -242,15 +242,19 @@ def max_output_bytes(config: WorkerConfig) -> int:
     return _size(_output_sections(max(config.max_num_seqs, config.max_num_batched_tokens), MAX_LOGPROBS))
 
 
-def pack_step(step: StepMetadata, buffer: memoryview) -> int:
-    """Write `step` into `buffer` and return the bytes used."""
+def pack_step(step: StepMetadata, buffer: memoryview, *, without_masks: bool = False) -> int:
+    """Write `step` into `buffer` and return the bytes used.
+
+    `without_masks` leaves the place of `mask_bits` as it is: `unpack_step(buffer).mask_bits` is where they go later.
+    """
     counts = _Counts.of(step)
     sections = _step_sections(counts)
     size = _size(sections)
     if size > len(buffer):
         raise ProtocolError(f"step {step.step_id} needs {size} bytes, the slot holds {len(buffer)}")
     for name, view in _views(buffer, sections).items():
-        view[...] = getattr(step, name)
+        if not (without_masks and name == "mask_bits"):
+            view[...] = getattr(step, name)
     _write_header(buffer, step.step_id, counts, -1)
     return size
 

@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from workers.channel.control import Control
@@ -186,13 +187,14 @@ def serve(arguments: RankArguments, control: Control, runner: Runner) -> None:
     if arguments.output_wake_fd >= 0:
         layout = RingLayout(**arguments.output_layout)
         answers = RingWriter(arguments.output_memory_fd, [arguments.output_wake_fd], layout)
+    await_masks = partial(steps.wait_for_rest, runner.config.step_timeout_s)
     step_id = 0
     try:
         while True:
             with steps.recv() as slot:
                 step = unpack_step(slot)
                 step_id = step.step_id
-                output = runner.execute(step)
+                output = runner.execute(step, await_masks)
                 if answers is not None:
                     assert output is not None, "rank 0 answers every step"
                     with answers.send() as buffer:

@@ -116,8 +116,11 @@ class Runner:
         )
 
     @torch.inference_mode()
-    def execute(self, step: StepMetadata) -> StepOutput | None:
-        """Run one step. Rank 0 returns the answer, the others None; every rank makes the same collective calls."""
+    def execute(self, step: StepMetadata, await_masks: Callable[[], None] | None = None) -> StepOutput | None:
+        """Run one step. Rank 0 returns the answer, the others None; every rank makes the same collective calls.
+
+        `await_masks` returns as soon as `step.mask_bits` are complete; without it they are.
+        """
         if step.num_seqs == 0:
             return empty_output(step.step_id) if self.tp.rank == 0 else None
         batch = Batch.from_step(step, self.device, self.min_rows)
@@ -132,6 +135,8 @@ class Runner:
             if len(rows) < self.min_rows:  # the last chunk of an odd count
                 rows = rows.expand(self.min_rows)
             logits = self.model.compute_logits(hidden[rows])[: stop - start]  # float32 [L, vocab_local]
+            if await_masks is not None:
+                await_masks()
             parts.append(self.sampler.sample(logits, rows_of(step, start, stop)))
         answers = [part for part in parts if part is not None]
         return joined(answers) if answers else None

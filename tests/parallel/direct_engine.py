@@ -6,14 +6,16 @@ Several engines may share one loaded group, one after the other: what decides (l
 theirs, what computes is the group's.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from engine.config import EngineConfig
+from engine.sequence import GrammarState
 from engine.stepper import Stepper
 from engine.types import Request, TokenEvent, TokenLogprobs
 from workers.config import WorkerInfo
-from workers.group import WorkerGroup
+from workers.group import FillMasks, WorkerGroup
 from workers.protocol import StepMetadata, StepOutput
 
 
@@ -35,8 +37,8 @@ class _Limited:
         self.info = info
         self.rank_pids = group.rank_pids
 
-    def submit(self, step: StepMetadata) -> None:
-        self._group.submit(step)
+    def submit(self, step: StepMetadata, fill_masks: FillMasks | None = None) -> None:
+        self._group.submit(step, fill_masks)
 
     def collect(self) -> StepOutput:
         return self._group.collect()
@@ -68,15 +70,23 @@ class DirectEngine:
         self.scheduler = self._stepper.scheduler
 
     def run(
-        self, requests: Iterable[Request], *, arrives_at: Callable[[int], int] = lambda number: 0
+        self,
+        requests: Iterable[Request],
+        *,
+        arrives_at: Callable[[int], int] = lambda number: 0,
+        states: Mapping[int, GrammarState] = MappingProxyType({}),
     ) -> dict[int, Answer]:
-        """Answers by request id. The number-th request is added before step `arrives_at(number)`."""
+        """Answers by request id. The number-th request is added before step `arrives_at(number)`.
+
+        `states`: by request id, of those with a grammar.
+        """
         coming = sorted(enumerate(requests), key=lambda pair: arrives_at(pair[0]))
         answers = {request.request_id: Answer() for _, request in coming}
         step = 0
         while coming or self.scheduler.has_work:
             while coming and arrives_at(coming[0][0]) <= step:
-                self.scheduler.add(coming.pop(0)[1], self.now)
+                request = coming.pop(0)[1]
+                self.scheduler.add(request, self.now, states.get(request.request_id))
             self._step(answers)
             step += 1
         return answers

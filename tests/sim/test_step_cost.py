@@ -46,7 +46,7 @@ def test_a_decode_step_of_32_sequences_that_ask_for_more(name: str, capsys: pyte
         output = scheduler.schedule(1.0)
         assert output is not None
         began = time.thread_time()
-        step = builder.build(output)
+        step = builder.build(output).step
         times.append(time.thread_time() - began)
         scheduler.commit(output, StepResult([5] * num_seqs, [True] * num_seqs), 1.0)
         sizes = {
@@ -74,7 +74,7 @@ def test_a_decode_step_of_many_sequences(num_seqs: int, capsys: pytest.CaptureFi
         output = scheduler.schedule(1.0)
         assert output is not None
         scheduled = time.thread_time()
-        step = builder.build(output)
+        step = builder.build(output).step
         built = time.thread_time()
         rows = len(step.logits_indices)
         events = scheduler.commit(output, StepResult([5] * rows, [True] * rows), 1.0)

@@ -4,6 +4,7 @@
     slots    num_slots x slot_bytes
 
 The writer fills a slot in place and wakes each reader with one byte through its pipe; a blocked reader costs nothing.
+A message may come in two parts: the reader is woken for the first, and waits for the rest only when it needs it.
 The memory has no name, so no crash can leave a segment behind; the pipe's end-of-file tells a reader that the writer
 is gone. Message n lives in slot n % num_slots and may be overwritten once every reader has finished it.
 
@@ -20,6 +21,8 @@ from dataclasses import asdict, dataclass
 
 _LINE = 64  # bytes; one counter per cache line, so that readers do not disturb each other
 _PAGE = 4096
+# what the byte says
+_WHOLE, _FIRST_PART, _REST = b"\1", b"\2", b"\3"
 
 
 class ChannelClosedError(Exception):
@@ -102,8 +105,8 @@ class RingWriter:
         self._message = 0
 
     @contextlib.contextmanager
-    def send(self) -> Generator[memoryview]:
-        """Yields the next slot to fill; on leaving, every reader is woken.
+    def send(self, *, rest_follows: bool = False) -> Generator[memoryview]:
+        """Yields the next slot to fill; on leaving, every reader is woken. With `rest_follows`, `send_rest` comes next.
 
         Raises `RuntimeError` when a reader still holds the slot (more messages in flight than slots), and
         `ChannelClosedError` when a reader is gone.
@@ -118,9 +121,24 @@ class RingWriter:
         finally:
             slot.release()
         self._message = message
+        self._wake(_FIRST_PART if rest_follows else _WHOLE)
+
+    @contextlib.contextmanager
+    def send_rest(self) -> Generator[memoryview]:
+        """Yields the slot of the last message again; on leaving, readers may go on to what is written there now."""
+        slot = self._pages.slot(self._message)
+        try:
+            yield slot
+        finally:
+            # A log that keeps the traceback of a failure in here keeps arrays over the slot.
+            with contextlib.suppress(BufferError):
+                slot.release()
+        self._wake(_REST)
+
+    def _wake(self, word: bytes) -> None:
         for reader, fd in enumerate(self._wake_fds):
             try:
-                os.write(fd, b"\1")
+                os.write(fd, word)
             except OSError as error:
                 raise ChannelClosedError(f"reader {reader} is gone") from error
 
@@ -147,6 +165,7 @@ class RingReader:
         self.wake_fd = wake_fd
         self._reader = reader
         self._message = 0
+        self._lacks_rest = False
 
     @contextlib.contextmanager
     def recv(self, timeout_s: float | None = None) -> Generator[memoryview]:
@@ -154,10 +173,8 @@ class RingReader:
 
         Raises `ChannelClosedError` when the writer is gone and `TimeoutError` after `timeout_s`.
         """
-        if timeout_s is not None and not select.select([self.wake_fd], [], [], timeout_s)[0]:
-            raise TimeoutError(f"no message within {timeout_s} s")
-        if not os.read(self.wake_fd, 1):
-            raise ChannelClosedError("the writer is gone")
+        self.wait_for_rest(timeout_s)  # of the message before, if nobody needed it
+        self._lacks_rest = self._next_word(timeout_s) == _FIRST_PART
         self._message += 1
         slot = self._pages.slot(self._message)
         try:
@@ -167,6 +184,20 @@ class RingReader:
             with contextlib.suppress(BufferError):
                 slot.release()
             self._pages.set_finished(self._reader, self._message)
+
+    def wait_for_rest(self, timeout_s: float | None = None) -> None:
+        """Blocks until the message that `recv` yielded is whole, as most are from the start. Raises like `recv`."""
+        if self._lacks_rest:
+            self._next_word(timeout_s)
+            self._lacks_rest = False
+
+    def _next_word(self, timeout_s: float | None) -> bytes:
+        if timeout_s is not None and not select.select([self.wake_fd], [], [], timeout_s)[0]:
+            raise TimeoutError(f"no message within {timeout_s} s")
+        word = os.read(self.wake_fd, 1)
+        if not word:
+            raise ChannelClosedError("the writer is gone")
+        return word
 
     def close(self) -> None:
         os.close(self.wake_fd)

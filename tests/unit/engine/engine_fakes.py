@@ -17,6 +17,7 @@ from engine.step_builder import StepBuilder
 from engine.stepper import _as_lists
 from engine.types import FinishReason, Request, SamplingParams, TokenEvent
 from workers.config import WorkerInfo
+from workers.group import FillMasks
 from workers.protocol import StepMetadata, StepOutput
 
 EOS = 7
@@ -146,8 +147,10 @@ class FakeGroup:
         self._step: StepMetadata | None = None
         self._last_step_id = 0
 
-    def submit(self, step: StepMetadata) -> None:
+    def submit(self, step: StepMetadata, fill_masks: FillMasks | None = None) -> None:
         assert not self.is_closed and self._step is None
+        if fill_masks is not None:
+            fill_masks(step.mask_bits)
         assert step.step_id > self._last_step_id
         self._last_step_id = step.step_id
         self._check(step)
@@ -277,7 +280,9 @@ class Driver:
         output = self.scheduler.schedule(self.now)
         if output is not None:
             self._check(output)
-            self.group.submit(self.builder.build(output))
+            step, masks = self.builder.build(output)
+            self.group.submit(step, None if masks is None else masks.fill)
+            assert masks is None or not masks.failed
         self.see(self.scheduler.take_events())
         return output
 

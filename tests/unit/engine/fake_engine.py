@@ -25,13 +25,13 @@ class ScenarioGroup(FakeGroup):
         super().__init__(config, make_info(config, scenario.get("num_blocks", 33)), faults)
         self._scenario = scenario
 
-    def submit(self, step) -> None:
+    def submit(self, step, fill_masks=None) -> None:
         time.sleep(self._scenario.get("step_s", 0.0))
         if step.step_id == self._scenario.get("stuck_at_step"):
             time.sleep(1000)
         if step.step_id == self._scenario.get("killed_at_step"):
             os.kill(os.getpid(), signal.SIGKILL)
-        super().submit(step)
+        super().submit(step, fill_masks)
 
     def close(self) -> None:
         time.sleep(self._scenario.get("close_s", 0.0))

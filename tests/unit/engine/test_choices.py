@@ -1,7 +1,7 @@
 """Bans, penalties, masks and grammars through scheduler, builder and commit: every token against its definition."""
 
 import pytest
-from choice_fakes import CountingGrammar
+from choice_fakes import VOCAB, CountingGrammar, choices_of
 from engine_fakes import Driver, FakeGroup, expected_tokens, make_config, make_info, make_request
 
 from engine.errors import INTERNAL, NO_TOKEN
@@ -81,6 +81,33 @@ def test_a_grammar_that_breaks_hurts_its_request_alone(monkeypatch: pytest.Monke
         events = stepper.take_events() + ([] if output is None else stepper.finish(output))
         ends |= {event.request_id: event for event in events if event.finish_reason}
     assert ends[1].error == INTERNAL and ends[2].finish_reason is FinishReason.LENGTH
+
+
+def test_a_mask_that_fails_late_leaves_the_step_and_its_neighbours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(make_config())
+    grammar = Grammar("lark", "9")
+    for number in (1, 2, 3):
+        driver.add(make_request(number, [1, number], max_tokens=4, grammar=grammar))
+    output = driver.scheduler.schedule(0.0)
+    assert output is not None
+    broken = output.work[1].seq
+    monkeypatch.setattr(broken.grammar_state, "fill_mask", lambda into: 1 / 0)
+    step, masks = driver.builder.build(output)
+    assert masks is not None and step.mask_rows.tolist() == [0, 1, 2]
+    masks.fill(step.mask_bits)
+    assert masks.failed == [broken]
+    banned, _ = choices_of(step)
+    bound = set(range(VOCAB)) - CountingGrammar.next_ids(0)
+    assert banned == [bound, set(), bound]
+
+
+def test_masks_that_need_no_grammar_are_there_at_once() -> None:
+    driver = Driver(make_config())
+    driver.add(make_request(1, [1, 2], allowed_token_ids=(3, 4)))
+    output = driver.scheduler.schedule(0.0)
+    assert output is not None
+    step, masks = driver.builder.build(output)
+    assert masks is None and choices_of(step)[0] == [set(range(VOCAB)) - {3, 4}]
 
 
 def test_a_grammar_without_its_state_cannot_enter() -> None:

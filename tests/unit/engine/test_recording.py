@@ -6,13 +6,16 @@ import stat
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from choice_fakes import CountingGrammar
 from engine_fakes import FakeGroup, Faults, make_config, make_info, make_request
 
 from engine.errors import StartupError
 from engine.recorder import RecordingGroup
 from engine.recording import ANSWER, END, HEADER, STEP, Header, Recording, RecordingWriter
 from engine.stepper import Stepper
+from engine.types import Grammar
 from workers.errors import WorkerError
 from workers.protocol import pack_step, unpack_output, unpack_step
 
@@ -211,6 +214,27 @@ def test_a_start_that_fails_leaves_no_file(tmp_path: Path) -> None:
     writer = RecordingWriter(str(tmp_path / "r"))
     writer.discard()
     assert not (tmp_path / "r").exists()
+
+
+def test_masks_that_come_late_are_in_the_file(tmp_path: Path) -> None:
+    scene = Scene(tmp_path / "r")
+    told = []
+    state = CountingGrammar(grammar := Grammar("lark", "9"))
+    scene.stepper.scheduler.add(make_request(1, [5, 6], grammar=grammar, max_tokens=9), 0.0, state)
+    while (output := scene.stepper.begin()) is not None:
+        told += [token for event in scene.stepper.finish(output) for token in event.token_ids]
+    scene.group.close()
+    records = list(Recording(str(tmp_path / "r")).records())
+    fresh = FakeGroup(make_config(), scene.fake.info)
+    for step, token in zip(records[::2], told, strict=True):
+        fresh.submit(unpack_step(step.content))
+        assert fresh.collect().token_ids.tolist() == [token]
+    masks = [unpack_step(step.content).mask_bits.copy() for step in records[::2]]
+    again, expected = CountingGrammar(grammar), np.empty_like(masks[0])
+    for mask, token in zip(masks, told, strict=True):
+        again.fill_mask(expected[0])
+        np.testing.assert_array_equal(mask, expected)
+        again.accept([token])
 
 
 def test_a_step_packs_to_the_same_bytes_again(tmp_path: Path) -> None:

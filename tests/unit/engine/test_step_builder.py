@@ -8,7 +8,7 @@ from engine_fakes import EOS, VOCAB, make_config, make_request
 from engine.sequence import SchedulerOutput, Sequence, Work
 from engine.step_builder import StepBuilder
 from engine.types import Grammar
-from workers.protocol import max_step_bytes, pack_step, unpack_step
+from workers.protocol import StepMetadata, max_step_bytes, pack_step, unpack_step
 
 SIZE = 4
 
@@ -36,8 +36,20 @@ def output_of(*work: Work, step_id: int = 1, new: bool = True) -> SchedulerOutpu
     return SchedulerOutput(step_id, list(work), blocks, seqs)
 
 
-def builder() -> StepBuilder:
-    return StepBuilder(max_num_seqs=4, max_model_len=64, block_size=SIZE, vocab_size=VOCAB)
+class WholeSteps:
+    """A builder whose steps have their masks already."""
+
+    def __init__(self) -> None:
+        self._builder = StepBuilder(max_num_seqs=4, max_model_len=64, block_size=SIZE, vocab_size=VOCAB)
+
+    def build(self, output: SchedulerOutput) -> StepMetadata:
+        step, masks = self._builder.build(output)
+        if masks is not None:
+            masks.fill(step.mask_bits)
+        return step
+
+
+builder = WholeSteps
 
 
 def test_a_mixed_step() -> None:

@@ -87,6 +87,18 @@ def test_a_step_survives_the_trip(
         np.testing.assert_array_equal(getattr(read, name), getattr(step, name), err_msg=name)
 
 
+def test_masks_may_follow_the_step() -> None:
+    step = random_step(np.random.default_rng(0), 2, 1, 3, 4, (1, 2, 2, 5))
+    buffer = memoryview(bytearray(b"\xff" * (1 << 16)))
+    pack_step(step, buffer, without_masks=True)
+    early = unpack_step(buffer)
+    assert early.mask_bits.shape == (2, 5) and (early.mask_bits == 0xFFFFFFFF).all(), "left as it was"
+    for name in (name for name in step.__slots__ if name not in ("step_id", "mask_bits")):
+        np.testing.assert_array_equal(getattr(early, name), getattr(step, name), err_msg=name)
+    unpack_step(buffer).mask_bits[:] = step.mask_bits
+    np.testing.assert_array_equal(early.mask_bits, step.mask_bits)
+
+
 def test_the_largest_step_fits_its_slot() -> None:
     rng = np.random.default_rng(0)
     seqs, rows = CONFIG.max_num_seqs, CONFIG.max_num_batched_tokens

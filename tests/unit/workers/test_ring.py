@@ -70,6 +70,53 @@ def test_waiting_ends_after_the_timeout() -> None:
         pass
 
 
+def test_a_message_in_two_parts_is_one_message() -> None:
+    writer, (reader,) = make()
+    for number in range(10):
+        with writer.send(rest_follows=True) as slot:
+            slot[0] = number
+        with reader.recv(timeout_s=10) as slot:
+            assert slot[0] == number
+            with pytest.raises(TimeoutError):
+                reader.wait_for_rest(timeout_s=0.001)
+            with writer.send_rest() as rest:
+                rest[1] = number + 100
+            reader.wait_for_rest(timeout_s=10)
+            reader.wait_for_rest(timeout_s=0)  # it is here
+            assert slot[1] == number + 100
+        with writer.send() as slot:
+            slot[0] = 255
+        with reader.recv(timeout_s=10) as slot:
+            reader.wait_for_rest(timeout_s=0)  # it was whole from the start
+            assert slot[0] == 255
+
+
+def test_a_rest_that_nobody_needs_is_not_taken_for_a_message() -> None:
+    writer, (reader,) = make()
+    with writer.send(rest_follows=True) as slot:
+        slot[0] = 1
+    with reader.recv(timeout_s=10) as slot:
+        assert slot[0] == 1
+    with writer.send_rest() as slot:
+        slot[1] = 7
+    with pytest.raises(TimeoutError), reader.recv(timeout_s=0.001):
+        pass
+    with writer.send() as slot:
+        slot[0] = 2
+    with reader.recv(timeout_s=10) as slot:
+        assert slot[0] == 2
+
+
+def test_who_waits_for_a_rest_learns_that_the_writer_is_gone() -> None:
+    writer, (reader,) = make()
+    with writer.send(rest_follows=True) as slot:
+        slot[0] = 1
+    with reader.recv(timeout_s=10):
+        writer.close()
+        with pytest.raises(ChannelClosedError):
+            reader.wait_for_rest()
+
+
 def test_closing_gives_every_descriptor_back() -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(10):
