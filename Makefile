@@ -67,9 +67,20 @@ format: $(TOOLS)
 docs: $(TOOLS)
 	@$(BIN)/python -m tests.house.documents
 
+# What stays within one process runs two at a time; servers, ranks and load tests want the machine for themselves.
+ALONE := tests/parallel tests/e2e tests/load
+TOGETHER := $(filter-out $(ALONE),$(wildcard tests/*))
+
 test: lint
+ifeq ($(strip $(ARGS)),)
+	@echo '==> pytest, two at a time'
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile $(TOGETHER)
+	@echo '==> pytest, one at a time'
+	@$(BIN)/python -m pytest $(ALONE)
+else
 	@echo '==> pytest'
 	@$(BIN)/python -m pytest $(ARGS)
+endif
 
 soak: $(TOOLS)
 	@$(BIN)/python -m pytest -m soak tests/e2e $(ARGS)
