@@ -72,7 +72,9 @@ def summary(values: list[float]) -> dict[str, float]:
     return out
 
 
-async def one_request(client: httpx.AsyncClient, model: str, prompt: list[int], output_tokens: int) -> Sample:
+async def one_request(
+    client: httpx.AsyncClient, model: str, prompt: list[int], output_tokens: int, extra: dict[str, Any]
+) -> Sample:
     """Send one streamed completion and time its chunks. Anything but the exact number of tokens is an error."""
     body = {
         "model": model,
@@ -82,6 +84,7 @@ async def one_request(client: httpx.AsyncClient, model: str, prompt: list[int], 
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
+        **extra,
     }
     started = time.perf_counter()
     pieces: list[tuple[float, bytes]] = []
@@ -117,7 +120,9 @@ def chunks_of(pieces: list[tuple[float, bytes]]) -> Iterator[tuple[float, dict[s
                 yield arrived, json.loads(line[6:])
 
 
-async def closed_loop(url: str, model: str, work: list[list[int]], concurrency: int, output_tokens: int) -> Report:
+async def closed_loop(
+    url: str, model: str, work: list[list[int]], concurrency: int, output_tokens: int, extra: dict[str, Any]
+) -> Report:
     """`concurrency` clients, each sending its next prompt as soon as its last is answered, until `work` is done."""
     queue = iter(work)
     samples: list[Sample] = []
@@ -126,7 +131,7 @@ async def closed_loop(url: str, model: str, work: list[list[int]], concurrency: 
 
         async def user() -> None:
             for prompt in queue:
-                samples.append(await one_request(client, model, prompt, output_tokens))
+                samples.append(await one_request(client, model, prompt, output_tokens, extra))
 
         started = time.perf_counter()
         async with asyncio.TaskGroup() as users:
@@ -147,9 +152,16 @@ async def closed_loop(url: str, model: str, work: list[list[int]], concurrency: 
     )
 
 
-def run(url: str, model: str, work: list[list[int]], concurrency: int, output_tokens: int) -> Report:
-    """`closed_loop` for callers without an event loop."""
-    return asyncio.run(closed_loop(url, model, work, concurrency, output_tokens))
+def run(
+    url: str,
+    model: str,
+    work: list[list[int]],
+    concurrency: int,
+    output_tokens: int,
+    extra: dict[str, Any] | None = None,
+) -> Report:
+    """`closed_loop` for callers without an event loop. `extra`: more fields of each body."""
+    return asyncio.run(closed_loop(url, model, work, concurrency, output_tokens, extra or {}))
 
 
 def served_model(url: str) -> str:

@@ -100,3 +100,8 @@ def test_the_comparison(tmp_path):
 def test_chunks_are_timed_by_their_last_byte() -> None:
     pieces = [(1.0, b'data: {"a"'), (2.0, b': 1}\n\ndata: {"a": 2}\n\n: ping\n\nda'), (3.0, b"ta: [DONE]\n\n")]
     assert list(load_test.chunks_of(pieces)) == [(2.0, {"a": 1}), (2.0, {"a": 2})]
+
+
+def test_the_cost_of_forms():
+    result = run_module("structured_cost", "--quick", "--rounds", 1, "--concurrency", 4, "--output-tokens", 12)
+    assert result.stdout.count("of a free token's time") == 3

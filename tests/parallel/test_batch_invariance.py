@@ -19,7 +19,7 @@ from workers.group import WorkerGroup, start_group
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "oarlock-demo"
 SHARED = "Q: What does os.getcwd do?\nA: Return a string representing the current working directory.\n\nQ: "
-COUNTS = {"bfloat16": 200, "float32": 40}
+COUNTS = {"bfloat16": 200, "float32": 200}
 
 
 def start(dtype: str, size: int = 1) -> WorkerGroup:
