@@ -115,6 +115,15 @@ class BlockManager:
             if self._digest[block] is not None:
                 self._forget(block)
 
+    def reset_cache(self) -> int:
+        """Let nobody find what has been computed so far; return how many blocks that were. Holders go on holding."""
+        forgotten = list(self._published.values())
+        for block in forgotten:
+            self._forget(block)
+        self._free.update(self._cached)
+        self._cached.clear()
+        return len(forgotten)
+
     def audit(self, holders: Iterable[Sequence]) -> None:
         """Raise AssertionError unless every block is in exactly one place and every count is right."""
         counts = Counter(block for seq in holders for block in seq.block_ids)

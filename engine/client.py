@@ -61,6 +61,7 @@ class EngineClient:
         self._ids = itertools.count(1)
         self._queues: dict[int, asyncio.Queue[_Answer]] = {}
         self._asked: dict[int, asyncio.Future[EngineStats]] = {}
+        self._resets: dict[int, asyncio.Future[int]] = {}
         self._last_stats = EngineStats()
         self._progress_s = time.monotonic()
         self._is_connected = True
@@ -173,6 +174,17 @@ class EngineClient:
                 self._asked.pop(number, None)
         return self._last_stats
 
+    async def reset_prefix_cache(self) -> int:
+        """Forget every cached prefix; how many blocks that were. Waits for the step in flight. `EngineDeadError`."""
+        self._check_alive()
+        number = next(self._ids)
+        future = self._resets[number] = asyncio.get_running_loop().create_future()
+        self._writer.write(messages.reset_cache(number))
+        try:
+            return await future
+        finally:
+            self._resets.pop(number, None)
+
     # -- the reading side
 
     async def _dispatch(self) -> None:
@@ -211,6 +223,10 @@ class EngineClient:
             future = self._asked.pop(number, None)
             if future is not None and not future.done():
                 future.set_result(self._last_stats)
+        elif frame.kind == "cache_reset":
+            number, num_blocks = messages.read_cache_reset(frame)
+            if number in self._resets and not self._resets[number].done():
+                self._resets[number].set_result(num_blocks)
         elif frame.kind == "dead":
             self.death_cause, self.exit_code = messages.read_dead(frame)
             self._tell_all()
@@ -234,6 +250,9 @@ class EngineClient:
         for future in asked.values():
             if not future.done():
                 future.set_result(self._last_stats)
+        for reset in self._resets.values():
+            if not reset.done():
+                reset.set_exception(self._death())
 
     async def _bury(self) -> None:
         """Learn how the process ended; after that `dead` is set."""

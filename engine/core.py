@@ -136,7 +136,10 @@ class EngineCore:
         elif frame.kind == "abort":
             self._abort(messages.read_id(frame))
         elif frame.kind == "stats":
-            self._link.send(messages.stats(messages.read_ask_stats(frame), self.snapshot()))
+            self._link.send(messages.stats(messages.read_number(frame), self.snapshot()))
+        elif frame.kind == "reset_cache":
+            num_blocks = self.scheduler.blocks.reset_cache()
+            self._link.send(messages.cache_reset(messages.read_number(frame), num_blocks))
         elif frame.kind == "stop":
             self.stop()
         else:

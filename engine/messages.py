@@ -1,7 +1,7 @@
 """What the frames between frontend and engine mean: one function to write and one to read each.
 
-    frontend -> engine   config, request, abort, stats, stop
-    engine -> frontend   progress, failed, ready, events, refused, alive, stats, dead
+    frontend -> engine   config, request, abort, stats, reset_cache, stop
+    engine -> frontend   progress, failed, ready, events, refused, alive, stats, cache_reset, dead
 
 Knows `types.py`, `stats.py` and the frame. Does not know sockets. The readers raise `FrameError` on any frame that does
 not hold what its kind promises.
@@ -269,13 +269,28 @@ def stats(number: int, value: EngineStats) -> bytes:
 
 
 @_reader
-def read_ask_stats(frame: Frame) -> int:
+def read_number(frame: Frame) -> int:
+    """Of a question; its answer carries the same."""
     return int(frame.head["number"])
 
 
 @_reader
 def read_stats(frame: Frame) -> tuple[int, EngineStats]:
     return int(frame.head["number"]), EngineStats.from_dict(frame.head["stats"])
+
+
+def reset_cache(number: int) -> bytes:
+    """Forget every prefix that could be found."""
+    return encode({"kind": "reset_cache", "number": number})
+
+
+def cache_reset(number: int, num_blocks: int) -> bytes:
+    return encode({"kind": "cache_reset", "number": number, "blocks": num_blocks})
+
+
+@_reader
+def read_cache_reset(frame: Frame) -> tuple[int, int]:
+    return int(frame.head["number"]), int(frame.head["blocks"])
 
 
 def stop() -> bytes:

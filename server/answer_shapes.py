@@ -30,7 +30,7 @@ def _ref(name: str) -> dict[str, Any]:
 
 
 _HEAD = {"id": _TEXT, "object": _TEXT, "created": _COUNT, "model": _TEXT, "system_fingerprint": _TEXT}
-_FINISH = {"type": "string", "enum": ["stop", "length", "tool_calls", "timeout"]}
+_FINISH = {"type": "string", "enum": ["stop", "length", "tool_calls", "timeout", "abort"]}
 _STOP = {"anyOf": [_TEXT, {"type": "integer"}, {"type": "null"}]}
 _PROMPT_SCORE = _nullable(
     {
@@ -79,6 +79,9 @@ SCHEMAS: dict[str, Any] = {
             "completion_tokens_details": _object({"reasoning_tokens": _COUNT}),
         },
     ),
+    "Aborted": _object({"aborted": _COUNT}),
+    "CacheReset": _object({"reset": {"type": "boolean"}, "blocks": _COUNT}),
+    "Draining": _object({"status": _TEXT, "open": _COUNT}),
     "Completion": _object(
         {
             **_HEAD,

@@ -10,10 +10,10 @@ from starlette.types import ASGIApp
 
 from server.errors import HttpError, error_response
 from server.guard import Guard
-from server.keys import load_keys
+from server.keys import load_admin_key, load_keys
 from server.metrics import HttpCounters
 from server.openapi import build
-from server.routes import about, chat, completions, health, metrics, models, render, tokens
+from server.routes import about, admin, chat, completions, health, metrics, models, render, tokens
 from server.serving import Serving
 from server.settings import Settings
 from server.state import ServerState
@@ -48,7 +48,8 @@ def create_app(settings: Settings, state: ServerState, counters: HttpCounters | 
     counters = counters or HttpCounters()
     app = application(settings, state, counters)
     counters.routes = frozenset(path for path in app.openapi()["paths"] if "{" not in path)
-    return Guard(app, state, counters, settings.host, load_keys(settings.api_key, settings.api_key_file))
+    keys = load_keys(settings.api_key, settings.api_key_file)
+    return Guard(app, state, counters, settings.host, keys, load_admin_key(settings.admin_api_key, keys))
 
 
 def application(settings: Settings, state: ServerState, counters: HttpCounters) -> FastAPI:
@@ -56,7 +57,7 @@ def application(settings: Settings, state: ServerState, counters: HttpCounters) 
     app = FastAPI(title="Oarlock", version=VERSION, docs_url=None, redoc_url=None, openapi_url="/openapi.json")
     app.router.redirect_slashes = False  # a redirect would have no body of ours, and name a host that the client sent
     app.state.serving = Serving(settings, state, counters)
-    for module in (completions, chat, render, tokens, models, about, health, metrics):
+    for module in (completions, chat, render, tokens, models, about, health, metrics, admin):
         app.include_router(module.router)
     app.add_exception_handler(HTTPException, _framework_error)
     app.openapi = lambda: build(app)  # type: ignore[method-assign]

@@ -56,6 +56,7 @@ def capabilities(document: dict[str, Any], serving: Serving) -> dict[str, Any]:
             "always_stream_usage": settings.always_stream_usage,
             "logprobs": "natural logarithms of the raw distribution",
             "api_keys": settings.has_api_keys,
+            "admin": settings.admin_api_key is not None,
             "tensor_parallel_size": info.tensor_parallel_size,
         },
         "endpoints": endpoints(document),

@@ -54,7 +54,9 @@ class View:
 
 
 _PLAIN = View()
-TIMEOUT = "timeout"  # the one reason to end that is the server's own: the client's time is up
+# The reasons to end that are the server's own: the client's time is up, or the operator has ended the request.
+TIMEOUT = "timeout"
+ABORT = FinishReason.ABORT.value
 
 
 class Choice:
@@ -93,13 +95,13 @@ class Choice:
         self.finish_reason = FinishReason.LENGTH.value
         return Delta(self.index, self.view.echo_text or "", is_first=True, finish_reason=self.finish_reason)
 
-    def expire(self) -> Delta:
-        """The last piece of a choice whose time is up: what was held back."""
+    def cut(self, reason: str) -> Delta:
+        """The last piece of a choice that the server ends: what was held back."""
         delta = Delta(self.index, is_first=not self.started)
         if not self.started and self.view.echo_text:
             delta.text = self.view.echo_text
         delta.text += self._finder.push(self._detokenizer.flush())[0] + self._finder.flush()
-        self.finish_reason = delta.finish_reason = TIMEOUT
+        self.finish_reason = delta.finish_reason = reason
         return delta
 
     def _start(self, event: TokenEvent, delta: Delta) -> None:

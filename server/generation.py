@@ -14,7 +14,7 @@ from typing import Protocol
 from engine.errors import EngineError, RequestError
 from engine.stats import EngineStats
 from engine.types import EngineInfo, Request, TokenEvent
-from server.choice import Choice, Delta
+from server.choice import ABORT, TIMEOUT, Choice, Delta
 from server.errors import DeadlineError
 
 VERDICT_TIMEOUT_S = 5.0  # how long a stream waits for the engine's first word before its 200 goes out
@@ -31,6 +31,8 @@ class Engine(Protocol):
     def generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]: ...
 
     async def stats(self) -> EngineStats: ...
+
+    async def reset_prefix_cache(self) -> int: ...
 
 
 class Generation:
@@ -106,6 +108,10 @@ class Generation:
         """End this generation with an error that its client gets to see."""
         self._queue.put_nowait(error)
 
+    def abort(self) -> bool:
+        """End what still runs with what it has, as the operator wants it. False when nothing ran any more."""
+        return self._cut(ABORT)
+
     def close(self) -> None:
         """Abort what still runs. Never waits: a task that is being cancelled must be able to call it."""
         if not self.closed:
@@ -121,10 +127,14 @@ class Generation:
         if not any(choice.started for choice in self.choices):
             self.fail(DeadlineError(self._timeout_s or 0.0))
             return
-        for choice, task in zip(self.choices, self._tasks, strict=True):
-            if not choice.finished:
-                task.cancel()
-                self._queue.put_nowait(choice.expire())
+        self._cut(TIMEOUT)
+
+    def _cut(self, reason: str) -> bool:
+        running = [pair for pair in zip(self.choices, self._tasks, strict=True) if not pair[0].finished]
+        for choice, task in running:
+            task.cancel()
+            self._queue.put_nowait(choice.cut(reason))
+        return bool(running)
 
     async def _pump(self, choice: Choice) -> None:
         try:

@@ -23,6 +23,7 @@ from server.state import Phase, ServerState
 
 PROBES = frozenset({"/health", "/health/live", "/health/ready"})
 ALWAYS_OPEN = PROBES | {"/version"}
+ADMIN = "/admin/"
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 _LOADING_RETRY_S = 5.0
@@ -42,13 +43,16 @@ def is_loopback(host: str) -> bool:
 class Guard:
     """The outermost layer of the application."""
 
-    def __init__(self, app: ASGIApp, state: ServerState, counters: HttpCounters, host: str, keys: KeyRing) -> None:
+    def __init__(
+        self, app: ASGIApp, state: ServerState, counters: HttpCounters, host: str, keys: KeyRing, admin: KeyRing
+    ) -> None:
         self._app = app
         self._state = state
         self._counters = counters
         self._loopback = is_loopback(host)
         self._host = host.lower()
         self._keys = keys
+        self._admin = admin
         self._open = ALWAYS_OPEN | ({"/metrics"} if self._loopback else set())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -70,7 +74,7 @@ class Guard:
         try:
             scope["state"]["key"] = self._check(scope["path"], headers)
             if scope["path"] not in self._open and scope["path"] != "/metrics":
-                self._check_state()
+                self._check_state(is_admin=scope["path"].startswith(ADMIN))
                 self._state.enter()
                 counted = True
             await self._app(scope, receive, send_with_id)
@@ -94,21 +98,34 @@ class Guard:
                 "The Host header does not name this machine. Use http://127.0.0.1 or http://localhost.",
                 code="host_not_allowed",
             )
+        authorization = headers.get(b"authorization", b"")
+        if path.startswith(ADMIN):
+            self._check_admin(authorization)
+            return None
         if not self._keys or path in self._open:
             return None
-        key = self._keys.find(headers.get(b"authorization", b""))
+        key = self._keys.find(authorization)
         if key is None:
-            raise HttpError(
-                401,
-                "A valid API key is required: send the header 'Authorization: Bearer KEY'.",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+            raise _key_wanted("A valid API key")
         return key
 
-    def _check_state(self) -> None:
+    def _check_admin(self, authorization: bytes) -> None:
+        """Only the operator's key opens the admin routes; without one they are closed to everyone."""
+        if not self._admin:
+            message = "No admin key is set, so the admin routes are closed. Start the server with --admin-api-key KEY."
+            raise HttpError(403, message, code="admin_disabled")
+        if self._admin.find(authorization) is not None:
+            return
+        scheme, _, given = authorization.partition(b" ")
+        if scheme.lower() != b"bearer" or not given.strip():
+            raise _key_wanted("The admin key")
+        raise HttpError(403, "This key does not open the admin routes: they want the admin key.", code="not_admin_key")
+
+    def _check_state(self, is_admin: bool) -> None:
+        """Raises `HttpError` unless requests are let in. The operator may end what holds up a drain."""
         heartbeat, phase = self._state.heartbeat, self._state.phase
-        if phase is Phase.READY and heartbeat is not None and heartbeat.is_alive:
+        serves = phase is Phase.READY or (is_admin and phase is Phase.DRAINING)
+        if serves and heartbeat is not None and heartbeat.is_alive:
             return
         if phase is Phase.READY:  # the supervisor will notice in a moment
             phase = Phase.DEAD
@@ -127,6 +144,11 @@ class Guard:
             return True
         name = host[1 : host.index("]")] if host.startswith("[") and "]" in host else host.rpartition(":")[0] or host
         return name in _LOOPBACK_NAMES or name == self._host or is_loopback(name)
+
+
+def _key_wanted(what: str) -> HttpError:
+    message = f"{what} is required: send the header 'Authorization: Bearer KEY'."
+    return HttpError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
 def _first_headers(headers: Iterable[tuple[bytes, bytes]]) -> dict[bytes, bytes]:

@@ -52,6 +52,13 @@ def load_keys(given: Iterable[str], file: str | None) -> KeyRing:
     return KeyRing(keys)
 
 
+def load_admin_key(given: str | None, others: KeyRing) -> KeyRing:
+    """The operator's one key, or a ring without any. Raises `StartupError` when a client's key would open as much."""
+    if given is not None and others.find(b"Bearer " + given.encode()) is not None:
+        raise StartupError("The admin key is one of the API keys, too.", "Give --admin-api-key a key of its own.")
+    return KeyRing([] if given is None else [("admin", given)])
+
+
 def _read(path: Path, already: int) -> list[tuple[str, str]]:
     """Lines of `KEY` or `LABEL KEY`; empty ones and those that begin with # are skipped."""
     try:

@@ -34,6 +34,7 @@ _SERVER_ONLY = frozenset(
         "port",
         "api_key",
         "api_key_file",
+        "admin_api_key",
         "served_model_name",
         "max_body_size",
         "strict_parameters",

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from server import answer_shapes
+from server.admin_schemas import AbortRequest
 from server.chat_schemas import ChatRequest
 from server.schemas import CompletionRequest
 from server.token_schemas import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
@@ -25,12 +26,14 @@ _BODIES: tuple[type[BaseModel], ...] = (
     TokenizeRequest,
     TokenizeChatRequest,
     DetokenizeRequest,
+    AbortRequest,
 )
 _ABOUT = "OpenAI's wire format over a tensor-parallel engine. Every error has one shape: `Error`."
 # What any route may answer, whatever it does.
 _ERRORS = {
     "400": "The request is wrong; `param` names the field.",
     "401": "No API key, or a wrong one.",
+    "403": "A Host header of another machine, or an admin route without the admin key.",
     "404": "There is no such route or model.",
     "408": "The time limit passed before anything was generated, or the body came too slowly.",
     "413": "The body is too large.",
@@ -50,6 +53,7 @@ def describe(
     media: str = "application/json",
     example_answer: Any = None,
     streams: bool = False,
+    status: int = 200,
 ) -> dict[str, Any]:
     """What a route adds to its operation: `answer` and `bodies` are names of schemas."""
     content: dict[str, Any] = {media: {"schema": {"$ref": _REF + answer} if answer else {"type": "string"}}}
@@ -59,7 +63,7 @@ def describe(
         content["text/event-stream"] = {"schema": {"description": "One chunk per event, `[DONE]` last."}}
     operation: dict[str, Any] = {
         "summary": summary,
-        "responses": {"200": {"description": "The answer.", "content": content}},
+        "responses": {str(status): {"description": "The answer.", "content": content}},
     }
     if bodies:
         refs = [{"$ref": _REF + name} for name in bodies]
@@ -94,7 +98,7 @@ def _finish(path: str, method: str, operation: dict[str, Any]) -> None:
     operation["operationId"] = "_".join([method, *path.replace("{", "").replace("}", "").strip("/").split("/")])
     responses = operation["responses"]
     responses.pop("422", None)
-    content = responses["200"]["content"]
+    content = next(told["content"] for status, told in responses.items() if status.startswith("2"))
     if content.get("application/json") == {"schema": {}}:  # the framework's guess for what is no JSON
         del content["application/json"]
     for status, meaning in _ERRORS.items():

@@ -76,6 +76,15 @@ class GenerationService:
         for generation in list(self.open):
             generation.fail(error)
 
+    def abort(self, request_id: str) -> int:
+        """End the open generations with this id, given as the header's or the answer's; how many those were."""
+        wanted = {request_id, request_id.removeprefix("cmpl-"), request_id.removeprefix("chatcmpl-")}
+        return sum(generation.abort() for generation in list(self.open) if generation.request_id in wanted)
+
+    def abort_all(self) -> int:
+        """End every open generation with what it has; how many those were."""
+        return sum(generation.abort() for generation in list(self.open))
+
     def plan(
         self,
         request: SamplingFields,

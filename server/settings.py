@@ -86,6 +86,13 @@ class Settings:
         example="keys.txt",
         help="more keys, one per line, each with a label before it if you like; the label shows in the request log",
     )
+    admin_api_key: str | None = option(
+        None,
+        group=_HTTP,
+        example="KEY",
+        secret=True,
+        help="the one key that opens /admin and nothing else; none: /admin is closed; better in OARLOCK_ADMIN_API_KEY",
+    )
     max_body_size: int = option(
         16 * 2**20,
         group=_HTTP,
@@ -334,7 +341,7 @@ def as_table(loaded: LoadedSettings) -> list[tuple[str, str, str]]:
         value = getattr(loaded.settings, item.name)
         described = OPTIONS[item.name]
         if described.secret and value:
-            shown = f"({len(value)} hidden)"
+            shown = f"({len(value) if described.many else 1} hidden)"
         elif value is None or value == ():
             shown = "automatic"
         elif isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""What the whole server is doing: starting, loading, ready, draining or dead. One writer, many readers.
+"""What the whole server is doing: starting, loading, ready, draining or dead. One owner, many readers.
 
 Every refusal names the state. Knows nothing of HTTP; the engine appears only as "did it make progress lately".
 """
@@ -39,7 +39,7 @@ class Heartbeat(Protocol):
 
 @dataclass
 class ServerState:
-    """Written by the supervisor alone."""
+    """Written by the supervisor, but for who comes and goes and for `drain`."""
 
     stall_limit_s: float = STALL_LIMIT_S
     phase: Phase = Phase.STARTING
@@ -50,6 +50,7 @@ class ServerState:
     service: GenerationService | None = None
     num_in_flight: int = 0  # requests accepted and not yet answered to their last byte
     idle: asyncio.Event = field(default_factory=asyncio.Event)
+    stop: asyncio.Event = field(default_factory=asyncio.Event)  # the supervisor waits for it
 
     def __post_init__(self) -> None:
         self.idle.set()
@@ -64,6 +65,12 @@ class ServerState:
         self.num_in_flight -= 1
         if not self.num_in_flight:
             self.idle.set()
+
+    def drain(self) -> None:
+        """Let nothing new in, and have the supervisor finish what is open and leave. A second call changes nothing."""
+        if self.phase is Phase.READY:
+            self.phase = Phase.DRAINING
+        self.stop.set()
 
     def why_not_ready(self) -> str | None:
         """None: requests can be served. Else one sentence."""

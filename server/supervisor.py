@@ -1,6 +1,6 @@
 """The life of one server process: bind, answer probes, load, serve, drain, leave with a code that says how it went.
 
-The only owner of signals and the only writer of `ServerState`. Exit codes: 0 clean; 2 usage; 3 bad configuration or
+The only owner of signals and the owner of `ServerState`. Exit codes: 0 clean; 2 usage; 3 bad configuration or
 model; 4 out of memory at start; 5 a worker died; 6 a worker hung; 7 the drain timed out with requests lost; 128 + n
 second signal n.
 """
@@ -77,7 +77,6 @@ class Supervisor:
         self._progress = banner.Progress()
         self._engine: RunningEngine | None = None
         self._tokenizer: Tokenizer | None = None
-        self._stop = asyncio.Event()
         self._abort = asyncio.Event()
         self._signal = 0
         self._reapers: list[threading.Timer] = []
@@ -100,7 +99,7 @@ class Supervisor:
     async def _live(self) -> int:
         self.state.phase = Phase.LOADING
         loading = asyncio.create_task(self._load())
-        await _first(loading, self._stop.wait())
+        await _first(loading, self.state.stop.wait())
         if not loading.done():
             loading.cancel()
             await asyncio.wait((loading,), timeout=_CLOSE_ENGINE_S)
@@ -109,7 +108,7 @@ class Supervisor:
         self._announce(engine)
         dead = asyncio.create_task(_until_dying(engine))
         try:
-            await _first(dead, self._stop.wait())
+            await _first(dead, self.state.stop.wait())
             if dead.done():
                 return await self._on_death(engine)
             return await self._drain(engine, dead)
@@ -218,11 +217,11 @@ class Supervisor:
         self._reapers.append(reaper)
 
     def _on_signal(self, number: int) -> None:
-        if self._stop.is_set():
-            self._signal = number
+        if self._signal:
             self._leave_within(2.0, 128 + number)
             self._abort.set()
-        self._stop.set()
+        self._signal = number
+        self.state.drain()
 
 
 def serve(settings: Settings) -> int:

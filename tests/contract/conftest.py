@@ -64,6 +64,7 @@ class FakeEngine:
     requests: list[Request] = field(default_factory=list)
     aborted: list[int] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)
+    resets: int = 0
     closed: bool = False
     dead: asyncio.Event = field(default_factory=asyncio.Event)
     resume: asyncio.Event = field(default_factory=asyncio.Event)
@@ -76,6 +77,10 @@ class FakeEngine:
 
     async def stats(self) -> EngineStats:
         return self.numbers
+
+    async def reset_prefix_cache(self) -> int:
+        self.resets += 1
+        return 40
 
     async def close(self, timeout: float) -> None:
         self.closed = True

@@ -22,7 +22,7 @@ def _get(stage, path, **options):
 
 
 def test_every_route_but_the_named_few_wants_the_key(make_stage):
-    stage = make_stage(api_key=("first", "second"))
+    stage = make_stage(api_key=("first", "second"), admin_api_key="third")
     paths = [*json.loads(_get(make_stage(), "/openapi.json").text)["paths"], "/openapi.json", "/docs", "/nope", "/"]
     assert len(paths) > 9
     for path in paths:

@@ -35,7 +35,7 @@ def make_supervisor(make_stage):
             return engine
 
         listener = bind("127.0.0.1", 0)
-        settings = make_settings({"drain_timeout": drain_timeout, "log_level": "error"})
+        settings = make_settings({"drain_timeout": drain_timeout, "log_level": "error", "admin_api_key": "boss"})
         return Supervisor(settings, listener, start), engine, url_of(listener)
 
     return make
@@ -116,6 +116,33 @@ def test_sigterm_lets_streams_finish_and_refuses_new_requests(make_supervisor):
         return await run
 
     assert asyncio.run(scenario()) == 0
+
+
+def test_the_operator_drains_as_sigterm_does(make_supervisor):
+    async def scenario():
+        supervisor, engine, url = make_supervisor("one two three", pause_after=2)
+        run = asyncio.create_task(supervisor.run())
+        await _ready(supervisor)
+        boss = {"Authorization": "Bearer boss"}
+        async with httpx.AsyncClient() as client:
+            stream = asyncio.create_task(_read(client, url))
+            await _until(lambda: len(engine.requests) == 1)
+            for _ in range(2):
+                answer = await client.post(url + "/admin/drain", headers=boss)
+                assert (answer.status_code, answer.json()) == (202, {"status": "draining", "open": 1})
+            refused = await client.post(url + "/v1/completions", json=BODY)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_draining")
+            assert refused.headers["Retry-After"]
+            assert (await client.get(url + "/health/ready")).status_code == 503
+            signal.raise_signal(signal.SIGTERM)  # the first: as patient as the drain that runs
+            await asyncio.sleep(0)
+            assert not run.done()
+            engine.resume.set()
+            lines = await stream
+            assert json.loads(lines[-2][6:])["choices"][0]["finish_reason"] == "stop"
+        return await run, engine.closed
+
+    assert asyncio.run(scenario()) == (0, True)
 
 
 def test_a_drain_that_runs_out_tells_the_clients_and_the_exit_code(make_supervisor):

@@ -171,6 +171,24 @@ def test_forgotten_blocks_are_found_by_nobody() -> None:
     blocks.audit([])
 
 
+def test_after_a_reset_nothing_from_before_is_found() -> None:
+    blocks = pool(13)
+    gone, holder = sequence(range(50, 59)), sequence(range(9))
+    compute(blocks, gone)
+    held = compute(blocks, holder)
+    blocks.release(gone)
+    assert (blocks.num_cached, blocks.num_held) == (2, 3)
+    assert blocks.reset_cache() == 4  # those in use can be found no more, either
+    blocks.audit([holder])
+    assert (holder.block_ids, blocks.num_cached, blocks.num_held) == (held, 0, 3)
+    assert blocks.match(sequence(range(9)), 9) == blocks.match(sequence(range(50, 59)), 9) == 0
+    blocks.release(holder)
+    blocks.audit([])
+    assert (blocks.num_cached, blocks.num_free, blocks.reset_cache()) == (0, 12, 0)
+    compute(blocks, gone)
+    assert blocks.match(sequence(range(50, 59)), 9) == 8
+
+
 def test_without_caching_nothing_is_kept() -> None:
     blocks = pool(caching=False)
     seq = sequence(range(9))

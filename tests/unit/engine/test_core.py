@@ -110,6 +110,21 @@ def test_refusals_name_their_reason() -> None:
     assert house.ends().keys() == {1, 3}
 
 
+def test_a_reset_forgets_what_was_cached(house: House) -> None:
+    request = make_request(1, range(9), max_tokens=3)
+    cached = []
+    for frames in ([], [], [messages.reset_cache(8)], []):
+        house.send(*frames, messages.request(request))
+        house.run_until_idle()
+        cached.append(max(event.num_cached_tokens for event in house.events()))
+        assert house.tokens(1) == expected_tokens(request)
+        told = [messages.read_cache_reset(frame) for frame in house.frames if frame.kind == "cache_reset"]
+        assert told == ([(8, 2)] if frames else [])
+        house.frames.clear()
+    assert cached == [0, 8, 0, 8]
+    house.check_idle()
+
+
 def test_an_abort_frees_within_a_step(house: House) -> None:
     house.ask(make_request(1, [1, 2], max_tokens=50))
     house.core.tick()

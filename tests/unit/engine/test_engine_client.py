@@ -124,6 +124,25 @@ def test_closing_the_iterator_is_the_abort(how: str) -> None:
     run(scene)
 
 
+def test_a_reset_of_the_cache_is_answered_and_ends_with_the_engine() -> None:
+    async def scene() -> None:
+        async with started(scenario_config()) as client:
+            await collect(client, make_request(1, range(9)))
+            assert await client.reset_prefix_cache() > 0
+            assert await client.reset_prefix_cache() == 0
+            os.kill(client.pid, signal.SIGSTOP)
+            waiting = asyncio.create_task(client.reset_prefix_cache())
+            await asyncio.sleep(0)
+            os.kill(client.pid, signal.SIGKILL)
+            with pytest.raises(EngineDeadError):
+                await waiting
+            assert not client._resets
+            with pytest.raises(EngineDeadError):
+                await client.reset_prefix_cache()
+
+    run(scene)
+
+
 def test_an_iterator_that_was_never_started_asks_for_nothing() -> None:
     async def scene() -> None:
         async with started(scenario_config()) as client:

@@ -118,7 +118,9 @@ def test_start_and_end() -> None:
     stats = EngineStats(num_accepted=3)
     stats.step_time_s.observe(0.2)
     assert messages.read_stats(frame_of(messages.stats(6, stats))) == (6, stats)
-    assert messages.read_ask_stats(frame_of(messages.ask_stats(6))) == 6
+    assert messages.read_number(frame_of(messages.ask_stats(6))) == 6
+    assert messages.read_number(frame_of(messages.reset_cache(7))) == 7
+    assert messages.read_cache_reset(frame_of(messages.cache_reset(7, 40))) == (7, 40)
     assert messages.read_id(frame_of(messages.abort(7))) == 7
 
 
@@ -137,7 +139,8 @@ _READERS = [
     messages.read_id,
     messages.read_events,
     messages.read_stats,
-    messages.read_ask_stats,
+    messages.read_number,
+    messages.read_cache_reset,
     messages.read_dead,
 ]
 _GOOD = {
@@ -151,6 +154,7 @@ _GOOD = {
     "priority": 0,
     "salt": "00",
     "number": 1,
+    "blocks": 2,
 }
 
 

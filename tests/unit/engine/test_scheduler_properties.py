@@ -34,7 +34,7 @@ _CHOICES = st.fixed_dictionaries(
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Arrivals, steps, aborts before, during and after a step, on pools small enough to preempt."""
+    """Arrivals, steps, aborts and cache resets before, during and after a step, on pools small enough to preempt."""
 
     @initialize(
         num_blocks=st.integers(8, 30),
@@ -113,6 +113,11 @@ class EngineMachine(RuleBasedStateMachine):
         open_ids = [i for i in self.driver.requests if i not in self.driver.ends]
         if open_ids:
             self.driver.abort(data.draw(st.sampled_from(open_ids)))
+
+    @rule()
+    def reset_cache(self) -> None:
+        self.driver.scheduler.blocks.reset_cache()
+        assert self.driver.scheduler.blocks.num_cached == 0
 
     @invariant()
     def books_balance(self) -> None:

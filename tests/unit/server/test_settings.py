@@ -72,9 +72,11 @@ def test_a_missing_file_is_named():
 
 
 def test_a_secret_is_never_shown(tmp_path):
-    loaded = load_settings({}, {"OARLOCK_API_KEY": "hunter2,hunter3"})
+    loaded = load_settings({}, {"OARLOCK_API_KEY": "hunter2,hunter3", "OARLOCK_ADMIN_API_KEY": "hunter4"})
     assert loaded.settings.api_key == ("hunter2", "hunter3")
+    assert loaded.settings.admin_api_key == "hunter4"
     assert "hunter" not in str(as_table(loaded))
+    assert ("admin_api_key", "(1 hidden)", "environment") in as_table(loaded)
     with pytest.raises(OptionError) as caught:
         load_settings({}, {}, _file(tmp_path, 'api_key = ["hunter2", 5]'))
     assert "hunter" not in caught.value.cause
@@ -136,6 +138,7 @@ SERVER_OPTIONS = {
     "port",
     "api_key",
     "api_key_file",
+    "admin_api_key",
     "strict_parameters",
     "strict_max_tokens",
     "always_stream_usage",
