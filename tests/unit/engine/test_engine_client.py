@@ -387,7 +387,11 @@ def test_nothing_is_left_open_after_many_lives() -> None:
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(2):
             await life()
-        assert len(os.listdir("/proc/self/fd")) == before
+        for _ in range(100):  # the last child may still be being buried; a leak stays for ever
+            if len(os.listdir("/proc/self/fd")) <= before:
+                break
+            await asyncio.sleep(0.05)
+        assert len(os.listdir("/proc/self/fd")) <= before
         assert len(asyncio.all_tasks()) <= 2  # this one and the watcher around it
 
     run(scene)
