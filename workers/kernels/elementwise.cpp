@@ -5,23 +5,11 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "vector_memory.h"
+
 namespace {
 
 constexpr long kSerial = 1 << 15;  // fewer elements are done before a second thread has woken up
-
-inline __mmask16 first(long count) { return count >= 16 ? 0xffff : static_cast<__mmask16>((1u << count) - 1); }
-
-inline __m512 load(const uint16_t *from, __mmask16 mask) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from)), 16));
-}
-
-inline __m512 load(const float *from, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, from); }
-
-inline void store(uint16_t *to, __mmask16 mask, __m512 value) {
-  _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(value));
-}
-
-inline void store(float *to, __mmask16 mask, __m512 value) { _mm512_mask_storeu_ps(to, mask, value); }
 
 template <class Out>
 void norm(const uint16_t *x, const float *weight, Out *y, long rows, long heads, long width, long x_stride, float eps) {

@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "vector_math.h"
+#include "vector_memory.h"
 
 namespace {
 
@@ -31,16 +32,6 @@ struct Product {
   int epilogue;
 };
 
-inline __m512 widen(__m256i half) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16)); }
-
-inline __mmask16 first(long count) { return count >= 16 ? 0xffff : static_cast<__mmask16>((1u << count) - 1); }
-
-inline __m512 load(const uint16_t *from, __mmask16 mask) { return widen(_mm256_maskz_loadu_epi16(mask, from)); }
-
-inline void store(uint16_t *to, __mmask16 mask, __m512 value) {
-  _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(value));
-}
-
 // One row's 32 sums, finished and written.
 inline void finish(const Product &p, long row, long panel, __m512 low, __m512 high) {
   const long column = panel * kPanel;
@@ -55,8 +46,8 @@ inline void finish(const Product &p, long row, long panel, __m512 low, __m512 hi
   switch (p.epilogue) {
     case kFloat: {
       float *y = static_cast<float *>(p.y) + at;
-      _mm512_mask_storeu_ps(y, left, low);
-      _mm512_mask_storeu_ps(y + 16, right, high);
+      store(y, left, low);
+      store(y + 16, right, high);
       return;
     }
     case kSiluGate:

@@ -109,7 +109,7 @@ def mask_plainly(x: Tensor, step: StepMetadata, first_id: int) -> None:
     """The same from torch's and numpy's operations: every device, and the judge of the kernel."""
     first_word, last_word = first_id // 32, -(-(first_id + x.shape[1]) // 32)
     bits = step.mask_bits[:, first_word:last_word]  # [G, W]   fewer words than ids: beyond the vocabulary
-    allowed = (_bits_here if x.device.type == "cpu" else _bits_there)(bits, x.device)
+    allowed = _bits_here(bits) if x.device.type == "cpu" else _bits_there(bits, x.device)
     allowed = allowed[:, first_id % 32 :][:, : x.shape[1]]  # [G, up to V]
     width = allowed.shape[1]
     if x.device.type == "cpu":
@@ -121,7 +121,7 @@ def mask_plainly(x: Tensor, step: StepMetadata, first_id: int) -> None:
         x[rows, :width] = x[rows, :width] - allowed.float().reciprocal_().sub_(1)
 
 
-def _bits_here(words: np.ndarray, device: torch.device) -> Tensor:
+def _bits_here(words: np.ndarray) -> Tensor:
     """uint32 [G, W] -> 0 or 1 each, uint8 [G, 32 W]: numpy has a loop for it."""
     return torch.from_numpy(np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=1, bitorder="little"))
 

@@ -121,7 +121,7 @@ def test_nothing_is_done_where_nobody_asks() -> None:
 @pytest.mark.parametrize("words", [1, 5])
 def test_both_ways_to_spread_bits_agree(words: int) -> None:
     bits = np.random.default_rng(0).integers(0, 2**32, (4, words), dtype=np.uint32)
-    here, there = (spread(bits, torch.device("cpu")) for spread in (_bits_here, _bits_there))
+    here, there = _bits_here(bits), _bits_there(bits, torch.device("cpu"))
     assert torch.equal(here, there.to(torch.uint8))
     flags = [[int(row[i // 32]) >> i % 32 & 1 for i in range(32 * words)] for row in bits]
     assert here.tolist() == flags
