@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workers.protocol import StepMetadata, StepOutput
+from workers.protocol import ALL_BANNED, FINITE, StepMetadata, StepOutput
 
 
 @dataclass(slots=True)
@@ -55,9 +55,9 @@ class Comparison:
 
     def _add_tokens(self, step: StepMetadata, expected: StepOutput, got: StepOutput) -> None:
         self.tokens.compared += len(expected.token_ids)
-        # The token of a row that was not finite means nothing; that it was not finite must be the same.
+        # The token of a row without finite logits means nothing; that it had none, and why, must be the same.
         wrong = expected.finite != got.finite
-        wrong |= expected.finite & got.finite & (expected.token_ids != got.token_ids)
+        wrong |= (expected.finite == FINITE) & (expected.token_ids != got.token_ids)
         self.tokens.different += int(wrong.sum())
         for row in np.flatnonzero(wrong)[:1]:
             self._note(step, f"expected {_said(expected, row)}, got {_said(got, row)}", int(row))
@@ -66,7 +66,9 @@ class Comparison:
         """Rows that asked for them, where both answers speak of the same token."""
         assert expected.logprobs is not None
         asked = (step.num_logprobs >= 0) | (step.target_ids >= 0)
-        rows = np.flatnonzero(asked & expected.finite & got.finite & (expected.token_ids == got.token_ids))
+        rows = np.flatnonzero(
+            asked & (expected.finite == FINITE) & (got.finite == FINITE) & (expected.token_ids == got.token_ids)
+        )
         self.logprobs.compared += len(rows)
         if got.logprobs is None:
             self.logprobs.different += len(rows)
@@ -99,7 +101,9 @@ class Comparison:
 
 
 def _said(output: StepOutput, row: int) -> str:
-    return f"token {output.token_ids[row]}" if output.finite[row] else "logits that are not finite"
+    if output.finite[row] == FINITE:
+        return f"token {output.token_ids[row]}"
+    return "no token allowed" if output.finite[row] == ALL_BANNED else "logits that are not finite"
 
 
 def _same_alternatives(expected: StepOutput, got: StepOutput, rows: np.ndarray) -> np.ndarray:

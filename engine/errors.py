@@ -61,6 +61,6 @@ NOT_FINITE = (
 )
 NO_TOKEN = (
     "No token is left to choose: what logit_bias, bad_words, allowed_token_ids or the grammar of this request still "
-    "allow here exclude each other (or the model's numbers are not finite). Loosen them."
+    "allow here exclude each other. Loosen them."
 )
 INTERNAL = "The server failed while working on this request, so it was stopped. The cause is in the server's log."

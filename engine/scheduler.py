@@ -19,6 +19,7 @@ from engine.stats import EngineStats
 from engine.types import FinishReason, Request, TokenEvent, TokenLogprobs
 from engine.waiting import WaitingRoom
 from workers.config import WorkerInfo
+from workers.protocol import FINITE, NONFINITE
 
 logger = logging.getLogger("oarlock.engine")
 
@@ -262,11 +263,9 @@ class Scheduler:
     def _advance(self, work: Work, result: StepResult, first: int, now: float) -> TokenEvent | None:
         seq, params = work.seq, work.seq.request.params
         last = first + work.num_scored
-        if not all(result.finite[first : last + work.wants_logits]):
-            param = seq.narrowed_by
-            self.stats.num_nonfinite += param is None
-            self.blocks.forget(seq)  # its KV may be spoilt: nobody else shall find it
-            return self.fail(seq.request_id, NOT_FINITE if param is None else NO_TOKEN, now, param)
+        states = result.finite[first : last + work.wants_logits]
+        if states.count(FINITE) < len(states):
+            return self._end_broken(seq, states, now)
         seq.num_computed_tokens = work.start + work.num_tokens
         if seq.num_computed_tokens // self.blocks.block_size > seq.num_published_blocks:
             self.blocks.publish(seq)
@@ -278,6 +277,14 @@ class Scheduler:
         if not seq.samples and seq.num_computed_tokens == seq.num_tokens:
             return self._finish(seq, FinishReason.LENGTH, now, prompt_logprobs=tuple(seq.prompt_logprobs))
         return None
+
+    def _end_broken(self, seq: Sequence, states: list[int], now: float) -> TokenEvent | None:
+        """The model's numbers are at fault, or else the fields of the request, which ban every token."""
+        if NONFINITE not in states:
+            return self.fail(seq.request_id, NO_TOKEN, now, seq.narrowed_by)
+        self.stats.num_nonfinite += 1
+        self.blocks.forget(seq)  # its KV may be spoilt: nobody else shall find it
+        return self.fail(seq.request_id, NOT_FINITE, now)
 
     def _accept(self, seq: Sequence, result: StepResult, row: int, now: float) -> TokenEvent:
         """The sampled token becomes the sequence's; it may be its last."""

@@ -185,7 +185,7 @@ class StepResult:
     """The ranks' answer as plain lists, one entry per row of logits in the order of the work."""
 
     token_ids: list[int]
-    finite: list[bool]
+    finite: list[int]  # FINITE, NONFINITE or ALL_BANNED
     logprobs: list[float] | None = None
     ranks: list[int] | None = None
     top_ids: list[list[int]] | None = None

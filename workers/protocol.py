@@ -26,13 +26,14 @@ MAX_LOGPROBS = 20
 MAX_BIAS_PER_ROW = 3 * 1024  # stop ids held back, logit_bias and bad words, a third each
 MAX_VOCAB_SIZE = 1 << 20  # slots are sized before the vocabulary is known; pages nobody touches cost nothing
 NULL_BLOCK = 0
+NONFINITE, FINITE, ALL_BANNED = 0, 1, 2  # of `StepOutput.finite`
 _MAGIC = 0x4F41524C  # "OARL"
 _ALIGN = 64
 # magic, step_id, then the counts that decide every offset, then a checksum of all that stands before it
 _HEADER = struct.Struct("<IQIIIIIIIIIi")
 _CHECKSUM = struct.Struct("<I")
 _HEADER_BYTES = _HEADER.size + _CHECKSUM.size
-_ITEM_BYTES = {"<i4": 4, "<u4": 4, "<i8": 8, "<f4": 4, "?": 1}
+_ITEM_BYTES = {"<i4": 4, "<u4": 4, "<i8": 8, "<f4": 4, "|u1": 1}
 
 
 # what stands in the sections that few steps use
@@ -103,7 +104,9 @@ class StepOutput:
 
     step_id: int
     token_ids: np.ndarray  # int32 [L]   the sampled token, or the scored target
-    finite: np.ndarray  # bool [L]   False: the row's logits held NaN or no finite value, the token means nothing
+    # uint8 [L]   of the row's logits. FINITE: as it should be. NONFINITE: the model's held NaN, +inf or no finite value
+    # where one was allowed. ALL_BANNED: bias and mask ban every id. But for FINITE the token means nothing.
+    finite: np.ndarray
     logprobs: np.ndarray | None = None  # float32 [L]   log-softmax of the raw logits at token_ids
     ranks: np.ndarray | None = None  # int32 [L]   1 = most likely
     top_ids: np.ndarray | None = None  # int32 [L, K]   most likely first
@@ -176,7 +179,7 @@ def _step_sections(n: _Counts) -> list[tuple[str, str, tuple[int, ...]]]:
 
 def _output_sections(rows: int, k: int) -> list[tuple[str, str, tuple[int, ...]]]:
     """Sections of an answer; `k` is -1 without logprobs."""
-    sections: list[tuple[str, str, tuple[int, ...]]] = [("token_ids", "<i4", (rows,)), ("finite", "?", (rows,))]
+    sections: list[tuple[str, str, tuple[int, ...]]] = [("token_ids", "<i4", (rows,)), ("finite", "|u1", (rows,))]
     if k >= 0:
         sections += [
             ("logprobs", "<f4", (rows,)),

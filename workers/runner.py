@@ -214,7 +214,7 @@ def rows_of(step: StepMetadata, start: int, stop: int) -> StepMetadata:
 
 def empty_output(step_id: int) -> StepOutput:
     """The answer to a step in which no row asked for logits."""
-    return StepOutput(step_id=step_id, token_ids=np.empty(0, np.int32), finite=np.empty(0, np.bool_))
+    return StepOutput(step_id=step_id, token_ids=np.empty(0, np.int32), finite=np.empty(0, np.uint8))
 
 
 def joined(parts: list[StepOutput]) -> StepOutput:

@@ -45,7 +45,15 @@ def test_the_start_fails_with_the_tensors_name(model, ranks):
 def test_logits_that_are_not_finite_end_one_request_and_are_counted(model):
     with RunningServer(model, "--no-check-weights") as server:
         before = server.text([5, 6, 7, 8], max_tokens=6, temperature=0)
-        answer = server.client.post("/v1/completions", json={"prompt": [5, POISONED, 7], "max_tokens": 6})
-        assert answer.status_code == 500 and "not finite" in answer.json()["error"]["message"], answer.text
+        narrowed = [
+            {},
+            {"logit_bias": {"5": 1}},
+            {"allowed_token_ids": [5, 6]},
+            {"structured_outputs": {"regex": "a+"}},
+        ]
+        for more in narrowed:
+            body = {"prompt": [5, POISONED, 7], "max_tokens": 6, **more}
+            answer = server.client.post("/v1/completions", json=body)
+            assert answer.status_code == 500 and "not finite" in answer.json()["error"]["message"], answer.text
         assert server.text([5, 6, 7, 8], max_tokens=6, temperature=0) == before
-        assert server.metrics()["oarlock:nonfinite_logits_total"] == 1
+        assert server.metrics()["oarlock:nonfinite_logits_total"] == len(narrowed)

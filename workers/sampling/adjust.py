@@ -132,5 +132,14 @@ def _bits_there(words: np.ndarray, device: torch.device) -> Tensor:
     return (moved.unsqueeze(2) >> torch.arange(32, device=device, dtype=torch.int32)).bitwise_and_(1).flatten(1)
 
 
+def bans_all(step: StepMetadata, row: int, vocab_size: int) -> bool:
+    """Whether bias and mask together ban every id in `row` of the L rows."""
+    allowed = np.ones(vocab_size, np.uint8)
+    for words in step.mask_bits[step.mask_rows == row]:
+        allowed &= np.unpackbits(words.astype("<u4").view(np.uint8), bitorder="little")[:vocab_size]
+    allowed[step.bias_ids[(step.bias_rows == row) & (step.bias_values == -np.inf)]] = 0
+    return not allowed.any()
+
+
 def _moved(array: np.ndarray, x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(array).to(x.device, dtype)

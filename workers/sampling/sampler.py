@@ -13,8 +13,9 @@ The order of operations, for every row and every number of ranks:
     8. top-p     keeps the shortest prefix of those, likeliest first, that holds top_p of their mass
     9. noise     keyed by (seed, position, id) is added; the largest wins, which draws from the softmax of what is kept
 
-Logprobs and ranks are of the raw logits, before step 1. A row with NaN, with +inf or without any finite value (all ids
-banned, too) is reported as not finite and disturbs no other.
+Logprobs and ranks are of the raw logits, before step 1. A row with NaN, with +inf or without any finite value is
+reported as not finite, one whose ids are all banned as that; neither disturbs another. Steps 1 to 3 hide no broken
+logit: NaN stays NaN, and +inf stays or becomes NaN, so the largest adjusted logit tells both.
 
 Knows tensors and one step's sampling columns. Does not know sequences, text or why an id is banned. Every rank makes
 the same collective calls: one gather per step, and more only for logprobs and for kept sets beyond the short lists.
@@ -27,8 +28,8 @@ import torch
 from torch import Tensor
 
 from workers.parallel import TensorParallel
-from workers.protocol import StepMetadata, StepOutput
-from workers.sampling.adjust import adjust
+from workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata, StepOutput
+from workers.sampling.adjust import adjust, bans_all
 from workers.sampling.candidates import argmax, best, block_maxima
 from workers.sampling.filters import CANDIDATES, Filters, draw_from_list, draw_from_long_list, draw_in_rounds
 from workers.sampling.logprobs import RawLogprobs, raw_logprobs, softmax_and_sum
@@ -71,7 +72,7 @@ class Sampler:
         reporting = (step.num_logprobs >= 0) | (step.target_ids >= 0)
         logits = logits.contiguous()
         adjusted = adjust(logits, step, self.vocab_start, reporting)
-        tokens, finite = self._choose(logits, step)
+        tokens, peak = self._choose(logits, step)
         scored = torch.from_numpy(step.target_ids).to(logits.device, torch.int64)
         tokens = torch.where(scored >= 0, scored, tokens)
         asked = np.flatnonzero(reporting)
@@ -82,10 +83,12 @@ class Sampler:
             rows = torch.from_numpy(asked).to(logits.device)
             count = max(0, step.max_num_logprobs)
             answers = raw_logprobs(self.tp, logits, self.vocab_start, rows, tokens[rows], count)
-        return _output(step, tokens, finite, asked, answers) if self.tp.rank == 0 else None
+        if self.tp.rank > 0:
+            return None
+        return _output(step, tokens, _states(step, peak, self.vocab_size), asked, answers)
 
     def _choose(self, x: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor]:
-        """Steps 4 to 9 on adjusted logits: tokens int64 [L] (0 for scored and broken rows) and finite bool [L]."""
+        """Steps 4 to 9 on adjusted logits: tokens int64 [L], 0 for scored and broken rows; largest logits [L]."""
         rows = _sorted_out(step, self.vocab_size, x.device)
         filters = _columns(step, self.vocab_size, x.device)
         first = self._first_round(x, rows, filters)
@@ -93,7 +96,7 @@ class Sampler:
         tokens = first.tokens
         if len(rows.filtered):
             tokens[rows.filtered] = self._draw_filtered(x, rows.filtered, first, filters.take(rows.filtered), finite)
-        return tokens.masked_fill_(~finite, 0), finite
+        return tokens.masked_fill_(~finite, 0), first.peak
 
     def _first_round(self, x: Tensor, rows: _Rows, filters: Filters) -> _Gathered:
         """What each rank can do alone, and the one gather that joins it."""
@@ -182,12 +185,22 @@ def _columns(step: StepMetadata, vocab_size: int, device: torch.device) -> Filte
     )
 
 
+def _states(step: StepMetadata, peak: Tensor, vocab_size: int) -> np.ndarray:
+    """`StepOutput.finite` from each row's largest adjusted logit, -inf where all that is allowed is."""
+    peaks = peak.cpu().numpy()
+    states = np.where(np.isfinite(peaks), FINITE, NONFINITE).astype(np.uint8)
+    for row in np.flatnonzero(np.isneginf(peaks)):
+        if bans_all(step, row, vocab_size):
+            states[row] = ALL_BANNED
+    return states
+
+
 def _output(
-    step: StepMetadata, tokens: Tensor, finite: Tensor, asked: np.ndarray, answers: RawLogprobs | None
+    step: StepMetadata, tokens: Tensor, states: np.ndarray, asked: np.ndarray, answers: RawLogprobs | None
 ) -> StepOutput:
     """The answer; rows that did not ask for logprobs hold zeros, places beyond a row's own count hold id -1."""
     rows = len(tokens)
-    out = StepOutput(step.step_id, tokens.cpu().numpy().astype(np.int32), finite.cpu().numpy())
+    out = StepOutput(step.step_id, tokens.cpu().numpy().astype(np.int32), states)
     if answers is None:
         return out
     count = answers.top_ids.shape[1]

@@ -18,7 +18,7 @@ from engine.stepper import _as_lists
 from engine.types import FinishReason, Request, SamplingParams, TokenEvent
 from workers.config import WorkerInfo
 from workers.group import FillMasks
-from workers.protocol import StepMetadata, StepOutput
+from workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata, StepOutput
 
 EOS = 7
 _ROOT = 12345
@@ -222,13 +222,14 @@ class FakeGroup:
     def _answer(self, step: StepMetadata, histories: list[int]) -> StepOutput:
         banned, past = choices_of(step)
         tokens, logprobs = [], []
-        finite = ~np.isin(step.seeds, self.faults.poisoned_seeds)
+        finite = np.where(np.isin(step.seeds, self.faults.poisoned_seeds), NONFINITE, FINITE).astype(np.uint8)
         for row, index in enumerate(step.logits_indices.tolist()):
             history, target = histories[index], int(step.target_ids[row])
             assert step.sample_positions[row] == step.positions[index] + 1
             assert target < 0 or not (banned[row] or past[row]), "a scored row is chosen from"
             if len(banned[row]) == VOCAB:
-                finite[row], target = False, 0
+                target = 0
+                finite[row] = NONFINITE if finite[row] == NONFINITE else ALL_BANNED
             seed, position = int(step.seeds[row]), int(step.sample_positions[row])
             if target < 0:
                 target = next_token(history, seed, position, banned[row], sorted(past[row]))

@@ -2,9 +2,9 @@
 
 import pytest
 from choice_fakes import VOCAB, CountingGrammar, choices_of
-from engine_fakes import Driver, FakeGroup, expected_tokens, make_config, make_info, make_request
+from engine_fakes import Driver, FakeGroup, Faults, expected_tokens, make_config, make_info, make_request
 
-from engine.errors import INTERNAL, NO_TOKEN
+from engine.errors import INTERNAL, NO_TOKEN, NOT_FINITE
 from engine.stepper import Stepper
 from engine.types import FinishReason, Grammar
 
@@ -61,6 +61,29 @@ def test_where_no_token_is_left_the_request_fails_alone_and_says_why() -> None:
     assert driver.ends[2].finish_reason is FinishReason.LENGTH
     assert driver.scheduler.stats.num_nonfinite == 0, "the model's numbers were fine"
     assert driver.scheduler.stats.num_errors == 0, "and so was the engine"
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"logit_bias": ((1, 5.0),)},
+        {"bad_words": ((9,),)},
+        {"allowed_token_ids": (3, 4)},
+        {"grammar": Grammar("lark", "9")},
+        {"grammar": Grammar("lark", "9"), "allowed_token_ids": (1,)},  # which bans every token, too
+        {"logit_bias": ((1, 5.0),), "prompt_logprobs": 1},
+    ],
+    ids=str,
+)
+def test_a_broken_model_is_not_the_fault_of_who_narrows_its_choice(params) -> None:
+    driver = Driver(make_config(), faults=Faults(poisoned_seeds=(1,)))
+    driver.add(make_request(1, range(20), max_tokens=5, **params))
+    driver.run()
+    assert driver.ends[1].error == NOT_FINITE and driver.ends[1].error_param is None
+    assert driver.scheduler.stats.num_nonfinite == driver.scheduler.stats.num_errors == 1
+    driver.add(make_request(2, range(20), max_tokens=5))
+    driver.run().check_outputs()
+    assert driver.ends[2].num_cached_tokens == 0, "its KV may be spoilt"
 
 
 @pytest.mark.parametrize("method", ["accept", "fill_mask"])

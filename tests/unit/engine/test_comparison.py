@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from engine.comparison import Comparison
-from workers.protocol import StepMetadata, StepOutput, empty_step
+from workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata, StepOutput, empty_step
 
 
 def make_step() -> StepMetadata:
@@ -28,7 +28,7 @@ def make_answer() -> StepOutput:
     return StepOutput(
         7,
         np.array([10, 11, 12], np.int32),
-        np.array([True, True, True]),
+        np.full(3, FINITE, np.uint8),
         np.array([-1.5, -np.inf, 0.0], np.float32),
         np.array([1, 2, 0], np.int32),
         np.array([[10], [30], [-1]], np.int32),
@@ -68,11 +68,20 @@ def test_another_token_is_named_with_its_place(tolerance: float | None) -> None:
 
 
 def test_not_finite_is_a_difference_and_its_token_is_none() -> None:
-    comparison = compare(changed(finite=[0, False], token_ids=[0, 0]), 0.0)
+    comparison = compare(changed(finite=[0, NONFINITE], token_ids=[0, 0]), 0.0)
     assert comparison.tokens.different == 1
     assert comparison.first is not None and "not finite" in comparison.first
-    both = changed(finite=[0, False], token_ids=[0, 0])
-    assert compare(both, 0.0, expected=changed(finite=[0, False])).is_equal
+    both = changed(finite=[0, NONFINITE], token_ids=[0, 0])
+    assert compare(both, 0.0, expected=changed(finite=[0, NONFINITE])).is_equal
+
+
+def test_why_a_row_has_no_token_is_compared_as_well() -> None:
+    broken, banned = changed(finite=[0, NONFINITE]), changed(finite=[0, ALL_BANNED], token_ids=[0, 0])
+    comparison = compare(banned, 0.0, expected=broken)
+    assert comparison.tokens.different == 1 and comparison.first is not None
+    assert comparison.first.endswith("expected logits that are not finite, got no token allowed")
+    assert compare(banned, 0.0, expected=changed(finite=[0, ALL_BANNED])).is_equal
+    assert not compare(banned, 0.0).is_equal and not compare(make_answer(), 0.0, expected=banned).is_equal
 
 
 @pytest.mark.parametrize(("tolerance", "is_equal"), [(None, True), (0.0, False), (1e-4, False), (0.01, True)])
@@ -95,7 +104,7 @@ def test_rows_that_did_not_ask_are_not_compared() -> None:
 
 
 def test_missing_rows_and_logprobs() -> None:
-    short = StepOutput(7, np.array([10], np.int32), np.array([True]))
+    short = StepOutput(7, np.array([10], np.int32), np.array([FINITE], np.uint8))
     assert not compare(short, None).is_equal
     bare = StepOutput(7, make_answer().token_ids, make_answer().finite)
     assert not compare(bare, 0.0).is_equal

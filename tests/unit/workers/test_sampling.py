@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.workers.sampling_cases import naive_kept, naive_noise, naive_tokens, sample_with, step_of
-from workers.protocol import pack_output, unpack_output
+from tests.unit.workers.sampling_cases import mask_of, naive_kept, naive_noise, naive_tokens, sample_with, step_of
+from workers.protocol import ALL_BANNED, FINITE, NONFINITE, pack_output, unpack_output
 from workers.sampling.candidates import decode, encode
 from workers.sampling.noise import gumbel, mixed_ids, noise_bits, row_keys
 
@@ -53,7 +53,7 @@ def test_tokens_equal_the_naive_sampler(mode, make, size):
         step = step_of(ROWS, bias, seeds=np.arange(ROWS) + 1000 * seed - 3, **MODES[mode])
         out = sample_with(logits, step, size)
         assert out.token_ids.tolist() == naive_tokens(logits, step)
-        assert out.finite.all()
+        assert (out.finite == FINITE).all()
         assert out.logprobs is None or mode == "mixture"
 
 
@@ -105,16 +105,27 @@ def test_broken_rows_are_reported_and_disturb_no_other(mode, size):
     broken[1] = float("-inf")
     broken[2, 3] = float("inf")
     out = sample_with(broken, step, size)
-    assert out.finite.tolist() == [False, False, False, True, True, True]
+    assert out.finite.tolist() == [NONFINITE] * 3 + [FINITE] * 3
     assert out.token_ids[3:].tolist() == healthy.token_ids[3:].tolist()
     np.testing.assert_array_equal(out.top_logprobs[3:], healthy.top_logprobs[3:])
     assert ((out.token_ids >= 0) & (out.token_ids < VOCAB)).all()
 
 
-def test_a_row_whose_ids_are_all_banned_is_not_finite():
-    bias = [(2, token, -np.inf) for token in range(VOCAB)]
-    out = sample_with(peaked(), step_of(ROWS, bias), 2)
-    assert out.finite.tolist() == [True, True, False, True, True, True]
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_row_whose_ids_are_all_banned_is_told_from_a_broken_one(mode, size):
+    """Rows 0 and 4 ban all ids by bias, and by bias and mask together; row 4 is broken as well, on one rank alone."""
+    some = [3, 31, 700]
+    bias = [(0, token, -np.inf) for token in range(VOCAB)] + [(row, 700, -np.inf) for row in (1, 2, 4, 5)]
+    bias += [(row, token, -np.inf) for row in (2, 4) for token in some]
+    masks = {row: mask_of(some, VOCAB) for row in (1, 2, 3, 4, 5)}
+    logits = peaked()
+    logits[3, some] = float("-inf")  # all that is allowed has a probability of 0
+    logits[4, 5] = float("nan")  # banned by the mask
+    logits[5, 700] = float("inf")  # banned by bias
+    step = step_of(ROWS, bias, masks=masks, num_logprobs=[-1, 2, -1, 2, -1, 2], **MODES[mode])
+    out = sample_with(logits, step, size)
+    assert out.finite.tolist() == [ALL_BANNED, FINITE, ALL_BANNED, NONFINITE, NONFINITE, NONFINITE]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -6,7 +6,7 @@ import torch
 
 from tests.unit.workers.sampling_cases import Penalties, mask_of, naive_adjusted, naive_tokens, sample_with, step_of
 from workers.kernels import build
-from workers.protocol import StepMetadata
+from workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata
 from workers.sampling.adjust import _bits_here, _bits_there, adjust, mask_plainly
 
 ROWS, VOCAB = 7, 1003  # shards of no round width: 1003, 502, 335 and 251 ids
@@ -55,7 +55,7 @@ def test_tokens_equal_the_naive_sampler(columns: dict, size: int) -> None:
         logits = logits_of(seed)
         step = adjusted_step(seed, logits, **columns)
         out = sample_with(logits, step, size)
-        assert out.finite.all()
+        assert (out.finite == FINITE).all()
         assert out.token_ids.tolist() == naive_tokens(logits, step)
 
 
@@ -86,11 +86,11 @@ def test_logprobs_and_ranks_stay_those_of_the_raw_logits(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_mask_without_ids_is_not_finite_and_disturbs_no_other(size: int) -> None:
+def test_a_mask_without_ids_is_told_and_disturbs_no_other(size: int) -> None:
     logits = logits_of(1)
     masks = {2: mask_of([], VOCAB), 3: mask_of([7], VOCAB)}
     out = sample_with(logits, step_of(ROWS, [(3, 9, 50.0)], masks=masks, temperature=0.0), size)
-    assert out.finite.tolist() == [True, True, False, True, True, True, True]
+    assert out.finite.tolist() == [FINITE, FINITE, ALL_BANNED, FINITE, FINITE, FINITE, FINITE]
     assert out.token_ids[3] == 7
     untouched = [0, 1, 4, 5, 6]
     assert out.token_ids[untouched].tolist() == logits[untouched].argmax(1).tolist()
@@ -101,7 +101,7 @@ def test_a_broken_logit_is_seen_though_it_is_masked(value: float) -> None:
     logits = logits_of(1)
     logits[2, 40] = value
     out = sample_with(logits, step_of(ROWS, masks={2: mask_of([7], VOCAB), 4: mask_of([8], VOCAB)}), 2)
-    assert out.finite.tolist() == [True, True, False, True, True, True, True]
+    assert out.finite.tolist() == [FINITE, FINITE, NONFINITE, FINITE, FINITE, FINITE, FINITE]
     assert out.token_ids[4] == 8
 
 
