@@ -11,10 +11,8 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from pathlib import Path
 
 from engine import messages
 from engine.config import EngineConfig
@@ -22,13 +20,14 @@ from engine.errors import EngineDeadError, OarlockError, RequestError, StartupEr
 from engine.frames import Frame, FrameError, FrameReader
 from engine.stats import EngineStats
 from engine.types import EngineInfo, Request, TokenEvent
+from workers.python_child import start_python
 
 logger = logging.getLogger("oarlock.engine.client")
 
 OnProgress = Callable[[str, float], None]
 _Answer = TokenEvent | OarlockError
 
-_MODULE = ("-P", "-m", "engine.process")  # -P: a folder named `engine` where the user stands is not ours
+_MODULE = ("-m", "engine.process")
 _READ_BYTES = 1 << 18
 _STATS_TIMEOUT_S = 1.0  # a step in flight may take longer; then the last snapshot serves
 _REAP_S = 8.0  # more than the engine itself allows its clean-up
@@ -80,7 +79,9 @@ class EngineClient:
         """
         ours, theirs = socket.socketpair()
         with theirs:
-            process = _spawn(command, theirs.fileno())
+            process = start_python(
+                [*command, "--fd", str(theirs.fileno()), "--parent", str(os.getpid())], pass_fds=[theirs.fileno()]
+            )
         try:
             reader, writer = await asyncio.open_unix_connection(sock=ours)
             writer.write(messages.config(config))
@@ -290,18 +291,6 @@ class EngineClient:
         if self._is_closing:
             return EngineDeadError("The server is shutting down.")
         return EngineDeadError("The inference engine has stopped. Nothing can be served until it is restarted.")
-
-
-def _spawn(command: Sequence[str], fd: int) -> subprocess.Popen[bytes]:
-    """Our packages are importable there wherever the user stands and however they were installed."""
-    root = str(Path(__file__).resolve().parent.parent)
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return subprocess.Popen(
-        [sys.executable, *command, "--fd", str(fd), "--parent", str(os.getpid())],
-        pass_fds=[fd],
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-    )
 
 
 async def _until_ready(

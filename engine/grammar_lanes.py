@@ -8,16 +8,16 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 import threading
 from dataclasses import asdict
 from pathlib import Path
 
 from engine.types import Grammar
+from workers.python_child import start_python
 
 logger = logging.getLogger("oarlock.engine")
 
-_MODULE = ("-P", "-m", "engine.grammar_forge")  # -P: a folder named `engine` where the user stands is not ours
+_MODULE = ("-m", "engine.grammar_forge")
 _ATTEMPTS = 2  # the process may have been lost for a reason that has nothing to do with this grammar
 
 
@@ -69,14 +69,9 @@ class Forge:
         pairs = [socket.socketpair() for _ in range(self._num_lanes)]
         self._lanes = [ours for ours, _ in pairs]
         fds = [theirs.fileno() for _, theirs in pairs]
-        root = str(Path(__file__).resolve().parent.parent)
-        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         named = ["--tokenizer", str(self._tokenizer_file), "--parent", str(os.getpid())]
-        self._process = subprocess.Popen(
-            [sys.executable, *_MODULE, *named, *(part for fd in fds for part in ("--fd", str(fd)))],
-            pass_fds=fds,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        self._process = start_python(
+            [*_MODULE, *named, *(part for fd in fds for part in ("--fd", str(fd)))], pass_fds=fds
         )
         for _, theirs in pairs:
             theirs.close()

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 
-_ROOT = Path(__file__).resolve().parents[1]
+from engine.python_child import start_python
+
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -24,10 +22,8 @@ def run_program(module: str, arguments: Sequence[str]) -> int:
 
     A first signal is passed on as SIGTERM, which lets the child clean up; a second one kills it.
     """
-    paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    command = [sys.executable, "-P", "-m", module, f"--parent={os.getpid()}", *arguments]
     with _unheard_by_children():
-        child = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
+        child = start_python(["-m", module, f"--parent={os.getpid()}", *arguments], stdin=None)
     stopped_by: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:

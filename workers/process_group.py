@@ -11,10 +11,8 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import NoReturn
 
 from workers.channel.control import Control
@@ -33,6 +31,7 @@ from workers.protocol import (
     unpack_output,
     unpack_step,
 )
+from workers.python_child import start_python
 from workers.rank import RankArguments
 
 logger = logging.getLogger("oarlock.group")
@@ -249,17 +248,8 @@ def joint_info(infos: dict[int, WorkerInfo]) -> WorkerInfo:
 
 
 def _spawn_rank(config: WorkerConfig, arguments: RankArguments, fds: list[int]) -> subprocess.Popen[bytes]:
-    root = str(Path(__file__).resolve().parent.parent)
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    if config.device == "cpu" and config.num_threads:
-        environment["OMP_NUM_THREADS"] = str(config.num_threads)
-    return subprocess.Popen(
-        [sys.executable, "-m", "workers.rank", arguments.to_json()],
-        pass_fds=fds,
-        stdin=subprocess.DEVNULL,
-        env=environment,
-    )
+    threads = {"OMP_NUM_THREADS": str(config.num_threads)} if config.device == "cpu" and config.num_threads else {}
+    return start_python(["-m", "workers.rank", arguments.to_json()], pass_fds=fds, environment=threads)
 
 
 def _how_it_ended(process: subprocess.Popen[bytes]) -> str:

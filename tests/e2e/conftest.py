@@ -1,5 +1,8 @@
 """Servers that several tests share, and what the checkpoint itself says: transformers' own greedy answers."""
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
 from tests.e2e.running import DEMO, RunningServer
@@ -62,6 +65,21 @@ def expected(prompts) -> list[str]:
 
 
 @pytest.fixture(scope="session")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder whose modules are named as the standard library's, torch's and ours, and leave a trace when they run."""
+    folder = tmp_path_factory.mktemp("foreign")
+    trace = folder / "it-ran"
+    code = f"open({str(trace)!r}, 'a').write(__file__ + chr(10))\nraise SystemExit('foreign code')\n"
+    for name in ("json", "logging", "ctypes", "torch", "numpy", "sitecustomize", "transformers", "oarlock"):
+        (folder / f"{name}.py").write_text(code)
+    for name in ("server", "engine", "workers"):
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text(code)
+    yield folder
+    assert not trace.exists(), trace.read_text()
+
+
+@pytest.fixture(scope="session")
 def tp1():
     """One rank, float32, prefix caching on in small blocks, so that short prompts share some."""
     flags = ("--dtype", "float32", "--block-size", 8, "--served-model-name", "demo", "alias")
@@ -70,7 +88,7 @@ def tp1():
 
 
 @pytest.fixture(scope="session")
-def tp2():
-    """Two ranks, float32, prefix caching on."""
-    with RunningServer(DEMO, "--dtype", "float32", "--served-model-name", "demo", "-tp", 2) as server:
+def tp2(foreign):
+    """Two ranks, float32, prefix caching on; started in a folder that nothing may be imported from."""
+    with RunningServer(DEMO, "--dtype", "float32", "--served-model-name", "demo", "-tp", 2, cwd=foreign) as server:
         yield server

@@ -35,8 +35,8 @@ def free_port() -> int:
 
 
 def command(*arguments: str | int | Path, module: str = "oarlock") -> list[str]:
-    """`oarlock …` of this very interpreter."""
-    return [sys.executable, "-m", module, *map(str, arguments)]
+    """`oarlock …` of this very interpreter; like the installed command, it does not import from where it stands."""
+    return [sys.executable, "-P", "-m", module, *map(str, arguments)]
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -73,6 +73,7 @@ class RunningServer:
         *flags: str | int | Path,
         env: dict[str, str] | None = None,
         module: str = "oarlock",
+        cwd: Path = ROOT,
     ) -> None:
         self.shared_before = shared_memory()
         self.port = free_port()
@@ -80,7 +81,7 @@ class RunningServer:
         self._log = tempfile.NamedTemporaryFile("w+", prefix="oarlock-test-", suffix=".log")  # noqa: SIM115
         self.process = subprocess.Popen(
             command("serve", *([model] if model else []), "--port", self.port, *flags, module=module),
-            cwd=ROOT,
+            cwd=cwd,
             env=environment(**(env or {})),
             stdout=self._log,
             stderr=subprocess.STDOUT,

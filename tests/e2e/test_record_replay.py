@@ -7,20 +7,21 @@ from concurrent.futures import ThreadPoolExecutor
 from tests.e2e.running import DEMO, ROOT, RunningServer, command, environment, free_port
 
 
-def oarlock(*arguments):
-    return subprocess.run(command(*arguments), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
+def oarlock(*arguments, cwd=ROOT):
+    return subprocess.run(command(*arguments), cwd=cwd, env=environment(), capture_output=True, text=True, timeout=120)
 
 
-def test_a_killed_servers_recording_is_replayed(tmp_path):
+def test_a_killed_servers_recording_is_replayed_where_foreign_modules_lie(tmp_path, foreign):
     file = tmp_path / "steps.rec"
-    with RunningServer(DEMO, "--record", file) as server:
+    with RunningServer(DEMO, "--record", file, "-tp", 2, cwd=foreign) as server:
         with ThreadPoolExecutor(4) as pool:
             prompts = [f"Q: What does {name} do?\nA:" for name in ("os.getcwd", "json.dumps", "re.sub", "math.gcd")]
             sent = [pool.submit(server.complete, prompt, max_tokens=8, logprobs=2) for prompt in prompts]
             used = [answer.result()["usage"] for answer in sent]
         server.send(signal.SIGKILL)
         server.process.wait(10)
-    result = oarlock("replay", file)
+    result = oarlock("replay", file, cwd=foreign)
+    assert not (foreign / "it-ran").exists()
     assert result.returncode == 0, result.stdout + result.stderr
     assert "the server was killed" in result.stdout and "the same answers" in result.stdout
     generated = sum(usage["completion_tokens"] for usage in used)

@@ -9,19 +9,20 @@ import pytest
 from tests.e2e.running import DEMO, ROOT, command, environment
 
 
-def verify(*arguments: str | int | Path) -> subprocess.CompletedProcess[str]:
+def verify(*arguments: str | int | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command("verify", *arguments), cwd=ROOT, env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True,
+        command("verify", *arguments), cwd=cwd, env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True,
         timeout=240,
     )  # fmt: skip
 
 
-def test_the_demo_model_on_two_ranks(tmp_path: Path) -> None:
+def test_the_demo_model_on_two_ranks(tmp_path: Path, foreign: Path) -> None:
     out = tmp_path / "report.json"
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("import os\n\nfor line in file:\n")
-    result = verify(DEMO, "-tp", 2, "--dtype", "float32", "--prompts", prompts, "--output", out)
+    result = verify(DEMO, "-tp", 2, "--dtype", "float32", "--prompts", prompts, "--output", out, cwd=foreign)
     assert result.returncode == 0, result.stderr
+    assert not (foreign / "it-ran").exists()
     lines = result.stdout.splitlines()
     assert lines[0].startswith("oarlock-demo (Qwen2ForCausalLM), float32, tensor-parallel size 2: ")
     assert lines[2].split()[:2] == ["layer", "tensor"]

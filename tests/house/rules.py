@@ -16,8 +16,15 @@ MAX_FUNCTION_LINES = 70
 
 # What a room may import from another, one floor down and no further.
 DOORS = {
-    "server": {"engine.client", "engine.types", "engine.config", "engine.errors", "engine.stats"},
-    "engine": {"workers.protocol", "workers.group", "workers.config", "workers.errors"},
+    "server": {
+        "engine.client",
+        "engine.types",
+        "engine.config",
+        "engine.errors",
+        "engine.stats",
+        "engine.python_child",
+    },
+    "engine": {"workers.protocol", "workers.group", "workers.config", "workers.errors", "workers.python_child"},
     "workers": set(),
 }
 # Packages that live in some rooms only.
@@ -34,6 +41,7 @@ HOMES = {
     "prometheus_client": {"server"},
 }
 DISTRIBUTED_HOME = "workers/parallel.py"
+INTERPRETER_HOME = "workers/python_child.py"  # starts all of our processes, without the caller's folder on the path
 # Whatever can turn bytes into code. `multiprocessing` pickles what it sends, apart from its shared memory.
 DANGEROUS_MODULES = {"pickle", "cPickle", "cloudpickle", "marshal", "dill", "shelve", "joblib", "multiprocessing"}
 HARMLESS_SUBMODULES = ("multiprocessing.shared_memory", "multiprocessing.resource_tracker")
@@ -146,6 +154,17 @@ def dangers(source: str, file: str) -> list[str]:
         if any(not (isinstance(value, ast.Constant) and value.value is False) for value in trusted):
             findings.append(f"{file}:{node.lineno}: trusts remote code")
     return findings
+
+
+def spawns(source: str, file: str) -> list[str]:
+    """Python processes started in another way than all of ours are."""
+    if file == INTERPRETER_HOME:
+        return []
+    return [
+        f"{file}:{node.lineno}: starts Python by itself; {INTERPRETER_HOME} does that"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute) and node.attr == "executable"
+    ]
 
 
 def sizes(source: str, file: str) -> list[str]:

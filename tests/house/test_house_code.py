@@ -21,7 +21,9 @@ def test_the_rooms_are_there():
     assert len(ROOM_FILES) > 30
 
 
-@pytest.mark.parametrize("check", [rules.upward_imports, rules.strangers, rules.dangers], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "check", [rules.upward_imports, rules.strangers, rules.dangers, rules.spawns], ids=lambda f: f.__name__
+)
 def test_rooms(check):
     assert findings(check, ROOM_FILES) == []
 
@@ -63,6 +65,7 @@ def test_nothing_is_left_undone_in_the_prose_either():
         (rules.dangers, "workers/runner.py", "import torch\ntorch.load('x')"),
         (rules.dangers, "workers/group.py", "import subprocess\nsubprocess.run('ls', shell=True)"),
         (rules.dangers, "server/tokenizer.py", "AutoTokenizer.from_pretrained(p, trust_remote_code=flag)"),
+        (rules.spawns, "engine/client.py", "import sys, subprocess\nsubprocess.Popen([sys.executable])"),
         (rules.sizes, "engine/core.py", "x = 1\n" * rules.MAX_FILE_LINES),
         (rules.sizes, "engine/core.py", "def f():\n" + "    x = 1\n" * rules.MAX_FUNCTION_LINES),
         (rules.silence, "engine/core.py", "x = 1"),

@@ -8,7 +8,6 @@ import os
 import select
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,9 +17,9 @@ from workers.channel.layout import total_bytes
 from workers.channel.ring import ChannelClosedError, anonymous_memory
 from workers.config import WorkerConfig
 from workers.errors import StartupError
+from workers.python_child import start_python
 
 _COLLECTIVE_BUFFER_BYTES = 4 << 20
-_ROOT = Path(__file__).resolve().parents[2]
 
 Say = Callable[[str], None]
 
@@ -45,12 +44,12 @@ class RankArguments:
 
 def run_reference(folder: Path) -> None:
     """transformers' side, in a process whose memory is given back before our ranks start."""
-    status = subprocess.run(
-        [sys.executable, "-P", "-m", "workers.verify.reference", str(folder), str(os.getpid())],
-        stdin=subprocess.DEVNULL,
-        env=_environment(None),
-        check=False,
-    ).returncode
+    with start_python(["-m", "workers.verify.reference", str(folder), str(os.getpid())]) as process:
+        try:
+            status = process.wait()
+        except BaseException:
+            process.kill()
+            raise
     if status:
         raise StartupError(
             f"transformers could not run this model ({_ending(status)}).",
@@ -94,11 +93,10 @@ def _spawn(config: WorkerConfig, folder: Path) -> tuple[list[subprocess.Popen[by
             config=config.to_json(),
         )
         processes.append(
-            subprocess.Popen(
-                [sys.executable, "-P", "-m", "workers.verify.rank", arguments.to_json()],
+            start_python(
+                ["-m", "workers.verify.rank", arguments.to_json()],
                 pass_fds=fds,
-                stdin=subprocess.DEVNULL,
-                env=_environment(config.num_threads if config.device == "cpu" else None),
+                environment={"OMP_NUM_THREADS": str(config.num_threads)} if config.device == "cpu" else {},
             )
         )
         theirs.close()
@@ -128,14 +126,6 @@ def _follow(processes: list[subprocess.Popen[bytes]], controls: list[Control], s
                 del running[rank]
             elif rank == 0:
                 say(f"our {len(controls)} rank(s): {message['text']}")
-
-
-def _environment(num_threads: int | None) -> dict[str, str]:
-    paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    if num_threads:
-        environment["OMP_NUM_THREADS"] = str(num_threads)
-    return environment
 
 
 def _ending(status: int) -> str:

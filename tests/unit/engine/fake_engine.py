@@ -9,6 +9,8 @@ import signal
 import sys
 import time
 
+sys.path.insert(0, os.path.dirname(__file__))  # which is not there by itself in a process of ours
+
 from engine_fakes import FakeGroup, Faults, make_info
 
 from engine.config import EngineConfig
