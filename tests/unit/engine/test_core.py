@@ -5,6 +5,7 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 from engine_fakes import FakeGroup, Faults, expected_tokens, make_config, make_info, make_request
@@ -24,7 +25,13 @@ class House:
     """A core on one end of a socket, a hand-driven frontend on the other."""
 
     def __init__(
-        self, faults: Faults | None = None, *, num_blocks: int = 33, full_bytes: int = 1 << 20, **config
+        self,
+        faults: Faults | None = None,
+        *,
+        num_blocks: int = 33,
+        full_bytes: int = 1 << 20,
+        clock: Callable[[], float] = time.monotonic,
+        **config,
     ) -> None:
         engine = make_config(**config)
         self.ours, theirs = socket.socketpair()
@@ -32,8 +39,8 @@ class House:
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # so that tests fill it soon
         self.group = FakeGroup(engine, make_info(engine, num_blocks), faults)
         self.wake_read, self.wake_write = os.pipe()
-        self.link = Link(theirs, full_bytes=full_bytes)
-        self.core = EngineCore(engine, self.group, self.link, wake_fd=self.wake_read)
+        self.link = Link(theirs, full_bytes=full_bytes, clock=clock)
+        self.core = EngineCore(engine, self.group, self.link, wake_fd=self.wake_read, clock=clock)
         self.reader = FrameReader()
         self.frames: list[Frame] = []
 
@@ -345,10 +352,57 @@ def test_an_unread_link_pauses_the_engine_and_loses_nothing() -> None:
     assert codes == [EXIT_OK]
 
 
-def test_a_frontend_that_never_reads_is_as_good_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core_module, "_UNREAD_LIMIT_S", 0.2)
-    house = House(full_bytes=1000, max_model_len=100, num_blocks=110, heartbeat_interval_s=0.05)
+class Clock:
+    """Time that passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def busy_house(clock: Clock) -> House:
+    """One whose steps write more than the socket takes, and whose heartbeat is always due."""
+    house = House(full_bytes=40_000, max_model_len=100, num_blocks=110, heartbeat_interval_s=0.0, clock=clock)
     house.ask(*(make_request(number, [number], max_tokens=90, logprobs=20) for number in (1, 2, 3, 4)))
+    return house
+
+
+def test_a_frontend_that_reads_is_alive_however_long_the_engine_did_not_wait() -> None:
+    clock = Clock()
+    house = busy_house(clock)
+    for _ in range(4):
+        clock.now += 1000.0  # of steps, without a wait
+        house.core.tick()
+        house.receive()
+    while house.core.tick():
+        pass
+    house.core._wait()
+    assert house.link.has_pending and not house.ends()
+
+
+def test_a_frontend_that_takes_a_little_now_and_then_is_alive() -> None:
+    clock = Clock()
+    house = busy_house(clock)
+    while house.core.tick():
+        pass
+    for _ in range(6):
+        clock.now += 40.0
+        house.reader.feed(house.ours.recv(1 << 16))
+        assert house.link.has_pending
+        house.core._wait()
+
+
+def test_a_frontend_that_never_reads_is_as_good_as_gone() -> None:
+    clock = Clock()
+    house = busy_house(clock)
+    while house.core.tick():
+        pass
+    for _ in range(2):
+        clock.now += 30.0
+        house.core._wait()
+    clock.now += 1.0
     assert house.core.run() == EXIT_OK
     assert house.core.scheduler.has_work and house.link.is_full
 
