@@ -5,22 +5,19 @@ Knows field names and their order; knows nothing of sockets, the engine or how t
 
 from __future__ import annotations
 
-import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from json.encoder import encode_basestring
 from typing import Any
 
 from server.choice import Delta, TokenScore
 from server.generation import Generation
+from server.json_text import dumps, json_text
 from server.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 _FLOOR = -9999.0  # JSON has no -Infinity; the field's convention for "impossible"
-# Valid in JSON strings, yet taken for line ends by some clients that split events by lines.
-_LINE_ENDS = str.maketrans({"\u2028": "\\u2028", "\u2029": "\\u2029", "\x85": "\\u0085"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +38,6 @@ class Head:
             "model": self.model,
             "system_fingerprint": self.fingerprint,
         }
-
-
-def dumps(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-
-
-def json_text(text: str) -> str:
-    """`text` as a JSON string that stays on one line for every reader."""
-    return encode_basestring(text).translate(_LINE_ENDS) if not text.isascii() else encode_basestring(text)
 
 
 def usage(generation: Generation) -> dict[str, Any]:
@@ -120,7 +108,7 @@ class AnswerFormat(ABC):
         ending = '"finish_reason":null'
         if delta.finish_reason is not None:
             ending = f'"finish_reason":"{delta.finish_reason}","stop_reason":{dumps(delta.stop_reason)}'
-        end = self._counting_end() if self._is_counting else self._end
+        end = self._ending()
         if self._has_extras:
             ending += _members(self._extras((delta,)))
             end = f"}}]{_members(self._beside_choices(delta))}{end[2:]}"
@@ -184,7 +172,10 @@ class AnswerFormat(ABC):
             for token_id, logprob, rank in ((score.token_id, score.logprob, score.rank), *top)
         }
 
-    def _counting_end(self) -> str:
+    def _ending(self) -> str:
+        """What follows a chunk's one choice."""
+        if not self._is_counting:
+            return self._end
         prompt = self._generation.prompt_tokens
         so_far = {
             "prompt_tokens": prompt,

@@ -10,10 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from server.answers import AnswerFormat, Details, Head, dumps, finite, json_text, usage
+from server.answers import AnswerFormat, Details, Head, finite, usage
 from server.chat_output import AnswerShape, MessageReader
 from server.choice import Delta, TokenScore
 from server.generation import Generation
+from server.json_text import dumps, json_text
 from server.tokenizer import Tokenizer
 from server.tools.events import Arguments, CallStart, Content, Event, Reasoning, merged
 
@@ -33,7 +34,7 @@ class ChatFormat(AnswerFormat):
 
     def opening(self, num_choices: int) -> Iterable[bytes]:
         role = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
-        return [f"{self._start}{index},{role}{self._end}".encode() for index in range(num_choices)]
+        return [f"{self._start}{index},{role}{self._ending()}".encode() for index in range(num_choices)]
 
     def chunk(self, delta: Delta) -> bytes | None:
         """The events that a piece becomes: one, or more when it holds several things."""

@@ -107,7 +107,9 @@ class ChatMessage(Wire):
             raise FieldError("messages", f"holds tool_calls in a message of the role '{self.role}'")
         if self.role == "tool" and self.tool_call_id is None:
             raise FieldError("messages", "holds a message of the role 'tool' without tool_call_id")
-        if self.content is None and not self.tool_calls and self.refusal is None:
+        # Histories hold answers as other servers wrote them, with an empty list of calls, or with thoughts alone.
+        is_answer = self.role == "assistant" and (self.tool_calls is not None or self.thoughts is not None)
+        if self.content is None and self.refusal is None and not is_answer:
             raise FieldError("messages", "holds a message without content")
         return self
 

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from server.chat_messages import ChatMessage, JsonObject, Tool, ToolChoice
 from server.schemas import SamplingFields
-from server.wire import INT32_MAX, MAX_LOGPROBS, FieldError
+from server.wire import INT32_MAX, MAX_LOGPROBS, WHOLE, FieldError
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
@@ -31,10 +31,10 @@ class ChatRequest(SamplingFields):
         description="the conversation; content is text or parts of type `text`; `developer` is `system` for templates "
         "that have no such role"
     )
-    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
+    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX), WHOLE] | None = Field(
         None, description="the older name of `max_completion_tokens`, which wins"
     )
-    max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
+    max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX), WHOLE] | None = Field(
         None, description="a ceiling, thoughts included; without one, what the context has room for"
     )
     logprobs: bool | None = Field(
@@ -42,7 +42,7 @@ class ChatRequest(SamplingFields):
         description="natural logarithms of the raw distribution, before temperature, penalties and filters, with the "
         "true bytes of every token",
     )
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = Field(
         None, description="so many alternatives with every token; only with `logprobs`"
     )
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = Field(

@@ -5,7 +5,6 @@ The answer is chosen by class, never by text. Knows status codes and the error b
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from starlette.responses import Response
 
 from engine.errors import EngineDeadError, EngineError, QueueFullError, RequestError
+from server.json_text import dumps
 
 MAX_MESSAGE = 2048
 INVALID = "invalid_request_error"
@@ -89,7 +89,7 @@ def error_object(error: HttpError) -> dict[str, Any]:
 
 def error_bytes(error: HttpError) -> bytes:
     """The whole error body as JSON."""
-    return json.dumps({"error": error_object(error)}, ensure_ascii=False).encode("utf-8", "replace")
+    return dumps({"error": error_object(error)}).encode("utf-8", "replace")
 
 
 def error_response(error: HttpError) -> Response:

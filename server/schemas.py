@@ -31,6 +31,7 @@ from server.wire import (
     MAX_LOGPROBS,
     MAX_SEQUENCES,
     MAX_TIMEOUT_S,
+    WHOLE,
     Bias,
     DecimalId,
     FieldError,
@@ -62,7 +63,7 @@ class SamplingFields(Wire):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
         1.0, description="keep the most likely tokens that hold this much probability; 0: greedy"
     )
-    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = Field(
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX), WHOLE] | None = Field(
         0, description="keep so many tokens; -1, 0, or more than the vocabulary: off"
     )
     min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
@@ -93,10 +94,10 @@ class SamplingFields(Wire):
         ]
         | None
     ) = Field(None, description="their token sequences, with and without a leading space, are never completed")
-    seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = Field(
+    seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX), WHOLE] | None = Field(
         None, description="same seed, same text, whatever else runs; without one, a fresh one for every choice"
     )
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE] | None = Field(
         1, description=f"choices per prompt, greedy ones too; n x prompts is at most {MAX_SEQUENCES}"
     )
     stop: Stop | None = Field(
@@ -108,12 +109,12 @@ class SamplingFields(Wire):
     include_stop_str_in_output: bool | None = Field(
         False, description="show the stop string or stop token that matched"
     )
-    min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
+    min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX), WHOLE] | None = Field(
         0, description="no end is considered before so many tokens; at most the token limit"
     )
     ignore_eos: bool | None = Field(False, description="the end-of-sequence token does not end the answer")
     skip_special_tokens: bool | None = Field(True, description="false: special tokens are shown in the text")
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = Field(
         None, description="for every prompt token its log-probability, its rank and the so many best; the first is null"
     )
     return_token_ids: bool | None = Field(
@@ -124,7 +125,7 @@ class SamplingFields(Wire):
     return_tokens_as_token_ids: bool | None = Field(
         False, description="tokens in logprobs are written `token_id:N` instead of as text"
     )
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = Field(
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX), WHOLE] | None = Field(
         None,
         description="keep only so many tokens from the prompt's end; -1: as many as fit beside the answer, "
         "at least half of the context; 0 is refused",
@@ -146,7 +147,9 @@ class SamplingFields(Wire):
         description="seconds: a choice that runs then ends with finish_reason `timeout`; if none has begun, 408. "
         "The header X-Request-Timeout says the same; the shorter counts",
     )
-    priority: Annotated[int, Field(ge=-INT32_MAX - 1, le=INT32_MAX)] | None = Field(0, description="lower runs earlier")
+    priority: Annotated[int, Field(ge=-INT32_MAX - 1, le=INT32_MAX), WHOLE] | None = Field(
+        0, description="lower runs earlier"
+    )
     cache_salt: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]*$")] | None = Field(
         None, description="prompt beginnings are shared in the KV cache only between equal salts; printable ASCII"
     )
@@ -199,18 +202,18 @@ class CompletionRequest(SamplingFields):
     """`POST /v1/completions`."""
 
     prompt: Prompt = Field(description="text, texts, token ids, or lists of token ids; choices go prompt by prompt")
-    max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
+    max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX), WHOLE] | None = Field(
         16,
         description="a ceiling: cut to what the context has room for; 0 scores the prompt, with `echo` or "
         "`prompt_logprobs` only, and costs no decoding",
     )
-    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE] | None = Field(
         None,
         description="generate so many, answer with the `n` of the best mean log-probability; not with `stream`; "
         "usage counts all",
     )
     echo: bool | None = Field(False, description="the text begins with the prompt, and so do the logprobs")
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = Field(
         None,
         description="natural logarithms of the raw distribution, before temperature, penalties and filters: each "
         "token's own and the so many best",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic.config import JsonDict
 
 MAX_PROMPTS = 1024
@@ -26,6 +26,15 @@ MAX_ALLOWED_IDS = 262_144
 MAX_TIMEOUT_S = 86_400
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
+
+
+def _whole_number(value: Any) -> Any:
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+# JSON knows one kind of number: 16.0 is the integer 16, also in JSON schemas. The last annotation of every integer field.
+# Token ids in lists are strict, because a million of them are read at full speed.
+WHOLE = BeforeValidator(_whole_number)
 
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_IDS, fail_fast=True)]

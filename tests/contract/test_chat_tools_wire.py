@@ -365,3 +365,16 @@ def test_the_official_client_puts_calls_together(chat, make_server):
         again = [*MESSAGES, plain.choices[0].message, *results]
         assert client.chat.completions.create(model="demo", messages=again).choices
     tokenizer.close()
+
+
+def test_the_arguments_of_a_call_keep_to_their_line(chat):
+    ends = "\u2028\u2029\x85"
+    stage = chat(f'<think>{ends}</think><tool_call>{{"name": "f", "arguments": {{"a": "{ends}"}}}}</tool_call>',
+                 templates.QWEN + "{# <think> #}")  # fmt: skip
+    response = _post(stage, {"tools": TOOLS, "stream": True})
+    assert response.text.splitlines() == response.text.split("\n")[:-1]
+    lines = [line[6:] for line in response.text.split("\n\n") if line.startswith("data: {")]
+    deltas = [json.loads(line)["choices"][0]["delta"] for line in lines]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert json.loads("".join(call["function"]["arguments"] for call in calls)) == {"a": ends}
+    assert "".join(delta.get("reasoning", "") for delta in deltas) == ends

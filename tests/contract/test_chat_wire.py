@@ -97,3 +97,67 @@ def test_neutral_values_of_unsupported_fields_are_accepted(make_stage):
     response = _post(make_stage(), fields)
     assert response.status_code == 200
     assert "X-Ignored-Parameters" not in response.headers
+
+
+def test_the_role_carries_the_usage_so_far(make_stage):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = _events(_post(make_stage(), {"stream": True, "stream_options": options}))
+    assert events[0]["choices"][0]["delta"]["role"] == "assistant"
+    prompt = events[-1]["usage"]["prompt_tokens"]
+    assert events[0]["usage"] == {"prompt_tokens": prompt, "completion_tokens": 0, "total_tokens": prompt}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"content": None, "tool_calls": []},
+        {"content": "", "tool_calls": []},
+        {"tool_calls": []},
+        {"content": None, "reasoning_content": "Hm", "tool_calls": None},
+    ],
+)
+def test_an_earlier_answer_without_words_is_an_empty_turn(make_stage, answer):
+    stage = make_stage()
+    end = {"role": "user", "content": "And now?"}
+    response = _post(stage, {"messages": [*MESSAGES, {"role": "assistant", **answer}, end]})
+    assert response.status_code == 200, response.text
+    _post(stage, {"messages": [*MESSAGES, {"role": "assistant", "content": ""}, end]})
+    first, second = stage.engine.requests
+    assert first.prompt_token_ids == second.prompt_token_ids
+
+
+def test_an_integer_may_be_written_with_a_fraction_of_zero(make_stage):
+    stage = make_stage()
+    fields = {"n": 2, "seed": 3, "top_k": 5, "min_tokens": 1, "priority": 1, "prompt_logprobs": 0}
+    fields |= {"max_tokens": 4, "top_logprobs": 1, "truncate_prompt_tokens": 9, "logprobs": True}
+    for asked in (fields, {name: value if value is True else float(value) for name, value in fields.items()}):
+        assert _post(stage, asked).status_code == 200
+    whole, written = stage.engine.requests[:2], stage.engine.requests[2:]
+    assert [request.params for request in whole] == [request.params for request in written]
+    assert all(type(request.params.max_tokens) is int and type(request.params.seed) is int for request in written)
+    for name in fields.keys() - {"logprobs"}:
+        response = _post(stage, {name: 1.5})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+
+
+LINE_ENDS = "\u2028 \u2029 \x85"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_no_chunk_holds_what_may_be_read_as_the_end_of_a_line(make_stage, monkeypatch, path):
+    stage = make_stage(f"a{LINE_ENDS}b", served_model_name=(f"m{LINE_ENDS}",), blamed=f"x{LINE_ENDS}", fail_after=4)
+    monkeypatch.setattr(stage.state.service.tokenizer, "token_bytes", lambda token_id: LINE_ENDS.encode())
+    shown = {"logprobs": 1} if path == "/v1/completions" else {"logprobs": True, "top_logprobs": 1}
+    body = {"prompt": "x"} if path == "/v1/completions" else {"messages": MESSAGES}
+    body |= {"stream": True, "prompt_logprobs": 1, "return_token_ids": True, **shown}
+
+    async def send():
+        async with stage.client() as client:
+            return await client.post(path, json=body)
+
+    response = anyio.run(send)
+    assert '"error"' in response.text
+    assert response.text.splitlines() == response.text.split("\n")[:-1]
+    told = [json.loads(line[6:]) for line in response.text.split("\n\n") if line.startswith("data: {")]
+    assert told[0]["model"] == f"m{LINE_ENDS}"
+    assert LINE_ENDS in json.dumps(told, ensure_ascii=False)
