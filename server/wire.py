@@ -32,7 +32,7 @@ def _whole_number(value: Any) -> Any:
     return int(value) if type(value) is float and value.is_integer() else value
 
 
-# JSON knows one kind of number: 16.0 is the integer 16, also in JSON schemas. The last annotation of every integer field.
+# JSON knows one kind of number: 16.0 is the integer 16, in JSON schemas too. Last annotation of every integer field.
 # Token ids in lists are strict, because a million of them are read at full speed.
 WHOLE = BeforeValidator(_whole_number)
 
