@@ -32,7 +32,10 @@ _READ_BYTES = 1 << 18
 _STATS_TIMEOUT_S = 1.0  # a step in flight may take longer; then the last snapshot serves
 _REAP_S = 8.0  # more than the engine itself allows its clean-up
 _POLL_S = 0.01
+_WATCH_S = 0.25
+_SILENCE_MARGIN_S = 1.5  # an engine that finds out by itself that a rank hangs can say more: it gets to speak first
 _EXIT_DIED = 5
+_EXIT_HUNG = 6
 
 
 class EngineClient:
@@ -66,6 +69,7 @@ class EngineClient:
         self._is_connected = True
         self._is_closing = False
         self._dispatcher = asyncio.create_task(self._dispatch(), name="engine-client")
+        self._watch_task = asyncio.create_task(self._watch(), name="engine-watch")
 
     # -- start and stop
 
@@ -202,11 +206,13 @@ class EngineClient:
             cause = f"its socket failed: {error}"
         finally:
             self._is_connected = False
+            self._watch_task.cancel()
             self._last_stats.state = "dead"
             self._writer.close()
             if cause is not None:
                 self.death_cause = self.death_cause or cause
             self._tell_all()
+        await asyncio.wait((self._watch_task,))
         await self._bury()
 
     def _receive(self, frame: Frame) -> None:
@@ -254,6 +260,29 @@ class EngineClient:
         for reset in self._resets.values():
             if not reset.done():
                 reset.set_exception(self._death())
+
+    async def _watch(self) -> None:
+        """End an engine that is silent for longer than one that works can be: it is stopped, or it hangs."""
+        limit_s = self.info.max_silence_s + _SILENCE_MARGIN_S
+        silent_s, seen_s = 0.0, self._progress_s
+        before = time.monotonic()
+        while silent_s <= limit_s:
+            await asyncio.sleep(_WATCH_S)
+            if not self.is_alive:
+                return
+            now = time.monotonic()
+            # Little of the time in which this process was itself stopped counts: what was said then is yet to be read.
+            silent_s += min(now - before, 2 * _WATCH_S)
+            before = now
+            if self._progress_s != seen_s:
+                silent_s, seen_s = 0.0, self._progress_s
+        logger.error("event=engine_hung silent_s=%.1f limit_s=%g", silent_s, limit_s)
+        self.death_cause, self.exit_code = f"the engine process has not been heard for {silent_s:.1f} s", _EXIT_HUNG
+        self._tell_all()
+        for pid in self.info.rank_pids:  # nobody else's numbers: their parent, which hangs, has not collected them
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.kill()
 
     async def _bury(self) -> None:
         """Learn how the process ended; after that `dead` is set."""

@@ -16,7 +16,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     max_waiting_requests: int = 512  # beyond: QueueFullError
     max_waiting_tokens: int = 1_000_000  # prompt tokens in the waiting room; beyond: QueueFullError
-    heartbeat_interval_s: float = 5.0  # an idle engine still proves that every rank answers
+    heartbeat_interval_s: float = 2.0  # an idle engine still proves that every rank answers
     inline_single_rank: bool = True  # with one rank, run it inside the engine process
     record_path: str | None = None  # a new file for every step and answer; None: nothing is recorded
     record_limit_bytes: int | None = None  # recording stops there, serving goes on; None: when the disk is full

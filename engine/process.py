@@ -160,6 +160,7 @@ def engine_info(config: EngineConfig, group: "WorkerGroup") -> EngineInfo:
         batch_invariant=info.batch_invariant,
         batch_invariant_reason=info.batch_invariant_reason,
         rank_pids=group.rank_pids,
+        max_silence_s=config.heartbeat_interval_s + worker.step_timeout_s,
     )
 
 

@@ -3,6 +3,7 @@
 These are the only objects that cross from the server to the engine and back.
 """
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -108,3 +109,4 @@ class EngineInfo:
     batch_invariant: bool = False  # a request's numbers do not depend on its company; tested at the start
     batch_invariant_reason: str = "it was not tested"
     rank_pids: tuple[int, ...] = field(default=())
+    max_silence_s: float = math.inf  # no engine that works says nothing for longer

@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import psutil
@@ -12,7 +14,8 @@ import pytest
 
 from tests.e2e.running import DEMO, RunningServer, eventually, shared_memory
 
-WORKER_DIED = 5  # the documented status
+WORKER_DIED, ENGINE_HUNG = 5, 6  # the documented statuses
+STEP_TIMEOUT_S = 3
 LONG, SHORT = 1500, 400  # tokens: never over before the test acts; over soon after it has acted
 PATIENT = ("--drain-timeout", 120)
 
@@ -149,3 +152,24 @@ def test_requests_that_outlast_the_drain_are_ended_with_an_error():
         assert server.stop(within_s=10) != 0, "requests were lost, so the status must say so"
         stream.join(5)
         assert stream.last.get("error"), stream.last
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_stopped_engine_fails_every_open_request_and_ends_the_server(ranks):
+    with RunningServer(DEMO, "-tp", ranks, "--step-timeout", STEP_TIMEOUT_S) as server:
+        engine, children = family(server)
+        (stream,) = open_streams(server, 1)
+        with ThreadPoolExecutor(1) as pool:
+            body = {"prompt": "x", "max_tokens": LONG, "ignore_eos": True}
+            whole = pool.submit(server.client.post, "/v1/completions", json=body)
+            eventually(lambda: server.metrics()["vllm:num_requests_running"] == 2, 10, "both run")
+            for process in (*children[:1], engine):  # a rank that is stopped, too, reads no end of file
+                process.suspend()
+            answer = whole.result(30)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
+        stream.join(5)
+        assert stream.done and stream.last["error"]["code"] == "engine_dead", stream.last
+        assert server.process.wait(10) == ENGINE_HUNG, server.log
+        (silent_s,) = re.findall(r"event=engine_hung silent_s=([0-9.]+)", server.log)
+        assert float(silent_s) < STEP_TIMEOUT_S + 4, "it takes too long to find out"
+        nothing_left(server)

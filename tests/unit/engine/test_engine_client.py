@@ -236,6 +236,63 @@ def test_when_the_engine_dies_everyone_is_told(scenario: dict, code: int, cause:
     run(scene)
 
 
+def quick_watch(monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
+    """Limits after which a silent engine counts as hung: 0.6 s in all."""
+    monkeypatch.setattr("engine.client._WATCH_S", 0.05)
+    monkeypatch.setattr("engine.client._SILENCE_MARGIN_S", 0.2)
+    return make_config(step_timeout_s=0.3, heartbeat_interval_s=0.1)
+
+
+def test_a_stopped_engine_is_ended_and_everyone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = quick_watch(monkeypatch)
+
+    async def scene() -> None:
+        async with started(scenario_config(config, step_s=0.01)) as client:
+            tasks = [asyncio.create_task(collect(client, make_request(n, [n], max_tokens=60))) for n in (1, 2)]
+            await asyncio.sleep(0.1)
+            os.kill(client.pid, signal.SIGSTOP)
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+            assert [type(outcome) for outcome in outcomes] == [EngineDeadError] * 2
+            assert not client.is_alive and client.num_open == 0
+            await client.dead.wait()
+            assert client.exit_code == 6 and "has not been heard" in (client.death_cause or "")
+
+    run(scene)
+
+
+def test_an_idle_engine_that_stops_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = quick_watch(monkeypatch)
+
+    async def scene() -> None:
+        async with started(scenario_config(config)) as client:
+            await asyncio.sleep(1.0)  # heartbeats are enough
+            assert client.is_alive
+            os.kill(client.pid, signal.SIGSTOP)
+            await client.dead.wait()
+            assert client.exit_code == 6
+
+    run(scene)
+
+
+def test_time_in_which_the_frontend_was_itself_stopped_is_not_the_engines_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = quick_watch(monkeypatch)
+
+    async def scene() -> None:
+        async with started(scenario_config(config, step_s=0.01)) as client:
+            request = make_request(1, [1], max_tokens=60)
+            task = asyncio.create_task(collect(client, request))
+            await asyncio.sleep(0.1)
+            time.sleep(1.5)  # nothing of this process's loop runs, as when it is stopped
+            assert [token for event in await task for token in event.token_ids] == expected_tokens(request)
+            time.sleep(1.5)
+            await asyncio.sleep(0.5)
+            assert client.is_alive
+
+    run(scene)
+
+
 def test_what_was_computed_before_the_death_is_delivered_before_the_error() -> None:
     async def scene() -> None:
         async with started(scenario_config(die_at_step=4)) as client:
@@ -318,7 +375,8 @@ def test_a_start_that_fails_says_why(scenario: dict, code: int, says: str) -> No
     run(scene)
 
 
-def test_a_cancelled_start_leaves_no_process() -> None:
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_cancelled_start_leaves_no_process(is_stopped: bool) -> None:
     async def scene() -> None:
         before = set(_children())
         loading = asyncio.Event()
@@ -328,6 +386,9 @@ def test_a_cancelled_start_leaves_no_process() -> None:
         await loading.wait()
         children = set(_children()) - before
         assert children
+        if is_stopped:
+            for pid in children:
+                os.kill(pid, signal.SIGSTOP)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
