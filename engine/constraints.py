@@ -9,6 +9,8 @@ nothing is forced. Knows ids and numpy. Does not know rows, steps, nor how the r
 
 import numpy as np
 
+from engine.bad_words import BadWords
+from engine.identity_cache import IdentityCache
 from engine.sequence import Sequence
 from engine.types import SamplingParams
 from workers.protocol import mask_words
@@ -28,16 +30,33 @@ def banned_always(params: SamplingParams) -> list[int]:
     return ids + [word[0] for word in params.bad_words if len(word) == 1]
 
 
+class _AllowedIds:
+    """The mask of `allowed_token_ids`: uint32, as many words as the largest of them needs."""
+
+    def __init__(self, ids: tuple[int, ...]) -> None:
+        self.made_from = ids
+        self._bits = _bits(ids, max(ids) + 1)
+
+    def narrow(self, mask: np.ndarray) -> None:
+        size = len(self._bits)
+        mask[:size] &= self._bits
+        mask[size:] = 0
+
+
+_bad_words = IdentityCache(BadWords)
+_allowed_ids = IdentityCache(_AllowedIds)
+
+
 class Constraints:
     """Of one sequence, which lends them its token ids at each step."""
 
     __slots__ = (
+        "_allowed",
+        "_bad_words",
         "_bans",
-        "_endings",
         "_forced",
         "_forced_ids",
         "_ids",
-        "_masked",
         "_min_tokens",
         "_stop_ids",
         "_values",
@@ -52,21 +71,16 @@ class Constraints:
         self._forced_ids = [token for token, value in params.logit_bias if value >= FORCE]
         self._forced = _bits(self._forced_ids, vocab_size) if self._forced_ids else None
         allowed = params.allowed_token_ids
-        self._masked = None if allowed is None else _bits(allowed, vocab_size)
+        self._allowed = None if allowed is None else _allowed_ids.get(allowed)
         self._min_tokens = params.min_tokens
         self._stop_ids = sorted(seq.stop_ids)
-        self._endings: dict[int, list[tuple[list[int], int]]] = {}  # last id before the banned one -> what ends with it
-        for word in params.bad_words:
-            if len(word) > 1:
-                self._endings.setdefault(word[-2], []).append((list(word[:-1]), word[-1]))
+        self._bad_words = _bad_words.get(params.bad_words) if params.bad_words else None
 
     def bans_now(self, seq: Sequence) -> list[int]:
         """Ids that are banned in this step on top of those that always are."""
         ids = self._stop_ids if seq.num_generated_tokens < self._min_tokens else []
-        if self._endings and seq.num_generated_tokens:
-            tokens, most = seq.token_ids, seq.num_generated_tokens
-            ends = self._endings.get(tokens[-1], ())
-            ids = ids + [last for head, last in ends if len(head) <= most and tokens[-len(head) :] == head]
+        if self._bad_words is not None and seq.num_generated_tokens:
+            ids = ids + self._bad_words.completed_by(seq.token_ids, seq.num_generated_tokens)
         return ids
 
     def bias(self, bans_now: list[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -77,7 +91,7 @@ class Constraints:
         return np.concatenate([self._ids, np.array(bans_now, np.int32)]), np.concatenate([self._values, values])
 
     def has_mask(self, seq: Sequence) -> bool:
-        return self._masked is not None or self._forced is not None or seq.grammar_state is not None
+        return self._allowed is not None or self._forced is not None or seq.grammar_state is not None
 
     def fill_mask(self, seq: Sequence, bans_now: list[int], into: np.ndarray) -> None:
         """The ids that may be chosen, as bits of `into`, uint32 [ceil(vocab / 32)]."""
@@ -85,8 +99,8 @@ class Constraints:
             seq.grammar_state.fill_mask(into)
         else:
             into[:] = _ALL
-        if self._masked is not None:
-            into &= self._masked
+        if self._allowed is not None:
+            self._allowed.narrow(into)
         if self._forced is not None:
             forced = into & self._forced
             for token in {*self._bans, *bans_now}.intersection(self._forced_ids):

@@ -84,7 +84,7 @@ def read_ready(frame: Frame) -> EngineInfo:
 def request(value: Request) -> bytes:
     """The lists that can be as long as a vocabulary or a context travel as ints. Raises `FrameError` for wrong ids."""
     params = {field.name: getattr(value.params, field.name) for field in fields(value.params)}
-    allowed = params.pop("allowed_token_ids")
+    allowed, words = params.pop("allowed_token_ids"), params.pop("bad_words")
     if value.params.grammar is not None:
         params["grammar"] = asdict(value.params.grammar)
     head = {
@@ -92,35 +92,56 @@ def request(value: Request) -> bytes:
         "id": value.request_id,
         "params": params,
         "num_allowed": None if allowed is None else len(allowed),
+        "bad_words": [len(word) for word in words],
         "priority": value.priority,
         "salt": value.cache_salt.hex(),
     }
-    return encode(head, chain(value.prompt_token_ids, allowed or ()))
+    return encode(head, chain(value.prompt_token_ids, allowed or (), *words))
 
 
 @_reader
 def read_request(frame: Frame) -> Request:
-    head, ints = frame.head, tuple(frame.ints)
+    head, ints = frame.head, frame.ints
     params = dict(head["params"])
     for name in ("eos_token_ids", "stop_token_ids"):
         params[name] = tuple(int(token) for token in params[name])
     params["logit_bias"] = tuple((int(token), float(value)) for token, value in params["logit_bias"])
-    params["bad_words"] = tuple(tuple(int(token) for token in word) for word in params["bad_words"])
     if params["grammar"] is not None:
         params["grammar"] = Grammar(*(str(params["grammar"][field.name]) for field in fields(Grammar)))
-    prompt = ints
+    num_allowed, lengths = head["num_allowed"] or 0, tuple(int(length) for length in head["bad_words"])
+    words_at = len(ints) - sum(lengths)
+    prompt_ends = words_at - num_allowed
+    if min((num_allowed, prompt_ends, *lengths)) < 0:
+        raise FrameError("more allowed ids and bad words than the frame holds")
     if head["num_allowed"] is not None:
-        if not 0 <= head["num_allowed"] <= len(ints):
-            raise FrameError("more allowed ids than the frame holds")
-        split = len(ints) - head["num_allowed"]
-        prompt, params["allowed_token_ids"] = ints[:split], ints[split:]
+        params["allowed_token_ids"] = _read_once("allowed_token_ids", ints[prompt_ends:words_at], tuple)
+    params["bad_words"] = _read_once("bad_words", (lengths, ints[words_at:]), _read_words)
     return Request(
         request_id=int(head["id"]),
-        prompt_token_ids=prompt,
+        prompt_token_ids=_read_once("prompt", ints[:prompt_ends], tuple),
         params=SamplingParams(**params),
         priority=int(head["priority"]),
         cache_salt=bytes.fromhex(head["salt"]),
     )
+
+
+_last_read: dict[str, tuple[Any, Any]] = {}
+
+
+def _read_once(name: str, raw: Any, read: Callable[[Any], Any]) -> Any:
+    """What `read` makes of `raw`, the same object as the last time where it is equal.
+
+    The choices of a request come one after the other: they share their long lists, and what is made of those.
+    """
+    last = _last_read.get(name)
+    if last is None or last[0] != raw:
+        last = _last_read[name] = raw, read(raw)
+    return last[1]
+
+
+def _read_words(raw: tuple[tuple[int, ...], array]) -> tuple[tuple[int, ...], ...]:
+    lengths, ints = raw
+    return tuple(tuple(ints[end - length : end]) for length, end in zip(lengths, accumulate(lengths), strict=True))
 
 
 def abort(request_id: int) -> bytes:

@@ -1,12 +1,17 @@
 """Counts that grow with the sequence equal counts made from scratch."""
 
+import time
 from collections import Counter
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.choice_sections import choice_sections
 from engine.history import TokenHistory
+from engine.sequence import Sequence
+from engine.types import Request, SamplingParams
 
+PENALISED = SamplingParams(repetition_penalty=1.1)
 _TOKENS = st.lists(st.integers(0, 300), max_size=400)
 
 
@@ -21,3 +26,20 @@ def test_counts_equal_those_from_scratch(prompt, generated, stops, with_prompt) 
         ids, counts = history.ids.tolist(), history.counts.tolist()
         assert len(ids) == len(expected)
         assert dict(zip(ids, counts, strict=True)) == expected
+
+
+def test_the_choices_of_one_prompt_look_through_it_once() -> None:
+    prompt = tuple(range(40_000, 0, -1))
+
+    def cost(num_choices: int) -> float:
+        seqs = []
+        for number in range(num_choices):
+            request = Request(number, (*prompt,) if number == 0 else seqs[0].request.prompt_token_ids, PENALISED)
+            seqs.append(Sequence(request, key=(0.0, number), max_len=50_000, arrival_s=0.0))
+        began = time.thread_time()
+        sections, _ = choice_sections([*enumerate(seqs)], 50_000)
+        spent = time.thread_time() - began
+        assert len(sections["history_ids"]) == num_choices * len(prompt)
+        return spent
+
+    assert min(cost(32) for _ in range(3)) < 12 * min(cost(1) for _ in range(5))

@@ -85,12 +85,30 @@ def test_what_may_be_chosen_travels(prompt, params) -> None:
     assert back == request and hash(back) == hash(request)
 
 
-def test_more_allowed_ids_than_the_frame_holds() -> None:
-    for count in (4, -1):
-        frame = frame_of(messages.request(Request(1, (1, 2), SamplingParams(allowed_token_ids=(5,)))))
-        frame.head["num_allowed"] = count
-        with pytest.raises(FrameError):
-            messages.read_request(frame)
+@pytest.mark.parametrize(
+    ("field", "value"), [("num_allowed", 5), ("num_allowed", -1), ("bad_words", [5]), ("bad_words", [4, -1])]
+)
+def test_more_ids_than_the_frame_holds(field, value) -> None:
+    frame = frame_of(messages.request(Request(1, (1, 2), SamplingParams(allowed_token_ids=(5,), bad_words=((6,),)))))
+    frame.head[field] = value
+    with pytest.raises(FrameError):
+        messages.read_request(frame)
+
+
+def test_the_choices_of_a_request_share_their_long_lists() -> None:
+    def read(number: int, **other) -> Request:
+        params = {"seed": number, "allowed_token_ids": (5, 6, 7), "bad_words": ((6, 8), (9,))} | other
+        request = Request(number, (1, 2, 3, number // 3), SamplingParams(**params))
+        back = messages.read_request(frame_of(messages.request(request)))
+        assert back == request
+        return back
+
+    first, second = read(1), read(2)
+    assert first.prompt_token_ids is second.prompt_token_ids
+    assert first.params.allowed_token_ids is second.params.allowed_token_ids
+    assert first.params.bad_words is second.params.bad_words
+    other = read(3, bad_words=((6,), (8, 9)))
+    assert other.prompt_token_ids is not first.prompt_token_ids, "and equal ones alone"
 
 
 @pytest.mark.parametrize(
