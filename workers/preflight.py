@@ -7,11 +7,11 @@ Torch-free and quick: a user's mistake costs a fraction of a second and one line
 import ctypes
 import importlib.util
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from workers.config import WorkerConfig
+from workers.cores import available_cores
 from workers.errors import StartupError
 from workers.layers.shards import working_sizes
 from workers.models.registry import describe
@@ -215,13 +215,3 @@ def cuda_device_count() -> int:
     if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
         return 0
     return count.value
-
-
-def available_cores() -> int:
-    """Cores this process may use: its affinity, or less under a container's CPU quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):  # not a cgroup-v2 system: affinity is all there is to know
-        return cores
-    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))

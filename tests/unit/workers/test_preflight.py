@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from tests.golden.tiny_models import FAMILIES, make_tiny
 from workers import preflight as module
 from workers.config import WorkerConfig
+from workers.cores import available_cores
 from workers.errors import StartupError
-from workers.preflight import available_cores, cuda_device_count, preflight
+from workers.preflight import cuda_device_count, preflight
 from workers.weights.checkpoint import SINGLE_FILE
 
 
