@@ -12,13 +12,15 @@ SERVER := $(VENV)/.oarlock-installed
 TOOLS := $(VENV)/.oarlock-tools-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint format docs soak verify-full accuracy clients fuzz bench-load clean
+.PHONY: help install serve check test test-long lint format docs soak verify-full accuracy clients fuzz bench-load clean
 
 help:
 	@echo 'make install      make .venv with the pinned requirements and the oarlock command'
 	@echo 'make serve        install, then serve the demo model (ARGS="MODEL --tensor-parallel-size 2" for others)'
-	@echo 'make test         install, then linter, formatter check, type checker and every test'
-	@echo 'make lint         the first three of these'
+	@echo 'make check        install, then linter, formatter check, type checker and what runs in one process: minutes'
+	@echo 'make test         the same, and every test with servers and ranks'
+	@echo 'make test-long    what takes longer: soak, fuzz, clients, a model of true size'
+	@echo 'make lint         linter, formatter check and type checker'
 	@echo 'make format       let the formatter and the linter mend what they can'
 	@echo 'make docs         write anew the parts of docs/ that are made from the code'
 	@echo 'make soak         the two-minute disconnect storm'
@@ -71,16 +73,32 @@ docs: $(TOOLS)
 ALONE := tests/parallel tests/e2e tests/load
 TOGETHER := $(filter-out $(ALONE),$(wildcard tests/*))
 
+TWO_AT_A_TIME := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+
+check: lint
+	@echo '==> pytest, without the slow tests, two at a time'
+	@$(TWO_AT_A_TIME) -m 'not slow and not soak' $(TOGETHER)
+
 test: lint
 ifeq ($(strip $(ARGS)),)
 	@echo '==> pytest, two at a time'
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile $(TOGETHER)
+	@$(TWO_AT_A_TIME) $(TOGETHER)
 	@echo '==> pytest, one at a time'
 	@$(BIN)/python -m pytest $(ALONE)
 else
 	@echo '==> pytest'
 	@$(BIN)/python -m pytest $(ARGS)
 endif
+
+test-long: $(TOOLS)
+	@echo '==> soak'
+	@$(BIN)/python -m pytest -m soak tests/e2e
+	@echo '==> fuzz'
+	@$(BIN)/python -m tests.fuzz.run --requests 4000
+	@echo '==> clients'
+	@$(BIN)/python -m tests.clients.run
+	@echo '==> a model of true size'
+	@$(BIN)/python -m tests.golden.full_shape --print
 
 soak: $(TOOLS)
 	@$(BIN)/python -m pytest -m soak tests/e2e $(ARGS)

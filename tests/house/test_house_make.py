@@ -38,13 +38,15 @@ def test_help_names_every_target():
     assert [name for name in targets[1].split() if name != "help" and f"make {name} " not in listed] == []
 
 
-@pytest.mark.parametrize(
-    "target", ["install", "serve", "test", "lint", "soak", "verify-full", "accuracy", "clients", "fuzz", "bench-load"]
-)
+SERVING = ["install", "serve"]
+TESTING = ["check", "test", "test-long", "lint", "soak", "verify-full", "accuracy", "clients", "fuzz", "bench-load"]
+
+
+@pytest.mark.parametrize("target", SERVING + TESTING)
 def test_a_fresh_checkout_is_installed_first(folder, target):
     plan = run(folder, "make", "-n", target).stdout
     assert "-m venv .venv" in plan and "-r requirements.txt" in plan and "--editable ." in plan
-    assert ("-r requirements-dev.txt" in plan) == (target not in ("install", "serve"))
+    assert ("-r requirements-dev.txt" in plan) == (target in TESTING)
 
 
 def test_a_second_install_does_nothing(folder):
@@ -61,9 +63,10 @@ def test_serve_passes_its_arguments_on(folder):
     )
 
 
-def test_the_tests_are_linter_formatter_types_and_pytest(folder):
+@pytest.mark.parametrize("target", ["check", "test"])
+def test_the_tests_are_linter_formatter_types_and_pytest(folder, target):
     install_by_hand(folder, ".oarlock-installed", ".oarlock-tools-installed")
-    plan = run(folder, "make", "-n", "test").stdout
+    plan = run(folder, "make", "-n", target).stdout
     steps = ["ruff check .", "ruff format --check .", "ty check", "-m pytest"]
     places = [plan.index(f"{step}") for step in steps]
     assert places == sorted(places)
@@ -75,22 +78,37 @@ def test_without_a_python_one_line_says_so_and_one_what_to_do(folder):
     assert "error: no Python 3.11" in result.stdout and "fix: " in result.stdout
 
 
+PASSED = "==== 7 passed, 1 skipped in 3.21s ===="
+FAILED = "= 1 failed, 6 passed in 61.00s (0:01:01) ="
+LONG_PASSED = "==== 2 passed in 250.00s ===="
+
+
 @pytest.mark.parametrize(
-    ("recipe", "status", "last"),
+    ("recipe", "long_recipe", "status", "last"),
     [
-        ("echo '==== 7 passed, 1 skipped in 3.21s ===='", 0, "==== 7 passed, 1 skipped in 3.21s ===="),
-        ("echo '= 1 failed, 6 passed in 61.00s (0:01:01) ='; exit 1", 2, "= 1 failed, 6 passed in 61.00s (0:01:01) ="),
-        ("echo 'ruff: found 1 error'; exit 1", 2, None),
+        (f"echo '{PASSED}'", f"echo '{LONG_PASSED}'", 0, LONG_PASSED),
+        (f"echo '{FAILED}'; exit 1", f"echo '{LONG_PASSED}'", 2, FAILED),
+        (f"echo '{PASSED}'", f"echo '{FAILED}'; exit 1", 2, FAILED),
+        (f"echo '{PASSED}'", "echo 'fuzz: 3 problems'; exit 1", 2, PASSED),
+        ("echo 'ruff: found 1 error'; exit 1", f"echo '{LONG_PASSED}'", 2, None),
     ],
 )
-def test_continuous_integration_is_honest(tmp_path, recipe, status, last):
-    (tmp_path / "Makefile").write_text(f"test:\n\t@{recipe}\n")
+def test_continuous_integration_is_honest(tmp_path, recipe, long_recipe, status, last):
+    (tmp_path / "Makefile").write_text(f"test:\n\t@{recipe}\ntest-long:\n\t@{long_recipe}\n")
     shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
     result = run(tmp_path, tmp_path / ".ci" / "run")
     assert result.returncode == status
     assert (result.stdout.splitlines()[-1] == last) == (last is not None)
 
 
-def test_continuous_integration_runs_the_readmes_test_command():
-    assert "make test" in (ROOT / ".ci" / "run").read_text()
+def test_continuous_integration_runs_the_readmes_test_command(folder):
+    assert "for target in test test-long" in (ROOT / ".ci" / "run").read_text()
     assert "```bash\nmake test\n```" in (ROOT / "README.md").read_text()
+
+
+def test_the_long_tests_are_soak_fuzz_clients_and_a_model_of_true_size(folder):
+    install_by_hand(folder, ".oarlock-installed", ".oarlock-tools-installed")
+    plan = run(folder, "make", "-n", "test-long").stdout
+    steps = ["-m soak", "tests.fuzz.run", "tests.clients.run", "tests.golden.full_shape --print"]
+    places = [plan.index(step) for step in steps]
+    assert places == sorted(places)

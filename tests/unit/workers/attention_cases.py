@@ -10,6 +10,14 @@ from workers.attention.base import AttentionBackend, AttentionSpec, KVSpec, Laye
 from workers.batch import Batch
 from workers.protocol import NULL_BLOCK, StepMetadata
 
+# oneDNN takes bfloat16 on every processor with AVX512, but where it has no instructions for it, a row's bits depend on
+# how many rows there are and on how they fall to the threads. The self-test of the start finds that out and says so.
+EMULATES_BFLOAT16 = (
+    "oneDNN emulates bfloat16 on this processor and promises nothing about rows"
+    if torch.cpu._is_avx512_supported() and not torch.cpu._is_avx512_bf16_supported()
+    else None
+)
+
 
 @dataclass(frozen=True)
 class Seq:
