@@ -76,5 +76,7 @@ async def _framework_error(request: Request, error: Exception) -> Response:
         return error_response(HttpError(404, f"There is no route {request.method} {path}.", code="route_not_found"))
     if error.status_code == 405:
         message = f"{path} does not answer to {request.method}."
-        return error_response(HttpError(405, message, code="method_not_allowed", headers=error.headers))
+        allowed = (error.headers or {}).get("Allow", "")
+        headers = {"Allow": "GET, HEAD" if allowed == "GET" else allowed}
+        return error_response(HttpError(405, message, code="method_not_allowed", headers=headers))
     return error_response(HttpError(error.status_code, str(error.detail), headers=error.headers))

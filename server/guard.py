@@ -72,6 +72,8 @@ class Guard:
 
         counted = False
         try:
+            if scope["state"].get("crowded") and scope["path"] not in PROBES:
+                raise _crowded()
             scope["state"]["key"] = self._check(scope["path"], headers)
             if scope["path"] not in self._open and scope["path"] != "/metrics":
                 self._check_state(is_admin=scope["path"].startswith(ADMIN))
@@ -144,6 +146,12 @@ class Guard:
             return True
         name = host[1 : host.index("]")] if host.startswith("[") and "]" in host else host.rpartition(":")[0] or host
         return name in _LOOPBACK_NAMES or name == self._host or is_loopback(name)
+
+
+def _crowded() -> HttpError:
+    """For a connection beyond the limit, which only probes may use."""
+    message = "All connections of this server are in use. Try again in a moment, or use one connection for more."
+    return HttpError(503, message, code="too_many_connections", headers={"Connection": "close", **retry_after(1)})
 
 
 def _key_wanted(what: str) -> HttpError:

@@ -1,7 +1,6 @@
-"""The HTTP/1.1 server: uvicorn with its signal handling removed and with limits it lacks.
+"""The HTTP/1.1 server: uvicorn with its signal handling removed, a limit of connections, and one clock for them all.
 
-Connections that never complete a request head are closed; heads are bounded; refusals of the parser have our error
-shape; what a dead reader left in a buffer is dropped. Knows sockets and bytes, not routes.
+What a single connection may do is in `http_connection`. Knows sockets and descriptors, not routes.
 """
 
 from __future__ import annotations
@@ -9,121 +8,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import resource
 import socket
 from collections.abc import Generator
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from engine.errors import StartupError
-from server.errors import HttpError, error_bytes
 from server.guard import is_loopback
+from server.http_connection import BoundedProtocol, Connections
 
-HEAD_TIMEOUT_S = 20.0
-MAX_HEAD_BYTES = 32 * 1024
-MAX_HEAD_FIELDS = 100
-_KEEP_ALIVE_S = 65  # above the usual 60 s of proxies, so that they and not we close idle connections
-_REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
-
-
-class BoundedProtocol(HttpToolsProtocol):
-    """One connection, with a deadline and a size for every request head."""
-
-    _head_timer: asyncio.TimerHandle | None = None
-    _head_bytes = 0
-    _in_head = False
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._expect_head()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._head_done()
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        if self._in_head:
-            self._head_bytes += len(data)
-        super().data_received(data)
-        if self.transport.is_closing() or not self._in_head:
-            return
-        self._head_bytes = max(self._head_bytes, 1)  # the head may have begun behind another request
-        if self._head_bytes > MAX_HEAD_BYTES:
-            self._refuse(431, f"The request head is larger than {MAX_HEAD_BYTES} bytes.")
-        elif self._head_timer is None:  # the next request on this connection has begun
-            self._expect_head()
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._in_head = True
-        # For the stream that finds its reader gone: only the transport can drop what is already buffered.
-        self.scope["state"]["abort_connection"] = self.transport.abort
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        super().on_header(name, value)
-        if len(self.headers) > MAX_HEAD_FIELDS:
-            raise ValueError("too many header fields")  # the parser turns it into its own error
-
-    def on_headers_complete(self) -> None:
-        self._head_done()
-        super().on_headers_complete()
-
-    def send_400_response(self, msg: str) -> None:
-        if self._in_head and len(self.headers) > MAX_HEAD_FIELDS:
-            self._refuse(431, f"The request head has more than {MAX_HEAD_FIELDS} fields.")
-            return
-        self._refuse(400, msg)
-
-    def timeout_keep_alive_handler(self) -> None:
-        if self.transport.is_closing():
-            return
-        if self.transport.get_write_buffer_size():
-            self.transport.abort()
-        else:
-            self.transport.close()
-
-    def _expect_head(self) -> None:
-        self._in_head = True
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_too_slow)
-
-    def _head_done(self) -> None:
-        self._in_head = False
-        self._head_bytes = 0
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
-
-    def _head_too_slow(self) -> None:
-        self._head_timer = None
-        if self.transport.is_closing():
-            return
-        if self._is_answering:  # a head sent ahead of its turn may wait as long as the answer before it takes
-            self._expect_head()
-        elif not self._head_bytes:  # opened ahead of need and never used: nobody waits for an answer
-            self.transport.close()
-        else:
-            self._refuse(408, f"No complete request head arrived within {HEAD_TIMEOUT_S:.0f} seconds.")
-
-    @property
-    def _is_answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
-
-    def _refuse(self, status: int, message: str) -> None:
-        if self._is_answering:  # a refusal written now would land in the middle of another answer
-            self.transport.close()
-            return
-        body = error_bytes(HttpError(status, message))
-        head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-        self.transport.write(head % (status, _REASONS[status], len(body)) + body)
-        self._head_done()
-        self.transport.close()
+_MAX_CONNECTIONS = 16_384
+_SWEEP_TICKS = 5  # of uvicorn's, a tenth of a second each
 
 
 class HttpServer(uvicorn.Server):
     """uvicorn on a socket that is already bound. Signals belong to the supervisor."""
 
-    def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
+    server_state: Connections
+
+    def __init__(self, app: ASGIApp, listener: socket.socket, max_connections: int | None = None) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -135,12 +40,17 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
-                timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=2,
                 reset_contextvars=True,
             )
         )
         self._listener = listener
+        self.server_state = Connections(max_connections or connection_limit())
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % _SWEEP_TICKS == 0:
+            self.server_state.expire(asyncio.get_running_loop().time())
+        return await super().on_tick(counter)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -148,6 +58,22 @@ class HttpServer(uvicorn.Server):
 
     async def run_until_stopped(self) -> None:
         await self.serve(sockets=[self._listener])
+
+
+def raise_descriptor_limit() -> None:
+    """As many open files as this process may have without asking anyone: each connection takes one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2**16 if hard == resource.RLIM_INFINITY else hard
+    with contextlib.suppress(ValueError, OSError):  # some systems allow less than they say: it stays as it was
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def connection_limit() -> int:
+    """How many connections there may be: an eighth of the descriptors, 64 at least, is left for everything else."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return _MAX_CONNECTIONS
+    return max(1, min(_MAX_CONNECTIONS, soft - max(64, soft // 8)))
 
 
 def bind(host: str, port: int) -> socket.socket:

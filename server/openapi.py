@@ -40,7 +40,7 @@ _ERRORS = {
     "415": "The body is not JSON.",
     "429": "The waiting room is full; see Retry-After.",
     "500": "The server's own mistake.",
-    "503": "Loading, draining or dead; see Retry-After.",
+    "503": "Loading, draining, dead, or out of connections; see Retry-After.",
 }
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from engine.errors import EngineError, RequestError
 from engine.stats import EngineStats
@@ -236,7 +237,13 @@ def _log_generation(generation: Generation) -> None:
 
 
 class AnswerRoute(APIRoute):
-    """A route whose every exception becomes an answer in our shape, our own bugs included."""
+    """A route whose every exception becomes an answer in our shape, our own bugs included. One that answers GET answers
+    HEAD with the same head; the connection leaves the body out."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "HEAD" and "GET" in self.methods:
+            scope = {**scope, "method": "GET"}
+        await super().handle(scope, receive, send)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()

@@ -22,7 +22,7 @@ from engine.errors import EngineDeadError, StartupError
 from server import banner, logs, model_files
 from server.app import create_app
 from server.errors import HttpError
-from server.http_server import HttpServer, bind, url_of, warn_if_exposed
+from server.http_server import HttpServer, bind, raise_descriptor_limit, url_of, warn_if_exposed
 from server.metrics import HttpCounters
 from server.service import Engine
 from server.serving import connect
@@ -227,6 +227,7 @@ class Supervisor:
 def serve(settings: Settings) -> int:
     """Bind, run and return the exit code. Raises `StartupError`."""
     logs.configure(settings.log_level)
+    raise_descriptor_limit()
     listener = bind(settings.host, settings.port)
 
     async def run() -> int:

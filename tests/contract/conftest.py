@@ -201,11 +201,21 @@ def make_server(make_stage: Callable[..., Stage]) -> Iterator[Callable[..., Runn
     """`make_server("text", …)`: `make_stage`, listening on a loopback port."""
     running: list[tuple[HttpServer, threading.Thread]] = []
 
-    def make(*args: object, **options: object) -> Running:
+    def make(
+        *args: object,
+        loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
+        max_connections: int | None = None,
+        **options: object,
+    ) -> Running:
         listener = bind("127.0.0.1", 0)
         stage = make_stage(*args, **options)
-        server = HttpServer(stage.app, listener)  # type: ignore[arg-type]
-        thread = threading.Thread(target=lambda: asyncio.run(server.run_until_stopped()), daemon=True)
+        server = HttpServer(stage.app, listener, max_connections)  # type: ignore[arg-type]
+
+        def serve() -> None:
+            with asyncio.Runner(loop_factory=loop) as runner:
+                runner.run(server.run_until_stopped())
+
+        thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         wait_for(lambda: server.started)
         running.append((server, thread))

@@ -186,7 +186,7 @@ def test_broken_and_oversized_heads_are_answered_in_shape_and_closed(make_server
 
 
 def test_a_head_that_never_ends_is_closed(make_server, monkeypatch):
-    monkeypatch.setattr("server.http_server.HEAD_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("server.http_connection.HEAD_TIMEOUT_S", 0.05)
     port = make_server().port
     assert _raw(port, b"") == b""
     assert _raw(port, b"POST /v1/completions HTTP/1.1\r\nHost:").startswith(b"HTTP/1.1 408 ")

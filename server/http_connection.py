@@ -1,0 +1,297 @@
+"""One HTTP/1.1 connection: uvicorn's protocol with the limits and the endings it lacks.
+
+Heads and the framing of chunked bodies are bounded before the parser has read them; offers to change the protocol are
+ignored, bodies kept; every state but answering has a deadline; a refusal reaches clients that are still writing. Knows
+sockets and bytes, not routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from server.errors import HttpError, error_bytes
+
+HEAD_TIMEOUT_S = 20.0
+KEEP_ALIVE_S = 65.0  # above the usual 60 s of proxies, so that they and not we close idle connections
+LINGER_TIMEOUT_S = 20.0  # for the rest of a request whose answer has been given
+UNREAD_TIMEOUT_S = 90.0  # for a client that takes no byte of its answer; streams have a shorter limit of their own
+MAX_HEAD_BYTES = 32 * 1024
+MAX_HEAD_FIELDS = 100
+MAX_LINGER_BYTES = 256 * 2**20
+_MAX_PIPELINED = 32
+_RESERVED = 16  # connections beyond the limit: probes are answered there, everything else is told to come again
+_REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
+_FRAMING = frozenset({b"content-length", b"transfer-encoding"})
+
+
+class Connections(ServerState):
+    """All connections of one server: how many there may be, and which of them wait for a request."""
+
+    connections: set[Any]
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+        self.waiting: dict[BoundedProtocol, None] = {}  # for a head or the rest of one; the longest wait comes first
+
+    def make_room(self, newcomer: BoundedProtocol) -> bool:
+        """Close the connection that has waited longest for a request. False: that frees no place, all are busy."""
+        for oldest in self.waiting:
+            if oldest is not newcomer and not oldest.transport.get_write_buffer_size():
+                del self.waiting[oldest]
+                self.connections.discard(oldest)  # it counts no more, though the loop has yet to bury it
+                oldest.transport.abort()
+                return not oldest.is_crowded
+        return False
+
+    def expire(self, now: float) -> None:
+        """End what has passed its deadline. `now`: the loop's clock."""
+        for connection in [each for each in self.connections if each.deadline < now]:
+            connection.expire(now)
+
+
+class _CycleTransport:
+    """What a request's answer needs of the transport; closing it waits for a client that is still writing."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.close = close
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection, with a size for every head and a deadline for everything that is not answering."""
+
+    server_state: Connections
+    parser: httptools.HttpRequestParser
+    deadline = math.inf  # on the loop's clock
+    is_crowded = False  # beyond the limit of connections
+    _in_head = False  # waiting for a head, or in the middle of one
+    _lingering = False  # answered and half closed: what still comes is dropped
+    _replaying = False  # the parser reads a head for the second time
+    _upgrade_offered = False
+    _head_size = 0
+    _unframed = 0  # bytes since the last head, piece of a body, or end of a request
+    _num_dropped = 0
+    _num_unsent = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._cycle_transport = cast(asyncio.Transport, _CycleTransport(transport, self._close_after_answer))
+        state = self.server_state
+        excess = len(state.connections) - state.limit
+        if excess > 0 and not state.make_room(self):
+            self.is_crowded = True
+            if excess > _RESERVED:
+                transport.close()
+                return
+        self._await_head(HEAD_TIMEOUT_S)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.server_state.waiting.pop(self, None)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._lingering:
+            self._drop(len(data))
+            return
+        if self._in_head and not self._unframed and not self._is_answering:
+            self.deadline = min(self.deadline, self.loop.time() + HEAD_TIMEOUT_S)
+        rest = memoryview(data)
+        while rest:
+            piece = rest[: MAX_HEAD_BYTES + 1 - self._unframed]  # a head that is too large is never parsed whole
+            self._unframed += len(piece)
+            rest = rest[self._feed(piece) :]
+            if self.transport.is_closing() or self._lingering:
+                return
+            if self._unframed > MAX_HEAD_BYTES:
+                self._refuse_framing()
+                return
+
+    def _feed(self, piece: memoryview) -> int:
+        """How many bytes the parser took; all, unless an offer to change the protocol ends a head among them."""
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserUpgrade as offer:
+            self._replay_head()
+            return offer.args[0]
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+        return len(piece)
+
+    def _replay_head(self) -> None:
+        """Go on behind a head that offers another protocol. The parser takes such a request to have no body, so a new
+        one is told again how long it is. We keep to HTTP/1.1, as anyone may (RFC 9110, 7.8)."""
+        framing = [b"%s: %s\r\n" % (name, value) for name, value in self.headers if name in _FRAMING]
+        self._upgrade_offered, self._replaying = False, True
+        self.parser = httptools.HttpRequestParser(self)
+        self._feed(memoryview(b"POST / HTTP/1.1\r\n" + b"".join(framing) + b"\r\n"))
+
+    def on_message_begin(self) -> None:
+        if self._replaying:
+            return
+        super().on_message_begin()
+        self._in_head = True
+        self._unframed = max(self._unframed, 1)  # it may have begun behind another request
+        self._head_size = 0
+        state = self.scope["state"]
+        # For the stream that finds its reader gone: only the transport can drop what is already buffered.
+        state["abort_connection"] = self.transport.abort
+        if self.is_crowded:
+            state["crowded"] = True
+
+    def on_url(self, url: bytes) -> None:
+        if not self._replaying:
+            super().on_url(url)
+            self._head_size += len(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._replaying or not self._in_head:  # trailers of a chunked body are dropped
+            return
+        super().on_header(name, value)
+        self._head_size += len(name) + len(value) + 4
+        if len(self.headers) > MAX_HEAD_FIELDS or self._head_size > MAX_HEAD_BYTES:
+            raise ValueError("too large a head")  # the parser turns it into its own error
+
+    def on_headers_complete(self) -> None:
+        self._unframed = 0
+        if self._replaying:
+            self._replaying = False
+            return
+        if self.parser.get_method() == b"CONNECT" or len(self.pipeline) >= _MAX_PIPELINED:
+            raise ValueError("neither a proxy nor a queue")
+        super().on_headers_complete()
+        self._in_head = False
+        self._upgrade_offered = self.parser.should_upgrade()
+        self.server_state.waiting.pop(self, None)
+        self.deadline = math.inf
+        self.cycle.transport = self._cycle_transport
+
+    def on_body(self, body: bytes) -> None:
+        self._unframed = 0
+        if self.cycle.response_complete:
+            self._drop(len(body))
+        else:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._upgrade_offered:  # its body is still to come
+            return
+        self._unframed = 0
+        self.cycle.more_body = False
+        self._in_head = True
+        if self.cycle.response_complete:
+            self._await_head(KEEP_ALIVE_S)
+        else:
+            super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self._lingering:
+            return
+        if self.pipeline:
+            cycle, app = self.pipeline.pop()
+            self._start_asgi_task(cycle, app)
+        elif self.cycle.more_body:
+            self._num_dropped = 0
+            self.deadline = self.loop.time() + LINGER_TIMEOUT_S
+        else:
+            self._await_head(HEAD_TIMEOUT_S if self._unframed else KEEP_ALIVE_S)
+
+    def send_400_response(self, msg: str) -> None:
+        if self._in_head and len(self.headers or ()) > MAX_HEAD_FIELDS:
+            self._refuse(431, f"The request head has more than {MAX_HEAD_FIELDS} fields.")
+        elif self._in_head and self._head_size > MAX_HEAD_BYTES:
+            self._refuse_framing()
+        else:
+            self._refuse(400, msg)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._num_unsent = self.transport.get_write_buffer_size()
+        self.deadline = min(self.deadline, self.loop.time() + UNREAD_TIMEOUT_S)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._is_answering:
+            self.deadline = math.inf
+
+    def expire(self, now: float) -> None:
+        """The deadline has passed."""
+        num_unsent = self.transport.get_write_buffer_size()
+        if num_unsent and num_unsent < self._num_unsent:  # a slow reader, but a reader
+            self._num_unsent = num_unsent
+            self.deadline = now + UNREAD_TIMEOUT_S
+        elif num_unsent or self._lingering or self.transport.is_closing():
+            self.transport.abort()
+        elif self._in_head and self._unframed:
+            self._refuse(408, f"No complete request head arrived within {HEAD_TIMEOUT_S:.0f} seconds.")
+        else:  # opened ahead of need, or kept open, and not used: nobody waits for an answer
+            self.transport.close()
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _await_head(self, seconds: float) -> None:
+        self._in_head = True
+        self.deadline = self.loop.time() + seconds
+        self._num_unsent = self.transport.get_write_buffer_size()
+        self.server_state.waiting[self] = None
+
+    def _drop(self, num_bytes: int) -> None:
+        """Bytes of a request that has its answer."""
+        self._num_dropped += num_bytes
+        if self._num_dropped > MAX_LINGER_BYTES:
+            self.transport.abort()
+
+    def _close_after_answer(self) -> None:
+        if self.cycle.response_complete and self.cycle.more_body:
+            self._linger()
+        else:
+            self._close()
+
+    def _close(self) -> None:
+        """Close as soon as what is written has been taken."""
+        self._num_unsent = self.transport.get_write_buffer_size()
+        self.deadline = self.loop.time() + UNREAD_TIMEOUT_S
+        self.transport.close()
+
+    def _linger(self) -> None:
+        """Close our half, and read on until the client closes its own. Were bytes left unread, the kernel would answer
+        them with a reset, and a client that writes first and reads later would never see what it was told."""
+        self.server_state.waiting.pop(self, None)
+        self._lingering = True
+        self._num_dropped = 0
+        self._num_unsent = self.transport.get_write_buffer_size()
+        self.deadline = self.loop.time() + LINGER_TIMEOUT_S
+        self.transport.write_eof()
+        self.flow.resume_reading()
+
+    def _refuse_framing(self) -> None:
+        if self._in_head:
+            self._refuse(431, f"The request head is larger than {MAX_HEAD_BYTES} bytes.")
+        else:
+            self._refuse(400, f"The body has more than {MAX_HEAD_BYTES} bytes of trailers or chunk extensions.")
+
+    def _refuse(self, status: int, message: str) -> None:
+        if self._is_answering:
+            if self._in_head or self.cycle.response_started or self.pipeline:
+                self._close()  # a refusal written now would land in the middle of another answer
+                return
+            self.cycle.disconnected = True  # the body that it waits for will not come
+            self.cycle.message_event.set()
+        body = error_bytes(HttpError(status, message))
+        head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+        self.transport.write(head % (status, _REASONS[status], len(body)) + body)
+        self._linger()
