@@ -241,7 +241,7 @@ class AnswerRoute(APIRoute):
     HEAD with the same head; the connection leaves the body out."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["method"] == "HEAD" and "GET" in self.methods:
+        if scope["method"] == "HEAD" and "GET" in (self.methods or ()):
             scope = {**scope, "method": "GET"}
         await super().handle(scope, receive, send)
 
