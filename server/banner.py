@@ -6,6 +6,7 @@ Knows words and terminals; the numbers come from `EngineInfo`.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from typing import TextIO
@@ -13,7 +14,6 @@ from typing import TextIO
 from engine.types import EngineInfo
 from server.options import format_size
 
-_WIDTH = 78
 _TYPICAL_CONTEXT = 4096
 _PLAIN_STEP = 0.25  # without a terminal, a line per quarter is enough
 
@@ -26,22 +26,29 @@ class Progress:
         self._tty = self._stream.isatty()
         self._phase = "starting"  # until somebody says more: imports, processes
         self._shown = -1.0
+        self._detail = ""
         self._since = time.monotonic()
         self.seconds: dict[str, float] = {}
 
-    def __call__(self, phase: str, fraction: float) -> None:
+    def __call__(self, phase: str, fraction: float, detail: str = "") -> None:
         if phase != self._phase:
             self._close_phase()
-            self._phase, self._shown = phase, -1.0
-        step = 0.01 if self._tty else _PLAIN_STEP
-        if fraction < 1.0 and fraction - self._shown < step:
+            self._phase, self._shown, self._detail = phase, -1.0, ""
+        if not self._is_news(fraction, detail):
             return
-        if fraction <= self._shown:
-            return
-        self._shown = fraction
-        text = f"{phase} {fraction:4.0%}"[:_WIDTH]
+        self._shown, self._detail = fraction, detail
+        text = f"{phase} {fraction:4.0%}{f' ({detail})' if detail else ''}"
+        if self._tty:  # a line that wraps could not be rewritten
+            text = text[: shutil.get_terminal_size().columns - 1]
         self._stream.write(f"\r\x1b[K{text}" if self._tty else f"{text}\n")
         self._stream.flush()
+
+    def _is_news(self, fraction: float, detail: str) -> bool:
+        if self._tty and detail != self._detail:
+            return True
+        if fraction <= self._shown:
+            return False
+        return fraction >= 1.0 or fraction - self._shown >= (0.01 if self._tty else _PLAIN_STEP)
 
     def finish(self) -> None:
         self._close_phase()

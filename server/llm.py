@@ -175,11 +175,11 @@ class LLM:
 
 
 async def _start(settings: Settings) -> tuple[EngineClient, GenerationService]:
-    path = await asyncio.to_thread(model_files.resolve, settings.model, _silent)
+    path = await model_files.resolve(settings, _silent)
     tokenizer = await asyncio.to_thread(Tokenizer.load, path)
     engine = await EngineClient.start(settings.engine_config(path), _silent)
     return engine, GenerationService(engine, tokenizer)
 
 
-def _silent(phase: str, fraction: float) -> None:
+def _silent(phase: str, fraction: float, detail: str = "") -> None:
     """Programs do not want a progress line."""

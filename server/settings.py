@@ -36,6 +36,18 @@ class Settings:
         example="my-model alias",
         help="names that requests may use; the first is reported (default: MODEL as given)",
     )
+    revision: str | None = option(
+        None, group=_MODEL, example="v1.0", help="branch, tag or commit of a hub id (default: main)"
+    )
+    download_dir: str | None = option(
+        None,
+        group=_MODEL,
+        example="/data/models",
+        help="where models of the hub are kept, as huggingface_hub lays them out (default: its cache, HF_HOME)",
+    )
+    offline: bool = option(
+        False, group=_MODEL, example="", help="serve hub ids from what was fetched earlier, and never ask the network"
+    )
     dtype: str = option(
         "auto",
         group=_MODEL,

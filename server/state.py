@@ -45,6 +45,7 @@ class ServerState:
     phase: Phase = Phase.STARTING
     loading_step: str = "starting"
     loading_fraction: float = 0.0
+    loading_detail: str = ""  # of a download: bytes, speed, time left
     started_at: float = field(default_factory=time.time)
     heartbeat: Heartbeat | None = None
     service: GenerationService | None = None
@@ -75,7 +76,8 @@ class ServerState:
     def why_not_ready(self) -> str | None:
         """None: requests can be served. Else one sentence."""
         if self.phase in (Phase.STARTING, Phase.LOADING):
-            return f"The model is loading: {self.loading_step}, {self.loading_fraction:.0%}."
+            detail = f" ({self.loading_detail})" if self.loading_detail else ""
+            return f"The model is loading: {self.loading_step}, {self.loading_fraction:.0%}{detail}."
         if self.phase is Phase.DRAINING:
             return "The server is shutting down; running requests are being finished."
         heartbeat = self.heartbeat

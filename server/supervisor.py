@@ -117,7 +117,7 @@ class Supervisor:
 
     async def _load(self) -> RunningEngine:
         """Find the checkpoint, then read the tokenizer and start the engine side by side."""
-        path = await asyncio.to_thread(model_files.resolve, self.settings.model, self._on_progress)
+        path = await model_files.resolve(self.settings, self._on_progress)
         config = self.settings.engine_config(path)
         tokenizer = asyncio.create_task(asyncio.to_thread(Tokenizer.load, path))
         engine = asyncio.ensure_future(self._start_engine(config, self._on_progress))
@@ -130,9 +130,9 @@ class Supervisor:
             raise
         return self._engine
 
-    def _on_progress(self, phase: str, fraction: float) -> None:
-        self.state.loading_step, self.state.loading_fraction = phase, fraction
-        self._progress(phase, fraction)
+    def _on_progress(self, phase: str, fraction: float, detail: str = "") -> None:
+        self.state.loading_step, self.state.loading_fraction, self.state.loading_detail = phase, fraction, detail
+        self._progress(phase, fraction, detail)
 
     def _announce(self, engine: RunningEngine) -> None:
         assert self._tokenizer is not None

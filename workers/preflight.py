@@ -16,7 +16,9 @@ from workers.errors import StartupError
 from workers.layers.shards import working_sizes
 from workers.models.registry import describe
 from workers.models.spec import FUSED_TENSORS, DecoderSpec, is_ignorable, tensor_shapes
-from workers.weights.checkpoint import Checkpoint
+from workers.weights.checkpoint import Checkpoint, weight_files
+
+__all__ = ["check_without_weights", "preflight", "read_spec", "weight_files"]
 
 _CHOICES = {
     "device": ("auto", "cpu", "cuda"),
@@ -26,6 +28,15 @@ _CHOICES = {
 }
 _DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float32"}
 _MAX_BLOCK_SIZE = 1024
+
+
+def check_without_weights(config: WorkerConfig) -> None:
+    """What `config.json`, the machine and the numbers in `config` decide by themselves. Raises `StartupError`."""
+    _check_limits(config)
+    spec = describe(_read_config(Path(config.model_path)))
+    _check_parallel(config.tensor_parallel_size, spec)
+    _resolve_length(config.max_model_len, spec)
+    _resolve_device(config)
 
 
 def preflight(config: WorkerConfig) -> WorkerConfig:

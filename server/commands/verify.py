@@ -6,10 +6,8 @@ Knows the command's own arguments and where a model lies. The work is done by `w
 from __future__ import annotations
 
 import argparse
-import sys
 
 from server.child_program import run_program
-from server.model_files import resolve
 
 HELP = "compare a model's numbers, layer by layer, with transformers' own"
 
@@ -29,19 +27,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    import asyncio
+
     from engine.errors import StartupError
+    from server.banner import Progress
+    from server.model_files import resolve
+    from server.settings import make_settings
 
     size = arguments.tensor_parallel_size
     if not size.isdecimal():
         raise StartupError(f"--tensor-parallel-size is {size!r}.", "Give a whole number of ranks, at least 1.")
-    model = resolve(arguments.model, _progress)
+    # As the server would be told, so that a hub id is checked as it would be there before it is fetched.
+    values = {"model": arguments.model, "tensor_parallel_size": int(size)}
+    settings = make_settings(values | {"dtype": arguments.dtype, "device": arguments.device})
+    progress = Progress()
+    try:
+        model = asyncio.run(resolve(settings, progress))
+    finally:
+        progress.finish()
     words = [f"--tensor-parallel-size={size}"]
     for name in ("dtype", "device", "prompts", "output"):
         value = getattr(arguments, name)
         if value is not None:
             words.append(f"--{name}={value}")
     return run_program("workers.verify", [*words, "--", model])
-
-
-def _progress(what: str, fraction: float) -> None:
-    print(f"verify: {what} {fraction:.0%}", file=sys.stderr, flush=True)

@@ -39,6 +39,8 @@ async def ready(request: Request) -> Response:
     body: dict[str, Any] = {"status": "ok" if reason is None else "unavailable", "state": state.phase.value}
     if state.phase in (Phase.STARTING, Phase.LOADING):
         body |= {"step": state.loading_step, "progress": round(state.loading_fraction, 4)}
+        if state.loading_detail:
+            body["detail"] = state.loading_detail
     if reason is None:
         return JSONResponse(body)
     return JSONResponse(body | {"reason": reason}, 503, retry_after(5))

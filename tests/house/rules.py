@@ -23,8 +23,16 @@ DOORS = {
         "engine.errors",
         "engine.stats",
         "engine.python_child",
+        "engine.preflight",
     },
-    "engine": {"workers.protocol", "workers.group", "workers.config", "workers.errors", "workers.python_child"},
+    "engine": {
+        "workers.protocol",
+        "workers.group",
+        "workers.config",
+        "workers.errors",
+        "workers.preflight",
+        "workers.python_child",
+    },
     "workers": set(),
 }
 # Packages that live in some rooms only.

@@ -4,6 +4,7 @@ Torch-free, so that a broken checkpoint is refused before a rank starts. Reads n
 """
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,10 +38,19 @@ class Checkpoint:
             return Checkpoint(directory, {name: Located(single, e) for name, e in read_header(single).items()})
         if (directory / INDEX_FILE).exists():
             return Checkpoint(directory, _open_sharded(directory))
-        raise _no_weights(directory)
+        raise _no_weights(str(directory), {entry.name for entry in directory.iterdir()})
 
     def find(self, name: str) -> Located | None:
         return self.tensors.get(name)
+
+
+def weight_files(directory: Path, names: Collection[str], model: str) -> list[str]:
+    """Of the files `names` of `model`, those that `Checkpoint.open` reads. In `directory` the index is enough."""
+    if SINGLE_FILE in names:
+        return [SINGLE_FILE]
+    if INDEX_FILE in names:
+        return sorted(set(_read_index(directory / INDEX_FILE).values()))
+    raise _no_weights(model, names)
 
 
 def _open_sharded(directory: Path) -> dict[str, Located]:
@@ -96,21 +106,26 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _no_weights(directory: Path) -> StartupError:
-    present = sorted(entry.name for entry in directory.iterdir())
+def _no_weights(where: str, names: Collection[str]) -> StartupError:
+    present = sorted(names)
     pickles = [name for name in present if name.endswith((".bin", ".pt", ".pth"))]
     shards = [name for name in present if name.endswith(".safetensors")]
     if shards:
         return StartupError(
-            f"{directory} has {shards[0]} but neither {SINGLE_FILE} nor {INDEX_FILE}.",
+            f"{where} has {shards[0]} but neither {SINGLE_FILE} nor {INDEX_FILE}.",
             f"Download {INDEX_FILE} as well, or rename a single file to {SINGLE_FILE}.",
+        )
+    if any(name.endswith(".gguf") for name in present):
+        return StartupError(
+            f"{where} holds only GGUF weights; GGUF is not served.",
+            "Use the checkpoint that they were converted from: its safetensors files are served.",
         )
     if pickles:
         return StartupError(
-            f"{directory} holds only pickled weights ({pickles[0]}), which can run code and are never read.",
+            f"{where} holds only pickled weights ({pickles[0]}), which can run code and are never read.",
             "Convert them once with transformers' save_pretrained, which writes safetensors.",
         )
     return StartupError(
-        f"{directory} holds no weights ({SINGLE_FILE} or {INDEX_FILE}).",
+        f"{where} holds no weights ({SINGLE_FILE} or {INDEX_FILE}).",
         "Download the model's safetensors files, or use --load-format dummy for random weights.",
     )

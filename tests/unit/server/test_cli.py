@@ -85,10 +85,10 @@ def test_a_port_in_use_is_named_with_its_holder(capsys):
 
 
 def test_a_model_that_cannot_be_fetched_is_explained(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert main(["serve", "nobody/has-this-model", "--port", "0"]) == 3
     error = capsys.readouterr().err
-    assert "nobody/has-this-model is neither a directory here nor a model" in error
+    assert "nobody/has-this-model is neither a directory here nor in the cache" in error
     assert "Traceback" not in error
 
 

@@ -132,6 +132,9 @@ def test_every_option_reaches_a_room_below_or_is_used_by_this_one():
 
 
 SERVER_OPTIONS = {
+    "revision",
+    "download_dir",
+    "offline",
     "model",
     "served_model_name",
     "host",

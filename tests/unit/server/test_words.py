@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import io
 import json
@@ -18,6 +19,7 @@ from server import banner, logs, model_files
 from server.errors import MAX_MESSAGE, HttpError, ModelNotFoundError, describe, error_bytes
 from server.guard import is_loopback
 from server.http_server import bind, url_of, warn_if_exposed
+from server.settings import make_settings
 
 ROOT = Path(__file__).resolve().parents[3]
 INFO = EngineInfo(
@@ -129,10 +131,13 @@ def test_messages_are_short_and_always_encodable():
     assert len(body["error"]["message"]) == MAX_MESSAGE
 
 
+def _resolve(**values):
+    return asyncio.run(model_files.resolve(make_settings(values), lambda phase, fraction, detail: None))
+
+
 def test_the_demo_model_is_found_from_anywhere(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    path = model_files.resolve(None, lambda phase, fraction: None)
-    assert Path(path) == ROOT / "models" / "oarlock-demo"
+    assert Path(_resolve()) == ROOT / "models" / "oarlock-demo"
     assert model_files.display_name(None) == "oarlock-demo"
 
 
@@ -141,39 +146,36 @@ def test_a_directory_is_served_under_its_name(monkeypatch, tmp_path):
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
-    assert model_files.resolve("./my-model", lambda phase, fraction: None) == str(folder)
+    assert _resolve(model="./my-model") == str(folder)
     assert model_files.display_name("./my-model") == "my-model"
     assert model_files.display_name("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+    with pytest.raises(StartupError, match="--revision"):
+        _resolve(model="./my-model", revision="v1")
 
 
-def test_hub_ids_fetch_only_harmless_files(monkeypatch, tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    asked = {}
-
-    def download(model, **options):
-        asked.update(options, model=model)
-        bar = options["tqdm_class"](total=10, name="x")
-        bar.update(5)
-        return str(tmp_path)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    seen = []
-    assert model_files.resolve("a/b", lambda phase, fraction: seen.append((phase, fraction))) == str(tmp_path)
-    assert seen[-1] == ("fetching a/b", 0.5)
-    allowed = asked["allow_patterns"]
-    assert "*.safetensors" in allowed
-    assert not any(pattern.endswith((".bin", ".pt", ".py", ".pkl")) or pattern == "*" for pattern in allowed)
-
-
-@pytest.mark.parametrize("model", ["../up", "a/b/c", "/no/such", "a b", "", "-x"])
-def test_what_is_no_hub_id_never_reaches_the_network(monkeypatch, model):
-    def forbidden(*args, **options):
+@pytest.mark.parametrize(
+    "values",
+    [
+        *({"model": model} for model in ("../up", "a/b/c", "/no/such", "a b", "no such/dir/at/all", "-x")),
+        {"model": "a/b", "revision": "../../x"},
+    ],
+    ids=str,
+)
+def test_what_is_no_hub_id_never_reaches_the_network(monkeypatch, values):
+    async def forbidden(*args):
         raise AssertionError("asked the network")
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", forbidden)
+    monkeypatch.setattr(model_files, "download", forbidden)
     monkeypatch.chdir("/")
     with pytest.raises(StartupError):
-        model_files.resolve(model or "no such/dir/at/all", lambda phase, fraction: None)
+        _resolve(**values)
+
+
+@pytest.mark.parametrize("name", ["model-q4.gguf", ""])
+def test_gguf_is_told_by_name(tmp_path, name):
+    (tmp_path / "model-q4.gguf").write_bytes(b"GGUF")
+    with pytest.raises(StartupError, match=r"GGUF, which is not served.*safetensors"):
+        _resolve(model=str(tmp_path / name))
 
 
 def test_addresses():

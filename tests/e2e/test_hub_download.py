@@ -1,0 +1,47 @@
+"""A model fetched from a hub, as a user meets it: Ctrl-C in the middle, a killed server, a second start."""
+
+import hashlib
+import signal
+import time
+
+import pytest
+
+from tests.e2e.running import DEMO, RunningServer, eventually
+from tests.unit.server.fake_hub import FakeHub
+
+PARTIAL = hashlib.sha256((DEMO / "model.safetensors").read_bytes()).hexdigest() + ".incomplete"
+
+
+@pytest.fixture
+def hub():
+    with FakeHub({path.name: path.read_bytes() for path in DEMO.iterdir() if path.is_file()}) as found:
+        found.bytes_per_second = 500_000  # of 18 MB: it takes half a minute
+        yield found
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_signal_in_the_middle_of_a_download_ends_the_server_and_keeps_what_came(hub, tmp_path, number):
+    server = RunningServer(hub.model, env=hub.environment(tmp_path))
+    try:
+        eventually(lambda: sum(path.stat().st_size for path in tmp_path.rglob(PARTIAL)), 60, "weights arrive")
+        if number is signal.SIGINT:
+            eventually(lambda: "KiB/s" in server.client.get("/health").json().get("detail", ""), 20, "a speed is told")
+            assert server.client.get("/health").json()["step"] == f"fetching {hub.model}"
+        server.processes()
+        since = time.monotonic()
+        server.send(number)
+        status = server.process.wait(20)
+        assert time.monotonic() - since < 10  # the rest of the download alone takes longer
+        assert status == (-signal.SIGKILL if number is signal.SIGKILL else 0)
+        eventually(lambda: not server.left_behind(), 5, "no process is left")
+        assert "Traceback" not in server.log
+    finally:
+        server.kill_all()
+    have = sum(path.stat().st_size for path in tmp_path.rglob(PARTIAL))
+    assert have
+    if number is signal.SIGKILL:
+        hub.bytes_per_second = None
+        hub.asked.clear()
+        with RunningServer(hub.model, env=hub.environment(tmp_path)) as second:
+            assert second.text("import os", max_tokens=4, temperature=0)
+        assert hub.asked == [("model.safetensors", have)]
