@@ -11,14 +11,14 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from hashlib import blake2b
 
-from engine.sequence import Sequence
+from engine.sequence import Sequence, Shortage
 
 NULL_BLOCK = 0
 _DIGEST_BYTES = 32
 
 
 class BlockManager:
-    """Reference counts, least-recently-freed order and a prefix cache over full, computed blocks."""
+    """Reference counts, least-recently-freed order and a prefix cache over full blocks."""
 
     def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool) -> None:
         if num_blocks < 2:
@@ -29,10 +29,10 @@ class BlockManager:
         self._refs = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(1, num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently freed first
+        # A chained hash of 256 bits stands for the salt and every token up to the block's end: no two are ever alike.
         self._published: dict[bytes, int] = {}  # digest -> block
-        # What a published block holds. Compared on every hit: a hash is a hint where to look, never the proof.
         self._digest: list[bytes | None] = [None] * num_blocks
-        self._content: list[tuple[bytes, tuple[int, ...]] | None] = [None] * num_blocks
+        self._num_released = 0  # blocks that became available, ever
 
     @property
     def num_total(self) -> int:
@@ -58,24 +58,52 @@ class BlockManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def match(self, seq: Sequence, max_tokens: int) -> int:
-        """Give `seq`, which holds nothing, the longest cached prefix of at most `max_tokens` tokens; return its length.
+    def find(self, seq: Sequence, max_tokens: int) -> list[int]:
+        """The blocks of the longest cached prefix of at most `max_tokens` tokens. Takes none of them.
 
         At least one token is always left to compute: a step must produce the logits that follow the prompt.
         """
-        assert not seq.block_ids
+        found: list[int] = []
         if not self.enable_prefix_caching:
-            return 0
+            return found
         for column in range(min(max_tokens, seq.num_tokens - 1) // self.block_size):
-            block = self._lookup(seq, column)
+            block = self._published.get(self._digest_at(seq, column))
             if block is None:
                 break
+            found.append(block)
+        return found
+
+    def enter(self, seq: Sequence, max_tokens: int, reserve: int) -> int | None:
+        """Give `seq`, which holds nothing, blocks for all it knows, beginning with its longest cached prefix of at most
+        `max_tokens` tokens; return that prefix's length. None, and no change, unless `reserve` blocks would be left.
+
+        A refusal is remembered: it is not worth another search before enough blocks were released or the first block
+        that was missed is published.
+        """
+        assert not seq.block_ids
+        known = seq.shortage
+        if known is not None and known.floor + reserve > self._num_released and known.awaited not in self._published:
+            return None
+        found = self.find(seq, max_tokens)
+        num_held = sum(self._refs[block] > 0 for block in found)
+        short = self.blocks_for(seq.num_tokens) - num_held - self.num_available
+        if short + reserve > 0:
+            # Blocks of the prefix that others hold come for nothing. They can become more only by being taken from
+            # what is available, or published: so `short` falls only by a release for each.
+            column = len(found)
+            may_grow = column < min(max_tokens, seq.num_tokens - 1) // self.block_size
+            awaited = self._digest_at(seq, column) if may_grow and self.enable_prefix_caching else None
+            seq.shortage = Shortage(short + self._num_released, awaited)
+            return None
+        seq.shortage = None
+        for block in found:
             if self._refs[block] == 0:
                 del self._cached[block]
             self._refs[block] += 1
-            seq.block_ids.append(block)
-        seq.num_published_blocks = len(seq.block_ids)
-        return len(seq.block_ids) * self.block_size
+        seq.block_ids += found
+        seq.num_published_blocks = len(found)
+        self.grow(seq, seq.num_tokens)
+        return len(found) * self.block_size
 
     def grow(self, seq: Sequence, num_tokens: int) -> list[int] | None:
         """Give `seq` blocks for `num_tokens` tokens in all. Returns the new ones; None, and no change, if too few."""
@@ -86,32 +114,33 @@ class BlockManager:
         seq.block_ids += new
         return new
 
-    def publish(self, seq: Sequence) -> None:
-        """Let others find the full blocks that `seq` has computed. They are never written again."""
+    def publish(self, seq: Sequence, num_tokens: int) -> None:
+        """Let others find the full blocks of the first `num_tokens` tokens of `seq`. They are never written again.
+
+        Ranks write the keys and values of a whole step before they read any: what a step computes may be shared within
+        that step. So blocks are published as soon as the step that fills them is decided.
+        """
         if not self.enable_prefix_caching:
             return
-        for column in range(seq.num_published_blocks, seq.num_computed_tokens // self.block_size):
+        for column in range(seq.num_published_blocks, num_tokens // self.block_size):
             digest = self._digest_at(seq, column)
             block = seq.block_ids[column]
-            # Two sequences may compute the same block side by side: the first stays the one to be found.
+            # Two sequences may have computed the same block side by side: the first stays the one to be found.
             if digest not in self._published:
                 self._published[digest] = block
                 self._digest[block] = digest
-                self._content[block] = (seq.request.cache_salt, self._tokens(seq, column))
             seq.num_published_blocks = column + 1
 
     def release(self, seq: Sequence) -> None:
         """`seq` holds nothing any more. Its last blocks will be evicted first: prefixes outlive their tails."""
         for block in reversed(seq.block_ids):
-            self._refs[block] -= 1
-            if self._refs[block] == 0:
-                (self._free if self._digest[block] is None else self._cached)[block] = None
+            self._release(block)
         seq.block_ids.clear()
         seq.num_published_blocks = 0
 
-    def forget(self, seq: Sequence) -> None:
-        """Let nobody find the blocks of `seq` again. It goes on holding them."""
-        for block in seq.block_ids:
+    def forget(self, seq: Sequence, first_column: int = 0) -> None:
+        """Let nobody find the blocks of `seq` from `first_column` on again. It goes on holding them."""
+        for block in seq.block_ids[first_column:]:
             if self._digest[block] is not None:
                 self._forget(block)
 
@@ -135,7 +164,6 @@ class BlockManager:
                 f"block {block}: {counts[block]} holders, {self._refs[block]} counted"
             )
             digest = self._digest[block]
-            assert (digest is None) == (self._content[block] is None), f"block {block}: half published"
             assert digest is None or self._published.get(digest) == block, f"block {block} cannot be found"
             assert block not in self._cached or digest is not None, f"block {block} is cached without content"
             assert block not in self._free or digest is None, f"block {block} is free but can be found"
@@ -152,27 +180,24 @@ class BlockManager:
         self._refs[block] = 1
         return block
 
+    def _release(self, block: int) -> None:
+        self._refs[block] -= 1
+        if self._refs[block] == 0:
+            (self._free if self._digest[block] is None else self._cached)[block] = None
+            self._num_released += 1
+
     def _forget(self, block: int) -> None:
         digest = self._digest[block]
         assert digest is not None
         del self._published[digest]
         self._digest[block] = None
-        self._content[block] = None
-
-    def _lookup(self, seq: Sequence, column: int) -> int | None:
-        block = self._published.get(self._digest_at(seq, column))
-        if block is None or self._content[block] != (seq.request.cache_salt, self._tokens(seq, column)):
-            return None
-        return block
-
-    def _tokens(self, seq: Sequence, column: int) -> tuple[int, ...]:
-        return tuple(seq.token_ids[column * self.block_size : (column + 1) * self.block_size])
 
     def _digest_at(self, seq: Sequence, column: int) -> bytes:
         """blake2b(parent, token ids), whose first parent is the salt's own hash. Remembered by the sequence."""
         digests = seq.digests
         while len(digests) <= column:
             parent = digests[-1] if digests else blake2b(seq.request.cache_salt, digest_size=_DIGEST_BYTES).digest()
-            tokens = array("i", self._tokens(seq, len(digests))).tobytes()
+            start = len(digests) * self.block_size
+            tokens = array("i", seq.token_ids[start : start + self.block_size]).tobytes()
             digests.append(blake2b(parent + tokens, digest_size=_DIGEST_BYTES).digest())
         return digests[column]

@@ -127,7 +127,10 @@ class Scheduler:
         budget = _Budget(self.max_num_batched_tokens - len(output.work), MAX_SCORED_ROWS_PER_STEP)
         for seq in behind:
             if seq.status is Status.RUNNING:
-                self._give(seq, output, budget)
+                try:
+                    self._give(seq, output, budget)
+                except Exception:
+                    self._events.append(self._contain(seq, "schedule", now))
         # Who has just been preempted must not come straight back for the blocks it gave up.
         if not output.num_preempted:
             self._admit(output, budget, now)
@@ -154,6 +157,29 @@ class Scheduler:
             if event is not None:
                 events.append(event)
         return events
+
+    def withdraw(self, output: SchedulerOutput, unfit: list[Work], now: float) -> None:
+        """Take `unfit` work out of a step that no rank has seen yet; its sequences end by the engine's fault.
+
+        What it would have computed can be found no more, and who has found it already, in this very step, waits again.
+        """
+        kept: list[Work] = []
+        missing: set[int] = set()  # blocks
+        for work in output.work:
+            seq, column = work.seq, work.start // self.blocks.block_size
+            is_unfit = work in unfit
+            if not is_unfit and missing.isdisjoint(seq.block_ids[:column]):
+                kept.append(work)
+                continue
+            missing.update(seq.block_ids[column:])
+            self.blocks.forget(seq, column)
+            if is_unfit:
+                event = self.fail(seq.request_id, INTERNAL, now)
+                assert event is not None
+                self._events.append(event)
+            else:
+                self._preempt(seq)
+        output.work = kept
 
     def _schedule_decodes(self, output: SchedulerOutput, now: float) -> list[Sequence]:
         """One token for each sequence that is only one behind; the others are returned."""
@@ -208,10 +234,11 @@ class Scheduler:
             num_scored = max(0, min(start + num_tokens, score_to) - score_from)
         if num_tokens <= 0:
             return
-        budget.tokens -= num_tokens
-        budget.scored_rows -= num_scored
+        self.blocks.publish(seq, start + num_tokens)
         wants_logits = start + num_tokens == seq.num_tokens and seq.samples
         output.work.append(Work(seq, start, num_tokens, wants_logits, score_from, num_scored))
+        budget.tokens -= num_tokens
+        budget.scored_rows -= num_scored
 
     def _admit(self, output: SchedulerOutput, budget: _Budget, now: float) -> None:
         """Let waiting sequences in, strictly in order: a long prompt at the head is not overtaken for ever."""
@@ -226,14 +253,12 @@ class Scheduler:
 
     def _enter(self, seq: Sequence, output: SchedulerOutput, now: float) -> bool:
         """Give a waiting sequence its row and blocks for all it knows. False when they are not to be had now."""
-        num_cached = self.blocks.match(seq, seq.num_skippable_tokens)
-        needed = self.blocks.blocks_for(seq.num_tokens) - len(seq.block_ids)
-        # A block in reserve for each one running: who enters should not at once be preempted by their growth.
-        if needed + len(self._running) > self.blocks.num_available or not self._may_return(seq):
-            self.blocks.release(seq)
+        if not self._may_return(seq):
             return False
-        new = self.blocks.grow(seq, seq.num_tokens)
-        assert new is not None
+        # A block in reserve for each one running: who enters should not at once be preempted by their growth.
+        num_cached = self.blocks.enter(seq, seq.num_skippable_tokens, len(self._running))
+        if num_cached is None:
+            return False
         self._waiting.pop(now)
         self._running.append(seq)
         seq.status = Status.RUNNING
@@ -268,7 +293,7 @@ class Scheduler:
             return self._end_broken(seq, states, now)
         seq.num_computed_tokens = work.start + work.num_tokens
         if seq.num_computed_tokens // self.blocks.block_size > seq.num_published_blocks:
-            self.blocks.publish(seq)
+            self.blocks.publish(seq, seq.num_computed_tokens)
         for row in range(first, last):
             assert params.prompt_logprobs is not None
             seq.prompt_logprobs.append(_logprobs(result, row, params.prompt_logprobs))
@@ -353,6 +378,7 @@ class Scheduler:
     def _contain(self, seq: Sequence, stage: str, now: float) -> TokenEvent:
         """Our own mistake with one sequence ends that sequence, not the engine. Call it from an `except` block."""
         logger.exception("event=request_failed request_id=%d stage=%s", seq.request_id, stage)
+        self.blocks.forget(seq)  # it may have published what nobody will compute
         event = self.fail(seq.request_id, INTERNAL, now)
         return event or TokenEvent(seq.request_id, finish_reason=FinishReason.ERROR, error=INTERNAL)
 

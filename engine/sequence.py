@@ -51,6 +51,14 @@ class GrammarState(Protocol):
         whatever `min_tokens` says, and no end-of-sequence token is waited for."""
 
 
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """Why there were no blocks for a sequence, in the block manager's terms."""
+
+    floor: int  # it cannot be given blocks before so many were released, ever, in addition to the reserve
+    awaited: bytes | None  # unless the block of this digest is published
+
+
 class Sequence:
     """One request on its way. `token_ids` is what is known, `num_computed_tokens` is what has KV."""
 
@@ -74,6 +82,7 @@ class Sequence:
         "prompt_logprobs",
         "request",
         "row",
+        "shortage",
         "status",
         "stop_ids",
         "token_ids",
@@ -98,6 +107,7 @@ class Sequence:
         self.block_ids: list[int] = []
         self.digests: list[bytes] = []  # chained hashes of the full blocks, as far as anyone asked
         self.num_published_blocks = 0
+        self.shortage: Shortage | None = None  # the last refusal of blocks, while it holds
         self.row = -1  # stable while the sequence runs
         self.status = Status.WAITING
         self.stop_ids = frozenset(params.eos_token_ids) | frozenset(params.stop_token_ids)

@@ -85,9 +85,7 @@ class Stepper:
             unfit = [work for work in output.work if not self._fits(work, output)]
             if not unfit:
                 raise
-        for work in unfit:
-            self._fail(work.seq)
-        output.work = [work for work in output.work if work not in unfit]
+        self.scheduler.withdraw(output, unfit, self._begun_s)
         return self._builder.build(output) if output.work else None
 
     def _fail(self, seq: Sequence) -> None:

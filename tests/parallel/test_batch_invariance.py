@@ -118,6 +118,16 @@ def test_after_a_prefix_hit(group: WorkerGroup, requests: list[Request], alone: 
     assert engine.num_cached_tokens - hits > 16 * len(requests)  # more than the beginning they share
 
 
+def test_beside_equal_prompts(group: WorkerGroup, requests: list[Request], alone: dict[int, Answer]) -> None:
+    """Three of each: the second and third read what the first computes in the same step."""
+    some = [r for r in requests[:20] if r.params.prompt_logprobs is None]
+    copies = [replace(r, request_id=r.request_id + 1000 * copy) for r in some for copy in range(3)]
+    engine = DirectEngine(group, enable_prefix_caching=True)
+    answers = engine.run(copies)
+    assert differences(answers, {r.request_id: alone[r.request_id % 1000] for r in copies}) == []
+    assert engine.num_cached_tokens > 16 * 2 * len(copies) * 2 // 3
+
+
 def test_after_preemption(group: WorkerGroup, requests: list[Request], alone: dict[int, Answer]) -> None:
     """Longer answers, so that sequences that were let in outgrow the pool."""
     some = [replace(r, params=replace(r.params, max_tokens=40)) for r in requests[:: len(requests) // 13]]

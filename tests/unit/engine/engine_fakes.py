@@ -276,16 +276,22 @@ class Driver:
         self.requests[request.request_id] = request
         self.tokens[request.request_id] = []
 
-    def begin(self) -> SchedulerOutput | None:
+    def begin(self, num_withdrawn: int = 0) -> SchedulerOutput | None:
+        """Decide a step and submit it, without the first `num_withdrawn` of its sequences."""
         self.now += 0.01
+        published = dict(self.scheduler.blocks._published)
         output = self.scheduler.schedule(self.now)
         if output is not None:
-            self._check(output)
+            self._check(output, published)
+            if num_withdrawn:
+                self.scheduler.withdraw(output, output.work[:num_withdrawn], self.now)
+                self.scheduler.audit()
+        if output is not None and output.work:
             step, masks = self.builder.build(output)
             self.group.submit(step, None if masks is None else masks.fill)
             assert masks is None or not masks.failed
         self.see(self.scheduler.take_events())
-        return output
+        return output if output is not None and output.work else None
 
     def finish(self, output: SchedulerOutput) -> list[TokenEvent]:
         result = _as_lists(self.group.collect())
@@ -343,8 +349,10 @@ class Driver:
         assert blocks.num_free + blocks.num_cached == self.info.num_blocks - 1
         self.scheduler.audit()
 
-    def _check(self, output: SchedulerOutput) -> None:
+    def _check(self, output: SchedulerOutput, published: dict[bytes, int]) -> None:
+        """`published`: what could be found before this step was decided."""
         scheduler = self.scheduler
+        handed_out = {block for _, _, block in output.new_blocks}
         assert not (output.num_preempted and output.new_rows), "blocks just given up are handed out to a newcomer"
         assert len(output.work) <= scheduler.max_num_seqs
         assert sum(work.num_tokens for work in output.work) <= scheduler.max_num_batched_tokens
@@ -353,5 +361,7 @@ class Driver:
             size = scheduler.blocks.block_size
             first, last = work.start // size, (work.start + work.num_tokens - 1) // size
             for block in work.seq.block_ids[first : last + 1]:
-                assert scheduler.blocks._refs[block] == 1, "a shared block is written"
-                assert scheduler.blocks._digest[block] is None, "a published block is written"
+                digest = scheduler.blocks._digest[block]
+                is_new = digest is not None and (block in handed_out or published.get(digest) != block)
+                assert digest is None or is_new, "a published block is written"
+                assert digest is not None or scheduler.blocks._refs[block] == 1, "a shared block is written"

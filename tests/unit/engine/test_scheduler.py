@@ -200,33 +200,6 @@ def test_a_scored_prompt_does_not_skip_cached_tokens() -> None:
     assert driver.ends[2].num_cached_tokens == 0
 
 
-# -- the prefix cache
-
-
-@pytest.mark.parametrize("caching", [True, False])
-def test_a_cached_prefix_changes_nothing_but_the_work(caching: bool) -> None:
-    driver = Driver(make_config(enable_prefix_caching=caching))
-    driver.add(make_request(1, range(20), max_tokens=4))
-    driver.run()
-    driver.add(make_request(2, [*range(20), 50, 51], max_tokens=4))
-    output = driver.step()
-    assert output.work[0].start == (20 if caching else 0)
-    driver.run().check_outputs()
-    assert driver.ends[2].num_cached_tokens == (20 if caching else 0)
-    assert driver.scheduler.stats.prefix_cache_hits == (20 if caching else 0)
-    assert driver.scheduler.stats.prefix_cache_queries == 42
-    driver.check_idle()
-
-
-def test_generated_tokens_are_shared_as_well() -> None:
-    driver = Driver(make_config())
-    driver.add(make_request(1, range(10), max_tokens=10))
-    driver.run()
-    driver.add(make_request(2, [*range(10), *driver.tokens[1], 3], max_tokens=2))
-    driver.run().check_outputs()
-    assert driver.ends[2].num_cached_tokens == 16  # the last generated token has no KV, its block is not full
-
-
 # -- preemption
 
 
@@ -412,7 +385,7 @@ def test_logits_that_are_not_finite_fail_one_request_and_spoil_no_cache() -> Non
     driver.check_idle()
 
 
-@pytest.mark.parametrize("method", ["match", "grow", "publish"])
+@pytest.mark.parametrize("method", ["enter", "grow", "publish"])
 def test_a_mistake_with_one_sequence_fails_that_one(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     driver = Driver(make_config())
     real = getattr(driver.scheduler.blocks, method)

@@ -56,6 +56,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.driver = Driver(config, num_blocks)
         self.pending: SchedulerOutput | None = None
         self.next_id = 1
+        self.num_withdrawn = 0
 
     @rule(
         prompt=_PROMPTS,
@@ -90,10 +91,12 @@ class EngineMachine(RuleBasedStateMachine):
             assert self.driver.scheduler.stats.num_rejected == rejected + 1
 
     @precondition(lambda self: self.pending is None)
-    @rule()
-    def begin(self) -> None:
-        self.pending = self.driver.begin()
-        assert self.pending is not None or not self.driver.scheduler.has_work
+    @rule(num_withdrawn=st.sampled_from([0, 0, 0, 1, 2]))
+    def begin(self, num_withdrawn: int) -> None:
+        errors = self.driver.scheduler.stats.num_errors
+        self.pending = self.driver.begin(num_withdrawn)
+        self.num_withdrawn += min(num_withdrawn, self.driver.scheduler.stats.num_errors - errors)
+        assert self.pending is not None or num_withdrawn or not self.driver.scheduler.has_work
 
     @precondition(lambda self: self.pending is not None)
     @rule()
@@ -134,7 +137,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.driver.check_idle()
         stats = self.driver.scheduler.refresh_gauges()
         assert stats.num_accepted == sum(stats.finished.values()) == len(self.driver.requests)
-        assert stats.finished[FinishReason.ERROR] == 0
+        assert stats.finished[FinishReason.ERROR] == stats.num_errors == self.num_withdrawn
 
 
 EngineMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
