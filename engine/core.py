@@ -10,6 +10,7 @@ import selectors
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine import messages
@@ -146,10 +147,15 @@ class EngineCore:
     def _add(self, frame: Frame) -> None:
         with self._at_the_door(messages.read_id(frame)):
             request = messages.read_request(frame)
+            self._count_parked()
             if request.params.grammar is None:
                 self.scheduler.add(request, self._clock())
             else:
                 self._add_with_grammar(request, self._clock())
+
+    def _count_parked(self) -> None:
+        if self._grammars is not None:
+            self.scheduler.expect(self._grammars.num_parked, self._grammars.num_parked_tokens)
 
     @contextmanager
     def _at_the_door(self, request_id: int) -> Generator[None]:
@@ -166,10 +172,10 @@ class EngineCore:
         """Who needs a grammar that nobody has asked for before waits at the desk, and holds up nobody."""
         if self._grammars is None:
             raise RequestError("This engine was started without grammars.", "structured_outputs")
-        self.scheduler.check(request, now, self._grammars.num_parked)
+        self.scheduler.check(request, now)
         try:
             state = self._grammars.enter(request, now)
-        except RequestError:
+        except (RequestError, QueueFullError):
             self.scheduler.stats.num_rejected += 1
             raise
         if state is not None:
@@ -184,7 +190,8 @@ class EngineCore:
                 if outcome.error is not None:
                     self.scheduler.stats.num_rejected += 1
                     raise outcome.error
-                self.scheduler.add(outcome.request, outcome.arrival_s, outcome.state)
+                # It was let in when it came: that the queue has filled since is no reason to refuse it.
+                self.scheduler.add(replace(outcome.request, has_place=True), outcome.arrival_s, outcome.state)
 
     def _abort(self, request_id: int) -> None:
         event = self.scheduler.abort(request_id, self._clock())
@@ -202,8 +209,8 @@ class EngineCore:
         return event
 
     def snapshot(self) -> EngineStats:
+        self._count_parked()
         stats = self.scheduler.refresh_gauges()
-        stats.num_requests_waiting += 0 if self._grammars is None else self._grammars.num_parked
         stats.uptime_s = self._clock() - self._started_s
         return stats
 

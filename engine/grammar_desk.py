@@ -5,7 +5,8 @@
     loop            woken through `fileno`, it `take`s what has become ready, or has been refused
 
 Requests that ask for the same grammar share one compilation. What was compiled is kept, and so is what is wrong with a
-grammar. Knows grammars and threads. Does not know the scheduler, steps or frames.
+grammar. One that nobody waits for any more is not compiled, unless a lane has begun: that is over within a second or
+so, and kept. Knows grammars and threads. Does not know the scheduler, steps or frames.
 """
 
 import contextlib
@@ -21,6 +22,7 @@ from pathlib import Path
 from engine.errors import RequestError
 from engine.grammar_compiler import Compiled, Compiler, GrammarError
 from engine.grammar_forge import TOO_LONG
+from engine.grammar_jobs import GrammarJobs, Key, key_of
 from engine.grammar_lanes import Forge, ForgeLostError
 from engine.grammar_state import MatcherState
 from engine.types import Grammar, Request
@@ -32,8 +34,6 @@ MAX_KEPT = 64
 MAX_KEPT_CHARACTERS = 4 << 20
 LOST = "the process that tries grammars could not be kept alive; the cause is in the server's log"
 _STACK_BYTES = 16 << 20
-
-_Key = tuple[str, str]  # kind, text
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +60,12 @@ class GrammarDesk:
         self._compiler = compiler
         self._missing = missing
         self._forge = Forge(tokenizer_file, NUM_LANES)
-        self._kept: OrderedDict[_Key, Compiled | str] = OrderedDict()  # compiled, or what is wrong with it
+        self._kept: OrderedDict[Key, Compiled | str] = OrderedDict()  # compiled, or what is wrong with it
         self._kept_characters = 0
         self._parked: dict[int, _Parked] = {}
-        self._waiting: dict[_Key, list[int]] = {}  # who waits for a grammar that is being compiled
-        self._jobs: queue.SimpleQueue[Grammar | None] = queue.SimpleQueue()
+        self._num_parked_tokens = 0
+        self._waiting: dict[Key, dict[int, None]] = {}  # who waits for a grammar that has a job, or is being compiled
+        self._jobs = GrammarJobs(NUM_LANES)
         self._done: queue.SimpleQueue[tuple[Grammar, Compiled | str]] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._wake_read, self._wake_write = os.pipe()
@@ -93,16 +94,26 @@ class GrammarDesk:
     def num_parked(self) -> int:
         return len(self._parked)
 
+    @property
+    def num_parked_tokens(self) -> int:
+        """Of the prompts of those who wait here."""
+        return self._num_parked_tokens
+
     def enter(self, request: Request, now: float) -> MatcherState | None:
-        """The state of a request whose grammar is known; None: it waits here. Raises `RequestError`."""
+        """The state of a request whose grammar is known; None: it waits here.
+
+        Raises `RequestError`, and `QueueFullError` when too many grammars wait already.
+        """
         grammar = _grammar(request)
         if self._compiler is None:
             raise _refusal(grammar, self._missing)
         if request.request_id in self._parked:
             raise RequestError(f"Request id {request.request_id} is in use.", "request_id")
-        key = (grammar.kind, grammar.text)
+        key = key_of(grammar)
         known = self._kept.get(key)
         if known is None:
+            if key not in self._waiting and not request.has_place:
+                self._jobs.check(grammar)
             self._park(request, key, now)
             return None
         self._kept.move_to_end(key)
@@ -119,39 +130,51 @@ class GrammarDesk:
         outcomes: list[Outcome] = []
         while not self._done.empty():
             grammar, result = self._done.get()
-            key = (grammar.kind, grammar.text)
+            key = key_of(grammar)
             if result not in (TOO_LONG, LOST):  # those may be the fault of who else was compiling
                 self._keep(key, result)
             for request_id in self._waiting.pop(key):
-                parked = self._parked.pop(request_id, None)
-                if parked is not None:
-                    outcomes.append(self._outcome(parked, result))
+                outcomes.append(self._outcome(self._unpark(request_id), result))
         return outcomes
 
     def abort(self, request_id: int) -> bool:
-        """Whether the request waited here; it no longer does. What is being compiled for it is kept for others."""
-        return self._parked.pop(request_id, None) is not None
+        """Whether the request waited here; it no longer does."""
+        if request_id not in self._parked:
+            return False
+        key = key_of(_grammar(self._unpark(request_id).request))
+        waiting = self._waiting[key]
+        del waiting[request_id]
+        if not waiting and self._jobs.withdraw(key):
+            del self._waiting[key]
+        return True
 
     def abort_all(self) -> list[int]:
         """Everyone who waits leaves."""
-        left, self._parked = list(self._parked), {}
+        left = list(self._parked)
+        for request_id in left:
+            self.abort(request_id)
         return left
 
     def close(self) -> None:
-        for _ in self._threads:
-            self._jobs.put(None)
+        self._jobs.close()
         self._forge.close()
 
     # -- the loop's side
 
-    def _park(self, request: Request, key: _Key, now: float) -> None:
+    def _park(self, request: Request, key: Key, now: float) -> None:
         self._parked[request.request_id] = _Parked(request, now)
+        self._num_parked_tokens += len(request.prompt_token_ids)
         if key in self._waiting:
-            self._waiting[key].append(request.request_id)
+            self._waiting[key][request.request_id] = None
             return
-        self._waiting[key] = [request.request_id]
+        self._waiting[key] = {request.request_id: None}
         self._start_threads()
         self._jobs.put(_grammar(request))
+
+    def _unpark(self, request_id: int) -> _Parked:
+        parked = self._parked.pop(request_id)
+        self._num_parked_tokens -= len(parked.request.prompt_token_ids)
+        return parked
 
     def _outcome(self, parked: _Parked, result: Compiled | str) -> Outcome:
         request = parked.request
@@ -164,7 +187,7 @@ class GrammarDesk:
         params = request.params
         return MatcherState(self._compiler, compiled, (*params.eos_token_ids, *params.stop_token_ids))
 
-    def _keep(self, key: _Key, result: Compiled | str) -> None:
+    def _keep(self, key: Key, result: Compiled | str) -> None:
         self._kept[key] = result
         self._kept_characters += len(key[1])
         while len(self._kept) > MAX_KEPT or self._kept_characters > MAX_KEPT_CHARACTERS:
@@ -190,9 +213,11 @@ class GrammarDesk:
         while (grammar := self._jobs.get()) is not None:
             begun = time.monotonic()
             result = self._compile(number, grammar)
-            ms = (time.monotonic() - begun) * 1e3
+            seconds = time.monotonic() - begun
+            self._jobs.took(seconds)
             is_ok = "false" if isinstance(result, str) else "true"  # never the reason: it may quote the text
-            logger.info("event=grammar kind=%s characters=%d ms=%.1f ok=%s", grammar.kind, len(grammar.text), ms, is_ok)
+            size = len(grammar.text)
+            logger.info("event=grammar kind=%s characters=%d ms=%.1f ok=%s", grammar.kind, size, seconds * 1e3, is_ok)
             self._done.put((grammar, result))
             with contextlib.suppress(BlockingIOError):  # the pipe is full of such bytes: the loop will wake
                 os.write(self._wake_write, b"g")

@@ -95,6 +95,7 @@ def request(value: Request) -> bytes:
         "bad_words": [len(word) for word in words],
         "priority": value.priority,
         "salt": value.cache_salt.hex(),
+        "has_place": value.has_place,
     }
     return encode(head, chain(value.prompt_token_ids, allowed or (), *words))
 
@@ -122,6 +123,7 @@ def read_request(frame: Frame) -> Request:
         params=SamplingParams(**params),
         priority=int(head["priority"]),
         cache_salt=bytes.fromhex(head["salt"]),
+        has_place=bool(head["has_place"]),
     )
 
 

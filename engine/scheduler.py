@@ -84,13 +84,18 @@ class Scheduler:
         self._waiting.push(seq)
         self.stats.saw_arrival(seq)
 
-    def check(self, request: Request, now: float, num_elsewhere: int = 0) -> None:
-        """Raise what `add` raises. `num_elsewhere` others wait already, for something else, and will come."""
+    def expect(self, num_requests: int, num_tokens: int) -> None:
+        """So many requests, with so many prompt tokens, wait for something else first: they count as waiting."""
+        self._waiting.num_elsewhere, self._waiting.num_tokens_elsewhere = num_requests, num_tokens
+
+    def check(self, request: Request, now: float) -> None:
+        """Raise what `add` raises."""
         try:
             if request.request_id in self._open:
                 raise RequestError(f"Request id {request.request_id} is in use.", "request_id")
             check(request, self.limits)
-            self._waiting.check(len(request.prompt_token_ids), len(self._free_rows) - num_elsewhere, now)
+            if not request.has_place:
+                self._waiting.check(len(request.prompt_token_ids), len(self._free_rows), now)
         except (RequestError, QueueFullError):
             self.stats.num_rejected += 1
             raise
@@ -395,8 +400,9 @@ class Scheduler:
         """The stats with today's gauges."""
         stats, blocks = self.stats, self.blocks
         stats.num_requests_running = len(self._running)
-        stats.num_requests_waiting = len(self._waiting)
-        stats.num_waiting_tokens = self._waiting.num_tokens
+        waiting = self._waiting
+        stats.num_requests_waiting = len(waiting) + waiting.num_elsewhere
+        stats.num_waiting_tokens = waiting.num_tokens + waiting.num_tokens_elsewhere
         stats.num_blocks_total = blocks.num_total
         stats.num_blocks_free = blocks.num_free
         stats.num_blocks_cached = blocks.num_cached

@@ -59,6 +59,7 @@ class Request:
     params: SamplingParams
     priority: int = 0  # lower runs earlier
     cache_salt: bytes = b""  # prefixes are shared only between equal salts
+    has_place: bool = False  # it was promised one: a full queue is no reason to refuse it
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,9 @@ class WaitingRoom:
         self.max_requests = max_requests
         self.max_tokens = max_tokens
         self.num_tokens = 0  # of prompts
+        # Who waits somewhere else, for something else, and will come: their places are taken.
+        self.num_elsewhere = 0
+        self.num_tokens_elsewhere = 0
         self._seqs: list[Sequence] = []
         self._left_s: deque[float] = deque(maxlen=64)  # when the last ones were let in
 
@@ -34,15 +37,17 @@ class WaitingRoom:
 
     def check(self, num_tokens: int, num_free_rows: int, now: float) -> None:
         """Raise `QueueFullError` unless a prompt of `num_tokens` may wait. Whoever can run at once is not waiting."""
-        if len(self._seqs) >= self.max_requests + num_free_rows:
+        num_waiting = len(self._seqs) + self.num_elsewhere
+        num_waiting_tokens = self.num_tokens + self.num_tokens_elsewhere
+        if num_waiting >= self.max_requests + num_free_rows:
             raise QueueFullError(
-                f"{len(self._seqs)} requests are waiting already (at most {self.max_requests} may). Retry later.",
+                f"{num_waiting} requests are waiting already (at most {self.max_requests} may). Retry later.",
                 self._retry_after_s(now),
             )
         # An empty room takes any prompt: one that is longer than the limit could otherwise never come in.
-        if self._seqs and self.num_tokens + num_tokens > self.max_tokens:
+        if num_waiting and num_waiting_tokens + num_tokens > self.max_tokens:
             raise QueueFullError(
-                f"{self.num_tokens} prompt tokens are waiting already (at most {self.max_tokens} may). Retry later.",
+                f"{num_waiting_tokens} prompt tokens are waiting already (at most {self.max_tokens} may). Retry later.",
                 self._retry_after_s(now),
             )
 

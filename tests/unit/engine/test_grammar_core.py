@@ -3,6 +3,7 @@
 import os
 import select
 import socket
+from dataclasses import replace
 
 import pytest
 from choice_fakes import CountingGrammar
@@ -32,6 +33,10 @@ class SlowDesk:
     @property
     def num_parked(self) -> int:
         return len(self.parked)
+
+    @property
+    def num_parked_tokens(self) -> int:
+        return sum(len(request.prompt_token_ids) for request, _ in self.parked.values())
 
     def enter(self, request, now):
         if request.params.grammar.text == "0":
@@ -161,6 +166,34 @@ def test_those_who_wait_for_grammars_fill_the_waiting_room():
     house = House(max_num_seqs=2, max_waiting_requests=3)
     house.ask(*(bound(number) for number in range(1, 8)))
     assert sorted(house.refused) == [6, 7] and isinstance(house.refused[6], QueueFullError)
+    house.ask(make_request(8, [1, 2]))
+    assert isinstance(house.refused[8], QueueFullError), "their places are not anybody's"
+    house.desk.compile()
+    house.run()
+    assert sorted(house.events) == [1, 2, 3, 4, 5] and sorted(house.refused) == [6, 7, 8]
+
+
+def test_the_prompts_of_those_who_wait_for_grammars_count_as_waiting_tokens():
+    house = House(max_waiting_tokens=5)
+    house.ask(bound(1), bound(2), bound(3), make_request(4, [1, 2]))
+    assert sorted(house.refused) == [3, 4] and isinstance(house.refused[3], QueueFullError)
+    stats = house.core.snapshot()
+    assert (stats.num_requests_waiting, stats.num_waiting_tokens, stats.num_rejected) == (2, 4, 2)
+    house.desk.compile()
+    house.run()
+    assert sorted(house.events) == [1, 2]
+    stats = house.core.snapshot()
+    assert (stats.num_requests_waiting, stats.num_waiting_tokens) == (0, 0)
+
+
+def test_who_waited_for_a_grammar_is_not_refused_when_it_is_ready():
+    house = House(max_num_seqs=1, max_waiting_requests=1)
+    house.ask(bound(1), make_request(2, [1, 2], max_tokens=9))
+    house.ours.sendall(messages.request(replace(make_request(3, [1, 2]), has_place=True)))
+    house.core.tick()
+    house.desk.compile()
+    house.run()
+    assert not house.refused and sorted(house.events) == [1, 2, 3]
 
 
 def test_the_first_to_come_is_the_first_to_run():

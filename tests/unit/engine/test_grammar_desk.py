@@ -4,15 +4,17 @@ import json
 import os
 import select
 import signal
+import threading
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
 from engine_fakes import make_request
 from grammar_fakes import DEMO, END, allowed, encode
 
-from engine import grammar_desk, grammar_forge
-from engine.errors import RequestError
+from engine import grammar_desk, grammar_forge, grammar_jobs
+from engine.errors import QueueFullError, RequestError
 from engine.grammar_compiler import GrammarError
 from engine.grammar_desk import GrammarDesk, Outcome
 from engine.types import Grammar
@@ -105,6 +107,85 @@ def test_who_leaves_while_it_compiles_leaves_nothing_behind(desk):
     assert desk.num_parked == 1
     assert list(outcomes(desk, 1)) == [2]
     assert not desk._waiting and desk.enter(asked(3, "regex", "leaving(1|2)"), 0.0) is not None
+
+
+class SlowForge:
+    """Finds nothing wrong with any grammar, but not before it is told to go on."""
+
+    def __init__(self):
+        self.asked = []
+        self.go_on = threading.Event()
+
+    def ask(self, number, grammar):
+        self.asked.append(grammar.text)
+        assert self.go_on.wait(30)
+
+    def close(self):
+        self.go_on.set()
+
+
+@pytest.fixture
+def slow_desk():
+    """Both lanes at work on the grammars of requests 1 and 2, with no end in sight."""
+    desk = GrammarDesk.open(str(DEMO))
+    desk._forge = SlowForge()
+    for number in (1, 2):
+        desk.enter(asked(number, "regex", f"{number}x"), 0.0)
+    deadline = time.monotonic() + 30
+    while len(desk._forge.asked) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    yield desk
+    desk.close()
+
+
+def test_what_nobody_waits_for_any_more_is_not_compiled(slow_desk):
+    for number in range(3, 1003):
+        slow_desk.enter(asked(number, "regex", f"{number}x"), 0.0)
+        slow_desk.abort(number)
+    assert (len(slow_desk._jobs), len(slow_desk._waiting), slow_desk.num_parked) == (0, 2, 2)
+    slow_desk.abort(1)
+    slow_desk.enter(asked(1, "regex", "wanted"), 0.0)
+    slow_desk._forge.go_on.set()
+    found = outcomes(slow_desk, 2)
+    assert found.keys() == {1, 2} and sorted(slow_desk._forge.asked) == ["1x", "2x", "wanted"]
+    assert not slow_desk._waiting
+
+
+def test_who_shares_a_grammar_keeps_it_when_another_leaves(slow_desk):
+    for number in (3, 4):
+        slow_desk.enter(asked(number, "regex", "shared"), 0.0)
+    slow_desk.abort(3)
+    slow_desk.abort(1)
+    slow_desk.enter(asked(5, "regex", "1x"), 0.0)  # what is being compiled is joined, though nobody waited for it
+    slow_desk._forge.go_on.set()
+    assert outcomes(slow_desk, 3).keys() == {2, 4, 5}
+    assert slow_desk._forge.asked.count("1x") == 1
+
+
+def test_a_full_queue_of_grammars_is_said_at_once(slow_desk, monkeypatch):
+    monkeypatch.setattr(grammar_jobs, "MAX_JOBS", 3)
+    for number in (3, 4, 5):
+        slow_desk.enter(asked(number, "regex", f"{number}x"), 0.0)
+    with pytest.raises(QueueFullError, match="at most 3") as refusal:
+        slow_desk.enter(asked(6, "regex", "6x"), 0.0)
+    assert 1 <= refusal.value.retry_after_s <= 60 and slow_desk.num_parked == 5
+    slow_desk.enter(asked(7, "regex", "5x"), 0.0)  # no job of its own
+    slow_desk.enter(replace(asked(8, "regex", "8x"), has_place=True), 0.0)
+    slow_desk.abort_all()
+    assert (len(slow_desk._jobs), slow_desk.num_parked, slow_desk.num_parked_tokens) == (0, 0, 0)
+    monkeypatch.setattr(grammar_jobs, "MAX_CHARACTERS", 10)
+    slow_desk.enter(asked(9, "regex", "a" * 100), 0.0)
+    with pytest.raises(QueueFullError, match="10 characters"):
+        slow_desk.enter(asked(10, "regex", "b"), 0.0)
+
+
+def test_the_tokens_of_those_who_wait_are_counted(slow_desk):
+    assert slow_desk.num_parked_tokens == 4
+    slow_desk.abort(1)
+    assert slow_desk.num_parked_tokens == 2
+    slow_desk._forge.go_on.set()
+    outcomes(slow_desk, 1)
+    assert slow_desk.num_parked_tokens == 0
 
 
 def test_a_lost_forge_is_started_again(desk):
