@@ -32,6 +32,7 @@ from engine.parent import die_with_parent
 from engine.recorder import RecordingGroup
 from engine.recording import RecordingWriter
 from engine.types import EngineInfo
+from workers.config import LOADING_TIMEOUT_S
 
 if TYPE_CHECKING:
     from workers.group import WorkerGroup
@@ -45,7 +46,9 @@ _WATCH_S = 1.0
 StartGroup = Callable[..., "WorkerGroup"]
 
 
-def main(argv: list[str], start_group: StartGroup | None = None) -> int:
+def main(
+    argv: list[str], start_group: StartGroup | None = None, *, loading_timeout_s: float = LOADING_TIMEOUT_S
+) -> int:
     """Serve one frontend until it leaves. Returns the exit code: 0, 1 (our bug), 3 and 4 (start), 5 and 6 (ranks)."""
     parser = argparse.ArgumentParser(prog="engine.process", description="Internal: started by the server.")
     parser.add_argument("--fd", type=int, required=True, help="the inherited socket")
@@ -60,13 +63,13 @@ def main(argv: list[str], start_group: StartGroup | None = None) -> int:
         start_group = start_real_group
     with socket.socket(fileno=arguments.fd) as sock:
         try:
-            return _serve(sock, start_group)
+            return _serve(sock, start_group, loading_timeout_s)
         except ConnectionError as error:
             logger.info('event=frontend_gone cause="%s"', error)
             return EXIT_OK
 
 
-def _serve(sock: socket.socket, start_group: StartGroup) -> int:
+def _serve(sock: socket.socket, start_group: StartGroup, loading_timeout_s: float) -> int:
     _leave_at_end_of_file(sock)
     try:
         config = messages.read_config(_first_frame(sock))
@@ -75,8 +78,11 @@ def _serve(sock: socket.socket, start_group: StartGroup) -> int:
         return EXIT_BUG
     log_to_stderr(config.worker.log_level)
     opening = _Opening(config.worker.model_path)
+    # A group of processes reports its own stuck rank and gets some time to say so first.
+    watch = _LoadingWatch(sock, loading_timeout_s if config.inline_single_rank else loading_timeout_s + 2 * _LEAVE_S)
+    watch.start()
     try:
-        group = _start(sock, config, start_group)
+        group = _start(config, start_group, watch.progress)
         grammars = opening.result()
     except ConnectionError:
         raise
@@ -84,6 +90,8 @@ def _serve(sock: socket.socket, start_group: StartGroup) -> int:
         failure = _startup_failure(error)
         sock.sendall(messages.failed(failure))
         return failure.exit_code
+    finally:
+        watch.stop()
     code = _loop(sock, replace(config, worker=group.config), group, grammars)
     _Deadline(_LEAVE_S, code).start()
     grammars.close()
@@ -92,15 +100,11 @@ def _serve(sock: socket.socket, start_group: StartGroup) -> int:
     return code
 
 
-def _start(sock: socket.socket, config: EngineConfig, start_group: StartGroup) -> "WorkerGroup":
+def _start(config: EngineConfig, start_group: StartGroup, on_progress: Callable[[str, float], None]) -> "WorkerGroup":
     """The ranks, loaded; recorded if asked to. A file that cannot be made is known before the model is read."""
     writer = None if config.record_path is None else RecordingWriter(config.record_path)
     try:
-        group = start_group(
-            config.worker,
-            inline=config.inline_single_rank,
-            on_progress=lambda phase, fraction: sock.sendall(messages.progress(phase, fraction)),
-        )
+        group = start_group(config.worker, inline=config.inline_single_rank, on_progress=on_progress)
     except BaseException:
         if writer is not None:
             writer.discard()
@@ -223,6 +227,42 @@ class _Deadline(threading.Thread):
     def run(self) -> None:
         time.sleep(self._seconds)
         os._exit(self._exit_code)
+
+
+class _LoadingWatch(threading.Thread):
+    """Ends the process when loading makes no progress: the thread that loads may sit in a read that never returns."""
+
+    def __init__(self, sock: socket.socket, limit_s: float) -> None:
+        super().__init__(name="loading", daemon=True)
+        self._sock = sock
+        self._limit_s = limit_s
+        self._state = ("starting", 0.0)
+        self._since = time.monotonic()
+        self._done = threading.Event()
+
+    def progress(self, phase: str, fraction: float) -> None:
+        self._state, self._since = (phase, fraction), time.monotonic()
+        self._sock.sendall(messages.progress(phase, fraction))
+
+    def stop(self) -> None:
+        self._done.set()
+
+    def run(self) -> None:
+        while not self._done.wait(min(_WATCH_S, self._limit_s / 4)):
+            if time.monotonic() - self._since > self._limit_s:
+                break
+        if self._done.is_set():
+            return
+        phase, fraction = self._state
+        failure = StartupError(
+            f"The start has made no progress for {self._limit_s:g} s while {phase} ({fraction:.0%}).",
+            "If the model or Python's packages lie on a network file system, see whether it answers; then start again.",
+            EXIT_RANK_HUNG,
+        )
+        logger.critical('event=start_failed cause="%s" fix="%s"', failure.cause, failure.fix)
+        faulthandler.dump_traceback(sys.stderr)
+        self._sock.sendall(messages.failed(failure))
+        os._exit(failure.exit_code)
 
 
 class _Watchdog(threading.Thread):

@@ -7,6 +7,8 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+LOADING_TIMEOUT_S = 300.0  # without progress of any rank; more than compiling the kernels may take
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:

@@ -16,11 +16,12 @@ from dataclasses import replace
 from typing import NoReturn
 
 from workers.channel.control import Control
-from workers.channel.layout import total_bytes
+from workers.channel.layout import Flags, last_of, total_bytes
 from workers.channel.ring import ChannelClosedError, RingLayout, RingReader, RingWriter, anonymous_memory
-from workers.config import WorkerConfig, WorkerInfo
+from workers.config import LOADING_TIMEOUT_S, WorkerConfig, WorkerInfo
 from workers.errors import StartupError, WorkerError
 from workers.group import FillMasks, OnProgress
+from workers.loading import Loading
 from workers.protocol import (
     StepMetadata,
     StepOutput,
@@ -38,13 +39,18 @@ logger = logging.getLogger("oarlock.group")
 
 _COLLECTIVE_BUFFER_BYTES = 4 << 20  # longer tensors go through in pieces
 _GRACE_S = 3.0  # for a rank to leave by itself
+_KILL_S = 5.0  # for the kernel to end a rank; one that waits for a dead network file system may never end
 
 
 class ProcessGroup:
     """Starts the ranks in its constructor; raises `StartupError` with everything cleaned up when one cannot load."""
 
-    def __init__(self, config: WorkerConfig, on_progress: OnProgress) -> None:
+    def __init__(
+        self, config: WorkerConfig, on_progress: OnProgress, *, loading_timeout_s: float = LOADING_TIMEOUT_S
+    ) -> None:
+        """`loading_timeout_s`: the longest time without a word of any rank."""
         self.config = config
+        self._loading_timeout_s = loading_timeout_s
         self._size = config.tensor_parallel_size
         self._processes: list[subprocess.Popen[bytes]] = []
         self._controls: list[Control] = []
@@ -76,6 +82,7 @@ class ProcessGroup:
         listener = socket.create_server(("127.0.0.1", 0))
         self._steps = RingWriter(step_memory, [write for _, write in step_pipes], step_layout)
         self._answers = RingReader(output_memory, output_pipe[0], 0, output_layout)
+        self._collectives = Flags(collective_memory, self._size)
         for rank in range(self._size):
             ours, theirs = Control.pair()
             self._controls.append(ours)
@@ -108,31 +115,26 @@ class ProcessGroup:
 
     def _load(self, on_progress: OnProgress) -> WorkerInfo:
         """Follow all ranks through loading; they agree on the smallest number of blocks any of them has room for."""
-        fractions = [0.0] * self._size
-        blocks: dict[int, int] = {}
-        infos: dict[int, WorkerInfo] = {}
-        while len(infos) < self._size:
-            for rank, message in self._next_messages():
-                kind = message["kind"]
-                if kind == "failed":
-                    raise StartupError(message["cause"], message["fix"], int(message["exit_code"]))
-                if kind == "progress":
-                    fractions[rank] = float(message["fraction"])
-                    on_progress("loading", min(fractions))
-                elif kind == "loaded":
-                    blocks[rank] = int(message["num_blocks"])
-                    if len(blocks) == self._size:
-                        for control in self._controls:
-                            control.send("allocate", num_blocks=min(blocks.values()))
-                elif kind == "ready":
-                    infos[rank] = WorkerInfo.from_json(message["info"])
-        return joint_info(infos)
+        loading = Loading(self._size)
+        while not loading.is_done:
+            for rank, message in self._next_messages(loading):
+                loading.hear(rank, message)
+                if message["kind"] == "progress":
+                    on_progress("loading", loading.fraction)
+                elif message["kind"] == "loaded" and loading.num_blocks is not None:
+                    for control in self._controls:
+                        control.send("allocate", num_blocks=loading.num_blocks)
+        return joint_info(loading.infos)
 
-    def _next_messages(self) -> list[tuple[int, dict]]:
-        """Wait for control messages while loading. A rank that ends without a word is a `StartupError`."""
+    def _next_messages(self, loading: Loading) -> list[tuple[int, dict]]:
+        """Wait for control messages while loading. A rank that ends without a word is a `StartupError`, and so is
+        silence of all."""
         ready = [control for control in self._controls if control.has_pending]
         if not ready:
-            ready = select.select(self._controls, [], [])[0]
+            ready = select.select(self._controls, [], [], self._loading_timeout_s)[0]
+        if not ready:
+            self._ask_for_stacks()
+            raise loading.stuck(self._collectives.read(), self._loading_timeout_s)
         messages = []
         for control in ready:
             rank = self._controls.index(control)
@@ -210,13 +212,22 @@ class ProcessGroup:
         raise WorkerError(rank, self._step_id, how)
 
     def _fail_hung(self) -> NoReturn:
-        """No answer in time: the rank that is furthest behind is the one to name."""
-        behind = min(range(self._size), key=self._steps.finished)
-        for process in self._processes:  # each running rank writes its stacks to the log
+        """No answer in time. The others finish their steps, or wait in a collective, for the rank that hangs."""
+        finished = [self._steps.finished(rank) for rank in range(self._size)]
+        collectives = self._collectives.read()
+        last = last_of(finished, collectives)
+        cause = f"no answer within {self.config.step_timeout_s:g} s"
+        if last is None:
+            cause += f"; all ranks that have not answered are as far, at collective {min(collectives)}"
+        self._ask_for_stacks()
+        raise WorkerError(finished.index(min(finished)) if last is None else last, self._step_id, cause, hung=True)
+
+    def _ask_for_stacks(self) -> None:
+        """Each rank that still runs writes them to the log."""
+        for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGUSR1)
         time.sleep(0.2)
-        raise WorkerError(behind, self._step_id, f"no answer within {self.config.step_timeout_s:g} s", hung=True)
 
     def close(self, grace_s: float = _GRACE_S) -> None:
         """Close every channel, which is the ranks' word to leave; whoever stays longer than `grace_s` is killed."""
@@ -231,11 +242,13 @@ class ProcessGroup:
                 process.wait(max(0.0, deadline - time.monotonic()))
             if process.poll() is None:
                 process.kill()
-                process.wait()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_KILL_S)
         for control in self._controls:
             control.close()
         if hasattr(self, "_answers"):
             self._answers.close()
+            self._collectives.close()
 
 
 def joint_info(infos: dict[int, WorkerInfo]) -> WorkerInfo:

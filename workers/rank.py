@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from workers.channel.control import Control
 from workers.channel.ring import ChannelClosedError, RingLayout, RingReader, RingWriter
-from workers.config import WorkerConfig
+from workers.config import LOADING_TIMEOUT_S, WorkerConfig
 from workers.errors import StartupError
 from workers.protocol import pack_output, unpack_step
 
@@ -151,7 +151,8 @@ def join(arguments: Invitation, config: WorkerConfig) -> TensorParallel:
         listen_fd=arguments.store_listen_fd if arguments.store_listen_fd >= 0 else None,
         memory_fd=arguments.collective_memory_fd,
         buffer_bytes=arguments.collective_bytes,
-        timeout_s=config.step_timeout_s,
+        # Longer than the group waits: it sees all ranks and names the one that hangs; a rank only sees that it waits.
+        timeout_s=config.step_timeout_s + LOADING_TIMEOUT_S,
     )
     return TensorParallel.join(meeting, device)
 
@@ -159,9 +160,11 @@ def join(arguments: Invitation, config: WorkerConfig) -> TensorParallel:
 def start(arguments: RankArguments, control: Control) -> tuple[Runner, TensorParallel]:
     """Join the other ranks, load this rank's slice and allocate its pages, in step with the group."""
     config = WorkerConfig.from_json(arguments.config)
-    tp = join(arguments, config)
     from workers.runner import Runner
 
+    control.send("phase", name="joining")
+    tp = join(arguments, config)
+    control.send("phase", name="loading")
     runner = Runner(config, tp)
     last_report = 0.0
 
@@ -173,7 +176,9 @@ def start(arguments: RankArguments, control: Control) -> tuple[Runner, TensorPar
 
     runner.load(on_progress)
     control.send("loaded", num_blocks=runner.num_blocks_that_fit())
-    runner.allocate(int(control.recv()["num_blocks"]))
+    num_blocks = int(control.recv()["num_blocks"])
+    control.send("phase", name="allocating")
+    runner.allocate(num_blocks)
     control.send("ready", info=runner.info().to_json())
     return runner, tp
 

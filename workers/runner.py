@@ -53,15 +53,25 @@ class Runner:
         self._load_seconds = 0.0
 
     def load(self, on_progress: Callable[[float], None]) -> None:
-        """Read this rank's slice of every weight. `on_progress` gets the fraction read so far."""
+        """Read this rank's slice of every weight. `on_progress` gets the fraction read so far, some of them often: it
+        also says that something moves."""
         started = time.monotonic()
+        done = 0.0
+
+        def report(fraction: float) -> None:
+            nonlocal done
+            done = fraction
+            on_progress(fraction)
+
         self.model = Decoder(self.spec, self.tp, self.dtype, self.device)
         if self.config.load_format == "dummy":
-            self.model.load(DummyWeights(self.config.seed), on_progress)
+            self.model.load(DummyWeights(self.config.seed), report)
         else:
             checkpoint = Checkpoint.open(Path(self.config.model_path))
-            with WeightReader(checkpoint, check_finite=self.config.check_weights) as weights:
-                self.model.load(weights, on_progress)
+            with WeightReader(
+                checkpoint, check_finite=self.config.check_weights, on_read=lambda: on_progress(done)
+            ) as weights:
+                self.model.load(weights, report)
         self.kv_spec = self.model.kv_spec(self.config.block_size, self.device)
         self.backend = choose(self.kv_spec, self.config.attention_backend, logger.info)
         self.sampler = Sampler(self.tp, self.model.vocab_start, self.model.vocab_local, self.spec.vocab_size)

@@ -1,9 +1,12 @@
 """Real rank processes: two ranks answer like one, and every way of losing a rank is noticed and named."""
 
+import json
 import os
 import signal
+import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +16,10 @@ from tests.golden.tiny_models import make_tiny
 from workers.config import WorkerConfig
 from workers.errors import StartupError, WorkerError
 from workers.group import InlineGroup, WorkerGroup, start_group
+from workers.preflight import preflight
 from workers.process_group import ProcessGroup
 from workers.protocol import StepMetadata
+from workers.python_child import start_python
 
 BLOCK = 16
 
@@ -144,15 +149,18 @@ def test_a_rank_that_dies_idle_wakes_the_waiter(checkpoint: Path) -> None:
         group.close()
 
 
-def test_a_stopped_rank_is_called_hung(checkpoint: Path) -> None:
-    group = start(checkpoint, 2, step_timeout_s=1.5)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_stops_in_a_step_is_the_one_that_is_named(checkpoint: Path, victim: int) -> None:
+    """The other waits for it in a collective, and has not answered either."""
+    group = start(checkpoint, 2, step_timeout_s=3.0)
     try:
         generate(group, [1, 2, 3], 2)
-        os.kill(group.rank_pids[1], signal.SIGSTOP)
-        with pytest.raises(WorkerError) as caught:
-            group.submit(step_of(3, [1], 3))
-            group.collect()
-        assert caught.value.rank in (0, 1)
+        with pytest.raises(WorkerError, match=r"no answer within 3 s$") as caught:
+            for step_id in range(3, 10):  # rank 0 may still answer the step in which rank 1 was stopped
+                group.submit(step_of(step_id, list(range(1, 33)), 0))
+                os.kill(group.rank_pids[victim], signal.SIGSTOP)
+                group.collect()
+        assert caught.value.rank == victim and caught.value.hung
     finally:
         group.close()
     assert not any(Path(f"/proc/{pid}").exists() for pid in group.rank_pids)
@@ -168,6 +176,25 @@ def test_a_rank_that_raises_tells_why_and_where(checkpoint: Path) -> None:
             group.collect()
     finally:
         group.close()
+
+
+def test_a_rank_that_says_nothing_while_loading_is_named_with_what_it_does(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a file system that does not answer."""
+
+    def silent(command: Sequence[str], **rest: object) -> subprocess.Popen[bytes]:
+        arguments = json.loads(command[-1])
+        phases = ["joining", "loading", "allocating"] if arguments["rank"] == 0 else ["joining", "loading"]
+        sent = b"".join(json.dumps({"kind": "phase", "name": name}).encode() + b"\n" for name in phases)
+        code = f"import os, time; os.write({arguments['control_fd']}, {sent!r}); time.sleep(1000)"
+        return start_python(["-c", code], **rest)  # ty: ignore[invalid-argument-type]
+
+    monkeypatch.setattr("workers.process_group.start_python", silent)
+    config = preflight(config_for(checkpoint, tensor_parallel_size=2))
+    with pytest.raises(StartupError, match=r"rank 1 has made no progress for 2 s while reading the weights") as caught:
+        ProcessGroup(config, lambda phase, fraction: None, loading_timeout_s=2)
+    assert caught.value.exit_code == 6
 
 
 def test_a_rank_that_cannot_load_fails_the_start(checkpoint: Path) -> None:

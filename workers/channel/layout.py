@@ -1,6 +1,9 @@
-"""Where things lie in the shared memory of collectives. Torch-free: the process that creates it does not load torch."""
+"""Where things lie in the shared memory of collectives, and what its flags say of the ranks. Torch-free: the process
+that creates it does not load torch.
+"""
 
 import mmap
+from collections.abc import Sequence
 
 LINE = 64  # bytes of a cache line; each flag has one of its own
 
@@ -13,3 +16,35 @@ def data_offset(size: int) -> int:
 def total_bytes(size: int, buffer_bytes: int) -> int:
     """Shared memory that a group of `size` ranks needs: flags and two input buffers per rank."""
     return data_offset(size) + 2 * size * buffer_bytes
+
+
+class Flags:
+    """One 64-bit counter per rank: the newest collective that it has come to. The others wait there for the last."""
+
+    def __init__(self, memory_fd: int, size: int) -> None:
+        self._size = size
+        self._map = mmap.mmap(memory_fd, data_offset(size))
+        self._flags = memoryview(self._map)[: size * LINE].cast("Q")
+
+    def __getitem__(self, rank: int) -> int:
+        return self._flags[rank * LINE // 8]
+
+    def __setitem__(self, rank: int, collective: int) -> None:
+        self._flags[rank * LINE // 8] = collective
+
+    def read(self) -> list[int]:
+        return [self[rank] for rank in range(self._size)]
+
+    def close(self) -> None:
+        self._flags.release()
+        self._map.close()
+
+
+def last_of(*progress: Sequence[int]) -> int | None:
+    """The rank that is behind all others, which wait for it; None when several are equally far.
+
+    `progress`: numbers of each rank that only grow, the slowest growing first: a later one decides between equals.
+    """
+    places = list(zip(*progress, strict=True))
+    last = min(places)
+    return places.index(last) if places.count(last) == 1 or len(places) == 1 else None

@@ -9,19 +9,19 @@ A decode step of a small model makes two all-reduces of some kilobytes per layer
 Two buffers are enough: a rank that enters collective n has seen every flag reach n - 1, and a peer raises its flag to
 n - 1 only after it finished reading collective n - 2, which is what buffer [n % 2] held before.
 
-Relies on stores becoming visible in program order, so `supported()` says no outside x86; the caller then stays on
-gloo. Sums run in rank order in float32 on every rank: all ranks end with the same bits.
+Relies on stores becoming visible in program order (`order.py`), so `supported()` says no outside x86; the caller then
+stays on gloo. Sums run in rank order in float32 on every rank: all ranks end with the same bits.
 """
 
 import mmap
 import os
-import platform
 import time
 
 import torch
 from torch import Tensor
 
 from workers.channel.layout import LINE, data_offset, total_bytes
+from workers.channel.order import STORES_KEEP_ORDER
 from workers.cores import available_cores
 
 _SPINS_BEFORE_YIELD = 2_000  # about 100 us: longer than a peer's skew while it has a core of its own
@@ -54,7 +54,7 @@ class SharedMemoryGroup:
 
     @staticmethod
     def supported() -> bool:
-        return platform.machine() in ("x86_64", "AMD64")
+        return STORES_KEEP_ORDER
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, written into `x` (contiguous, on the CPU) and returned."""

@@ -19,6 +19,8 @@ import tempfile
 from collections.abc import Generator
 from dataclasses import asdict, dataclass
 
+from workers.channel.order import STORES_KEEP_ORDER, fence
+
 _LINE = 64  # bytes; one counter per cache line, so that readers do not disturb each other
 _PAGE = 4096
 # what the byte says
@@ -115,6 +117,8 @@ class RingWriter:
         for reader in range(len(self._wake_fds)):
             if self._pages.finished(reader) + self._pages.layout.num_slots < message:
                 raise RuntimeError(f"reader {reader} has not finished message {message - self._pages.layout.num_slots}")
+        if not STORES_KEEP_ORDER:
+            fence()  # the slot is written after the counters were read
         slot = self._pages.slot(message)
         try:
             yield slot
@@ -183,6 +187,8 @@ class RingReader:
             # Arrays over the slot may outlive this block; releasing the view itself would raise for them.
             with contextlib.suppress(BufferError):
                 slot.release()
+            if not STORES_KEEP_ORDER:
+                fence()  # the counter is written after the slot was read
             self._pages.set_finished(self._reader, self._message)
 
     def wait_for_rest(self, timeout_s: float | None = None) -> None:

@@ -27,8 +27,12 @@ CHUNK_BYTES = 16 << 20
 class WeightReader:
     """`WeightSource` over safetensors files. Use as a context manager, or call `close`."""
 
-    def __init__(self, checkpoint: Checkpoint, *, check_finite: bool = True) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, *, check_finite: bool = True, on_read: Callable[[], None] = lambda: None
+    ) -> None:
+        """`on_read` is called after each copy, of at most `CHUNK_BYTES` of a file: something moves."""
         self._checkpoint = checkpoint
+        self._on_read = on_read
         self._check_finite = check_finite
         self._taken: set[str] = set()
         self._path: Path | None = None
@@ -78,6 +82,7 @@ class WeightReader:
                 first_index = [bound.start or 0 for bound in index] + [0] * (part.dim() - len(index))
                 raise _not_finite(name, found, part, view, place, first_index)
             del view  # it keeps its mapping alive
+            self._on_read()
 
     def _open(self, path: Path, upcoming: int) -> Any:
         if path != self._path or self._mapped + upcoming > REMAP_BYTES:

@@ -56,4 +56,4 @@ def start_group(worker, *, inline: bool, on_progress):
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], start_group))
+    sys.exit(main(sys.argv[1:], start_group, loading_timeout_s=float(os.environ.get("LOADING_TIMEOUT_S", "300"))))

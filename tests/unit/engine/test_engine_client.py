@@ -375,6 +375,17 @@ def test_a_start_that_fails_says_why(scenario: dict, code: int, says: str) -> No
     run(scene)
 
 
+def test_a_start_that_makes_no_progress_ends_and_says_how_far_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOADING_TIMEOUT_S", "0.5")
+
+    async def scene() -> None:
+        with pytest.raises(StartupError, match=r"no progress for 0\.5 s while loading \(100%\)") as failure:
+            await EngineClient.start(scenario_config(load_s=1000), lambda *_: None, command=[ENGINE])
+        assert failure.value.exit_code == 6
+
+    run(scene)
+
+
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_a_cancelled_start_leaves_no_process(is_stopped: bool) -> None:
     async def scene() -> None:

@@ -5,6 +5,8 @@ import threading
 
 import pytest
 
+from workers.channel import ring
+from workers.channel.order import fence
 from workers.channel.ring import ChannelClosedError, RingLayout, RingReader, RingWriter, anonymous_memory
 
 
@@ -39,6 +41,25 @@ def test_every_reader_gets_every_message_in_order() -> None:
         thread.join()
     expected = [number.to_bytes(4, "little") for number in range(1000)]
     assert received == [expected] * 3
+
+
+def test_where_stores_may_overtake_a_fence_stands_between_slot_and_counter(monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, (reader,) = make()
+    fences: list[tuple[bytes, int]] = []  # what the slot and the counter held at each
+
+    def seen() -> None:
+        fence()
+        fences.append((bytes(writer._pages.slot(1)[:1]), writer.finished(0)))
+
+    monkeypatch.setattr(ring, "STORES_KEEP_ORDER", False)
+    monkeypatch.setattr(ring, "fence", seen)
+    with writer.send() as slot:
+        slot[0] = 9
+    assert fences == [(b"\0", 0)]  # the counter was read before the slot is written
+    with reader.recv(timeout_s=10) as slot:
+        assert slot[0] == 9
+    assert fences[1:] == [(b"\x09", 0)]  # the slot was read before the counter is written
+    assert writer.finished(0) == 1
 
 
 def test_a_slow_reader_is_not_overrun() -> None:

@@ -1,0 +1,58 @@
+"""Who is behind: told from counters that ranks keep in shared memory, and from what they say while loading."""
+
+import os
+
+import pytest
+
+from workers.channel.layout import Flags, data_offset, last_of
+from workers.channel.ring import anonymous_memory
+from workers.errors import StartupError
+from workers.loading import Loading
+
+
+@pytest.mark.parametrize(
+    ("finished", "collectives", "behind"),
+    [
+        ([7, 7], [120, 119], 1),  # one waits in a collective for the other
+        ([7, 7], [119, 120], 0),
+        ([8, 7], [120, 120], 1),  # stopped after the last collective of a step
+        ([7, 8, 8], [118, 120, 120], 0),
+        ([7, 7], [120, 120], None),  # both compute
+        ([7, 7, 7], [119, 119, 120], None),
+        ([3], [0], 0),
+    ],
+)
+def test_the_rank_that_all_others_wait_for(finished: list[int], collectives: list[int], behind: int | None) -> None:
+    assert last_of(finished, collectives) == behind
+
+
+def test_flags_of_one_process_are_read_in_another() -> None:
+    memory = anonymous_memory(data_offset(3))
+    ours, theirs = Flags(memory, 3), Flags(memory, 3)
+    os.close(memory)
+    theirs[0], theirs[2] = 2**40, 5
+    assert ours.read() == [2**40, 0, 5]
+    ours.close()
+    theirs.close()
+
+
+def test_silence_while_loading_names_the_rank_and_what_it_was_doing() -> None:
+    loading = Loading(2)
+    assert "rank 0 has made no progress for 9 s while importing its libraries; other" in loading.stuck([0, 0], 9).cause
+    for rank in range(2):
+        loading.hear(rank, {"kind": "phase", "name": "loading"})
+    loading.hear(1, {"kind": "progress", "fraction": 0.25})
+    loading.hear(0, {"kind": "loaded", "num_blocks": 8})
+    assert loading.num_blocks is None
+    assert "rank 1 has made no progress for 9 s while reading the weights (25% read)." in loading.stuck([0, 0], 9).cause
+    loading.hear(1, {"kind": "loaded", "num_blocks": 7})
+    assert loading.num_blocks == 7
+    for rank in range(2):
+        loading.hear(rank, {"kind": "phase", "name": "allocating"})
+    assert "rank 0 has made no progress" in loading.stuck([3, 4], 9).cause  # the other waits in collective 4
+
+
+def test_a_rank_that_fails_while_loading_ends_it() -> None:
+    with pytest.raises(StartupError, match="The cause") as failure:
+        Loading(2).hear(1, {"kind": "failed", "cause": "The cause.", "fix": "The fix.", "exit_code": 4})
+    assert failure.value.exit_code == 4
