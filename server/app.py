@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from server.allowed_hosts import AllowedHosts, is_loopback
 from server.errors import HttpError, error_response
 from server.guard import Guard
 from server.keys import load_admin_key, load_keys
@@ -49,7 +50,9 @@ def create_app(settings: Settings, state: ServerState, counters: HttpCounters | 
     app = application(settings, state, counters)
     counters.routes = frozenset(path for path in app.openapi()["paths"] if "{" not in path)
     keys = load_keys(settings.api_key, settings.api_key_file)
-    return Guard(app, state, counters, settings.host, keys, load_admin_key(settings.admin_api_key, keys))
+    admin_key = load_admin_key(settings.admin_api_key, keys)
+    hosts = AllowedHosts(settings.host, settings.allowed_hosts)
+    return Guard(app, state, counters, keys, admin_key, hosts, is_loopback(settings.host))
 
 
 def application(settings: Settings, state: ServerState, counters: HttpCounters) -> FastAPI:

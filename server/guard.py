@@ -7,7 +7,6 @@ together from headers. Deny by default: only the routes named here are open.
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import re
 import secrets
 from collections.abc import Iterable
@@ -15,6 +14,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.allowed_hosts import AllowedHosts
 from server.errors import HttpError, describe, error_response, retry_after
 from server.keys import Key, KeyRing
 from server.logs import event, logger
@@ -25,35 +25,31 @@ PROBES = frozenset({"/health", "/health/live", "/health/ready"})
 ALWAYS_OPEN = PROBES | {"/version"}
 ADMIN = "/admin/"
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
-_LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 _LOADING_RETRY_S = 5.0
 _log = logger("http")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class Guard:
     """The outermost layer of the application."""
 
     def __init__(
-        self, app: ASGIApp, state: ServerState, counters: HttpCounters, host: str, keys: KeyRing, admin: KeyRing
+        self,
+        app: ASGIApp,
+        state: ServerState,
+        counters: HttpCounters,
+        keys: KeyRing,
+        admin: KeyRing,
+        hosts: AllowedHosts,
+        is_local: bool,
     ) -> None:
+        """`is_local`: only this machine can reach the server."""
         self._app = app
         self._state = state
         self._counters = counters
-        self._loopback = is_loopback(host)
-        self._host = host.lower()
         self._keys = keys
         self._admin = admin
-        self._open = ALWAYS_OPEN | ({"/metrics"} if self._loopback else set())
+        self._hosts = hosts
+        self._open = ALWAYS_OPEN | ({"/metrics"} if is_local else set())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -94,17 +90,15 @@ class Guard:
 
     def _check(self, path: str, headers: dict[bytes, bytes]) -> Key | None:
         """The key that the request came with, if any are wanted. Raises `HttpError`."""
-        if self._loopback and not self._is_allowed_host(headers.get(b"host", b"")):
-            raise HttpError(
-                403,
-                "The Host header does not name this machine. Use http://127.0.0.1 or http://localhost.",
-                code="host_not_allowed",
-            )
+        # A page of somebody else's knows no key, so a route that wants one needs no other guard against it.
+        wants_key = bool(self._keys) and path not in self._open
+        if not wants_key and path not in ALWAYS_OPEN and headers.get(b"host", b"") not in self._hosts:
+            raise _foreign_host(headers[b"host"])
         authorization = headers.get(b"authorization", b"")
         if path.startswith(ADMIN):
             self._check_admin(authorization)
             return None
-        if not self._keys or path in self._open:
+        if not wants_key:
             return None
         key = self._keys.find(authorization)
         if key is None:
@@ -139,19 +133,20 @@ class Guard:
         message = self._state.why_not_ready() or "The server is not ready."
         raise HttpError(503, message, code=f"server_{phase.value}", headers=headers)
 
-    def _is_allowed_host(self, raw: bytes) -> bool:
-        """A page that a browser loaded elsewhere must not reach this machine under a name of its own."""
-        host = raw.decode("latin-1").strip().lower()
-        if not host:  # HTTP/1.0 probes send none; browsers always do
-            return True
-        name = host[1 : host.index("]")] if host.startswith("[") and "]" in host else host.rpartition(":")[0] or host
-        return name in _LOOPBACK_NAMES or name == self._host or is_loopback(name)
-
 
 def _crowded() -> HttpError:
     """For a connection beyond the limit, which only probes may use."""
     message = "All connections of this server are in use. Try again in a moment, or use one connection for more."
     return HttpError(503, message, code="too_many_connections", headers={"Connection": "close", **retry_after(1)})
+
+
+def _foreign_host(header: bytes) -> HttpError:
+    shown = header.decode("latin-1").rpartition(":")[0] or header.decode("latin-1")
+    message = (
+        f"The Host header names '{shown[:100]}', which is not a name of this server. Use its address, such as "
+        "http://127.0.0.1, or start it with --allowed-hosts NAME."
+    )
+    return HttpError(403, message, code="host_not_allowed")
 
 
 def _key_wanted(what: str) -> HttpError:

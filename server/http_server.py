@@ -16,7 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from engine.errors import StartupError
-from server.guard import is_loopback
+from server.allowed_hosts import is_loopback
 from server.http_connection import BoundedProtocol, Connections
 
 _MAX_CONNECTIONS = 16_384

@@ -33,7 +33,7 @@ _ABOUT = "OpenAI's wire format over a tensor-parallel engine. Every error has on
 _ERRORS = {
     "400": "The request is wrong; `param` names the field.",
     "401": "No API key, or a wrong one.",
-    "403": "A Host header of another machine, or an admin route without the admin key.",
+    "403": "A Host header that is no name of this server, or an admin route without the admin key.",
     "404": "There is no such route or model.",
     "408": "The time limit passed before anything was generated, or the body came too slowly.",
     "413": "The body is too large.",

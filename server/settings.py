@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig, WorkerConfig
+from server.allowed_hosts import is_pattern
 from server.options import Option, OptionError, describe, nearest, option
 
 _MODEL, _HTTP, _PARALLEL, _SCHEDULE, _LOG = "Model", "HTTP", "Devices", "Scheduling and memory", "Logs"
@@ -104,6 +105,13 @@ class Settings:
         example="KEY",
         secret=True,
         help="the one key that opens /admin and nothing else; none: /admin is closed; better in OARLOCK_ADMIN_API_KEY",
+    )
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        group=_HTTP,
+        example="llm.example.org *.lan",
+        help="more names that requests may call this server by, where no key is needed: behind a proxy its public "
+        "name; *.example.org for all below one, * for any",
     )
     max_body_size: int = option(
         16 * 2**20,
@@ -297,6 +305,12 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
             raise _unknown("option", name, OPTIONS)
         OPTIONS[name].check(value)
     settings = Settings(**values)
+    for pattern in settings.allowed_hosts:
+        if not is_pattern(pattern):
+            raise OptionError(
+                f"--allowed-hosts is {pattern[:80]!r}, but it must be a name or an address without scheme or port.",
+                "For example: --allowed-hosts llm.example.org '*.example.org'",
+            )
     if settings.max_num_batched_tokens < settings.max_num_seqs:
         raise OptionError(
             f"--max-num-batched-tokens ({settings.max_num_batched_tokens}) is below --max-num-seqs "

@@ -48,23 +48,51 @@ def test_metrics_want_the_key_when_the_network_can_ask(make_stage):
     assert _get(make_stage(api_key=("k",), host="0.0.0.0"), "/health").status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("host", "allowed"),
-    [
-        ("127.0.0.1:8000", True),
-        ("localhost", True),
-        ("LOCALHOST:1", True),
-        ("[::1]:8000", True),
-        ("evil.example", False),
-        ("evil.example:8000", False),
-        ("127.0.0.1.evil.example", False),
-        ("localhost@evil.example", False),
-    ],
+_ANYWHERE = ("127.0.0.1:8000", "localhost", "LOCALHOST:1", "[::1]:8000", "192.168.7.5:8000", "[fe80::1]")
+_IN_A_NETWORK = ("oarlock:8000", "gpu_box", "llm.local:8000", "host.docker.internal", "oarlock.prod.svc.cluster.local")
+_FOREIGN = (
+    "evil.example",
+    "evil.example:8000",
+    "127.0.0.1.evil.example",
+    "localhost@evil.example",
+    "evil.local.example",
 )
-def test_a_foreign_host_header_is_refused_on_loopback(make_stage, host, allowed):
-    response = _get(make_stage(), "/v1/models", headers={"Host": host})
-    assert response.status_code == (200 if allowed else 403)
-    assert _get(make_stage(host="0.0.0.0"), "/v1/models", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "192.168.7.5"])
+def test_a_foreign_host_header_is_refused_wherever_the_server_listens(make_stage, host):
+    stage = make_stage(host=host)
+    named = {name: _get(stage, "/v1/models", headers={"Host": name}) for name in _ANYWHERE + _IN_A_NETWORK + _FOREIGN}
+    allowed = {name for name, response in named.items() if response.status_code == 200}
+    assert allowed == set(_ANYWHERE if host == "127.0.0.1" else _ANYWHERE + _IN_A_NETWORK)
+    refusal = named["evil.example:8000"].json()["error"]
+    assert (named["evil.example:8000"].status_code, refusal["code"]) == (403, "host_not_allowed")
+    assert "'evil.example'" in refusal["message"]
+    assert "--allowed-hosts" in refusal["message"]
+    assert _get(stage, "/health", headers={"Host": "evil.example"}).status_code == 200  # probes are for everyone
+
+
+def test_the_operator_names_more_hosts(make_stage):
+    stage = make_stage(allowed_hosts=("LLM.example.org", "*.lan"))
+    for host, status in (
+        ("llm.example.org", 200),
+        ("llm.example.org.:443", 200),
+        ("a.b.lan", 200),
+        ("lan", 403),
+        ("evil-lan", 403),
+        ("example.org", 403),
+        ("x.llm.example.org", 403),
+    ):
+        assert _get(stage, "/v1/models", headers={"Host": host}).status_code == status, host
+    assert _get(make_stage(allowed_hosts=("*",)), "/v1/models", headers={"Host": "evil.example"}).status_code == 200
+
+
+def test_keys_make_the_host_header_free_but_for_what_they_do_not_guard(make_stage):
+    stage = make_stage(api_key=("k",))
+    foreign = {"Host": "llm.example.org"}
+    assert _get(stage, "/v1/models", headers=foreign | {"Authorization": "Bearer k"}).status_code == 200
+    assert _get(stage, "/v1/models", headers=foreign).status_code == 401
+    assert _get(stage, "/metrics", headers=foreign).status_code == 403
 
 
 def test_request_ids_are_echoed_or_replaced(make_stage):

@@ -139,6 +139,7 @@ SERVER_OPTIONS = {
     "served_model_name",
     "host",
     "port",
+    "allowed_hosts",
     "api_key",
     "api_key_file",
     "admin_api_key",
@@ -158,6 +159,20 @@ def test_the_documentation_table_has_every_option():
     for described in OPTIONS.values():
         assert f"`{described.flag}`" in table
         assert f"`{described.env}`" in table
+
+
+@pytest.mark.parametrize("name", ["http://a.example", "a.example:8000", "a*.example", "*.*", "a b", "", "ex/ample"])
+def test_an_allowed_host_is_a_name_and_nothing_more(name):
+    with pytest.raises(OptionError, match="--allowed-hosts"):
+        make_settings({"allowed_hosts": ("good.example", name)})
+
+
+def test_allowed_hosts_come_from_everywhere(tmp_path):
+    file = tmp_path / "o.toml"
+    file.write_text('allowed_hosts = ["a.example", "*.b.example", "::1", "[::1]", "*"]')
+    assert len(load_settings({}, {}, str(file)).settings.allowed_hosts) == 5
+    environment = {"OARLOCK_ALLOWED_HOSTS": "a.example, *.b.example"}
+    assert load_settings({}, environment).settings.allowed_hosts == ("a.example", "*.b.example")
 
 
 def test_python_callers_get_the_same_checks():

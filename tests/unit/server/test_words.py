@@ -16,8 +16,8 @@ import pytest
 from engine.errors import EngineDeadError, EngineError, QueueFullError, RequestError, StartupError
 from engine.types import EngineInfo
 from server import banner, logs, model_files
+from server.allowed_hosts import is_loopback
 from server.errors import MAX_MESSAGE, HttpError, ModelNotFoundError, describe, error_bytes
-from server.guard import is_loopback
 from server.http_server import bind, url_of, warn_if_exposed
 from server.settings import make_settings
 
