@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,9 @@ from server.tools.plan import ToolPlan, plan_tools
 
 _END = "\ue0c7\ue0f1\ue0c7"  # private characters behind a message to be continued: the prompt is what precedes them
 _MAX_ADDED = 64 * 1024  # characters a template may add to four times its input
+_MAX_END = 256  # characters in which the opening of an answer ends
 _ID_SIZE = 9  # Mistral's templates want ids of so many letters and digits
+Encode = Callable[[str], Awaitable[list[int]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +38,19 @@ class ChatPrompt:
     is_thinking: bool  # it goes on inside them
 
 
-async def render_prompt(tokenizer: Tokenizer, request: ChatRequest) -> ChatPrompt:
-    """The prompt of a request, made by the tokenizer's threads. Raises `RequestError`."""
+async def render_prompt(tokenizer: Tokenizer, request: ChatRequest, encode: Encode) -> ChatPrompt:
+    """The prompt of a request, made by the tokenizer's threads; `encode` turns its text into ids.
+
+    Raises `RequestError`.
+    """
     form = detect(tokenizer.template.source)
     plan = plan_tools(request, form)
     size = sum(len(message.text) for message in request.messages)
-    return await tokenizer.run(lambda: _render(tokenizer, request, form, plan), size)
+    text = await tokenizer.run(lambda: _render(tokenizer, request, form, plan), size)
+    return ChatPrompt(tuple(await encode(text)), plan, *_thoughts(tokenizer, text, request))
 
 
-def _render(tokenizer: Tokenizer, request: ChatRequest, form: ToolFormat, plan: ToolPlan | None) -> ChatPrompt:
+def _render(tokenizer: Tokenizer, request: ChatRequest, form: ToolFormat, plan: ToolPlan | None) -> str:
     template = tokenizer.template
     messages = _messages(request.messages, form, "developer" in template.source)
     tools = plan.for_template() if plan else None
@@ -52,13 +59,18 @@ def _render(tokenizer: Tokenizer, request: ChatRequest, form: ToolFormat, plan: 
     if request.continue_final_message:
         messages[-1] = {**messages[-1], "content": messages[-1]["content"] + _END}
     variables = _variables(request, template.source)
-    size = len(json.dumps([messages, tools, variables], ensure_ascii=False))
+    size = _size([messages, tools, variables])
     text = template.render(messages, request.opens_answer, 4 * size + _MAX_ADDED, tools=tools, variables=variables)
-    if request.continue_final_message:
-        text = _cut(text)
-    return ChatPrompt(
-        tuple(tokenizer.encode(text, add_special_tokens=False)), plan, *_thoughts(tokenizer, text, request)
-    )
+    return _cut(text) if request.continue_final_message else text
+
+
+def _size(value: Any) -> int:
+    """Characters in a value of JSON, about as many as it is written with."""
+    if isinstance(value, dict):
+        return sum(len(name) + 6 + _size(item) for name, item in value.items())
+    if isinstance(value, list):
+        return sum(2 + _size(item) for item in value)
+    return len(value) + 2 if isinstance(value, str) else 5
 
 
 def _variables(request: ChatRequest, source: str) -> dict[str, Any]:
@@ -89,7 +101,7 @@ def _thoughts(tokenizer: Tokenizer, text: str, request: ChatRequest) -> tuple[bo
     if request.continue_final_message:
         last = request.messages[-1].text
         return not last.strip(), last.rfind(OPEN) > last.rfind(CLOSE)
-    end = text.rstrip()
+    end = text[-_MAX_END:].rstrip()
     return not end.endswith((OPEN, CLOSE)), end.endswith(OPEN)
 
 

@@ -29,7 +29,11 @@ class ChatPlan:
 async def plan_chat(service: GenerationService, request: ChatRequest) -> ChatPlan:
     """Everything that can be refused is refused here. Raises `RequestError`."""
     tokenizer = service.tokenizer
-    prompt = await render_prompt(tokenizer, request)
+
+    async def encode(text: str) -> list[int]:
+        return await service.encode(text, request, request.token_limit, "messages", False)
+
+    prompt = await render_prompt(tokenizer, request, encode)
     service.check_ids(prompt.ids, "messages")
     names = prompt.tools.form.marks if prompt.tools else ()
     if prompt.may_think or prompt.is_thinking:

@@ -19,7 +19,7 @@ from server.resolve import check_ids, sampling_params
 from server.schemas import CompletionRequest, SamplingFields
 from server.stops import StopSet
 from server.structured import constraint_of
-from server.tokenizer import Tokenizer
+from server.tokenizer import Tokenizer, TooManyTokensError
 
 _WHOLE_CONTEXT = -1
 
@@ -51,7 +51,7 @@ class GenerationService:
 
     async def plan_completion(self, request: CompletionRequest) -> Plan:
         """The choices of a completion, prompt by prompt."""
-        prompts = [await self._prompt_ids(prompt, request) for prompt in request.prompts]
+        prompts = [await self._prompt_ids(prompt, request.max_tokens or 0, request) for prompt in request.prompts]
         echoes = request.prompts if request.echo else None
         # Ranking needs the probability of every token, shown or not.
         needs_scores = request.num_generated > (request.n or 1)
@@ -63,7 +63,7 @@ class GenerationService:
         self, prompt: str | Sequence[int], params: SamplingParams, stops: Sequence[str] = (), ignore_eos: bool = False
     ) -> Generation:
         """One choice with engine parameters as they are, but for the end tokens and the room: the offline door's."""
-        prompt_ids = await self._prompt_ids(prompt if isinstance(prompt, str) else list(prompt))
+        prompt_ids = await self._prompt_ids(prompt if isinstance(prompt, str) else list(prompt), params.max_tokens)
         self.check_length(len(prompt_ids), params.max_tokens)
         room = min(params.max_tokens, self.max_len - len(prompt_ids))
         eos = () if ignore_eos else params.eos_token_ids or self._eos
@@ -123,7 +123,7 @@ class GenerationService:
             )
             room = self.max_len - len(prompt_ids)
             if self._strict_max_tokens and (max_tokens or 0) > room:
-                raise self._too_long(len(prompt_ids), f"ask for at most {room}", max_tokens, request.limit_field)
+                raise self._too_long(str(len(prompt_ids)), f"ask for at most {room}", max_tokens, request.limit_field)
             room = room if max_tokens is None else min(max_tokens, room)
             roomy = replace(common, max_tokens=room, min_tokens=min(request.min_tokens or 0, room))
             for number in range(request.num_generated):
@@ -144,25 +144,44 @@ class GenerationService:
         for callback in self.on_finish:
             callback(generation)
 
-    async def _prompt_ids(self, prompt: str | list[int], request: CompletionRequest | None = None) -> tuple[int, ...]:
+    async def encode(
+        self, text: str, request: SamplingFields | None, max_tokens: int | None, param: str, marks: bool = True
+    ) -> list[int]:
+        """The ids of a prompt's text, or those at its end that are kept. Raises `ContextLengthError`.
+
+        What cannot fit is not tokenized to its end. `marks`: with those that the checkpoint puts around a text.
+        """
+        most = self._room_for_prompt(max_tokens)
+        keep = None if request is None else self._kept(request, max_tokens)
+        try:
+            if keep is not None and keep <= most:
+                return await self.tokenizer.aencode(text, marks, last=keep + 1)  # one more shows that some are cut
+            return await self.tokenizer.aencode(text, marks, most=most)
+        except TooManyTokensError as error:
+            raise self._does_not_fit(error.at_least, "at least ", max_tokens, param) from None
+
+    async def _prompt_ids(
+        self, prompt: str | list[int], max_tokens: int, request: CompletionRequest | None = None
+    ) -> tuple[int, ...]:
         """The ids of one prompt, with what the request wants around it."""
         marks = request is None or request.add_special_tokens is not False
-        ids = await self.tokenizer.aencode(prompt, marks) if isinstance(prompt, str) else prompt
+        ids = await self.encode(prompt, request, max_tokens, "prompt", marks) if isinstance(prompt, str) else prompt
         if request is not None and request.suffix:
-            ids = await self._with_suffix(ids, request.suffix)
+            ids = await self._with_suffix(ids, request, request.suffix)
         if not ids:
             raise RequestError("The prompt is empty and this model has no token to begin with.", "prompt")
         self.check_ids(tuple(ids), "prompt")
         return tuple(ids)
 
-    async def _with_suffix(self, ids: Sequence[int], suffix: str) -> list[int]:
+    async def _with_suffix(self, ids: Sequence[int], request: CompletionRequest, suffix: str) -> list[int]:
         """Prompt and suffix around the place to fill, in the order that all families of such models use."""
         marks = self.tokenizer.fill_in_marks
         if marks is None:
             message = "'suffix' needs a model with fill-in-the-middle tokens, which this one is not. Leave it out."
             raise RequestError(message, "suffix", "unsupported_parameter")
         before, between, after = marks
-        return [before, *ids, between, *await self.tokenizer.aencode(suffix, False), after]
+        behind = await self.encode(suffix, request, request.max_tokens or 0, "suffix", False)
+        return [before, *ids, between, *behind, after]
 
     def _echo(
         self, given: str | list[int], whole: tuple[int, ...], kept: tuple[int, ...], shown: frozenset[int]
@@ -174,25 +193,36 @@ class GenerationService:
         self, ids: tuple[int, ...], request: SamplingFields, max_tokens: int | None, param: str
     ) -> tuple[int, ...]:
         """The prompt, cut only if the request says so. Raises `ContextLengthError`."""
-        keep = request.truncate_prompt_tokens
-        if keep == _WHOLE_CONTEXT:
-            keep = max(self.max_len - (1 if max_tokens is None else max_tokens), self.max_len // 2)
+        keep = self._kept(request, max_tokens)
         if keep is not None:
             ids = ids[-keep:]
         self.check_length(len(ids), max_tokens, param)
         return ids
 
+    def _kept(self, request: SamplingFields, max_tokens: int | None) -> int | None:
+        """How many tokens of a prompt the request wants to keep, from its end; None: all."""
+        keep = request.truncate_prompt_tokens
+        if keep == _WHOLE_CONTEXT:
+            return max(self.max_len - (1 if max_tokens is None else max_tokens), self.max_len // 2)
+        return keep
+
+    def _room_for_prompt(self, max_tokens: int | None) -> int:
+        """A large max_tokens is only a ceiling."""
+        return self.max_len - (0 if max_tokens == 0 else 1)
+
     def check_ids(self, ids: tuple[int, ...], param: str) -> None:
         check_ids(ids, self.engine.info.vocab_size, param)
 
     def check_length(self, num_prompt: int, max_tokens: int | None, param: str = "prompt") -> None:
-        """A prompt that leaves no room is refused with all the numbers; a large max_tokens is only a ceiling."""
-        most = self.max_len - (0 if max_tokens == 0 else 1)
-        if num_prompt > most:
-            fix = f"remove at least {num_prompt - most} tokens from the prompt"
-            raise self._too_long(num_prompt, fix, max_tokens, param)
+        """A prompt that leaves no room is refused with all the numbers."""
+        if num_prompt > self._room_for_prompt(max_tokens):
+            raise self._does_not_fit(num_prompt, "", max_tokens, param)
 
-    def _too_long(self, num_prompt: int, fix: str, max_tokens: int | None, param: str) -> ContextLengthError:
+    def _does_not_fit(self, num_prompt: int, about: str, max_tokens: int | None, param: str) -> ContextLengthError:
+        fix = f"remove at least {num_prompt - self._room_for_prompt(max_tokens)} tokens from the prompt"
+        return self._too_long(f"{about}{num_prompt}", fix, max_tokens, param)
+
+    def _too_long(self, num_prompt: str, fix: str, max_tokens: int | None, param: str) -> ContextLengthError:
         asks = "the answer needs at least 1" if max_tokens is None else f"max_tokens asks for {max_tokens}"
         return ContextLengthError(
             f"This model's context holds {self.max_len} tokens, prompt and answer together. The prompt has "

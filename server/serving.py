@@ -109,7 +109,7 @@ class Serving:
         model = self.check_model(asked.model)
         asked.timeout = self._time_limit(request, asked.timeout)
         asked.cache_salt = salt_of(request.scope, asked.cache_salt)
-        plan, shape = await self._planned(asked)
+        plan, shape = await until_disconnect(request, self._planned(asked))
         generation = self.service.open_plan(plan)
         try:
             generation.request_id = request_id = request_id_of(request.scope)

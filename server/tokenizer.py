@@ -11,6 +11,8 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,10 +21,13 @@ import tokenizers
 from engine.errors import StartupError
 from server.chat_template import ChatTemplate
 from server.detokenizer import BytesDetokenizer, Detokenizer, TokenBytes, WindowDetokenizer, token_bytes_for
+from server.text_pieces import TextPieces, pieces_for
 
 _T = TypeVar("_T")
 _MAX_RENDERED = 64 * 1024  # characters a template may add to four times its input
 _LONG = 256 * 1024  # about a quarter of a second's work
+_PIECE = 64 * 1024  # characters of a long text that are tokenized in one go
+_SAMPLE = "a"
 # As the families that were trained to fill in the middle name them.
 _FILL_IN_MARKS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
@@ -30,6 +35,14 @@ _FILL_IN_MARKS = (
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # noqa: RUF001
     ("▁<PRE>", "▁<SUF>", "▁<MID>"),
 )
+
+
+class TooManyTokensError(Exception):
+    """A text has more tokens than the caller has room for. It was not tokenized to its end."""
+
+    def __init__(self, at_least: int) -> None:
+        super().__init__(f"at least {at_least} tokens")
+        self.at_least = at_least
 
 
 class Tokenizer:
@@ -46,6 +59,8 @@ class Tokenizer:
         self.eos_token_ids = eos or self._ids_of(self._names.get("eos_token"))
         self._bos = self._ids_of(self._names.get("bos_token"))[:1]
         self._add_bos = config.get("add_bos_token")
+        self._marks = self._find_marks()
+        self._pieces = pieces_for(described) if self._marks is not None else TextPieces()
         self.template = ChatTemplate.from_config(config, self._names)
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
         self._slow_lane = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer-long")
@@ -81,7 +96,11 @@ class Tokenizer:
         """The ids of `text`, with the marks that the checkpoint puts around a plain text (such as a BOS)."""
         # Only the batch form works without the interpreter's lock: a long text must not hold up the event loop.
         ids = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        if not add_special_tokens or not self._bos or self._add_bos is None:
+        return self._with_bos(ids, text) if add_special_tokens else ids
+
+    def _with_bos(self, ids: list[int], text: str) -> list[int]:
+        """The ids of a text and its marks, with a BOS exactly if the configuration says so."""
+        if not self._bos or self._add_bos is None:
             return ids
         if self._add_bos and ids[:1] != list(self._bos):
             return [*self._bos, *ids]
@@ -89,14 +108,55 @@ class Tokenizer:
             return ids[1:]
         return ids
 
+    def _find_marks(self) -> tuple[list[int], list[int]] | None:
+        """The ids that stand before and behind every text; None if they cannot be told from the text's own."""
+        plain, whole = (self.backend.encode(_SAMPLE, add_special_tokens=marks).ids for marks in (False, True))
+        for start in range(len(whole) - len(plain) + 1):
+            if plain and whole[start : start + len(plain)] == plain:
+                return whole[:start], whole[start + len(plain) :]
+        return None
+
     def render_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
         """The ids of a conversation. Raises `RequestError` when the template refuses it."""
         size = sum(len(message.get("content") or "") for message in messages)
         text = self.template.render(messages, add_generation_prompt, max_size=4 * size + _MAX_RENDERED)
         return self.encode(text, add_special_tokens=False)
 
-    async def aencode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return await self.run(lambda: self.encode(text, add_special_tokens=add_special_tokens), len(text))
+    async def aencode(
+        self, text: str, add_special_tokens: bool = True, *, most: int | None = None, last: int | None = None
+    ) -> list[int]:
+        """What `encode` returns, made by this tokenizer's threads; cancelling ends the work on a long text.
+
+        `most`: raises `TooManyTokensError` as soon as it is certain that the text has more. `last`: only so many ids
+        from the end are wanted; of a long text no others are looked for, but some may come.
+        """
+        if len(text) <= _PIECE or self._marks is None:
+            return await self.run(lambda: self.encode(text, add_special_tokens=add_special_tokens), len(text))
+        least = 0 if most is None else await self.run(lambda: self._pieces.least_tokens(text), len(text))
+        if most is not None and least > most:
+            raise TooManyTokensError(least)
+        places = await self.run(lambda: list(self._pieces.pieces(text, _PIECE)), len(text))
+        if last is not None:
+            places.reverse()
+        parts: list[list[int]] = []
+        count = 0
+        for start, end in places:  # piece by piece: those who share the lane take turns
+            work = partial(self.encode, text[start:end], add_special_tokens=False)
+            parts.append(await self.run(work, len(text)))
+            count += len(parts[-1])
+            if most is not None and count > most:
+                raise TooManyTokensError(max(count, least))
+            if last is not None and count >= last:
+                break
+        if last is not None:
+            parts.reverse()
+        ids = list(chain.from_iterable(parts))
+        if not add_special_tokens:
+            return ids
+        before, behind = self._marks
+        if len(parts) < len(places):  # the beginning is not wanted
+            return [*ids, *behind]
+        return self._with_bos([*before, *ids, *behind], text)
 
     def detokenizer(self, prompt_ids: Sequence[int] = (), shown: frozenset[int] = frozenset()) -> Detokenizer:
         """The incremental decoder of one sequence that goes on from `prompt_ids`. `shown`: special ids that count."""
@@ -216,4 +276,4 @@ def _special_names(config: dict[str, Any]) -> dict[str, str]:
     return names
 
 
-__all__ = ["TokenBytes", "Tokenizer"]
+__all__ = ["TokenBytes", "Tokenizer", "TooManyTokensError"]

@@ -15,6 +15,7 @@ from server.openapi import describe
 from server.schemas import CompletionRequest
 from server.service import Plan
 from server.serving import AnswerRoute, Serving
+from server.streaming import until_disconnect
 
 router = APIRouter(route_class=AnswerRoute)
 _COMPLETION = describe(
@@ -36,7 +37,8 @@ async def render_completion(request: Request) -> Response:
     serving = Serving.of(request)
     asked, headers = await serving.read(request, CompletionRequest)
     model = serving.check_model(asked.model)
-    return await _answer(serving, model, await serving.service.plan_completion(asked), asked.stops, headers)
+    plan = await until_disconnect(request, serving.service.plan_completion(asked))
+    return await _answer(serving, model, plan, asked.stops, headers)
 
 
 @router.post("/v1/chat/completions/render", openapi_extra=_CHAT)
@@ -44,7 +46,7 @@ async def render_chat(request: Request) -> Response:
     serving = Serving.of(request)
     asked, headers = await serving.read(request, ChatRequest)
     model = serving.check_model(asked.model)
-    chat = await plan_chat(serving.service, asked)
+    chat = await until_disconnect(request, plan_chat(serving.service, asked))
     return await _answer(serving, model, chat.plan, asked.stops, headers)
 
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from engine.errors import RequestError
 from server.body import has_field
 from server.chat_prompt import render_prompt
 from server.openapi import describe
 from server.serving import AnswerRoute, Serving
+from server.streaming import until_disconnect
 from server.token_schemas import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest, as_chat
+from server.tokenizer import Tokenizer, TooManyTokensError
+from server.wire import MAX_PROMPT_IDS
 
 router = APIRouter(route_class=AnswerRoute)
 _TOKENIZE = describe(
@@ -44,11 +49,13 @@ async def tokenize(request: Request) -> Response:
     if has_field(body, "messages"):
         chat, headers = serving.parse(TokenizeChatRequest, body)
         serving.check_model(chat.model)
-        prompt = await render_prompt(service.tokenizer, as_chat(chat))
+        encode = partial(_encode, service.tokenizer, "messages", False)
+        prompt = await until_disconnect(request, render_prompt(service.tokenizer, as_chat(chat), encode))
         return _tokens(serving, prompt.ids, bool(chat.return_token_strs), headers)
     asked, headers = serving.parse(TokenizeRequest, body)
     serving.check_model(asked.model)
-    ids = await service.tokenizer.aencode(asked.prompt, asked.add_special_tokens is not False)
+    marks = asked.add_special_tokens is not False
+    ids = await until_disconnect(request, _encode(service.tokenizer, "prompt", marks, asked.prompt))
     return _tokens(serving, ids, bool(asked.return_token_strs), headers)
 
 
@@ -60,6 +67,15 @@ async def detokenize(request: Request) -> Response:
     serving.check_model(asked.model)
     serving.service.check_ids(tuple(asked.tokens), "tokens")
     return JSONResponse({"prompt": await serving.service.tokenizer.atext(asked.tokens)}, 200, headers)
+
+
+async def _encode(tokenizer: Tokenizer, param: str, marks: bool, text: str) -> list[int]:
+    """The ids of a text, however long the context is; no more than a request could bring back."""
+    try:
+        return await tokenizer.aencode(text, marks, most=MAX_PROMPT_IDS)
+    except TooManyTokensError as error:
+        message = f"'{param}' has at least {error.at_least} tokens, at most {MAX_PROMPT_IDS} are listed. Send less."
+        raise RequestError(message, param) from None
 
 
 def _tokens(serving: Serving, ids: Sequence[int], with_names: bool, headers: dict[str, str]) -> Response:

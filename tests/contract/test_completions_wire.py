@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 
 import anyio
 import pytest
@@ -351,3 +352,54 @@ def test_one_line_per_request_without_its_text(make_stage, caplog):
     assert "secret" not in caplog.text
     _post(make_stage(), {"prompt": "x"})
     assert len([record for record in caplog.records if "request_done" in record.message]) == 1
+
+
+TOO_LONG = {
+    "words": "some words " * 20_000,
+    "no words": "x" * 200_000,
+    "other words": "字符。" * 50_000,
+    "marks": "<|im_end|> " * 20_000,
+}
+
+
+@pytest.mark.parametrize(("form", "kind"), [
+    *(("text", kind) for kind in TOO_LONG), *((form, "words") for form in ("list", "chat", "suffix", "render"))
+])  # fmt: skip
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(make_stage, tokenizer, monkeypatch, kind, form):
+    stage, seen, encode = make_stage(), [], tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **how: (seen.append(len(text)), encode(text, **how))[1])
+    monkeypatch.setattr(type(tokenizer), "fill_in_marks", (5, 6, 7))
+    text, path, param = TOO_LONG[kind], "/v1/completions", "prompt"
+    body: dict = {"prompt": text}
+    if form == "list":
+        body = {"prompt": ["a", text]}
+    elif form == "chat":
+        path, param, body = "/v1/chat/completions", "messages", {"messages": [{"role": "user", "content": text}]}
+    elif form == "suffix":
+        param, body = "suffix", {"prompt": "a", "suffix": text}
+    elif form == "render":
+        path = "/v1/completions/render"
+    response = _post(stage, body, path=path)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+    least = int(re.search(r"at least (\d+) tokens and", error["message"])[1])
+    assert 256 <= least <= len(encode(text, add_special_tokens=False))
+    assert f"remove at least {least - 255} tokens" in error["message"]
+    assert sum(seen) < 10, "characters tokenized"
+    assert stage.engine.requests == []
+
+
+def test_the_end_of_a_long_text_is_kept_and_no_more_is_tokenized(make_stage, tokenizer, monkeypatch):
+    words = "".join(f"word{number} " for number in range(20_000))
+    whole = tokenizer.encode(words)
+    stage, seen, encode = make_stage(), [], tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **how: (seen.append(len(text)), encode(text, **how))[1])
+    for keep, kept in ((1, 1), (20, 20), (-1, 255)):
+        response = _post(stage, {"prompt": words, "truncate_prompt_tokens": keep, "max_tokens": 1, "echo": True})
+        assert response.status_code == 200
+        assert stage.engine.requests[-1].prompt_token_ids == tuple(whole[-kept:])
+        assert response.json()["choices"][0]["text"].startswith(tokenizer.decode(whole[-kept:]))
+    assert sum(seen) < 3 * 80_000
+    response = _post(stage, {"prompt": words, "truncate_prompt_tokens": 400})
+    assert response.json()["error"]["code"] == "context_length_exceeded"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 
 import httpx
 import pytest
@@ -118,3 +119,30 @@ def test_an_error_before_any_token_is_a_plain_answer_to_a_stream_too(make_server
     answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "stream": True})
     assert answer.status_code == status
     assert answer.json()["error"]["param"] == blamed
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/completions/render", "/tokenize"])
+def test_a_long_text_is_left_alone_when_its_sender_leaves(make_server, wait_for, tokenizer, monkeypatch, path):
+    """Two hundred thousand characters are four pieces of work; of those only the one in hand is finished."""
+    server = make_server()
+    begun, release, encode = [], threading.Event(), tokenizer.encode
+
+    def slow(text, **options):
+        begun.append(len(text))
+        release.wait(40)
+        return encode(text, **options)
+
+    monkeypatch.setattr(tokenizer, "encode", slow)
+    monkeypatch.setattr(server.stage.state.service, "max_len", 1_000_000)
+    words = "some words " * 20_000
+    body = {"messages": [{"role": "user", "content": words}]} if "chat" in path else {"prompt": words}
+    connection = _request(server.port, body, path)
+    wait_for(lambda: len(begun) == 1)
+    connection.close()
+    wait_for(lambda: server.stage.state.num_in_flight == 0)
+    release.set()
+    lane = tokenizer._slow_lane.submit(begun.copy)
+    assert lane.result(40) == begun
+    assert len(begun) == 1
+    assert begun[0] < 100_000
+    assert server.stage.engine.requests == []

@@ -326,7 +326,7 @@ def test_a_wrong_time_limit_in_the_header(make_stage, value):
 def test_the_limit_counts_while_the_prompt_is_prepared(make_stage, monkeypatch):
     stage = make_stage()
 
-    async def never(*_: object) -> list[int]:
+    async def never(*_: object, **__: object) -> list[int]:
         await asyncio.sleep(60)
         return []
 

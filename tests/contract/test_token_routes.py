@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import anyio
 import pytest
@@ -299,3 +300,22 @@ def test_counters_reconcile_with_usage_and_aborted_streams_count_what_came(make_
     came = anyio.run(leave)
     assert stage.counters.generation_tokens == before + came
     assert stage.counters.finished["abort"] + stage.counters.finished["stop"] > 0
+
+
+def test_a_text_with_more_tokens_than_are_listed(make_stage, monkeypatch):
+    monkeypatch.setattr("server.routes.tokens.MAX_PROMPT_IDS", 30_000)
+    words = "some words " * 20_000
+    for body, param in (
+        ({"prompt": words}, "prompt"),
+        ({"messages": [{"role": "user", "content": words}]}, "messages"),
+    ):
+        (answer,) = _send(make_stage(), ("POST", "/tokenize", body))
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == param
+        assert "at most 30000" in answer.json()["error"]["message"]
+
+
+def test_a_long_text_has_the_tokens_that_it_has(make_stage, tokenizer):
+    text = Path(__file__).read_text(encoding="utf-8") * 20
+    (answer,) = _send(make_stage(), ("POST", "/tokenize", {"prompt": text}))
+    assert answer.json()["tokens"] == tokenizer.encode(text)

@@ -1,0 +1,221 @@
+"""Long texts: how few tokens one can have, and where it can be cut so that its pieces have the tokens of the whole.
+
+Both are read from the description of the tokenizer (`tokenizer.json`), and only where they can be proven: a bound that
+is too high would refuse a prompt that fits, and a cut in the wrong place would change tokens. Knows text and
+descriptions; knows nothing of threads or of requests.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers.pre_tokenizers import ByteLevel
+
+_STRIDE = 64 * 1024  # characters that are looked through while no other thread may run
+# What Unicode's normal forms can make of a text at most: so many bytes, or characters, become one.
+_MAX_SHRINK_BYTES, _MAX_SHRINK_CHARACTERS = 5, 4
+_NORMAL_FORMS = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
+_SPACES = tuple(chr(code) for code in range(0x3001) if chr(code).isspace())
+_METASPACE = "▁"  # how SentencePiece writes a space
+_WORD = "[A-Za-z0-9]"
+
+# The alternatives of published patterns. None can match white space behind an ASCII letter or digit, and none looks
+# further than one character ahead: such a place is the border of two matches wherever the text begins or ends.
+_ENDINGS = ("", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BRANCHES = frozenset(
+    {
+        *("'s", "'t", "'re", "'ve", "'m", "'ll", "'d"),
+        "(?i:'s|'t|'re|'ve|'m|'ll|'d)",
+        "'(?i:[sdmt]|ll|ve|re)",
+        r"\p{L}+",
+        r" ?\p{L}+",
+        r"[^\r\n\p{L}\p{N}]?\p{L}+",
+        r"[^\r\n\p{L}\p{N}]?+\p{L}+",
+        r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+",
+        *(rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{ending}" for ending in _ENDINGS),
+        *(rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{ending}" for ending in _ENDINGS),
+        r"\p{N}",
+        r"\p{N}+",
+        r" ?\p{N}+",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r" ?[^\s\p{L}\p{N}]++[\r\n]*",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+        r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TextPieces:
+    """What one tokenizer allows."""
+
+    longest: int = 0  # bytes, or characters, of the longest token; 0: nothing is known
+    longest_word: int = 0  # the same without white space
+    in_bytes: bool = False
+    shrinks: bool = False  # the text is brought to a normal form first
+    swallowers: tuple[str, ...] = ()  # added tokens that take any white space around them with them
+    cuts: str = ""  # the characters before which a text may be cut, when an ASCII letter or digit precedes
+    drops_space: bool = False  # every piece gets a mark for a space at its start: the space itself goes
+
+    def least_tokens(self, text: str) -> int:
+        """No encoding of `text` has fewer tokens; 0 when nothing is known."""
+        if not self.longest:
+            return 0
+        size = _size(text, self.in_bytes)
+        spaces = sum(text.count(space) * _size(space, self.in_bytes) for space in (*_SPACES, _METASPACE))
+        shrink = 1
+        if self.shrinks and not text.isascii():
+            shrink = _MAX_SHRINK_BYTES if self.in_bytes else _MAX_SHRINK_CHARACTERS
+        of_words = -(-(size - spaces) // (shrink * self.longest_word))
+        if any(token in text for token in self.swallowers):
+            return of_words
+        return max(of_words, -(-size // (shrink * self.longest)))
+
+    def pieces(self, text: str, size: int) -> Iterator[tuple[int, int]]:
+        """Start and end of each piece: about `size` characters, or more where the text cannot be cut."""
+        start = 0
+        while self.cuts and len(text) - start > size:
+            cut = self._cut(text, start + size)
+            if cut is None:
+                break
+            yield start, cut
+            start = cut + self.drops_space
+        yield start, len(text)
+
+    def _cut(self, text: str, start: int) -> int | None:
+        """The first place to cut from `start` on. Looked for in strides, between which other threads may run."""
+        place = re.compile(f"(?<={_WORD})[{self.cuts}]" + (f"(?={_WORD})" if self.drops_space else ""))
+        for stride in range(start, len(text), _STRIDE):
+            found = place.search(text, stride, stride + _STRIDE)
+            if found is not None:
+                return found.start()
+        return None
+
+
+def pieces_for(described: dict[str, Any]) -> TextPieces:
+    """What is known of the tokenizer that `tokenizer.json` describes."""
+    model = described["model"]
+    normalizers = _steps(described.get("normalizer"), "normalizers")
+    splitters = _steps(described.get("pre_tokenizer"), "pretokenizers")
+    if model["type"] != "BPE" or model.get("dropout") or not all(map(_keeps_characters, normalizers)):
+        return TextPieces()
+    in_bytes = any(step["type"] == "ByteLevel" for step in splitters)
+    added = described.get("added_tokens", [])
+    spaces = {" ": "Ġ", "\n": "Ċ"} if in_bytes else {" ": f" {_METASPACE}", "\n": "\n"}
+    cuts, drops_space = _cuts(normalizers, splitters, added)
+    words = "\0".join(model["vocab"])
+    cuts = "".join(cut for cut in cuts if not re.search(f"{_WORD}[{spaces[cut]}]", words))
+    if model.get("fuse_unk") and not _has_bytes(model):  # one unknown token may lie across any place
+        cuts = ""
+    longest = longest_word = 0
+    if _loses_nothing(model, splitters, in_bytes):
+        blank = re.compile("[ĠĊčĉ]" if in_bytes else f"[{_METASPACE}{''.join(_SPACES)}]")
+        texts = [(len(word), len(blank.sub("", word))) for word in model["vocab"]]
+        texts += [(size, size) for size in (_size(token["content"], in_bytes) for token in added)]
+        longest, longest_word = (max(sizes) for sizes in zip(*texts, strict=True))
+    return TextPieces(
+        longest=longest,
+        longest_word=max(1, longest_word),
+        in_bytes=in_bytes,
+        shrinks=any(step["type"] in _NORMAL_FORMS for step in normalizers),
+        swallowers=tuple(token["content"] for token in added if token["lstrip"] or token["rstrip"]),
+        cuts=cuts,
+        drops_space=drops_space,
+    )
+
+
+def _cuts(
+    normalizers: list[dict[str, Any]], splitters: list[dict[str, Any]], added: list[dict[str, Any]]
+) -> tuple[str, bool]:
+    """Before which characters one may cut, as far as the model's own tokens do not lie across; and `drops_space`."""
+    drops_space = any(step["type"] == "Prepend" for step in normalizers)
+    metaspace = any(step["type"] == "Metaspace" and step.get("prepend_scheme") != "never" for step in splitters)
+    replaces = any(step["type"] == "Replace" for step in normalizers)
+    if not all(_splits_locally(step, replaces) for step in splitters) or (drops_space and not replaces):
+        return "", False
+    for token in added:
+        content = token["content"]
+        if re.search(f"{_WORD}[ \n{_METASPACE}]", content) or (token["single_word"] and content[:1].isspace()):
+            return "", False
+        if (token["rstrip"] or drops_space) and re.search(f"{_WORD}$", content):
+            return "", False
+        if drops_space and re.match(_WORD, content):
+            return "", False
+    return (" " if drops_space or metaspace else " \n"), drops_space
+
+
+def _keeps_characters(step: dict[str, Any]) -> bool:
+    """A normalizer that drops nothing, and for which a place before white space is as good as an end of the text."""
+    if step["type"] == "Replace":
+        return step["pattern"] == {"String": " "} and step["content"] == _METASPACE
+    return step["type"] in _NORMAL_FORMS or (step["type"] == "Prepend" and step["prepend"] == _METASPACE)
+
+
+def _splits_locally(step: dict[str, Any], replaces_spaces: bool) -> bool:
+    """A cut changes nothing for this pre-tokenizer on either side of it."""
+    if step["type"] == "ByteLevel":
+        return not step["add_prefix_space"]
+    if step["type"] == "Split":
+        if "String" in step["pattern"]:  # of a space, once there are none any more
+            return step["pattern"]["String"] == " " and replaces_spaces
+        return step["behavior"] == "Isolated" and set(_alternatives(step["pattern"]["Regex"])) <= _BRANCHES
+    return step["type"] in ("Digits", "Metaspace")
+
+
+def _loses_nothing(model: dict[str, Any], splitters: list[dict[str, Any]], in_bytes: bool) -> bool:
+    """Every character of the text is in some token, and none of the tokens may stand for any number of them."""
+    for step in splitters:
+        if step["type"] not in ("ByteLevel", "Digits", "Metaspace") and (
+            step["type"] != "Split" or step["behavior"] == "Removed"
+        ):
+            return False
+    if in_bytes:
+        return all(byte in model["vocab"] for byte in ByteLevel.alphabet())
+    return _has_bytes(model) or bool(model.get("unk_token") and not model.get("fuse_unk"))
+
+
+def _has_bytes(model: dict[str, Any]) -> bool:
+    """What is not in the vocabulary is written byte by byte."""
+    return bool(model.get("byte_fallback")) and all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))
+
+
+def _alternatives(pattern: str) -> list[str]:
+    """The branches of a regular expression, as written."""
+    found, depth, start, position = [], 0, 0, 0
+    while position < len(pattern):
+        character = pattern[position]
+        if character == "\\":
+            position += 1
+        elif character in "([":
+            depth += 1
+        elif character in ")]":
+            depth -= 1
+        elif character == "|" and not depth:
+            found.append(pattern[start:position])
+            start = position + 1
+        position += 1
+    return [*found, pattern[start:]]
+
+
+def _steps(step: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+    """A part of the pipeline as a flat list."""
+    if step is None:
+        return []
+    return [inner for one in step[name] for inner in _steps(one, name)] if step["type"] == "Sequence" else [step]
+
+
+def _size(text: str, in_bytes: bool) -> int:
+    return len(text.encode(errors="replace")) if in_bytes else len(text)
+
+
+__all__ = ["TextPieces", "pieces_for"]
