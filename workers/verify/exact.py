@@ -66,14 +66,16 @@ def _norm(module: Any, x: Tensor) -> Tensor:
 def exact_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, softcap: float | None
 ) -> Tensor:
-    """`query` [1, H, T, D] over `key`, `value` [1, K, T, D] -> [1, T, H, D]. No mask means causal."""
+    """`query` [1, H, T, D] over `key`, `value` [1, K, N, D] -> [1, T, H, D]. No mask means causal: the queries are the
+    last T of N tokens."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
     scores = query @ key.transpose(2, 3) * scale  # [1, H, T, T]
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is None:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        rows, columns = scores.shape[-2:]
+        mask = torch.ones((rows, columns), dtype=torch.bool, device=scores.device).tril(columns - rows)
     is_bool = mask.dtype == torch.bool
     scores = scores.masked_fill(~mask, float("-inf")) if is_bool else scores + mask
     return (scores.softmax(dim=-1) @ value).transpose(1, 2)
