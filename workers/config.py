@@ -23,6 +23,7 @@ class WorkerConfig:
     dtype: str = "auto"  # auto | bfloat16 | float16 | float32
     tensor_parallel_size: int = 1
     load_format: str = "auto"  # auto | safetensors | dummy
+    tie_word_embeddings: bool | None = None  # None: as config.json says, unless the stored head is another matrix
     seed: int = 0  # of dummy weights only; sampling seeds come with each request
     max_model_len: int | None = None  # tokens; None: what the model was trained for
     max_num_seqs: int = 64

@@ -1,12 +1,15 @@
 """Checks a configuration against its model, and resolves every "auto", before any rank starts.
 
 Torch-free and quick: a user's mistake costs a fraction of a second and one line, not a minute and a traceback. Reads
-`config.json` and the headers of the weight files, never a tensor.
+`config.json` and the headers of the weight files, and no tensor but a head that is stored beside the embedding it is
+said to be.
 """
 
 import ctypes
 import importlib.util
 import json
+import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,12 @@ from workers.errors import StartupError
 from workers.layers.shards import working_sizes
 from workers.models.registry import describe
 from workers.models.spec import FUSED_TENSORS, DecoderSpec, is_ignorable, tensor_shapes
-from workers.weights.checkpoint import Checkpoint, weight_files
+from workers.weights.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, weight_files
+from workers.weights.tied import HEAD, head_differs
 
 __all__ = ["check_without_weights", "preflight", "read_spec", "weight_files"]
+
+logger = logging.getLogger("oarlock.preflight")
 
 _CHOICES = {
     "device": ("auto", "cpu", "cuda"),
@@ -50,21 +56,36 @@ def preflight(config: WorkerConfig) -> WorkerConfig:
     _check_parallel(config.tensor_parallel_size, spec)
     checkpoint = None if config.load_format == "dummy" else Checkpoint.open(directory)
     if checkpoint is not None:
+        if spec.tie_word_embeddings and head_differs(checkpoint):
+            logger.warning(
+                "event=untied tensor=%s reason=%r",
+                HEAD,
+                "config.json ties it to the embedding, but the checkpoint holds another matrix: that is the head",
+            )
+            spec = replace(spec, tie_word_embeddings=False)
         _check_tensors(checkpoint, spec)
     device = _resolve_device(config)
     return config.with_(
         device=device,
         dtype=_resolve_dtype(config.dtype, device, spec, checkpoint),
         load_format="safetensors" if config.load_format == "auto" else config.load_format,
+        tie_word_embeddings=spec.tie_word_embeddings,
         max_model_len=_resolve_length(config.max_model_len, spec),
         num_threads=config.num_threads or max(1, available_cores() // config.tensor_parallel_size),
     )
 
 
-def read_spec(model_path: str, max_model_len: int | None = None) -> DecoderSpec:
-    """The model in `model_path`, as described by its `config.json`, for sequences of up to `max_model_len` tokens."""
-    spec = describe(_read_config(Path(model_path)))
-    return spec.for_length(max_model_len or spec.default_length)
+def read_spec(model_path: str, max_model_len: int | None = None, *, tied: bool | None = None) -> DecoderSpec:
+    """The model in `model_path`, as described by its `config.json`, for sequences of up to `max_model_len` tokens.
+
+    `tied`: whether the head is the embedding, where that is known; None: found out, from the weights as well.
+    """
+    directory = Path(model_path)
+    spec = describe(_read_config(directory))
+    if tied is None:
+        stored = any((directory / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
+        tied = spec.tie_word_embeddings and not (stored and head_differs(Checkpoint.open(directory)))
+    return replace(spec, tie_word_embeddings=tied).for_length(max_model_len or spec.default_length)
 
 
 def _check_limits(config: WorkerConfig) -> None:

@@ -49,7 +49,7 @@ class Runner:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.min_rows = min_rows(self.dtype, self.device)
-        self.spec = read_spec(config.model_path, config.max_model_len)
+        self.spec = read_spec(config.model_path, config.max_model_len, tied=config.tie_word_embeddings)
         self._load_seconds = 0.0
 
     def load(self, on_progress: Callable[[float], None]) -> None:

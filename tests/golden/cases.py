@@ -34,12 +34,14 @@ class Case:
     files: torch.dtype = torch.float32
     max_shard_size: str = "50GB"
     max_model_len: int | None = None  # as served; None: the model's default
+    claims: dict[str, Any] = field(default_factory=dict)  # written into config.json afterwards, true or not
 
 
 CASES: dict[str, Case] = {
     "qwen2": Case("qwen2", {}, (1, 2, 4, 8)),  # 8 ranks over 4 KV heads: replication
     "qwen2-tied-odd-vocab": Case("qwen2", {"tie_word_embeddings": True, "vocab_size": 303}, (1, 4)),
     "qwen2-one-kv-head": Case("qwen2", {"num_key_value_heads": 1}, (2, 4)),
+    "qwen2-wrongly-called-tied": Case("qwen2", {}, (1, 2), claims={"tie_word_embeddings": True}),
     "qwen2-wide": Case("qwen2", {"hidden_size": 320, "intermediate_size": 640, "num_attention_heads": 10,
                                  "num_key_value_heads": 2}),  # rows longer than one float32 block
     "qwen2-window-pattern": Case("qwen2", {"use_sliding_window": True, "sliding_window": 12,

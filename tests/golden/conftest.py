@@ -1,5 +1,6 @@
 """Tiny models are made once for all golden tests, and judged once."""
 
+import json
 import random
 from collections.abc import Callable
 from functools import cache
@@ -21,9 +22,12 @@ def judge_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Judge]:
     def path_of(name: str):
         case = CASES[name]
         folder = tmp_path_factory.mktemp("golden")
-        return make_tiny(
+        path = make_tiny(
             folder, case.family, seed=7, dtype=case.files, max_shard_size=case.max_shard_size, **case.special
         )
+        config = path / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | case.claims))
+        return path
 
     @cache
     def judge(name: str, dtype: torch.dtype = torch.float32) -> Judge:

@@ -16,7 +16,7 @@ from workers import preflight as module
 from workers.config import WorkerConfig
 from workers.cores import available_cores
 from workers.errors import StartupError
-from workers.preflight import cuda_device_count, preflight
+from workers.preflight import cuda_device_count, preflight, read_spec
 from workers.weights.checkpoint import SINGLE_FILE
 
 
@@ -47,7 +47,9 @@ def test_everything_is_resolved(model: Path) -> None:
 
 
 def test_what_was_asked_for_is_kept(model: Path) -> None:
-    asked = config(model, dtype="float32", max_model_len=100, num_threads=3, load_format="dummy")
+    asked = config(
+        model, dtype="float32", max_model_len=100, num_threads=3, load_format="dummy", tie_word_embeddings=False
+    )
     assert preflight(asked) == asked
 
 
@@ -55,6 +57,37 @@ def test_what_was_asked_for_is_kept(model: Path) -> None:
 def test_every_family_passes_tied_and_untied(tmp_path: Path, family: str) -> None:
     for tied in (False, True):
         preflight(config(make_tiny(tmp_path, family, tie_word_embeddings=tied)))
+
+
+@pytest.mark.parametrize("stored", ["the same", "another", "another at its end", "another type", "none"])
+def test_a_stored_head_is_the_embedding_only_if_it_is_the_same_bytes(
+    model: Path, stored: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    edit_config(model, tie_word_embeddings=True)
+    tensors = load_file(model / SINGLE_FILE)
+    head = tensors["model.embed_tokens.weight"].clone()
+    if stored == "another":
+        head = tensors["lm_head.weight"]
+    elif stored == "another at its end":
+        head[-1, -1] += 1
+    elif stored == "another type":
+        head = head.float()
+    save_file({**tensors, "lm_head.weight": head}, model / SINGLE_FILE)
+    if stored == "none":
+        del tensors["lm_head.weight"]
+        save_file(tensors, model / SINGLE_FILE)
+    tied = stored in ("the same", "none")
+    assert preflight(config(model)).tie_word_embeddings is tied
+    assert read_spec(str(model)).tie_word_embeddings is tied
+    assert ("event=untied tensor=lm_head.weight" in caplog.text) is not tied
+
+
+def test_a_head_of_another_shape_is_refused(model: Path) -> None:
+    edit_config(model, tie_word_embeddings=True)
+    tensors = load_file(model / SINGLE_FILE)
+    save_file({**tensors, "lm_head.weight": tensors["lm_head.weight"][:-1].clone()}, model / SINGLE_FILE)
+    with pytest.raises(StartupError, match=r"lm_head\.weight' has shape"):
+        preflight(config(model))
 
 
 def test_without_a_declared_dtype_the_tensors_decide(model: Path) -> None:
