@@ -161,6 +161,8 @@ def engine_info(config: EngineConfig, group: "WorkerGroup") -> EngineInfo:
         kv_bytes_per_token_per_rank=info.kv_bytes_per_token_per_rank,
         enable_prefix_caching=config.enable_prefix_caching,
         load_seconds=info.load_seconds,
+        max_waiting_requests=config.max_waiting_requests,
+        max_waiting_tokens=config.max_waiting_tokens,
         batch_invariant=info.batch_invariant,
         batch_invariant_reason=info.batch_invariant_reason,
         rank_pids=group.rank_pids,

@@ -107,6 +107,8 @@ class EngineInfo:
     kv_bytes_per_token_per_rank: int
     enable_prefix_caching: bool
     load_seconds: float
+    max_waiting_requests: int
+    max_waiting_tokens: int
     batch_invariant: bool = False  # a request's numbers do not depend on its company; tested at the start
     batch_invariant_reason: str = "it was not tested"
     rank_pids: tuple[int, ...] = field(default=())

@@ -43,7 +43,8 @@ def capabilities(document: dict[str, Any], serving: Serving) -> dict[str, Any]:
             "max_choices": MAX_CHOICES,
             "max_sequences_per_request": MAX_SEQUENCES,
             "max_running_sequences": info.max_num_seqs,
-            "max_waiting_sequences": settings.max_waiting_requests,
+            "max_waiting_sequences": info.max_waiting_requests,
+            "max_waiting_prompt_tokens": info.max_waiting_tokens,
             "request_timeout_s": settings.request_timeout,
         },
         "features": {

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Protocol
 
 from engine.errors import EngineError, RequestError
@@ -16,6 +17,7 @@ from engine.stats import EngineStats
 from engine.types import EngineInfo, Request, TokenEvent
 from server.choice import ABORT, TIMEOUT, Choice, Delta
 from server.errors import DeadlineError
+from server.submissions import Submissions
 
 VERDICT_TIMEOUT_S = 5.0  # how long a stream waits for the engine's first word before its 200 goes out
 
@@ -44,6 +46,7 @@ class Generation:
         choices: list[Choice],
         num_prompts: int,
         on_close: Callable[..., None],
+        submissions: Submissions,
         timeout_s: float | None = None,
         spent_s: float = 0.0,
     ) -> None:
@@ -60,7 +63,8 @@ class Generation:
         self._timeout_s = timeout_s
         self._queue: asyncio.Queue[Delta | BaseException] = asyncio.Queue()
         self._first: Delta | BaseException | None = None
-        self._tasks = [asyncio.create_task(self._pump(choice)) for choice in choices]
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # of the choices at the engine, by index
+        self._submission = submissions.open([len(choice.request.prompt_token_ids) for choice in choices], self._send)
         loop = asyncio.get_running_loop()
         self._alarm = None if timeout_s is None else loop.call_later(max(0.0, timeout_s - spent_s), self._expire)
 
@@ -106,6 +110,7 @@ class Generation:
 
     def fail(self, error: BaseException) -> None:
         """End this generation with an error that its client gets to see."""
+        self._submission.close()
         self._queue.put_nowait(error)
 
     def abort(self) -> bool:
@@ -118,7 +123,8 @@ class Generation:
             self.closed = True
             if self._alarm is not None:
                 self._alarm.cancel()
-            for task in self._tasks:
+            self._submission.close()
+            for task in self._tasks.values():
                 task.cancel()
             self._on_close(self)
 
@@ -130,19 +136,32 @@ class Generation:
         self._cut(TIMEOUT)
 
     def _cut(self, reason: str) -> bool:
-        running = [pair for pair in zip(self.choices, self._tasks, strict=True) if not pair[0].finished]
-        for choice, task in running:
-            task.cancel()
+        self._submission.close()
+        running = [choice for choice in self.choices if not choice.finished]
+        for choice in running:
+            if choice.index in self._tasks:
+                self._tasks[choice.index].cancel()
             self._queue.put_nowait(choice.cut(reason))
         return bool(running)
 
-    async def _pump(self, choice: Choice) -> None:
+    def _send(self, index: int, has_place: bool) -> None:
+        def ended(_: asyncio.Task[None]) -> None:
+            del self._tasks[index]
+            self._submission.ended(index)
+
+        task = self._tasks[index] = asyncio.create_task(self._pump(self.choices[index], has_place))
+        task.add_done_callback(ended)  # also of one that is cancelled before it has begun
+
+    async def _pump(self, choice: Choice, has_place: bool) -> None:
         try:
             if choice.request.params.max_tokens == 0 and choice.request.params.prompt_logprobs is None:
                 self._queue.put_nowait(choice.echo_only())
                 return
-            async with aclosing(self._engine.generate(choice.request)) as events:
+            request = replace(choice.request, has_place=True) if has_place else choice.request
+            async with aclosing(self._engine.generate(request)) as events:
                 async for event in events:
+                    if not choice.started:
+                        self._submission.begun(choice.index)
                     delta = choice.push(event)
                     if delta is not None and delta.error is not None:
                         raise _failure(delta.error, delta.error_param)
@@ -152,7 +171,7 @@ class Generation:
                         return
             raise EngineError("The engine's answer ended without a reason.")
         except Exception as error:  # whatever it is, it belongs to this request's client
-            self._queue.put_nowait(error)
+            self.fail(error)
 
 
 def _failure(message: str, param: str | None) -> Exception:

@@ -235,7 +235,10 @@ class CompletionRequest(SamplingFields):
             raise FieldError("best_of", "is above n, which a stream cannot wait for; leave one of them out")
         if self.num_prompts * self.num_generated > MAX_SEQUENCES:
             name = "n" if self.best_of is None else "best_of"
-            raise FieldError(name, f"times the number of prompts ({self.num_prompts}) is above {MAX_SEQUENCES}")
+            raise FieldError(
+                name,
+                f"times the number of prompts ({self.num_prompts}) is above {MAX_SEQUENCES}; send several requests",
+            )
         if self.suffix and self.echo:
             raise FieldError("suffix", "cannot be combined with echo")
         return self

@@ -19,6 +19,7 @@ from server.resolve import check_ids, sampling_params
 from server.schemas import CompletionRequest, SamplingFields
 from server.stops import StopSet
 from server.structured import constraint_of
+from server.submissions import Submissions
 from server.tokenizer import Tokenizer, TooManyTokensError
 
 _WHOLE_CONTEXT = -1
@@ -45,6 +46,7 @@ class GenerationService:
         self.open: set[Generation] = set()
         self.on_finish: list[Callable[[Generation], None]] = []
         info = engine.info
+        self.submissions = Submissions(info.max_num_seqs, info.max_waiting_requests, info.max_waiting_tokens)
         # One request can never hold more than the whole pool; block 0 is not handed out.
         self.max_len = min(info.max_model_len, (info.num_blocks - 1) * info.block_size)
         self._eos = tuple(i for i in tokenizer.eos_token_ids if 0 <= i < info.vocab_size)
@@ -62,13 +64,16 @@ class GenerationService:
     async def generate(
         self, prompt: str | Sequence[int], params: SamplingParams, stops: Sequence[str] = (), ignore_eos: bool = False
     ) -> Generation:
-        """One choice with engine parameters as they are, but for the end tokens and the room: the offline door's."""
+        """One choice with engine parameters as they are, but for the end tokens and the room: the offline door's.
+
+        No full queue refuses it: the caller bounds how many there are at a time.
+        """
         prompt_ids = await self._prompt_ids(prompt if isinstance(prompt, str) else list(prompt), params.max_tokens)
         self.check_length(len(prompt_ids), params.max_tokens)
         room = min(params.max_tokens, self.max_len - len(prompt_ids))
         eos = () if ignore_eos else params.eos_token_ids or self._eos
         given = replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room), eos_token_ids=eos)
-        request = Request(self.engine.new_request_id(), prompt_ids, given)
+        request = Request(self.engine.new_request_id(), prompt_ids, given, has_place=True)
         return self.open_plan(Plan([Choice(0, request, self.tokenizer, StopSet(stops))], 1))
 
     def fail_all(self, error: BaseException) -> None:
@@ -135,7 +140,7 @@ class GenerationService:
     def open_plan(self, plan: Plan) -> Generation:
         """Run it."""
         limit = (plan.timeout_s, plan.spent_s)
-        generation = Generation(self.engine, plan.choices, plan.num_prompts, self._closed, *limit)
+        generation = Generation(self.engine, plan.choices, plan.num_prompts, self._closed, self.submissions, *limit)
         self.open.add(generation)
         return generation
 

@@ -41,6 +41,8 @@ INFO = EngineInfo(
     kv_bytes_per_token_per_rank=2048,
     enable_prefix_caching=True,
     load_seconds=0.1,
+    max_waiting_requests=512,
+    max_waiting_tokens=1_000_000,
 )
 
 

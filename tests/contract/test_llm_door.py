@@ -41,6 +41,7 @@ def test_prompts_become_outputs_in_order(make_llm, tokenizer):
     assert [output.prompt for output in outputs] == prompts
     assert {output.finish_reason for output in outputs} == {"stop"}
     assert engine.config.worker.max_num_seqs == 4
+    assert all(request.has_place for request in engine.requests), "its own prompts cannot fill its queue"
     assert engine.requests[0].params.eos_token_ids == tokenizer.eos_token_ids
 
 

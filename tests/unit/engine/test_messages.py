@@ -127,7 +127,7 @@ def test_what_is_no_refusal_is_not_sent_as_one() -> None:
 def test_start_and_end() -> None:
     config = EngineConfig(WorkerConfig("model", max_model_len=5), max_waiting_requests=3)
     assert messages.read_config(frame_of(messages.config(config))) == config
-    info = EngineInfo(1, 2, 3, 4, 5, 6, 7, "cpu", "float32", "x", "A", 8, 9, 10, True, 0.5, rank_pids=(11, 12))
+    info = EngineInfo(1, 2, 3, 4, 5, 6, 7, "cpu", "float32", "x", "A", 8, 9, 10, True, 0.5, 11, 12, rank_pids=(11, 12))
     assert messages.read_ready(frame_of(messages.ready(info))) == info
     assert messages.read_progress(frame_of(messages.progress("loading", 0.5))) == ("loading", 0.5)
     failed = messages.read_failed(frame_of(messages.failed(StartupError("cause", "fix", 4))))

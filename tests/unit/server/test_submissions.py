@@ -1,0 +1,101 @@
+"""Which sequences are at the engine: windows, turns, places that are handed on, and what is never sent."""
+
+from __future__ import annotations
+
+import pytest
+
+from server.submissions import Submissions
+
+
+class Engine:
+    """Counts what it holds. Four may wait behind the two that run, with a hundred prompt tokens."""
+
+    def __init__(self, **limits):
+        self.submissions = Submissions(2, **{"max_waiting_requests": 4, "max_waiting_tokens": 100, **limits})
+        self.sent = []  # (request, index, has_place)
+
+    def ask(self, name, *tokens):
+        return self.submissions.open(tokens, lambda *what: self.sent.append((name, *what)))
+
+    def indices(self, name):
+        return [index for sender, index, _ in self.sent if sender == name]
+
+
+@pytest.fixture
+def engine():
+    return Engine()
+
+
+def test_a_request_of_one_sequence_goes_at_once_however_full_it_is(engine):
+    for number in range(20):
+        engine.ask(number, 1)
+    assert engine.sent == [(number, 0, False) for number in range(20)]
+
+
+def test_one_request_has_at_most_what_can_run_and_as_many_again(engine):
+    many = engine.ask("many", *[1] * 10)
+    assert engine.sent == [("many", 0, False), ("many", 1, True), ("many", 2, True), ("many", 3, True)]
+    many.ended(1)
+    many.ended(0)
+    assert engine.indices("many") == [0, 1, 2, 3, 4, 5]
+    for index in range(2, 10):
+        many.ended(index)
+    assert engine.indices("many") == list(range(10)) and engine.submissions.is_idle
+
+
+def test_half_of_the_queue_is_left_to_first_sequences(engine):
+    others = [engine.ask(number, 1) for number in range(3)]
+    many = engine.ask("many", *[1] * 5)
+    assert engine.indices("many") == [0]
+    many.ended(0)
+    assert engine.indices("many") == [0, 1], "its place is its own"
+    others[0].ended(0)
+    assert engine.indices("many") == [0, 1, 2]
+
+
+def test_requests_take_turns(engine):
+    others = [engine.ask(number, 1) for number in range(3)]
+    many = {name: engine.ask(name, *[1] * 5) for name in "ab"}
+    for other, expected in zip(others, ([[0], [0]], [[0, 1], [0]], [[0, 1], [0, 1]]), strict=True):
+        other.ended(0)
+        assert [engine.indices(name) for name in "ab"] == expected
+    many["a"].close()
+    many["a"].ended(0)
+    many["a"].ended(1)
+    assert [engine.indices(name) for name in "ab"] == [[0, 1], [0, 1, 2, 3]]
+
+
+def test_prompts_wait_by_their_tokens_until_those_before_them_run(engine):
+    many = engine.ask("many", 30, 30, 30, 1)
+    assert engine.indices("many") == [0]
+    many.begun(0)
+    assert engine.indices("many") == [0, 1]
+    many.begun(0)
+    assert engine.indices("many") == [0, 1], "only the first word counts"
+    many.ended(1)
+    assert engine.indices("many") == [0, 1, 2, 3]
+
+
+def test_a_prompt_of_any_length_goes_when_nothing_else_of_its_request_is_there(engine):
+    many = engine.ask("many", 1000, 2000, 3000)
+    for index in range(3):
+        assert engine.indices("many") == list(range(index + 1))
+        many.ended(index)
+    assert engine.submissions.is_idle
+
+
+def test_what_is_closed_sends_nothing_more(engine):
+    many = engine.ask("many", *[1] * 10)
+    many.close()
+    for index in range(4):
+        many.ended(index)
+    assert engine.indices("many") == [0, 1, 2, 3] and engine.submissions.is_idle
+    many.close()
+
+
+def test_a_queue_of_no_length_is_enough():
+    engine = Engine(max_waiting_requests=0, max_waiting_tokens=0)
+    many = engine.ask("many", *[5] * 6)
+    for index in range(6):
+        assert engine.indices("many") == list(range(index + 1))
+        many.ended(index)
