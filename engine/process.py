@@ -115,8 +115,7 @@ def _start(config: EngineConfig, start_group: StartGroup, on_progress: Callable[
 def _startup_failure(error: Exception) -> StartupError:
     """What to tell the operator. The traceback of a mistake of ours goes to the log."""
     if isinstance(error, StartupError):
-        logger.error('event=start_failed cause="%s" fix="%s"', error.cause, error.fix)
-        return error
+        return error  # the frontend prints it
     logger.exception("event=start_failed")
     if isinstance(error, WorkerError):
         fix = "The log says more. If memory ran out, use a smaller model or more ranks."

@@ -10,9 +10,10 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn, Protocol, cast
 
-from server import commands
+from server import commands, vllm_flags
 from server.options import Option, OptionError, nearest
 from server.settings import OPTIONS, LoadedSettings, as_markdown, as_table, load_settings
 from server.version import VERSION
@@ -71,9 +72,14 @@ def _run(arguments: list[str]) -> int:
     if name in others:
         return _run_other(name, arguments)
     parser = _parser(others if name is None else ())
-    parsed, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        raise _unknown_flag(unknown[0])
+    try:
+        arguments, notes = vllm_flags.take_out(arguments)
+        parsed, unknown = parser.parse_known_args(arguments)
+        if unknown:
+            raise _unknown_flag(unknown[0])
+        given = _given_flags(parsed) if parsed.command is not None else {}
+    except OptionError as error:
+        return _explain(error.cause, error.fix, EXIT_USAGE)
     if parsed.command is None:
         parser.print_help()
         return EXIT_USAGE
@@ -81,13 +87,13 @@ def _run(arguments: list[str]) -> int:
         sys.stdout.write(as_markdown())
         return 0
     try:
-        flags = _given_flags(parsed)
-    except OptionError as error:
-        return _explain(error.cause, error.fix, EXIT_USAGE)
-    try:
-        loaded = load_settings(flags, config_file=parsed.config)
+        loaded = load_settings(given, config_file=parsed.config)
     except OptionError as error:
         return _explain(error.cause, error.fix, EXIT_CONFIGURATION)
+    if parsed.command == "serve":
+        _check_model_was_not_swallowed(given, loaded)
+    for note in notes:
+        sys.stderr.write(f"note: {note}\n")
     return _serve(loaded) if parsed.command == "serve" else _show(loaded)
 
 
@@ -215,10 +221,26 @@ def _given_flags(parsed: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
+def _check_model_was_not_swallowed(given: dict[str, Any], loaded: LoadedSettings) -> None:
+    """`--api-key KEY MODEL` reads both as keys; to serve the demo model then would be a surprise."""
+    if loaded.settings.model is not None:
+        return
+    for described in OPTIONS.values():
+        values = given.get(described.name, ())
+        if described.many and (len(values) > 1 or (values and Path(values[-1]).exists())):
+            raise _UsageError(
+                f"There is no MODEL, and {described.flag} took {len(values)} value(s), of which the last may be it.",
+                f"Write MODEL first: oarlock serve MODEL {described.flag} …; for the demo model, put the values into "
+                f"{described.env}, with commas between them.",
+            )
+
+
 def _unknown_flag(word: str) -> _UsageError:
     flag = word.split("=")[0]
     if not flag.startswith("-"):
         return _UsageError(f"Unexpected argument: {word}.", "One MODEL is served at a time.")
+    if flag == "--model":
+        return _UsageError("MODEL is given without a flag, not as --model.", "Write oarlock serve MODEL.")
     known = [name for described in OPTIONS.values() for name in (described.flag, described.short) if name]
     known += [f"--no-{described.name.replace('_', '-')}" for described in OPTIONS.values() if described.kind is bool]
     near = nearest(flag, [*known, "--config", "--help", "--version"])

@@ -80,12 +80,13 @@ class Option:
     def from_text(self, text: str) -> Any:
         """The value of a flag or of an environment variable. Lists are split at commas."""
         if self.many:
-            return self.check(tuple(self._scalar(part.strip()) for part in text.split(",") if part.strip()))
-        return self.check(self._scalar(text.strip()))
+            parts = [part.strip() for part in text.split(",") if part.strip()]
+            return self.from_texts(parts)
+        return self.check(self._scalar(self._not_blank([text.strip()])[0]))
 
     def from_texts(self, texts: Iterable[str]) -> Any:
         """The values of a flag that takes several."""
-        return self.check(tuple(self._scalar(text) for text in texts))
+        return self.check(tuple(self._scalar(text) for text in self._not_blank(list(texts))))
 
     def from_toml(self, value: Any) -> Any:
         """The value of a TOML key: already typed, so its type is checked instead of guessed."""
@@ -93,7 +94,7 @@ class Option:
             items = value if isinstance(value, list) else [value]
             if not all(isinstance(item, self.kind) for item in items):
                 raise self._wrong(value, f"a list of {self.type_name}")
-            return self.check(tuple(items))
+            return self.check(tuple(self._not_blank(items)))
         if self.is_bytes and isinstance(value, str):
             return self.check(self._scalar(value))
         if self.kind is float and isinstance(value, int) and not isinstance(value, bool):
@@ -122,6 +123,15 @@ class Option:
             if self.kind is str and not item:
                 raise self._wrong(item, "not empty")
         return value
+
+    def _not_blank(self, values: list[Any]) -> list[Any]:
+        """`values`. Of a secret, there must be some: who gave an empty one believes that a door is locked."""
+        if self.secret and not (values and all(value.strip() for value in values)):
+            raise OptionError(
+                f"{self.env}, {self.flag} or {self.name} is given, but holds no key.",
+                f"Give it a key, for example {self.usage}, or unset it.",
+            )
+        return values
 
     def _scalar(self, text: str) -> Any:
         if self.optional and text.lower() in ("auto", "none") and not self.choices:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig, WorkerConfig
+from server import vllm_flags
 from server.allowed_hosts import is_pattern
 from server.options import Option, OptionError, describe, nearest, option
 
@@ -328,7 +329,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
             continue
         if name not in by_env:
             raise _unknown("environment variable", name, by_env)
-        if not text.strip():  # how compose files pass on a variable that nobody set
+        if not text.strip() and not by_env[name].secret:  # how compose files pass on a variable that nobody set
             continue
         values[by_env[name].name] = by_env[name].from_text(text)
     return values
@@ -348,6 +349,11 @@ def _from_file(path: str | None) -> dict[str, Any]:
     values = {}
     for key, value in table.items():
         name = key.replace("-", "_")
+        if isinstance(value, dict):
+            raise OptionError(
+                f"{path} has a table [{key}], but options stand for themselves.",
+                f"Write the keys below it at the beginning of the file, without [{key}].",
+            )
         if name not in OPTIONS:
             raise _unknown(f"key in {path}", key, OPTIONS)
         values[name] = OPTIONS[name].from_toml(value)
@@ -357,6 +363,7 @@ def _from_file(path: str | None) -> dict[str, Any]:
 def _unknown(what: str, name: str, known: Mapping[str, Any]) -> OptionError:
     near = nearest(name, known)
     fix = f"Did you mean {near}?" if near else "`oarlock config show` lists all of them."
+    fix = vllm_flags.what_holds(name) or fix
     return OptionError(f"Unknown {what}: {name}.", fix)
 
 

@@ -26,6 +26,7 @@ def start(*arguments, **env):
     causes = [line for line in output.splitlines() if line.startswith("error: ")]
     fixes = [line for line in output.splitlines() if line.startswith("fix: ")]
     assert (len(causes), len(fixes)) == (1, 1), output
+    assert output.count(causes[0].removeprefix("error: ")) == 1, output  # the log does not say it again
     assert result.returncode in (USAGE, CONFIGURATION, MEMORY), (result.returncode, output)
     return result.returncode, causes[0], fixes[0]
 

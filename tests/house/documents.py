@@ -9,7 +9,7 @@ import ast
 import re
 from collections.abc import Callable
 
-from server import api_table
+from server import api_table, vllm_flags
 from server.settings import as_markdown
 from tests.house.rules import ROOMS, ROOT, place, python_files
 
@@ -49,6 +49,7 @@ def verify_faults() -> str:
 # (page, name of its marker, what belongs between the markers)
 MADE: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/configuration.md", "options", as_markdown),
+    ("docs/configuration.md", "vllm-flags", vllm_flags.as_markdown),
     ("docs/architecture.md", "files", file_map),
     ("docs/api.md", "parameters", api_table.as_markdown),
     ("docs/accuracy.md", "golden-faults", golden_faults),

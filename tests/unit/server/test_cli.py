@@ -11,6 +11,7 @@ import pytest
 
 from server.cli import main
 from server.settings import OPTIONS
+from server.vllm_flags import FLAGS
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -54,6 +55,17 @@ def test_help_shows_every_flag_with_its_environment_name(capsys):
         (["serve", "--port", "99999"], 2, "at most 65535", "--port"),
         (["serve", "--port"], 2, "--port", "--help"),
         (["serve", "a", "b"], 2, "Unexpected argument: b", "One MODEL"),
+        (["serve", "--api-key", "secret", "Qwen/Qwen2.5-7B-Instruct"], 2, "no MODEL", "MODEL --api-key"),
+        (["serve", "--api-key", str(ROOT)], 2, "no MODEL", "MODEL --api-key"),
+        (["serve", "--served-model-name", "a", "b", "--port", "1"], 2, "no MODEL", "MODEL --served-model-name"),
+        (["serve", "--api-key", " "], 2, "--api-key", "key"),
+        (["serve", "--admin-api-key", ""], 2, "--admin-api-key", "key"),
+        (["serve", "m", "--quantization", "awq"], 2, "--quantization", "bfloat16"),
+        (["serve", "--tool_call_parser"], 2, "--tool_call_parser of vLLM wants a value", "template"),
+        (["serve", "--no-enable-chunked-prefill"], 2, "--no-enable-chunked-prefill", "always"),
+        (["serve", "--enable-chunked-prefill=false"], 2, "--enable-chunked-prefill false", "always"),
+        (["serve", "-pp", "2"], 2, "-pp", "--tensor-parallel-size"),
+        (["serve", "--model", "Qwen/Qwen3-0.6B"], 2, "--model", "oarlock serve MODEL"),
         (["serve", "--device", "gpu"], 2, "did you mean cpu", "--device"),
         (["serve", "--config", "/nowhere.toml"], 3, "/nowhere.toml", "--config"),
         (["serve", "./no/such/dir/model"], 3, "neither a directory nor a hub id", "hub ids look like"),
@@ -71,6 +83,40 @@ def test_a_mistake_is_one_line_of_cause_and_one_of_fix(capsys, arguments, code, 
     assert cause in lines[0]
     assert lines[1].startswith("fix: ")
     assert fix in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [*(("OARLOCK_API_KEY", text) for text in (",", " , ", "", "  ")), ("OARLOCK_ADMIN_API_KEY", " ")],
+)
+def test_a_variable_that_holds_no_key_does_not_open_the_server(capsys, monkeypatch, name, text):
+    monkeypatch.setenv(name, text)
+    assert main(["serve", "--port", "0"]) == 3
+    lines = capsys.readouterr().err.splitlines()
+    assert name in lines[0] and "no key" in lines[0]
+    assert lines[1].startswith("fix: ") and "unset" in lines[1]
+
+
+def test_flags_of_vllm_that_ask_for_what_holds_anyway_are_taken_with_a_note(capsys):
+    flags = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--swap-space=4", "--trust-remote-code"]
+    flags += ["--enable_chunked_prefill", "true", "--pipeline-parallel-size", "1", "--tensor-parallel-size", "2"]
+    assert main(["config", "show", *flags]) == 0
+    printed = capsys.readouterr()
+    assert "tensor_parallel_size" in printed.out
+    notes = printed.err.splitlines()
+    assert len(notes) == 6 and all(line.startswith("note: --") for line in notes)
+    assert "--tool-call-parser hermes: " in notes[1] and "template" in notes[1]
+
+
+def test_the_value_of_a_foreign_flag_is_not_the_model(capsys):
+    assert main(["serve", "--tool-call-parser", "hermes", "./no/such/dir/model", "--port", "0"]) == 3
+    assert "./no/such/dir/model" in capsys.readouterr().err
+
+
+def test_no_flag_of_ours_is_in_the_list_of_foreign_ones():
+    ours = {described.name.replace("_", "-") for described in OPTIONS.values()}
+    assert ours.isdisjoint(FLAGS)
+    assert all(flag.holds.endswith(".") and "\n" not in flag.holds for flag in FLAGS.values())
 
 
 def test_a_port_in_use_is_named_with_its_holder(capsys):

@@ -30,7 +30,7 @@ def test_flag_over_environment_over_file_over_default(tmp_path):
 
 
 def test_an_empty_variable_is_an_unset_one():
-    loaded = load_settings({}, {"OARLOCK_MODEL": "", "OARLOCK_API_KEY": " ", "OARLOCK_PORT": ""})
+    loaded = load_settings({}, {"OARLOCK_MODEL": "", "OARLOCK_PORT": ""})
     assert loaded.settings == Settings()
     assert set(loaded.origins.values()) == {"default"}
 
@@ -45,7 +45,7 @@ def test_the_file_may_be_named_by_the_environment(tmp_path):
     [
         ({"OARLOCK_PROT": "1"}, "", "OARLOCK_PROT", "OARLOCK_PORT"),
         ({}, "prot = 1", "prot", "port"),
-        ({}, "[database]\nport = 1", "database", "config show"),
+        ({}, "[database]\nport = 1", "table [database]", "without [database]"),
         ({"OARLOCK_PORT": "many"}, "", "--port is 'many'", "--port 8080"),
         ({"OARLOCK_PORT": "70000"}, "", "at most 65535", "--port"),
         ({}, 'port = "8000"', "of type integer", "--port"),
@@ -152,6 +152,25 @@ SERVER_OPTIONS = {
     "drain_timeout",
     "enable_log_requests",
 }
+
+
+@pytest.mark.parametrize(
+    ("text", "cause", "fix"),
+    [
+        ("[server]\nport = 1", "table [server]", "without [server]"),
+        ("port = 1\n[model]\nname = 'x'", "table [model]", "without [model]"),
+        ("[seed]\nx = 1", "table [seed]", "without [seed]"),
+        ("trust_remote_code = true", "trust_remote_code", "never run"),
+        ("api_key = []", "no key", "unset"),
+        ("api_key = ['', 'k']", "no key", "unset"),
+    ],
+)
+def test_a_file_with_a_strange_key_is_told_what_is_wrong_with_it(tmp_path, text, cause, fix):
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+    with pytest.raises(OptionError) as error:
+        load_settings({}, {}, str(path))
+    assert cause in error.value.cause and fix in error.value.fix
 
 
 def test_the_documentation_table_has_every_option():
