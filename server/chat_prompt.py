@@ -55,7 +55,8 @@ def _render(tokenizer: Tokenizer, request: ChatRequest, form: ToolFormat, plan: 
     messages = _messages(request.messages, form, "developer" in template.source)
     tools = plan.for_template() if plan else None
     if not form.in_template:
-        messages, tools = generic.tell(messages, tools), None
+        takes = {"takes_system": template.takes_system, "takes_runs": template.takes_runs}
+        messages, tools = generic.tell(messages, tools, **takes), None
     if request.continue_final_message:
         messages[-1] = {**messages[-1], "content": messages[-1]["content"] + _END}
     variables = _variables(request, template.source)

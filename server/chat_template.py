@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import jinja2
@@ -21,6 +22,7 @@ from server.template_sandbox import Sandbox, TemplateLimitError
 
 MAX_SECONDS = 2.0  # of this thread's own CPU time: a busy machine does not make a template slow
 _TOOL_USE = "tool_use"
+_MAX_TRIAL = 64 * 1024  # characters around a few words
 
 
 class ChatTemplate:
@@ -57,6 +59,25 @@ class ChatTemplate:
     @property
     def exists(self) -> bool:
         return bool(self._templates)
+
+    @cached_property
+    def takes_system(self) -> bool:
+        """There is a role `system`: some templates refuse it, some drop it in silence."""
+        return self._shows("system", "user")
+
+    @cached_property
+    def takes_runs(self) -> bool:
+        """Turns of one role may follow each other."""
+        return self._shows("user", "user", "assistant", "assistant", "user")
+
+    def _shows(self, *roles: str) -> bool:
+        """Whether such turns are accepted and written, each of them."""
+        turns = [{"role": role, "content": f"turn{number}"} for number, role in enumerate(roles)]
+        try:
+            text = self.render(turns, True, _MAX_TRIAL)
+        except RequestError:
+            return False
+        return all(turn["content"] in text for turn in turns)
 
     def render(
         self,

@@ -170,23 +170,36 @@ class GenerationService:
     ) -> tuple[int, ...]:
         """The ids of one prompt, with what the request wants around it."""
         marks = request is None or request.add_special_tokens is not False
-        ids = await self.encode(prompt, request, max_tokens, "prompt", marks) if isinstance(prompt, str) else prompt
         if request is not None and request.suffix:
-            ids = await self._with_suffix(ids, request, request.suffix)
+            ids = await self._fill_in(prompt, request, request.suffix, marks)
+        else:
+            ids = await self.encode(prompt, request, max_tokens, "prompt", marks) if isinstance(prompt, str) else prompt
         if not ids:
             raise RequestError("The prompt is empty and this model has no token to begin with.", "prompt")
         self.check_ids(tuple(ids), "prompt")
         return tuple(ids)
 
-    async def _with_suffix(self, ids: Sequence[int], request: CompletionRequest, suffix: str) -> list[int]:
-        """Prompt and suffix around the place to fill, in the order that all families of such models use."""
+    async def _fill_in(
+        self, prompt: str | list[int], request: CompletionRequest, suffix: str, with_opening: bool
+    ) -> list[int]:
+        """Prompt and suffix around the place to fill, in the order that all families of such models use.
+
+        What opens a text stands before the first mark, once, whether it is added here or the prompt brought it along.
+        """
         marks = self.tokenizer.fill_in_marks
         if marks is None:
             message = "'suffix' needs a model with fill-in-the-middle tokens, which this one is not. Leave it out."
             raise RequestError(message, "suffix", "unsupported_parameter")
         before, between, after = marks
-        behind = await self.encode(suffix, request, request.max_tokens or 0, "suffix", False)
-        return [before, *ids, between, *behind, after]
+        limit = request.max_tokens or 0
+        opening: list[int] = []
+        if isinstance(prompt, str):
+            opening = self.tokenizer.opening if with_opening else []
+            prompt = await self.encode(prompt, request, limit, "prompt", False)
+        if self.tokenizer.bos and prompt[:1] == self.tokenizer.bos:
+            opening, prompt = opening or self.tokenizer.bos, prompt[1:]
+        behind = await self.encode(suffix, request, limit, "suffix", False)
+        return [*opening, before, *prompt, between, *behind, after]
 
     def _echo(
         self, given: str | list[int], whole: tuple[int, ...], kept: tuple[int, ...], shown: frozenset[int]

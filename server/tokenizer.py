@@ -57,7 +57,7 @@ class Tokenizer:
         self._bytes = token_bytes_for(backend, described["decoder"], self._special)
         self._names = _special_names(config)
         self.eos_token_ids = eos or self._ids_of(self._names.get("eos_token"))
-        self._bos = self._ids_of(self._names.get("bos_token"))[:1]
+        self.bos = list(self._ids_of(self._names.get("bos_token")))  # one id, or none
         self._add_bos = config.get("add_bos_token")
         self._marks = self._find_marks()
         self._pieces = pieces_for(described) if self._marks is not None else TextPieces()
@@ -92,6 +92,11 @@ class Tokenizer:
                 return before, between, after
         return None
 
+    @property
+    def opening(self) -> list[int]:
+        """The ids that `encode` puts before a text, such as a BOS."""
+        return self._with_bos(self._marks[0] if self._marks else [], "")
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`, with the marks that the checkpoint puts around a plain text (such as a BOS)."""
         # Only the batch form works without the interpreter's lock: a long text must not hold up the event loop.
@@ -100,11 +105,11 @@ class Tokenizer:
 
     def _with_bos(self, ids: list[int], text: str) -> list[int]:
         """The ids of a text and its marks, with a BOS exactly if the configuration says so."""
-        if not self._bos or self._add_bos is None:
+        if not self.bos or self._add_bos is None:
             return ids
-        if self._add_bos and ids[:1] != list(self._bos):
-            return [*self._bos, *ids]
-        if not self._add_bos and ids[:1] == list(self._bos) and not text.startswith(self._names["bos_token"]):
+        if self._add_bos and ids[:1] != self.bos:
+            return [*self.bos, *ids]
+        if not self._add_bos and ids[:1] == self.bos and not text.startswith(self._names["bos_token"]):
             return ids[1:]
         return ids
 

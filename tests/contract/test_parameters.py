@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import anyio
 import pytest
+import tokenizers
+from tokenizers.processors import TemplateProcessing
 
 from engine.types import FinishReason, TokenEvent, TokenLogprobs
+from server.tokenizer import Tokenizer
 
+DEMO = Path(__file__).resolve().parents[2] / "models" / "oarlock-demo"
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 TEXT = "Hello, wörld! 😀 中文"
@@ -253,6 +259,33 @@ def test_a_suffix_needs_a_model_that_fills_in(make_stage, tokenizer, monkeypatch
     _choice(stage, {"prompt": "a", "suffix": "b"})
     a, b = (tokenizer.encode(text, add_special_tokens=False) for text in "ab")
     assert list(stage.engine.requests[0].prompt_token_ids) == [11, *a, 12, *b, 13]
+
+
+@pytest.mark.parametrize("opens", [{"add_bos_token": True}, {}, {"add_bos_token": False}])
+def test_what_opens_a_text_opens_one_with_a_suffix(make_stage, monkeypatch, opens):
+    backend = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    backend.add_special_tokens(["<s>", "<fim_prefix>", "<fim_suffix>", "<fim_middle>"])
+    bos, *marks = (backend.token_to_id(name) for name in ("<s>", "<fim_prefix>", "<fim_suffix>", "<fim_middle>"))
+    if "add_bos_token" not in opens:
+        backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+    loaded = Tokenizer(backend, {"bos_token": "<s>", **opens})
+    stage = make_stage()
+    stage.engine.info = replace(stage.engine.info, vocab_size=5000)
+    stage.state.service.tokenizer = loaded
+    a, b = (loaded.encode(text, add_special_tokens=False) for text in "ab")
+    begun = [] if opens.get("add_bos_token") is False else [bos]
+    for prompt, more, opening in (
+        ("a", {}, begun),
+        ("<s>a", {}, [bos]),
+        ("a", {"add_special_tokens": False}, []),
+        (a, {}, []),
+        ([bos, *a], {}, [bos]),
+    ):
+        _choice(stage, {"prompt": prompt, "suffix": "b", "max_tokens": 1, **more})
+        before, between, after = marks
+        expected = (*opening, before, *a, between, *b, after)
+        assert stage.engine.requests[-1].prompt_token_ids == expected, (prompt, more)
+    loaded.close()
 
 
 def test_accepted_fields_change_nothing(make_stage):

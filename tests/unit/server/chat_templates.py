@@ -158,3 +158,41 @@ PLAIN = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+
+_TURNS = """\
+{{ bos_token }}
+{%- for message in messages %}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception("Roles must take turns: user, assistant, user, assistant") }}
+    {%- endif %}
+    {%- set role = 'model' if message['role'] == 'assistant' else message['role'] %}
+    {{- '<start_of_turn>' + role + '\\n' + (first if loop.first else '') }}
+    {{- message['content'] | trim + '<end_of_turn>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}
+"""
+
+# No role for the system, and strict turns.
+GEMMA2 = (
+    "{%- set first = '' %}{%- if messages[0]['role'] == 'system' %}{{- raise_exception('No system role') }}{%- endif %}"
+)
+GEMMA2 += _TURNS
+
+# The system's words go before the user's first; strict turns.
+GEMMA3 = """\
+{%- set first = '' %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set first = messages[0]['content'] + '\\n\\n' %}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+"""
+GEMMA3 += _TURNS
+
+# Any order, and what is neither the user's nor the assistant's is left out in silence.
+DROPS_SYSTEM = """\
+{%- for message in messages %}
+    {%- if message['role'] == 'user' %}{{- '[INST] ' + message['content'] + ' [/INST]' }}
+    {%- elif message['role'] == 'assistant' %}{{- ' ' + message['content'] + '</s>' }}
+    {%- endif %}
+{%- endfor %}
+"""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+import transformers
 
 from engine.errors import RequestError
 from server.chat_prompt import render_prompt
@@ -86,6 +87,47 @@ def test_a_template_without_tools_gets_them_as_words():
     )
     assert '<tool_call>\n{"name": "f", "arguments": {"x": [1]}}\n</tool_call><|im_end|>' in text
     assert "<|im_start|>user\n<tool_response>\nb\n</tool_response><|im_end|>" in text
+
+
+BRIEF = {"role": "system", "content": "Be brief."}
+STRICT = [templates.GEMMA2, templates.GEMMA3, templates.DROPS_SYSTEM]
+RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "c"}
+
+
+@pytest.mark.parametrize("source", STRICT)
+@pytest.mark.parametrize("opening", [[], [BRIEF], [{"role": "assistant", "content": "Hello."}]])
+def test_tools_reach_templates_with_no_system_or_strict_turns(source, opening):
+    """What the template gets is what transformers makes of the same words in turns that the template takes."""
+    text, prompt = _prompt(source, [*opening, *TURNS, RESULT, {"role": "user", "content": "d"}], tools=[TOOL])
+    assert prompt.tools is not None
+    words = text[text.index("You can call") : text.index(" and nothing else.") + len(" and nothing else.")]
+    assert '"name": "f"' in words
+    call = '<tool_call>\n{"name": "f", "arguments": {"x": [1]}}\n</tool_call>'
+    results = "<tool_response>\nb\n</tool_response>\n\n<tool_response>\nc\n</tool_response>\n\nd"
+    turns = [("assistant", call), ("user", results)]
+    if opening and opening[0]["role"] == "assistant":
+        turns = [("user", words), ("assistant", "Hello."), ("user", "a"), *turns]
+    else:
+        system = f"Be brief.\n\n{words}" if opening else words
+        turns = [("user", f"{system}\n\na"), *turns]
+    backend = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", chat_template=source)
+    messages = [{"role": role, "content": content} for role, content in turns]
+    assert text == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+@pytest.mark.parametrize("source", STRICT)
+def test_results_reach_such_templates_when_no_tools_are_given(source):
+    text, _ = _prompt(source, [*TURNS, RESULT])
+    assert text.count("<tool_response>") == 2
+    assert "You can call" not in text
+
+
+def test_a_conversation_without_tools_is_the_templates_own_to_refuse():
+    with pytest.raises(RequestError, match="No system role"):
+        _prompt(templates.GEMMA2, [BRIEF, TURNS[0]])
+    with pytest.raises(RequestError, match="Roles must take turns"):
+        _prompt(templates.GEMMA3, [TURNS[0], TURNS[0]], tools=[TOOL], tool_choice="none")
 
 
 @pytest.mark.parametrize("last", ["Sure: ", "e", "<|im_end|", "Sure"])
