@@ -21,7 +21,7 @@ from engine.errors import EngineError, RequestError
 from engine.stats import EngineStats
 from engine.types import EngineInfo
 from server.answers import AnswerFormat, CompletionFormat, Details, Head
-from server.body import ignored_header, parse, read_json, unknown_parameters
+from server.body import ignored_header, parse_any, read_json, unknown_parameters
 from server.chat_answers import ChatFormat
 from server.chat_output import AnswerShape
 from server.chat_schemas import ChatRequest
@@ -29,6 +29,7 @@ from server.chat_service import plan_chat
 from server.errors import ClientGoneError, DeadlineError, HttpError, ModelNotFoundError, describe, error_response
 from server.generation import Engine, Generation
 from server.guard import client_of, label_of, request_id_of, salt_of
+from server.large_bodies import LARGE_BODIES, takes_long
 from server.logs import event, logger
 from server.metrics import HttpCounters
 from server.model_files import served_names
@@ -88,17 +89,16 @@ class Serving:
             return name
         raise ModelNotFoundError(name, self.model_names)
 
-    async def read(self, request: Request, schema: type[_ParsedT]) -> tuple[_ParsedT, dict[str, str]]:
-        """The checked body, and the headers that every answer to it carries."""
-        return self.parse(schema, await self.body(request))
-
-    async def body(self, request: Request) -> bytes:
-        return await read_json(request, self.settings.max_body_size)
-
-    def parse(self, schema: type[_ParsedT], body: bytes) -> tuple[_ParsedT, dict[str, str]]:
-        """What `read` does once the bytes are there."""
-        parsed = parse(schema, body)
-        unknown = unknown_parameters(parsed, self.settings.strict_parameters)
+    async def read(self, request: Request, *schemas: type[_ParsedT]) -> tuple[_ParsedT, dict[str, str]]:
+        """The checked body, and the headers that every answer to it carries. With two schemas the second is for
+        conversations."""
+        body = await read_json(request, self.settings.max_body_size)
+        is_strict = self.settings.strict_parameters
+        if takes_long(body):
+            parsed, unknown = await until_disconnect(request, LARGE_BODIES.read(schemas, body, is_strict))
+        else:
+            parsed = parse_any(schemas, body)
+            unknown = unknown_parameters(parsed, is_strict)
         self.counters.ignored_parameters += len(unknown)
         return parsed, ignored_header(unknown)
 

@@ -23,6 +23,7 @@ from server import banner, logs, model_files
 from server.app import create_app
 from server.errors import HttpError
 from server.http_server import HttpServer, bind, raise_descriptor_limit, url_of, warn_if_exposed
+from server.large_bodies import LARGE_BODIES
 from server.metrics import HttpCounters
 from server.service import Engine
 from server.serving import connect
@@ -206,6 +207,7 @@ class Supervisor:
             await self._engine.close(0.5 if self._abort.is_set() else _CLOSE_ENGINE_S)
         if self._tokenizer is not None:
             self._tokenizer.close()
+        LARGE_BODIES.close()
         self._listener.close()
         _log.info(logs.event("stopped"))
 

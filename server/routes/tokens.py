@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from engine.errors import RequestError
-from server.body import has_field
 from server.chat_prompt import render_prompt
 from server.openapi import describe
 from server.serving import AnswerRoute, Serving
@@ -45,17 +44,14 @@ _DETOKENIZE = describe(
 async def tokenize(request: Request) -> Response:
     serving = Serving.of(request)
     service = serving.service
-    body = await serving.body(request)
-    if has_field(body, "messages"):
-        chat, headers = serving.parse(TokenizeChatRequest, body)
-        serving.check_model(chat.model)
-        encode = partial(_encode, service.tokenizer, "messages", False)
-        prompt = await until_disconnect(request, render_prompt(service.tokenizer, as_chat(chat), encode))
-        return _tokens(serving, prompt.ids, bool(chat.return_token_strs), headers)
-    asked, headers = serving.parse(TokenizeRequest, body)
+    asked, headers = await serving.read(request, TokenizeRequest, TokenizeChatRequest)
     serving.check_model(asked.model)
-    marks = asked.add_special_tokens is not False
-    ids = await until_disconnect(request, _encode(service.tokenizer, "prompt", marks, asked.prompt))
+    if isinstance(asked, TokenizeRequest):
+        marks = asked.add_special_tokens is not False
+        ids = await until_disconnect(request, _encode(service.tokenizer, "prompt", marks, asked.prompt))
+    else:
+        encode = partial(_encode, service.tokenizer, "messages", False)
+        ids = (await until_disconnect(request, render_prompt(service.tokenizer, as_chat(asked), encode))).ids
     return _tokens(serving, ids, bool(asked.return_token_strs), headers)
 
 

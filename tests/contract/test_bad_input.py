@@ -32,6 +32,9 @@ ANYWHERE = [
     (b'{"prompt":"\xff"}', 400, None),
     ('{"prompt":"x"} trailing', 400, None),
     ('{"x":NaN,"prompt":"x","messages":[{"role":"user","content":"x"}]}', 400, None),
+    ('{"prompt":"x","temperature":1,"temperature":0,"messages":[{"role":"user","content":"x"}]}', 400, None),
+    ('{"prompt":"x","messages":[{"role":"user","content":"x","role":"system"}]}', 400, None),
+    ('{"prompt":"x","later":{"a":[{"b":1,"b":1}]},"messages":[{"role":"user","content":"x"}]}', 400, None),
     ('{"x":[{"y":1e999}],"prompt":"x","messages":[{"role":"user","content":"x"}]}', 400, None),
     (
         fill(

@@ -1,0 +1,142 @@
+"""Large bodies are read by a process of their own, to the same requests and the same refusals as small ones."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+
+import pytest
+
+from engine.errors import RequestError
+from server.body import parse_any, unknown_parameters
+from server.chat_schemas import ChatRequest
+from server.large_bodies import LargeBodies, takes_long
+from server.schemas import CompletionRequest
+from server.token_schemas import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
+
+LONG = "wörd 😀 \n" * 200
+IDS = [0, 1, 2**31 - 1] * 50
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": LONG})}}
+BODIES = [
+    (CompletionRequest, {"prompt": LONG, "suffix": LONG, "stop": ["a", "b"], "seed": -5, "logit_bias": {"5": 1.5}}),
+    (CompletionRequest, {"prompt": ["short", LONG, ""], "n": 2, "temperature": 0.5, "max_tokens": 16.0}),
+    (CompletionRequest, {"prompt": IDS, "allowed_token_ids": IDS}),
+    (CompletionRequest, {"prompt": [IDS, [7], IDS], "response_format": {"type": "json_object"}}),
+    (CompletionRequest, {"prompt": "x", "later": {"text": LONG}, "stream": True, "stream_options": {"odd": LONG}}),
+    (
+        ChatRequest,
+        {
+            "messages": [
+                {"role": "system", "content": LONG},
+                {"role": "user", "content": [{"type": "text", "text": LONG}, {"type": "text", "text": "x"}]},
+                {"role": "assistant", "content": None, "reasoning_content": LONG, "tool_calls": [CALL], "text": LONG},
+                {"role": "tool", "tool_call_id": "c", "content": LONG, "prompt": IDS},
+            ],
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"description": LONG}}}],
+        },
+    ),
+    (TokenizeChatRequest, {"messages": [{"role": "user", "content": LONG}]}),
+    (TokenizeRequest, {"prompt": LONG, "text": LONG}),
+    (DetokenizeRequest, {"tokens": IDS}),
+]
+WRONG = [
+    b"not json",
+    b'{"prompt":5}',
+    b'{"prompt":[1,-1]}',
+    b'{"prompt":"x","prompt":"y"}',
+    b'{"prompt":"x","later":[{"y":1e999}]}',
+    b'{"prompt":"x","use_beam_search":true}',
+    b'{"prompt":"x","n":2,"best_of":1}',
+    b"{" + b",".join(b'"k%d":0' % number for number in range(300)) + b',"prompt":"x"}',
+]
+
+
+@pytest.fixture(scope="module")
+def bodies():
+    process = LargeBodies()
+    yield process
+    process.close()
+
+
+def _told(error):
+    return error.message, error.param, error.code
+
+
+def _forms(schema):
+    return [TokenizeRequest, TokenizeChatRequest] if schema is TokenizeChatRequest else [schema]
+
+
+@pytest.mark.parametrize(("schema", "body"), BODIES, ids=range(len(BODIES)))
+def test_the_process_reads_what_the_server_would_have_read(bodies, schema, body):
+    content = json.dumps(body, ensure_ascii=False).encode()
+    expected = parse_any(_forms(schema), content)
+    parsed, unknown = asyncio.run(bodies.read(_forms(schema), content, False))
+    assert unknown == unknown_parameters(expected, False)
+    assert type(parsed) is type(expected) is schema
+    # Unknown fields of the request itself are left behind: nobody reads them.
+    assert parsed.model_dump() == expected.model_dump(exclude=set(expected.model_extra or ()))
+    assert parsed.model_fields_set == expected.model_fields_set - set(expected.model_extra or ())
+
+
+@pytest.mark.parametrize("content", WRONG, ids=range(len(WRONG)))
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_the_process_refuses_in_the_servers_words(bodies, content, is_strict):
+    with pytest.raises(RequestError) as expected:
+        unknown_parameters(parse_any([CompletionRequest], content), is_strict)
+    with pytest.raises(RequestError) as refused:
+        asyncio.run(bodies.read([CompletionRequest], content, is_strict))
+    assert _told(refused.value) == _told(expected.value)
+
+
+def test_what_remains_without_texts_and_ids_is_bounded(bodies):
+    parts = [{"type": "text", "text": "x"}] * 1000
+    content = json.dumps({"messages": [{"role": "user", "content": parts}] * 45}).encode()
+    with pytest.raises(RequestError, match="at most 1048576 are read"):
+        asyncio.run(bodies.read([ChatRequest], content, False))
+
+
+def test_a_lost_process_fails_one_body_and_is_started_again(bodies):
+    async def scenario():
+        good = b'{"prompt":"x"}'
+        await bodies.read([CompletionRequest], good, False)
+        pid = bodies._process.pid
+        os.kill(pid, signal.SIGSTOP)
+        reading = asyncio.ensure_future(bodies.read([CompletionRequest], good, False))
+        await asyncio.sleep(0.05)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RequestError, match="takes too much memory"):
+            await reading
+        assert (await bodies.read([CompletionRequest], good, False))[0].prompt == "x"
+        assert bodies._process.pid != pid
+
+    asyncio.run(scenario())
+
+
+def test_who_leaves_frees_the_process(bodies):
+    async def scenario():
+        good = b'{"prompt":"x"}'
+        await bodies.read([CompletionRequest], good, False)
+        os.kill(bodies._process.pid, signal.SIGSTOP)  # it takes for ever
+        first = asyncio.ensure_future(bodies.read([CompletionRequest], good, False))
+        waiting = asyncio.ensure_future(bodies.read([CompletionRequest], good, False))
+        second = asyncio.ensure_future(bodies.read([CompletionRequest], good, False))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        first.cancel()
+        assert (await second)[0].prompt == "x"
+        assert [(await asyncio.gather(task, return_exceptions=True))[0].__class__ for task in (first, waiting)] == [
+            asyncio.CancelledError
+        ] * 2
+
+    asyncio.run(scenario())
+
+
+def test_only_bodies_that_take_long_are_sent_away():
+    prose = b'{"prompt":"' + b"One two, three and four. " * 20_000 + b'"}'
+    assert not takes_long(b'{"prompt":[' + b"1," * 30_000 + b"1]}")
+    assert not takes_long(prose)
+    assert takes_long(prose * 4)
+    assert takes_long(b'{"prompt":[' + b"1," * 40_000 + b"1]}")
+    assert takes_long(b'{"x":[' + b"[]," * 30_000 + b"[]]}")
