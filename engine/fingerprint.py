@@ -1,23 +1,30 @@
-"""What a recording was made with: checksums that tell one checkpoint from another, and the versions of the libraries.
+"""What decides the numbers: checksums that tell one checkpoint from another, versions of libraries, and how it is run.
 
-Reads config.json and the headers of the weight files, which name every tensor and its place; never the tensors
-themselves, which would take as long as loading them. Torch-free.
+A recording carries the parts, answers carry one digest of them all. Reads config.json, the headers of the weight files,
+which name every tensor and its place, and samples of their data; never all of it, which would take as long as loading.
+Torch-free.
 """
 
 import hashlib
+import json
 import platform
 from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
 
+from workers.config import WorkerConfig, WorkerInfo
 from workers.protocol import StepMetadata, StepOutput
 
 _MAX_HEADER_BYTES = 100_000_000  # as the loader has it; beyond, the whole length field is in doubt
+_SAMPLES, _SAMPLE_BYTES = 16, 4096
 _PACKAGES = ("oarlock", "torch", "numpy", "safetensors", "transformers")
 
 
 def model_sums(directory: Path) -> dict[str, str]:
-    """File name -> SHA-256 of config.json, and of each safetensors file's size and header."""
+    """File name -> SHA-256 of config.json, and of each safetensors file's size, header and a few samples of its data.
+
+    Without samples, two trainings of one model would look the same.
+    """
     sums = {}
     config = directory / "config.json"
     if config.is_file():
@@ -26,8 +33,28 @@ def model_sums(directory: Path) -> dict[str, str]:
         with path.open("rb") as file:
             length = file.read(8)
             header = file.read(min(int.from_bytes(length, "little"), _MAX_HEADER_BYTES))
-        sums[path.name] = hashlib.sha256(b"%d:" % path.stat().st_size + length + header).hexdigest()
+            size = path.stat().st_size
+            found = hashlib.sha256(b"%d:" % size + length + header)
+            for number in range(_SAMPLES):
+                file.seek(_sample_at(8 + len(header), size, number))
+                found.update(file.read(_SAMPLE_BYTES))
+        sums[path.name] = found.hexdigest()
     return sums
+
+
+def _sample_at(begin: int, end: int, number: int) -> int:
+    """Where sample `number` of a file's data begins: they are spread evenly, from its first byte to its last."""
+    room = max(0, end - begin - _SAMPLE_BYTES)
+    return begin + room * number // (_SAMPLES - 1)
+
+
+def numbers_digest(worker: WorkerConfig, info: WorkerInfo) -> str:
+    """Of everything below text that decides a number; the same at every start of the same thing on one machine."""
+    weights = f"dummy {worker.seed}" if worker.load_format == "dummy" else "stored"
+    run = {name: getattr(worker, name) for name in ("dtype", "num_threads", "block_size", "max_model_len")}
+    found = {name: getattr(info, name) for name in ("tensor_parallel_size", "device", "attention_backend", "kernels")}
+    parts = [model_sums(Path(worker.model_path)), weights, run, found, versions()]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def layout() -> str:

@@ -24,6 +24,7 @@ from engine import messages
 from engine.config import EngineConfig
 from engine.core import EXIT_BUG, EXIT_OK, EXIT_RANK_DIED, EXIT_RANK_HUNG, EngineCore
 from engine.errors import StartupError, WorkerError
+from engine.fingerprint import numbers_digest
 from engine.frames import Frame, FrameError, FrameReader
 from engine.grammar_desk import GrammarDesk
 from engine.link import Link
@@ -165,6 +166,7 @@ def engine_info(config: EngineConfig, group: "WorkerGroup") -> EngineInfo:
         batch_invariant=info.batch_invariant,
         batch_invariant_reason=info.batch_invariant_reason,
         rank_pids=group.rank_pids,
+        numbers_digest=numbers_digest(worker, info),
         max_silence_s=config.heartbeat_interval_s + worker.step_timeout_s,
     )
 

@@ -112,4 +112,5 @@ class EngineInfo:
     batch_invariant: bool = False  # a request's numbers do not depend on its company; tested at the start
     batch_invariant_reason: str = "it was not tested"
     rank_pids: tuple[int, ...] = field(default=())
+    numbers_digest: str = ""  # changes with whatever decides a number
     max_silence_s: float = math.inf  # no engine that works says nothing for longer

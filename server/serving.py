@@ -74,9 +74,7 @@ class Serving:
 
     def fingerprint(self) -> str:
         """Changes when something that changes numbers does."""
-        info = self.info
-        parts = (VERSION, info.architecture, info.dtype, info.device, info.attention_backend)
-        text = "|".join((*parts, str(info.tensor_parallel_size), str(info.num_parameters)))
+        text = f"{VERSION} {self.info.numbers_digest} {self.service.tokenizer.digest}"
         return "fp_" + hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
     def check_model(self, name: str | None) -> str:

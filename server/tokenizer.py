@@ -8,6 +8,7 @@ in Jinja's immutable sandbox.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -52,7 +53,10 @@ class Tokenizer:
         self.backend = backend
         backend.no_truncation()
         backend.no_padding()
-        described = json.loads(backend.to_str())
+        written = backend.to_str()
+        described = json.loads(written)
+        # Of all that turns text into ids: vocabulary and rules, special tokens, the chat template.
+        self.digest = hashlib.sha256(f"{written}{json.dumps(config, sort_keys=True)}".encode()).hexdigest()
         self._special = frozenset(item["id"] for item in described["added_tokens"] if item["special"])
         self._bytes = token_bytes_for(backend, described["decoder"], self._special)
         self._names = _special_names(config)

@@ -15,6 +15,7 @@ import torch
 from workers.attention.choose import choose
 from workers.batch import Batch
 from workers.config import WorkerConfig, WorkerInfo
+from workers.kernels.in_use import kernels_in_use
 from workers.kv_cache import available_kv_bytes, blocks_that_fit
 from workers.layers.matmul import min_rows
 from workers.models.decoder import Decoder
@@ -121,6 +122,7 @@ class Runner:
             weight_bytes_per_rank=self.model.weight_bytes,
             kv_bytes_per_token_per_rank=self.kv_spec.bytes_per_token,
             load_seconds=round(self._load_seconds, 3),
+            kernels=kernels_in_use(self.device),
             batch_invariant=self.invariance.batch_invariant,
             batch_invariant_reason=self.invariance.reason,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import http.client
 import json
 import re
@@ -403,3 +405,18 @@ def test_the_end_of_a_long_text_is_kept_and_no_more_is_tokenized(make_stage, tok
     assert sum(seen) < 3 * 80_000
     response = _post(stage, {"prompt": words, "truncate_prompt_tokens": 400})
     assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_the_fingerprint_covers_what_computes_and_what_turns_text_into_ids(make_stage):
+    stage = make_stage(TEXT)
+
+    def fingerprint():
+        return _post(stage, {"prompt": "Hi", "max_tokens": 1}).json()["system_fingerprint"]
+
+    first = fingerprint()
+    assert fingerprint() == first
+    stage.engine.info = dataclasses.replace(stage.engine.info, numbers_digest="another")
+    second = fingerprint()
+    stage.state.service.tokenizer = copy.copy(stage.state.service.tokenizer)
+    stage.state.service.tokenizer.digest = "another"
+    assert len({first, second, fingerprint()}) == 3

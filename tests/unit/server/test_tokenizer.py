@@ -163,3 +163,17 @@ def test_a_long_text_does_not_stand_before_a_short_one(folder):
 
     assert asyncio.run(both()) == tokenizer.encode("hello")
     tokenizer.close()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_the_digest_changes_with_each_file_that_decides_ids(tmp_path, name):
+    folder = shutil.copytree(DEMO, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    before = Tokenizer.load(folder).digest
+    assert Tokenizer.load(folder).digest == before
+    if name == "chat_template.jinja":
+        (folder / name).write_text("{{ messages }}")
+    else:
+        described = json.loads((folder / name).read_text())
+        described |= {"normalizer": {"type": "Lowercase"}} if name == "tokenizer.json" else {"add_bos_token": True}
+        (folder / name).write_text(json.dumps(described))
+    assert Tokenizer.load(folder).digest != before

@@ -1,0 +1,62 @@
+"""What decides the numbers has a digest: the same at every start, another one when anything of it differs."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from engine import fingerprint
+from engine.config import EngineConfig, WorkerConfig
+from engine.process import engine_info
+from tests.golden.tiny_models import make_tiny
+from workers.group import start_group
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return make_tiny(tmp_path / "model", "qwen2")
+
+
+def started(checkpoint, **changes):
+    """(the resolved configuration, what the ranks report) of a group that was started and ended."""
+    config = WorkerConfig(
+        str(checkpoint), device="cpu", dtype="float32", max_model_len=64, max_num_batched_tokens=64, num_threads=1
+    )
+    group = start_group(config.with_(**changes), inline=True, on_progress=lambda phase, fraction: None)
+    digest = engine_info(EngineConfig(group.config), group).numbers_digest
+    assert digest == fingerprint.numbers_digest(group.config, group.info)
+    group.close()
+    return digest, group.config, group.info
+
+
+def test_it_is_the_same_at_every_start_and_another_for_another_type(checkpoint):
+    first, _, _ = started(checkpoint)
+    assert started(checkpoint)[0] == first
+    assert started(checkpoint, dtype="bfloat16")[0] != first
+    assert started(checkpoint, attention_backend="reference")[0] != first
+    assert started(checkpoint, load_format="dummy")[0] != first
+    assert started(checkpoint, load_format="dummy", seed=1)[0] != started(checkpoint, load_format="dummy")[0]
+
+
+def test_each_thing_that_decides_a_number_changes_it(checkpoint, monkeypatch):
+    _, config, info = started(checkpoint)
+    assert info.kernels
+    base = fingerprint.numbers_digest(config, info)
+    for change in ({"num_threads": 2}, {"block_size": 16}, {"max_model_len": 32}):
+        assert fingerprint.numbers_digest(config.with_(**change), info) != base
+    for change in ({"tensor_parallel_size": 2}, {"device": "cuda"}, {"kernels": "other"}):
+        assert fingerprint.numbers_digest(config, replace(info, **change)) != base
+    versions = fingerprint.versions()
+    for package in ("oarlock", "torch"):
+        monkeypatch.setattr(fingerprint, "versions", lambda package=package: versions | {package: "0"})
+        assert fingerprint.numbers_digest(config, info) != base
+    monkeypatch.undo()
+    file = checkpoint / "config.json"
+    text = file.read_text()
+    file.write_text(json.dumps(json.loads(text) | {"rms_norm_eps": 1e-3}))
+    assert fingerprint.numbers_digest(config, info) != base
+    file.write_text(text)
+    assert fingerprint.numbers_digest(config, info) == base
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")  # another training: same names, same shapes
+    assert fingerprint.numbers_digest(config, info) != base
