@@ -71,6 +71,8 @@ class Compiler:
             text = tokenizer_file.read_text(encoding="utf-8")
         except OSError as error:
             raise ValueError(f"{tokenizer_file} cannot be read: {error.strerror}") from error
+        if not text.lstrip().startswith("{"):  # the library takes anything else for the path of another file
+            raise ValueError(f"{tokenizer_file} is not a table")
         self.tokens = LLTokenizer(text, slices=_SLICES)
         # Tokens by what they do to a number: go on with digits, add an exponent to digits, be one that has an exponent.
         self.more_digits = self._mask(r"[0-9](?s:.)*")

@@ -39,7 +39,7 @@ def gemma_spec(
 def _windows(fields: Fields, full_every: int) -> tuple[int | None, ...]:
     kinds = layer_kinds(fields)
     if kinds is None:
-        layers = fields.count("num_hidden_layers")
+        layers = fields.layers()
         kinds = ["sliding_attention" if (index + 1) % full_every else "full_attention" for index in range(layers)]
     if "sliding_attention" in kinds and fields.raw.get("sliding_window", 4096) is None:
         raise unsupported("sliding_window", None, "Its layers of sliding_attention need a length.")

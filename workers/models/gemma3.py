@@ -31,14 +31,12 @@ def describe_gemma3(fields: Fields) -> DecoderSpec:
 
 def _rope_tables(fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
     """Of full and of sliding layers. An old config's `rope_scaling` concerns the full ones alone."""
-    tables = fields.raw.get("rope_parameters") or {}
-    scaling = fields.raw.get("rope_scaling") or {}
+    tables, scaling = fields.table("rope_parameters"), fields.table("rope_scaling")
     kinds = ("full_attention", "sliding_attention")
-    if not isinstance(tables, dict) or any(key not in kinds for key in tables):
+    if any(key not in kinds for key in tables):
         raise unsupported("rope_parameters", tables, f"Gemma 3 has one table each for {' and '.join(kinds)}.")
-    full, sliding = (tables.get(kind) or {} for kind in kinds)
-    if not all(isinstance(table, dict) for table in (full, sliding, scaling)):
-        raise unsupported("rope_parameters", tables or scaling, "Each must be a table of settings.")
-    full = {"rope_theta": fields.raw.get("rope_theta", 1_000_000.0), **full, **scaling}
-    sliding = {"rope_theta": fields.raw.get("rope_local_base_freq", 10_000.0), **sliding}
+    inner = Fields(tables)
+    full, sliding = (inner.table(kind) for kind in kinds)
+    full = {"rope_theta": fields.number("rope_theta", 1_000_000.0), **full, **scaling}
+    sliding = {"rope_theta": fields.number("rope_local_base_freq", 10_000.0), **sliding}
     return full, sliding

@@ -48,7 +48,7 @@ def decoder_spec(
         architecture=fields.raw["architectures"][0],
         vocab_size=fields.count("vocab_size"),
         hidden_size=hidden,
-        num_layers=fields.count("num_hidden_layers"),
+        num_layers=fields.layers(),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
@@ -78,7 +78,8 @@ def activation_name(fields: Fields, key: str, default: str) -> str:
 
 
 def _dtype(config: dict[str, Any]) -> str | None:
-    value = config.get("dtype", config.get("torch_dtype"))
+    value = config.get("dtype")
+    value = config.get("torch_dtype") if value is None else value
     if value is None:
         return None
     name = str(value).removeprefix("torch.")
@@ -89,7 +90,7 @@ def _dtype(config: dict[str, Any]) -> str | None:
 
 def layer_windows(fields: Fields, window: int | None, first_sliding: int) -> tuple[int | None, ...]:
     """One window per layer: `layer_types` where the config lists them, else sliding from layer `first_sliding` on."""
-    layers = fields.count("num_hidden_layers")
+    layers = fields.layers()
     kinds = layer_kinds(fields)
     if kinds is None:
         return tuple(window if index >= first_sliding else None for index in range(layers))
@@ -98,7 +99,7 @@ def layer_windows(fields: Fields, window: int | None, first_sliding: int) -> tup
 
 def layer_kinds(fields: Fields) -> list[str] | None:
     """`layer_types`, checked; None where the config has none."""
-    layers = fields.count("num_hidden_layers")
+    layers = fields.layers()
     kinds = fields.raw.get("layer_types")
     known = ("full_attention", "sliding_attention")
     if kinds is not None and (

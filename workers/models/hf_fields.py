@@ -4,7 +4,6 @@ A value that would change the mathematics and that nobody has read is refused, n
 architectures share, no family and no meaning. Torch-free.
 """
 
-import math
 from typing import Any
 
 from workers.errors import StartupError
@@ -32,14 +31,35 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
+# Sizes, lengths and token ids travel as int32. Everything else is computed with in float32, where products of a few
+# such numbers, and of one with a position, must stay finite; no model is known to come near either end.
+MOST = 2**31 - 1
+LEAST_NUMBER, MOST_NUMBER = 1e-12, 1e15
+MOST_LAYERS = 10_000  # each is described by itself
+
+
 def unsupported(key: str, value: Any, fix: str) -> StartupError:
-    return StartupError(f"config.json: {key} = {value!r} is not supported.", fix)
+    return StartupError(f"config.json: {key} = {shown(value)} is not supported.", fix)
+
+
+def wrong(key: str, what: str, value: Any) -> StartupError:
+    return StartupError(f"config.json: {key} must be {what}, got {shown(value)}.", "Repair config.json.")
+
+
+def shown(value: Any) -> str:
+    """`value` in one line of an error, whatever its size."""
+    if type(value) is int and abs(value) > 10**40:
+        return "an integer of more than 40 digits"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:70]}… ({len(text)} characters)"
 
 
 def positive_number(key: str, value: Any, default: float | None) -> float:
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise StartupError(f"config.json: {key} must be a positive number, got {value!r}.", "Repair config.json.")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise wrong(key, "a positive number", value)
+    if not LEAST_NUMBER <= value <= MOST_NUMBER:
+        raise wrong(key, f"between {LEAST_NUMBER:g} and {MOST_NUMBER:g}", value)
     return float(value)
 
 
@@ -50,12 +70,24 @@ class Fields:
         self.raw = config
         self._read: set[str] = set()
 
-    def count(self, key: str, default: int | None = None) -> int:
+    def count(self, key: str, default: int | None = None, *, least: int = 1, most: int = MOST) -> int:
         value = self._get(key)
         value = default if value is None else value
-        if type(value) is not int or value < 1:
-            raise StartupError(f"config.json: {key} must be a positive integer, got {value!r}.", "Repair config.json.")
+        if type(value) is not int or value < least:
+            raise wrong(key, "a positive integer" if least == 1 else f"an integer of at least {least}", value)
+        if value > most:
+            raise wrong(key, f"at most {most}", value)
         return value
+
+    def layers(self) -> int:
+        return self.count("num_hidden_layers", most=MOST_LAYERS)
+
+    def table(self, key: str) -> dict[str, Any]:
+        """The settings under `key` that are given: null means none, for the table and for each of them."""
+        value = self._get(key)
+        if value is not None and not isinstance(value, dict):
+            raise unsupported(key, value, "It must be a table.")
+        return {name: entry for name, entry in (value or {}).items() if entry is not None}
 
     def number(self, key: str, default: float) -> float:
         return positive_number(key, self._get(key), default)
@@ -70,7 +102,7 @@ class Fields:
         value = self._get(key)
         value = default if value is None else value
         if not isinstance(value, bool):
-            raise StartupError(f"config.json: {key} must be true or false, got {value!r}.", "Repair config.json.")
+            raise wrong(key, "true or false", value)
         return value
 
     def choice(self, key: str, default: str, choices: dict[str, str]) -> str:

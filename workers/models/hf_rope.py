@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from workers.errors import StartupError
-from workers.models.hf_fields import Fields, positive_number, unsupported
+from workers.models.hf_fields import MOST, Fields, positive_number, shown, unsupported, wrong
 from workers.models.spec import RopeSpec
 
 _KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -28,21 +28,20 @@ _KEYS = {
     "partial_rotary_factor",
     "finetuned",  # a note of old YaRN checkpoints, without effect
 }
+_LENGTH = "original_max_position_embeddings"
 _LONGROPE_KEYS = {"short_factor", "long_factor"}
 
 
 def rope_table(fields: Fields) -> dict[str, Any]:
     """The rotary settings of a family with one table: `rope_scaling` has precedence over `rope_parameters`, and an
     inner `rope_theta` over the outer, as they have in transformers."""
-    inner = fields.raw.get("rope_scaling") or fields.raw.get("rope_parameters") or {}
-    if not isinstance(inner, dict):
-        raise unsupported("rope_scaling", inner, "It must be a table.")
+    inner = fields.table("rope_scaling") or fields.table("rope_parameters")
     return {"rope_theta": fields.raw.get("rope_theta"), **inner}
 
 
 def rope_kind(table: dict[str, Any]) -> str:
     """The name of the scaling, checked, and with it that no setting is left over that it does not know."""
-    kind = table.get("rope_type", table.get("type")) or "default"
+    kind = table.get("rope_type", table.get("type", "default"))
     keys = _KEYS | _LONGROPE_KEYS if kind == "longrope" else _KEYS
     unknown = [key for key, value in table.items() if key not in keys and value is not None]
     if unknown or kind not in _KINDS:
@@ -73,25 +72,50 @@ def rope_spec(
     if kind == "default":
         return plain
     if kind == "linear":
-        return replace(plain, factor=given("factor"))
+        return replace(plain, factor=_reach(given("factor"), "max_position_embeddings", max_positions))
     if kind == "dynamic":
-        return replace(plain, factor=given("factor"), original_max_positions=max_positions)
-    original = original or table.get("original_max_position_embeddings")
-    length = int(positive_number("rope setting original_max_position_embeddings", original, max_positions))
+        if rotary_dim == 2:
+            raise unsupported("head_dim", head_dim, "Dynamic rotary embedding needs more than two elements of a head.")
+        return replace(plain, factor=_reach(given("factor"), "max_position_embeddings", max_positions), original_max_positions=max_positions)
+    length = _trained_length(original if original is not None else table.get(_LENGTH), max_positions)
     plain = replace(plain, original_max_positions=length)
     if kind == "llama3":
-        ends = {key: given(key) for key in ("low_freq_factor", "high_freq_factor")}
-        return replace(plain, factor=given("factor"), **ends)
-    factor = given("factor", max_positions / length)
-    if kind == "longrope":
-        return _longrope(plain, table, factor)
+        low, high = given("low_freq_factor"), given("high_freq_factor")
+        if high <= low:
+            raise wrong("rope setting high_freq_factor", f"more than low_freq_factor {low:g}", high)
+        return replace(plain, factor=given("factor"), low_freq_factor=low, high_freq_factor=high)
+    factor = _reach(given("factor", max_positions / length), _LENGTH, length)
+    return _longrope(plain, table, factor) if kind == "longrope" else _yarn(plain, table, factor)
+
+
+def _trained_length(value: Any, max_positions: int) -> int:
+    """Some checkpoints write it as 8192.0."""
+    value = max_positions if value is None else value
+    if type(value) not in (int, float) or not 2 <= value <= MOST or value != int(value):
+        raise wrong(f"rope setting {_LENGTH}", f"an integer between 2 and {MOST}", value)
+    return int(value)
+
+
+def _reach(factor: float, key: str, length: int) -> float:
+    """`factor`, if the context that it stretches `length` to can be counted."""
+    if factor * length > MOST:
+        raise wrong("rope setting factor", f"at most {MOST / length:g} with {key} {length}", factor)
+    return factor
+
+
+def _yarn(plain: RopeSpec, table: dict[str, Any], factor: float) -> RopeSpec:
+    if plain.theta == 1:
+        raise wrong("rope_theta", "other than 1 with YaRN", plain.theta)
+    truncate = table.get("truncate", True)
+    if not isinstance(truncate, bool):
+        raise wrong("rope setting truncate", "true or false", truncate)
     return replace(
         plain,
         factor=factor,
         attention_factor=_yarn_attention_factor(table, factor),
-        beta_fast=given("beta_fast", 32.0),
-        beta_slow=given("beta_slow", 1.0),
-        truncate=bool(table.get("truncate", True)),
+        beta_fast=positive_number("rope setting beta_fast", table.get("beta_fast"), 32.0),
+        beta_slow=positive_number("rope setting beta_slow", table.get("beta_slow"), 1.0),
+        truncate=truncate,
     )
 
 
@@ -111,7 +135,7 @@ def _pair_factors(table: dict[str, Any], key: str, pairs: int) -> tuple[float, .
     """One positive number for each pair of rotated elements."""
     values = table.get(key)
     if not isinstance(values, list) or len(values) != pairs:
-        found = f"a list of {len(values)}" if isinstance(values, list) else repr(values)
+        found = f"a list of {len(values)}" if isinstance(values, list) else shown(values)
         raise StartupError(
             f"config.json: rope setting {key} must be a list of {pairs} numbers, got {found}.", "Repair config.json."
         )
@@ -127,7 +151,10 @@ def _yarn_attention_factor(table: dict[str, Any], factor: float) -> float:
     def magnitude(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    over, under = table.get("mscale"), table.get("mscale_all_dim")
-    if over and under:
-        return magnitude(float(over)) / magnitude(float(under))
-    return magnitude(1.0)
+    weights = []
+    for key in ("mscale", "mscale_all_dim"):
+        value = table.get(key)
+        is_given = value is not None and (value != 0 or isinstance(value, bool))  # zero means none
+        weights.append(positive_number(f"rope setting {key}", value, None) if is_given else None)
+    over, under = weights
+    return magnitude(1.0) if over is None or under is None else magnitude(over) / magnitude(under)

@@ -12,7 +12,7 @@ def describe_llama(fields: Fields) -> DecoderSpec:
         kv_heads=None,
         head_dim=None,
         max_positions=2048,
-        windows=(None,) * fields.count("num_hidden_layers"),
+        windows=(None,) * fields.layers(),
         qkv_bias=attention_bias,
         o_bias=attention_bias,
         mlp_bias=fields.flag("mlp_bias", False),

@@ -18,5 +18,5 @@ def describe_mistral(fields: Fields) -> DecoderSpec:
         kv_heads=8,
         head_dim=None,
         max_positions=4096 * 32,
-        windows=(window,) * fields.count("num_hidden_layers"),
+        windows=(window,) * fields.layers(),
     )

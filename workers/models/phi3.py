@@ -21,7 +21,7 @@ def describe_phi3(fields: Fields) -> DecoderSpec:
         kv_heads=None,
         head_dim=None,
         max_positions=_POSITIONS,
-        windows=(window,) * fields.count("num_hidden_layers"),
+        windows=(window,) * fields.layers(),
         rope=_rope(fields),
         eps=1e-5,
     )

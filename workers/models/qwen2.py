@@ -15,5 +15,4 @@ def qwen_windows(fields: Fields) -> tuple[int | None, ...]:
     """The window counts only if it is switched on, and only from layer `max_window_layers` on."""
     used = fields.flag("use_sliding_window", False) and fields.raw.get("sliding_window", 4096) is not None
     window = fields.count("sliding_window", 4096) if used else None
-    first = fields.raw.get("max_window_layers")
-    return layer_windows(fields, window, first_sliding=28 if first is None else int(first))
+    return layer_windows(fields, window, first_sliding=fields.count("max_window_layers", 28, least=0))

@@ -6,7 +6,7 @@ from typing import Any
 from workers.errors import StartupError
 from workers.models.gemma2 import describe_gemma2
 from workers.models.gemma3 import describe_gemma3
-from workers.models.hf_fields import Fields
+from workers.models.hf_fields import Fields, shown
 from workers.models.llama import describe_llama
 from workers.models.mistral import describe_mistral
 from workers.models.phi3 import describe_phi3
@@ -32,13 +32,13 @@ def describe(hf_config: dict[str, Any]) -> DecoderSpec:
     family = FAMILIES.get(name) if isinstance(name, str) else None
     supported = ", ".join(FAMILIES)
     if family is None:
-        what = f"architecture {name!r} is not supported" if name else "config.json names no architecture"
+        what = f"architecture {shown(name)} is not supported" if name else "config.json names no architecture"
         raise StartupError(f"{what}.", f"Supported: {supported}.")
     if hf_config.get("quantization_config") is not None:
         settings = hf_config["quantization_config"]
         method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else "unknown"
         raise StartupError(
-            f"the checkpoint is quantised ({method}), which is not supported.",
+            f"the checkpoint is quantised ({shown(method)} in quantization_config), which is not supported.",
             "Use the model's bfloat16, float16 or float32 checkpoint.",
         )
     return family(Fields(hf_config))

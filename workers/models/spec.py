@@ -98,7 +98,7 @@ class DecoderSpec:
     def longest_length(self) -> int:
         """Tokens of context its rotary embedding can reach, if the operator asks for more than the default."""
         if self.rope.kind in ("linear", "dynamic"):
-            return int(self.max_position_embeddings * self.rope.factor)
+            return max(self.max_position_embeddings, int(self.max_position_embeddings * self.rope.factor))
         return max(self.max_position_embeddings, self.default_length)
 
     @property

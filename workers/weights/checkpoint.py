@@ -13,6 +13,7 @@ from workers.weights.header import TensorEntry, read_header
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_LONGEST_NAME = 255  # bytes of a file's name, on all usual file systems
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +100,14 @@ def _read_index(path: Path) -> dict[str, str]:
         # A checkpoint is untrusted content: it may name files beside itself and nothing else.
         if (
             not isinstance(file_name, str)
+            or not file_name.isprintable()
+            or len(file_name.encode()) > _LONGEST_NAME
             or Path(file_name).name != file_name
             or not file_name.endswith(".safetensors")
         ):
-            raise StartupError(f"{path} places tensor {name!r} in {file_name!r}.", "Shards must lie beside the index.")
+            raise StartupError(
+                f"{path} places tensor {name[:200]!r} in {repr(file_name)[:200]}.", "Shards must lie beside the index."
+            )
     return weight_map
 
 

@@ -213,3 +213,9 @@ def test_a_tokenizer_that_cannot_be_read_says_so(tmp_path):
     for name in ("tokenizer.json", "missing.json"):
         with pytest.raises(ValueError):
             Compiler(tmp_path / name)
+
+
+def test_a_tokenizer_file_cannot_name_another(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(str(DEMO_TOKENIZER))
+    with pytest.raises(ValueError, match="is not a table"):
+        Compiler(tmp_path / "tokenizer.json")

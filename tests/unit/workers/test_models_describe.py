@@ -186,7 +186,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "attn_logit_softcapping = 50.0",
     ),
     "gemma 3 flat rope": ({**_GEMMA3, "rope_parameters": {"rope_theta": 1e4}}, "rope_parameters = "),
-    "gemma 3 rope of another type": ({**_GEMMA3, "rope_scaling": [1]}, "rope_parameters = "),
+    "gemma 3 rope of another type": ({**_GEMMA3, "rope_scaling": [1]}, "rope_scaling = "),
     "gemma 2 without window": (
         {"architectures": ["Gemma2ForCausalLM"], "num_key_value_heads": 4, "sliding_window": None},
         "sliding_window = None",
@@ -210,7 +210,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "long_factor must be a positive number, got 'x'",
     ),
     "longrope factors elsewhere": ({"rope_scaling": {"type": "default", "long_factor": [1.0]}}, "long_factor"),
-    "quantised": ({"quantization_config": {"quant_method": "gptq"}}, r"quantised \(gptq\)"),
+    "quantised": ({"quantization_config": {"quant_method": "gptq"}}, r"quantised \('gptq' in quantization_config\)"),
 }
 
 

@@ -88,6 +88,25 @@ def test_a_lying_header_names_file_and_tensor(tmp_path: Path, lie: str) -> None:
     assert str(path) in error.value.cause and "'a'" in error.value.cause
 
 
+NAMES: list[object] = [
+    None, True, 0, 1.5, 10**400, "", ".", "..", "a", "/etc/passwd", "../m.safetensors", "x/m.safetensors",
+    ".safetensors", "no.safetensors", "a\0b.safetensors", "\ud800.safetensors", "x" * 5000 + ".safetensors",
+    "folder.safetensors",    [], ["m.safetensors"], {}, {"m.safetensors": 1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", ["index", "map", "file"])
+def test_whatever_an_index_says_is_refused_by_name(tmp_path: Path, place: str) -> None:
+    (tmp_path / "folder.safetensors").mkdir()
+    good_file(tmp_path / "m.safetensors")
+    for name in NAMES:
+        index = {"index": name, "map": {"weight_map": name}, "file": {"weight_map": {"a": name, "b": "m.safetensors"}}}
+        (tmp_path / INDEX_FILE).write_text(json.dumps(index[place]))
+        with pytest.raises(StartupError) as error:
+            Checkpoint.open(tmp_path)
+        assert error.value.exit_code == 3 and len(str(error.value)) < 20_000
+
+
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_any_flipped_byte_is_refused_or_leaves_a_consistent_header(

@@ -1,0 +1,179 @@
+"""Whatever stands in a `config.json`: a refusal that names the key, or a description that can be computed with.
+
+Every key of every family with every odd value, then several keys at once.
+"""
+
+import math
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workers.errors import StartupError
+from workers.layers.rotary import RotaryTable
+from workers.layers.shards import working_sizes
+from workers.models.hf_fields import MOST, MOST_LAYERS
+from workers.models.registry import FAMILIES, describe
+from workers.models.spec import DecoderSpec, tensor_shapes
+
+ODD: list[Any] = [
+    None, True, False, 0, 1, 2, 3, -1, 7, 10**10, 10**400, -(10**400), 2**31 - 1, 2**31, 2**63,
+    0.0, -0.0, 0.5, 1.0, 1.5, -2.5, 1e-300, 5e-324, 1e300, math.nan, math.inf, -math.inf,
+    "", "abc", "false", "1", "null", "x" * 5000, "a\nb", "\ud800",
+    [], [1], [1.0] * 4, [math.nan] * 4, ["full_attention"] * 3, [None], [[[]]],
+    {}, {"a": None}, {"type": "yarn"}, {"rope_type": []}, {"rope_type": 0}, {"factor": "2"},
+]  # fmt: skip
+
+_SHAPE = {
+    "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 8, "max_position_embeddings": 1024, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+_KEYS = {
+    *_SHAPE, "architectures", "dtype", "torch_dtype", "hidden_act", "hidden_activation", "tie_word_embeddings",
+    "attention_bias", "mlp_bias", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types",
+    "sliding_window_pattern", "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq",
+    "original_max_position_embeddings", "partial_rotary_factor", "query_pre_attn_scalar", "attn_logit_softcapping",
+    "final_logit_softcapping", "quantization_config", "num_experts", "logits_scaling",
+}  # fmt: skip
+_ROPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.6, "beta_fast": 32, "beta_slow": 1, "truncate": True},
+    "longrope": {"factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+}
+_ROPE_KEYS = {
+    "rope_theta", "original_max_position_embeddings", "attention_factor", "partial_rotary_factor", "rope_type", "type",
+    "unknown", *(key for table in _ROPES.values() for key in table),
+}  # fmt: skip
+# What an odd value of one key may be told as: the value that follows from it.
+_FOLLOWS = {
+    "hidden_size": "head_dim",
+    "num_attention_heads": "num_key_value_heads",
+    "num_hidden_layers": "layer_types",
+    "max_position_embeddings": "original_max_position_embeddings",
+    "partial_rotary_factor": "short_factor",
+    "use_sliding_window": "sliding_window",
+    "low_freq_factor": "high_freq_factor",
+    "rope_scaling": "rope",
+    "rope_parameters": "rope",
+    "rope_type": "rope type",
+    "type": "rope type",
+    "factor": "factor",
+}
+
+
+def base(architecture: str) -> dict[str, Any]:
+    return {**_SHAPE, "architectures": [architecture], "sliding_window": 16, "use_sliding_window": True}
+
+
+def check(config: dict[str, Any]) -> StartupError | None:
+    """Describe it, and compute with what comes out; the refusal if there is one. Anything else is raised."""
+    try:
+        spec = describe(config)
+    except StartupError as error:
+        assert error.exit_code == 3 and error.fix
+        assert len(error.cause) < 400 and error.cause.isprintable(), error.cause
+        return error
+    assert_usable(spec)
+    return None
+
+
+@cache
+def assert_usable(spec: DecoderSpec) -> None:
+    counts = (spec.vocab_size, spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    for count in (*counts, spec.intermediate_size, spec.default_length, spec.longest_length):
+        assert type(count) is int and 0 < count <= MOST
+    assert spec.longest_length >= spec.default_length
+    assert len(spec.windows) == spec.num_layers <= MOST_LAYERS
+    assert all(window is None or (type(window) is int and 0 < window <= MOST) for window in spec.windows)
+    assert working_sizes(spec.num_heads, spec.num_kv_heads, spec.intermediate_size)[0] == 1
+    if spec.num_layers < 100:
+        assert spec.num_parameters > 0 and tensor_shapes(spec)
+    optional = (spec.query_scalar, spec.attention_softcap, spec.logit_softcap)
+    numbers = [spec.rms_norm_eps, spec.attention_scale, *(number for number in optional if number is not None)]
+    assert all(type(number) is float and 0 < number < math.inf for number in numbers), numbers
+    for rope in {spec.rope, spec.local_rope} - {None}:
+        if rope is None or rope.rotary_dim > 1024:
+            continue
+        for length in (1, spec.longest_length):
+            reach = rope.for_length(length)
+            table = RotaryTable(reach, torch.device("cpu"))
+            frequencies = table._dynamic(torch.tensor([length - 1])) if rope.kind == "dynamic" else table.inv_freq
+            assert torch.isfinite(frequencies * (length - 1) * reach.attention_factor).all()
+
+
+def odd_configs(architecture: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each with the key that is odd in it."""
+    for value in ODD:
+        for key in sorted(_KEYS):
+            yield key, {**base(architecture), key: value}
+        for kind, table in _ROPES.items():
+            if architecture == "Phi3ForCausalLM" and kind not in ("default", "longrope"):
+                continue  # it has no other, whatever else is said
+            for key in sorted(_ROPE_KEYS):
+                yield (
+                    key,
+                    {**base(architecture), "rope_theta": 5e5, "rope_scaling": {"type": kind, **table, key: value}},
+                )
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_an_odd_value_is_refused_by_its_key_or_can_be_computed_with(architecture: str) -> None:
+    refused = 0
+    for key, config in odd_configs(architecture):
+        error = check(config)
+        if error is not None and key != "architectures":
+            said = f"{error.cause} {error.fix}"
+            assert key in said or _FOLLOWS.get(key, key) in said or "rope type" in said, (key, config, said)
+            refused += 1
+    assert refused > 1000  # most are
+
+
+values = st.sampled_from(ODD) | st.integers(-3, 70_000) | st.floats(0, 1e6) | st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(sorted(_ROPE_KEYS)), inner, max_size=3),
+    max_leaves=5,
+)  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.sampled_from(sorted(FAMILIES)),
+    st.dictionaries(st.sampled_from(sorted(_KEYS)), values, max_size=4),
+    st.sampled_from(sorted(_ROPES)),
+    st.dictionaries(st.sampled_from(sorted(_ROPE_KEYS)), values, max_size=3),
+)
+def test_so_are_several_at_once(architecture: str, outer: dict, kind: str, inner: dict) -> None:
+    check({**base(architecture), "rope_scaling": {"type": kind, **_ROPES[kind], **inner}, **outer})
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"rope_scaling": {"type": "yarn", "factor": 4, "mscale": math.nan, "mscale_all_dim": 1}}, "mscale"),
+        ({"architectures": ["Qwen2ForCausalLM"], "max_window_layers": "abc"}, "max_window_layers.*'abc'"),
+        ({"rope_theta": 10**400}, "rope_theta must be between .* an integer of more than 40 digits"),
+        (
+            {"rope_scaling": {**_ROPES["longrope"], "type": "longrope", "original_max_position_embeddings": 1}},
+            "original_max_position_embeddings must be an integer between 2",
+        ),
+        ({"num_hidden_layers": 10**10}, "num_hidden_layers must be at most 10000"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4, "truncate": "false"}}, "truncate must be true or false"),
+    ],
+)
+def test_what_used_to_be_an_exception_or_a_wrong_number(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(StartupError, match=message):
+        describe({**base("LlamaForCausalLM"), **config})
+
+
+def test_a_null_inside_is_as_if_it_were_not_there() -> None:
+    config = {**base("LlamaForCausalLM"), "rope_theta": 5e5}
+    assert describe({**config, "rope_scaling": {"rope_theta": None, "type": "default"}}).rope.theta == 5e5
+    gemma = {**base("Gemma3ForCausalLM"), "rope_theta": None}
+    assert describe({**gemma, "rope_parameters": {"full_attention": {"rope_theta": None}}}).rope.theta == 1e6
