@@ -18,7 +18,7 @@ _INT64_MAX = 2**63 - 1
 # One row of a step has room for as many stop ids held back, entries of logit_bias and bad words.
 MAX_STOP_IDS = MAX_LOGIT_BIAS = MAX_BAD_WORDS = MAX_BIAS_PER_ROW // 3
 MAX_BAD_WORD_TOKENS = 256
-# Prompt logprobs are kept until the prompt is complete and leave in one frame.
+# Prompt logprobs leave step by step, but whoever asked may keep them until the prompt is complete: 8 bytes an entry.
 _MAX_PROMPT_LOGPROB_ENTRIES = 2_000_000
 
 
@@ -65,7 +65,7 @@ def _check_length(request: Request, limits: Limits) -> None:
         if entries > _MAX_PROMPT_LOGPROB_ENTRIES:
             raise RequestError(
                 f"prompt_logprobs={params.prompt_logprobs} for {length} prompt tokens makes {entries} entries, at most "
-                f"{_MAX_PROMPT_LOGPROB_ENTRIES} are kept. Ask for fewer, or send a shorter prompt.",
+                f"{_MAX_PROMPT_LOGPROB_ENTRIES} are allowed. Ask for fewer, or send a shorter prompt.",
                 "prompt_logprobs",
             )
 

@@ -125,7 +125,9 @@ class EngineClient:
             frame = messages.request(request)
         except FrameError as error:
             raise RequestError(f"The request cannot be sent: {error}.", "prompt") from error
-        queue: asyncio.Queue[_Answer] = asyncio.Queue()  # holds at most max_tokens events
+        queue: asyncio.Queue[_Answer] = (
+            asyncio.Queue()
+        )  # holds an event for each token, and for each step of a prompt that is scored
         self._queues[request_id] = queue
         try:
             self._writer.write(frame)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from engine.config import EngineConfig
 from engine.errors import ContextLengthError, OarlockError, QueueFullError, RequestError, StartupError
 from engine.frames import Frame, FrameError, encode
+from engine.scored_tokens import ScoredTokens
 from engine.stats import EngineStats
 from engine.types import EngineInfo, FinishReason, Grammar, Request, SamplingParams, TokenEvent, TokenLogprobs
 
@@ -191,8 +192,7 @@ def read_id(frame: Frame) -> int:
 
 def events(values: list[TokenEvent]) -> bytes:
     tokens: list[int] = []
-    ints: list[int] = []
-    floats: list[float] = []
+    ints, floats = array("i"), array("f")
     extra: dict[str, dict[str, Any]] = {}
     for index, event in enumerate(values):
         tokens += event.token_ids
@@ -205,7 +205,7 @@ def events(values: list[TokenEvent]) -> bytes:
         "cached": [event.num_cached_tokens for event in values],
         "extra": extra,
     }
-    return encode(head, tokens + ints, floats)
+    return encode(head, array("i", tokens) + ints, floats)
 
 
 @_reader
@@ -214,7 +214,7 @@ def read_events(frame: Frame) -> list[TokenEvent]:
     ids, counts, cached, extra = head["ids"], head["counts"], head["cached"], head["extra"]
     if min(counts, default=0) < 0 or sum(counts) > len(ints):
         raise FrameError("token counts that the frame does not hold")
-    numbers = _Numbers(ints[sum(counts) :], frame.floats)
+    numbers = _Numbers(ints, sum(counts), frame.floats)
     values = []
     ends = accumulate(counts)
     for index, (request_id, count, end, num_cached) in enumerate(zip(ids, counts, ends, cached, strict=True)):
@@ -224,7 +224,7 @@ def read_events(frame: Frame) -> list[TokenEvent]:
     return values
 
 
-def _extra(event: TokenEvent, ints: list[int], floats: list[float]) -> dict[str, Any]:
+def _extra(event: TokenEvent, ints: array, floats: array) -> dict[str, Any]:
     extra: dict[str, Any] = {}
     if event.finish_reason:
         extra["reason"] = event.finish_reason.value
@@ -235,14 +235,15 @@ def _extra(event: TokenEvent, ints: list[int], floats: list[float]) -> dict[str,
     if event.error_param is not None:
         extra["param"] = event.error_param
     for name, entries in (("logprobs", event.logprobs), ("prompt_logprobs", event.prompt_logprobs)):
-        if entries:
+        if isinstance(entries, ScoredTokens):
+            extra[name] = {"count": len(entries), "top": entries.num_top}
+            ints += entries.token_ids + entries.ranks + entries.top_ids
+            floats += entries.logprobs + entries.top_logprobs
+        elif entries:
             extra[name] = [len(entry.top) for entry in entries]
             for entry in entries:
-                ints += (entry.token_id, entry.rank)
-                floats.append(entry.logprob)
-                for token, logprob in entry.top:
-                    ints.append(token)
-                    floats.append(logprob)
+                ints.extend((entry.token_id, entry.rank, *(token for token, _ in entry.top)))
+                floats.extend((entry.logprob, *(logprob for _, logprob in entry.top)))
     return extra
 
 
@@ -254,25 +255,45 @@ def _read_extra(extra: dict[str, Any], numbers: "_Numbers") -> dict[str, Any]:
         "error_param": extra.get("param"),
     }
     for name in ("logprobs", "prompt_logprobs"):
-        if name in extra:
-            fields[name] = tuple(numbers.take(int(num_top)) for num_top in extra[name])
+        shape = extra.get(name)
+        if isinstance(shape, dict):
+            fields[name] = numbers.take_scored(int(shape["count"]), int(shape["top"]))
+        elif shape is not None:
+            fields[name] = tuple(numbers.take(int(num_top)) for num_top in shape)
     return fields
 
 
 class _Numbers:
     """Reads logprobs back in the order they were written."""
 
-    def __init__(self, ints: array, floats: array) -> None:
-        self._ints = iter(ints)
-        self._floats = iter(floats)
+    def __init__(self, ints: array, first: int, floats: array) -> None:
+        self._ints, self._floats = ints, floats
+        self._next_int, self._next_float = first, 0
 
     def take(self, num_top: int) -> TokenLogprobs:
-        try:
-            token_id, rank, logprob = next(self._ints), next(self._ints), next(self._floats)
-            top = tuple((next(self._ints), next(self._floats)) for _ in range(num_top))
-        except (StopIteration, RuntimeError) as error:  # a generator turns the first into the second
-            raise FrameError("fewer logprobs than announced") from error
-        return TokenLogprobs(token_id, logprob, rank, top)
+        token_id, rank, *top_ids = self._take_ints(2 + num_top)
+        logprob, *top = self._take_floats(1 + num_top)
+        return TokenLogprobs(token_id, logprob, rank, tuple(zip(top_ids, top, strict=True)))
+
+    def take_scored(self, count: int, num_top: int) -> ScoredTokens:
+        token_ids, ranks, top_ids = self._take_ints(count), self._take_ints(count), self._take_ints(count * num_top)
+        logprobs, top_logprobs = self._take_floats(count), self._take_floats(count * num_top)
+        return ScoredTokens(num_top, token_ids, ranks, logprobs, top_ids, top_logprobs)
+
+    def _take_ints(self, count: int) -> array:
+        first, self._next_int = self._next_int, self._next_int + count
+        return _cut(self._ints, first, count)
+
+    def _take_floats(self, count: int) -> array:
+        first, self._next_float = self._next_float, self._next_float + count
+        return _cut(self._floats, first, count)
+
+
+def _cut(numbers: array, first: int, count: int) -> array:
+    found = numbers[first : first + count]
+    if count < 0 or len(found) < count:
+        raise FrameError("fewer logprobs than announced")
+    return found
 
 
 # -- the rest

@@ -14,6 +14,7 @@ from engine.admission import Limits, check
 from engine.blocks import BlockManager
 from engine.config import EngineConfig
 from engine.errors import INTERNAL, NO_TOKEN, NOT_FINITE, QueueFullError, RequestError
+from engine.scored_tokens import ScoredTokens
 from engine.sequence import GrammarState, SchedulerOutput, Sequence, Status, StepResult, Work
 from engine.stats import EngineStats
 from engine.types import FinishReason, Request, TokenEvent, TokenLogprobs
@@ -26,10 +27,10 @@ logger = logging.getLogger("oarlock.engine")
 # One level of priority is worth so much waiting: a request is overtaken only by more urgent ones that come within this
 # time per level, so none starves.
 PRIORITY_STEP_S = 30.0
-# A row of logits is as wide as the vocabulary; a step that scored a whole long prompt at once would not fit memory.
-MAX_SCORED_ROWS_PER_STEP = 256
 # A sequence preempted so often comes back only when it and all that run can finish without another preemption.
 MAX_EASY_RETURNS = 2
+
+Scores = ScoredTokens | tuple[()]  # of prompt tokens in one step
 
 
 @dataclass(slots=True)
@@ -37,7 +38,6 @@ class _Budget:
     """What is left of one step."""
 
     tokens: int
-    scored_rows: int
 
 
 class Scheduler:
@@ -129,7 +129,7 @@ class Scheduler:
         """Decide the next step: decodes first, then prefills under way, then the waiting room, all from one budget."""
         output = SchedulerOutput(self._step_id + 1, [])
         behind = self._schedule_decodes(output, now)
-        budget = _Budget(self.max_num_batched_tokens - len(output.work), MAX_SCORED_ROWS_PER_STEP)
+        budget = _Budget(self.max_num_batched_tokens - len(output.work))
         for seq in behind:
             if seq.status is Status.RUNNING:
                 try:
@@ -232,10 +232,8 @@ class Scheduler:
         num_tokens = min(seq.num_tokens - start, budget.tokens)
         score_from = num_scored = 0
         if seq.request.params.prompt_logprobs is not None:
-            score_from = max(start, len(seq.prompt_logprobs))
+            score_from = max(start, seq.num_scored_tokens)
             score_to = seq.num_prompt_tokens - 1  # the prompt's last token predicts a sampled one
-            if score_to - score_from > budget.scored_rows:
-                num_tokens = min(num_tokens, score_from - start + budget.scored_rows)
             num_scored = max(0, min(start + num_tokens, score_to) - score_from)
         if num_tokens <= 0:
             return
@@ -243,7 +241,6 @@ class Scheduler:
         wants_logits = start + num_tokens == seq.num_tokens and seq.samples
         output.work.append(Work(seq, start, num_tokens, wants_logits, score_from, num_scored))
         budget.tokens -= num_tokens
-        budget.scored_rows -= num_scored
 
     def _admit(self, output: SchedulerOutput, budget: _Budget, now: float) -> None:
         """Let waiting sequences in, strictly in order: a long prompt at the head is not overtaken for ever."""
@@ -299,14 +296,17 @@ class Scheduler:
         seq.num_computed_tokens = work.start + work.num_tokens
         if seq.num_computed_tokens // self.blocks.block_size > seq.num_published_blocks:
             self.blocks.publish(seq, seq.num_computed_tokens)
-        for row in range(first, last):
-            assert params.prompt_logprobs is not None
-            seq.prompt_logprobs.append(_logprobs(result, row, params.prompt_logprobs))
+        scored: Scores = ()
+        if work.num_scored:
+            seq.num_scored_tokens += work.num_scored
+            scored = result.scored(first, last, params.prompt_logprobs or 0)
         if work.wants_logits:
-            return self._accept(seq, result, last, now)
+            return self._accept(seq, result, last, now, scored)
         if not seq.samples and seq.num_computed_tokens == seq.num_tokens:
-            return self._finish(seq, FinishReason.LENGTH, now, prompt_logprobs=tuple(seq.prompt_logprobs))
-        return None
+            return self._finish(seq, FinishReason.LENGTH, now, prompt_logprobs=scored)
+        if not scored:
+            return None
+        return TokenEvent(seq.request_id, prompt_logprobs=scored, num_cached_tokens=seq.num_cached_tokens)
 
     def _end_broken(self, seq: Sequence, states: list[int], now: float) -> TokenEvent | None:
         """The model's numbers are at fault, or else the fields of the request, which ban every token."""
@@ -316,15 +316,12 @@ class Scheduler:
         self.blocks.forget(seq)  # its KV may be spoilt: nobody else shall find it
         return self.fail(seq.request_id, NOT_FINITE, now)
 
-    def _accept(self, seq: Sequence, result: StepResult, row: int, now: float) -> TokenEvent:
+    def _accept(self, seq: Sequence, result: StepResult, row: int, now: float, scored: Scores) -> TokenEvent:
         """The sampled token becomes the sequence's; it may be its last."""
         params, token = seq.request.params, result.token_ids[row]
         is_stop = token in seq.stop_ids  # none is sampled before `min_tokens`: they were banned
         seq.token_ids.append(token)
         num_generated = len(seq.token_ids) - seq.num_prompt_tokens
-        prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-        if num_generated == 1:
-            prompt_logprobs = tuple(seq.prompt_logprobs)
         self.stats.saw_token(seq, now)
         logprobs = () if params.logprobs is None else (_logprobs(result, row, params.logprobs),)
         state = seq.grammar_state
@@ -333,16 +330,14 @@ class Scheduler:
         elif num_generated >= params.max_tokens or len(seq.token_ids) >= seq.max_len:
             reason = FinishReason.LENGTH
         else:
-            return TokenEvent(
-                seq.request_id, (token,), logprobs, prompt_logprobs, num_cached_tokens=seq.num_cached_tokens
-            )
+            return TokenEvent(seq.request_id, (token,), logprobs, scored, num_cached_tokens=seq.num_cached_tokens)
         return self._finish(
             seq,
             reason,
             now,
             token_ids=(token,),
             logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs=scored,
             stop_token_id=token if is_stop else None,
         )
 
@@ -356,7 +351,7 @@ class Scheduler:
         *,
         token_ids: tuple[int, ...] = (),
         logprobs: tuple[TokenLogprobs, ...] = (),
-        prompt_logprobs: tuple[TokenLogprobs, ...] = (),
+        prompt_logprobs: Scores = (),
         stop_token_id: int | None = None,
         error: str | None = None,
     ) -> TokenEvent:

@@ -14,18 +14,21 @@ An exception from either call ends that one request, with the blame on us.
 Knows token ids and block ids. Does not know policy (`scheduler.py`), memory accounting (`blocks.py`) or arrays.
 """
 
+from array import array
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
-from engine.types import Request, TokenLogprobs
+from engine.scored_tokens import ScoredTokens
+from engine.types import Request
 
 if TYPE_CHECKING:
     import numpy as np
 
     from engine.constraints import Constraints
     from engine.history import TokenHistory
+    from workers.protocol import StepOutput
 
 
 class Status(Enum):
@@ -79,7 +82,7 @@ class Sequence:
         "num_preemptions",
         "num_prompt_tokens",
         "num_published_blocks",
-        "prompt_logprobs",
+        "num_scored_tokens",
         "request",
         "row",
         "shortage",
@@ -115,7 +118,7 @@ class Sequence:
         # The step builder's, made when the sequence first asks for them: they too outlive a preemption.
         self.constraints: Constraints | None = None
         self.history: TokenHistory | None = None
-        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.num_scored_tokens = 0  # of the prompt: those whose logprobs have left, which no preemption takes back
         self.num_cached_tokens = 0  # of the prompt, at its first admission
         self.num_preemptions = 0
         self.arrival_s = arrival_s
@@ -154,9 +157,9 @@ class Sequence:
     def num_skippable_tokens(self) -> int:
         """How many leading tokens need not run when their KV is at hand: all but those still to be scored."""
         params = self.request.params
-        if params.prompt_logprobs is None or len(self.prompt_logprobs) >= self.num_prompt_tokens - 1:
+        if params.prompt_logprobs is None or self.num_scored_tokens >= self.num_prompt_tokens - 1:
             return len(self.token_ids)
-        return len(self.prompt_logprobs)
+        return self.num_scored_tokens
 
 
 @dataclass(slots=True)
@@ -200,3 +203,15 @@ class StepResult:
     ranks: list[int] | None = None
     top_ids: list[list[int]] | None = None
     top_logprobs: list[list[float]] | None = None
+    answer: "StepOutput | None" = None  # the same as it came
+
+    def scored(self, first: int, last: int, num_top: int) -> ScoredTokens:
+        """Rows `first` to `last`, whose prompt tokens were scored."""
+        answer = self.answer
+        assert answer is not None and answer.logprobs is not None and answer.ranks is not None
+        assert answer.top_ids is not None and answer.top_logprobs is not None
+        ints = (answer.token_ids[first:last], answer.ranks[first:last], answer.top_ids[first:last, :num_top])
+        floats = (answer.logprobs[first:last], answer.top_logprobs[first:last, :num_top])
+        token_ids, ranks, top_ids = (array("i", column.tobytes()) for column in ints)
+        logprobs, top_logprobs = (array("f", column.tobytes()) for column in floats)
+        return ScoredTokens(num_top, token_ids, ranks, logprobs, top_ids, top_logprobs)

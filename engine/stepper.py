@@ -112,7 +112,7 @@ class Stepper:
 
 def _as_lists(answer: StepOutput) -> StepResult:
     """Plain lists: the scheduler reads single numbers, which numpy makes slow."""
-    result = StepResult(answer.token_ids.tolist(), answer.finite.tolist())
+    result = StepResult(answer.token_ids.tolist(), answer.finite.tolist(), answer=answer)
     if answer.logprobs is not None:
         assert answer.ranks is not None and answer.top_ids is not None and answer.top_logprobs is not None
         result.logprobs = answer.logprobs.tolist()

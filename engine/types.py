@@ -4,6 +4,7 @@ These are the only objects that cross from the server to the engine and back.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -79,7 +80,8 @@ class TokenEvent:
     request_id: int
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token id, when asked for
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # for prompt tokens 1..n-1; complete, once, with the first token
+    # Of prompt tokens, from the second on: in order, each once, over several events until the first token has come.
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the stop token that ended it (it is the last of token_ids)
     num_cached_tokens: int = 0  # of the prompt, taken from the prefix cache

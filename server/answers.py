@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
-from server.choice import Delta, TokenScore
+from server.choice import Delta
 from server.generation import Generation
+from server.json_pieces import InPieces, pieces_of
 from server.json_text import dumps, json_text
+from server.prompt_scores import Scores, TokenScore
 from server.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
@@ -75,6 +78,7 @@ class AnswerFormat(ABC):
         self._details = details
         self._has_extras = details.token_ids or details.prompt_logprobs is not None
         self._with_logprobs = details.logprobs is not None
+        self._columns = self._make_columns()
         self._is_counting = details.continuous_usage
         self._counted = 0  # tokens of the pieces written so far
         self._start = f"data: {dumps(head.fields())[:-1]}" + ',"choices":[{"index":'
@@ -93,7 +97,11 @@ class AnswerFormat(ABC):
         """The member of a whole choice that carries the text."""
 
     @abstractmethod
-    def _logprobs(self, scores: Sequence[TokenScore]) -> dict[str, Any]: ...
+    def _make_columns(self) -> dict[str, Callable[[TokenScore], Any]]:
+        """The members of `logprobs` that are lists, and what each token is in them."""
+
+    def _logprobs(self, scores: Scores) -> dict[str, Any]:
+        return {name: [entry(score) for score in scores] for name, entry in self._columns.items()}
 
     def chunk(self, delta: Delta) -> bytes | None:
         """One event, or None when the piece has nothing to show."""
@@ -111,7 +119,7 @@ class AnswerFormat(ABC):
         end = self._ending()
         if self._has_extras:
             ending += _members(self._extras((delta,)))
-            end = f"}}]{_members(self._beside_choices(delta))}{end[2:]}"
+            end = f"}}]{_members(self._beside_choices((delta,)))}{end[2:]}"
         return f'{self._start}{delta.index},{piece},"logprobs":{logprobs},{ending}{end}'.encode()
 
     def _usage(self, generation: Generation) -> dict[str, Any]:
@@ -120,42 +128,49 @@ class AnswerFormat(ABC):
     def usage_chunk(self, generation: Generation) -> bytes:
         return f"data: {dumps({**self._head.fields(), 'choices': [], 'usage': self._usage(generation)})}\n\n".encode()
 
-    def whole(self, deltas: Sequence[Sequence[Delta]], generation: Generation) -> bytes:
-        """The plain answer, from every choice's pieces."""
+    def whole(self, deltas: Sequence[Sequence[Delta]], generation: Generation) -> Iterator[str]:
+        """The plain answer, from every choice's pieces; where it has logprobs it comes in many parts."""
         kept = list(deltas) if self._details.keep is None else best(deltas, generation.per_prompt, self._details.keep)
         choices = [self._whole_choice(index, pieces) for index, pieces in enumerate(kept)]
-        beside = self._beside_choices(kept[0][0])
-        return dumps({**self._head.fields(), "choices": choices, **beside, "usage": self._usage(generation)}).encode()
+        beside = self._beside_choices(kept[0])
+        answer = {**self._head.fields(), "choices": choices, **beside, "usage": self._usage(generation)}
+        if self._with_logprobs or self._details.prompt_logprobs is not None:
+            return pieces_of(answer)
+        return iter((dumps(answer),))
 
     def _whole_choice(self, index: int, pieces: Sequence[Delta]) -> dict[str, Any]:
-        scores = [score for piece in pieces for score in piece.scores]
         return {
             "index": index,
             **self._choice("".join(piece.text for piece in pieces)),
-            "logprobs": self._logprobs(scores) if self._details.logprobs is not None else None,
+            "logprobs": self._whole_logprobs(_Scores(pieces)) if self._with_logprobs else None,
             "finish_reason": pieces[-1].finish_reason,
             "stop_reason": pieces[-1].stop_reason,
             **(self._extras(pieces) if self._has_extras else {}),
         }
 
+    def _whole_logprobs(self, scores: Iterable[TokenScore]) -> dict[str, Any]:
+        return {name: InPieces(entry, scores, _num_logprobs) for name, entry in self._columns.items()}
+
     def _extras(self, pieces: Sequence[Delta]) -> dict[str, Any]:
         """The members of a choice that are there only when asked for."""
-        found = {} if self._has_one_prompt else self._of_prompt(pieces[0])
+        found = {} if self._has_one_prompt else self._of_prompt(pieces)
         if self._details.token_ids:
             found["token_ids"] = [token_id for piece in pieces for token_id in piece.token_ids]
         return found
 
-    def _beside_choices(self, first: Delta) -> dict[str, Any]:
+    def _beside_choices(self, pieces: Sequence[Delta]) -> dict[str, Any]:
         """The members of an answer, or of a chunk, that belong to the one prompt of all choices."""
-        return self._of_prompt(first) if self._has_one_prompt and first.index == 0 else {}
+        return self._of_prompt(pieces) if self._has_one_prompt and pieces[0].index == 0 else {}
 
-    def _of_prompt(self, first: Delta) -> dict[str, Any]:
-        """The prompt's ids and scores, which come with a choice's first piece."""
+    def _of_prompt(self, pieces: Sequence[Delta]) -> dict[str, Any]:
+        """The prompt's ids and scores, which come with a choice's first pieces."""
         found: dict[str, Any] = {}
+        first = pieces[0]
         if self._details.token_ids and first.is_first:
             found["prompt_token_ids"] = self._generation.choices[first.index].request.prompt_token_ids
-        if first.prompt_scores is not None and self._details.prompt_logprobs is not None:
-            found["prompt_logprobs"] = [self._prompt_entry(score) for score in first.prompt_scores]
+        parts = [piece.prompt_scores for piece in pieces if piece.prompt_scores]
+        if parts and self._details.prompt_logprobs is not None:
+            found["prompt_logprobs"] = InPieces(self._prompt_entry, chain.from_iterable(parts), _num_logprobs)
         return found
 
     def _prompt_entry(self, score: TokenScore) -> dict[str, Any] | None:
@@ -191,7 +206,21 @@ class AnswerFormat(ABC):
 
 def _members(fields: dict[str, Any]) -> str:
     """More members of a JSON object that has some."""
-    return "".join(f',"{name}":{dumps(value)}' for name, value in fields.items())
+    return "".join(f',"{name}":{"".join(pieces_of(value))}' for name, value in fields.items())
+
+
+class _Scores:
+    """Of all pieces of a choice, to be gone through for each member."""
+
+    def __init__(self, pieces: Sequence[Delta]) -> None:
+        self._pieces = pieces
+
+    def __iter__(self) -> Iterator[TokenScore]:
+        return (score for piece in self._pieces for score in piece.scores)
+
+
+def _num_logprobs(score: TokenScore) -> int:
+    return 1 + len(score.top)
 
 
 def best(deltas: Sequence[Sequence[Delta]], per_prompt: int, keep: int) -> list[Sequence[Delta]]:
@@ -204,7 +233,12 @@ def best(deltas: Sequence[Sequence[Delta]], per_prompt: int, keep: int) -> list[
 
 def _mean_logprob(pieces: Sequence[Delta]) -> float:
     generated = sum(piece.num_tokens for piece in pieces)
-    scores = [score.logprob for piece in pieces for score in piece.scores[len(piece.scores) - piece.num_tokens :]]
+    scores = [
+        score.logprob
+        for piece in pieces
+        if piece.num_tokens
+        for score in [*piece.scores][len(piece.scores) - piece.num_tokens :]
+    ]
     return sum(finite(logprob) for logprob in scores if logprob is not None) / max(1, generated)
 
 
@@ -220,21 +254,20 @@ class CompletionFormat(AnswerFormat):
     def _choice(self, text: str) -> dict[str, Any]:
         return {"text": text}
 
-    def _logprobs(self, scores: Sequence[TokenScore]) -> dict[str, Any]:
-        name, most = self._name, self._details.logprobs
-        top: list[dict[str, float] | None] = []
-        for score in scores:
-            if score.logprob is None:
-                top.append(None)
-                continue
-            entries = {name(token_id): finite(logprob) for token_id, logprob in score.top[:most]}
-            top.append(entries | {name(score.token_id): finite(score.logprob)})
+    def _make_columns(self) -> dict[str, Callable[[TokenScore], Any]]:
         return {
-            "tokens": [name(score.token_id) for score in scores],
-            "token_logprobs": [None if score.logprob is None else finite(score.logprob) for score in scores],
-            "top_logprobs": top,
-            "text_offset": [score.offset for score in scores],
+            "tokens": lambda score: self._name(score.token_id),
+            "token_logprobs": lambda score: None if score.logprob is None else finite(score.logprob),
+            "top_logprobs": self._alternatives,
+            "text_offset": lambda score: score.offset,
         }
+
+    def _alternatives(self, score: TokenScore) -> dict[str, float] | None:
+        if score.logprob is None:
+            return None
+        name = self._name
+        entries = {name(token_id): finite(logprob) for token_id, logprob in score.top[: self._details.logprobs]}
+        return entries | {name(score.token_id): finite(score.logprob)}
 
 
 def finite(logprob: float) -> float:

@@ -6,15 +6,16 @@ Knows field names and their order; knows nothing of sockets or of the engine.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from server.answers import AnswerFormat, Details, Head, finite, usage
 from server.chat_output import AnswerShape, MessageReader
-from server.choice import Delta, TokenScore
+from server.choice import Delta
 from server.generation import Generation
 from server.json_text import dumps, json_text
+from server.prompt_scores import Scores, TokenScore
 from server.tokenizer import Tokenizer
 from server.tools.events import Arguments, CallStart, Content, Event, Reasoning, merged
 
@@ -91,12 +92,18 @@ class ChatFormat(AnswerFormat):
         thoughts = sum(reader.reasoning_tokens for reader in self._readers)
         return {**usage(generation), "completion_tokens_details": {"reasoning_tokens": thoughts}}
 
-    def _logprobs(self, scores: Sequence[TokenScore]) -> dict[str, Any]:
-        content = []
-        for score in scores:
-            top = [self._entry(token_id, logprob) for token_id, logprob in score.top[: self._details.logprobs]]
-            content.append({**self._entry(score.token_id, score.logprob or 0.0), "top_logprobs": top})
-        return {"content": content, "refusal": None}
+    def _make_columns(self) -> dict[str, Callable[[TokenScore], Any]]:
+        return {"content": self._content}
+
+    def _content(self, score: TokenScore) -> dict[str, Any]:
+        top = [self._entry(token_id, logprob) for token_id, logprob in score.top[: self._details.logprobs]]
+        return {**self._entry(score.token_id, score.logprob or 0.0), "top_logprobs": top}
+
+    def _logprobs(self, scores: Scores) -> dict[str, Any]:
+        return {**super()._logprobs(scores), "refusal": None}
+
+    def _whole_logprobs(self, scores: Iterable[TokenScore]) -> dict[str, Any]:
+        return {**super()._whole_logprobs(scores), "refusal": None}
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = self._tokenizer.token_bytes(token_id)

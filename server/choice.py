@@ -6,23 +6,12 @@ knows nothing of HTTP or of the engine's inside.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.types import FinishReason, Request, TokenEvent, TokenLogprobs
+from engine.types import FinishReason, Request, TokenEvent
+from server.prompt_scores import PromptReader, PromptScores, Scores, TokenScore
 from server.stops import StopFinder, StopSet
 from server.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class TokenScore:
-    """One token as logprobs show it. `logprob` is None for the first token of a prompt: nothing precedes it."""
-
-    token_id: int
-    logprob: float | None
-    top: tuple[tuple[int, float], ...]
-    offset: int  # characters of text before it
-    rank: int = 0  # 1 = most likely; 0: not scored
 
 
 @dataclass(slots=True)
@@ -32,9 +21,9 @@ class Delta:
     index: int
     text: str = ""
     num_tokens: int = 0
-    scores: Sequence[TokenScore] = ()
+    scores: Scores = ()  # of the echoed prompt, then one for each token
     token_ids: tuple[int, ...] = ()
-    prompt_scores: list[TokenScore] | None = None  # with a choice's first piece, when they were asked for
+    prompt_scores: PromptScores | None = None  # with a choice's first pieces, when they were asked for
     is_first: bool = False
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -69,11 +58,15 @@ class Choice:
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self.finish_reason: str | None = None
-        self.started = False
+        self.started = False  # its prompt is done
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer(request.prompt_token_ids, view.shown)
         self._finder = StopFinder(stops, view.include_stop)
         self._num_characters = 0  # decoded so far: where the next token's text begins
+        self._opened = False  # its first piece has been made
+        wants_scores = view.echo_scores or view.prompt_scores
+        whole_prompt = tokenizer.detokenizer() if view.echo_scores else None
+        self._prompt = PromptReader(request.prompt_token_ids, whole_prompt) if wants_scores else None
 
     @property
     def finished(self) -> bool:
@@ -82,39 +75,46 @@ class Choice:
     def push(self, event: TokenEvent) -> Delta | None:
         """Take in one event; None when there is nothing to show yet."""
         delta = Delta(self.index)
+        if not self._opened:
+            self._open(event, delta)
         if not self.started:
-            self._start(event, delta)
+            self._take_prompt(event, delta)
         self._take_tokens(event, delta)
         if not self.finished and event.finish_reason is not None:
             self._finish(event, delta)
-        return delta if delta.num_tokens or delta.text or self.finished else None
+        return delta if delta.num_tokens or delta.text or delta.prompt_scores or delta.scores or self.finished else None
 
     def echo_only(self) -> Delta:
         """The answer when nothing is to be generated or scored."""
-        self.started = True
+        self.started = self._opened = True
         self.finish_reason = FinishReason.LENGTH.value
         return Delta(self.index, self.view.echo_text or "", is_first=True, finish_reason=self.finish_reason)
 
     def cut(self, reason: str) -> Delta:
         """The last piece of a choice that the server ends: what was held back."""
-        delta = Delta(self.index, is_first=not self.started)
-        if not self.started and self.view.echo_text:
+        delta = Delta(self.index, is_first=not self._opened)
+        if not self._opened and self.view.echo_text:
             delta.text = self.view.echo_text
         delta.text += self._finder.push(self._detokenizer.flush())[0] + self._finder.flush()
         self.finish_reason = delta.finish_reason = reason
         return delta
 
-    def _start(self, event: TokenEvent, delta: Delta) -> None:
-        self.started = delta.is_first = True
+    def _open(self, event: TokenEvent, delta: Delta) -> None:
+        self._opened = delta.is_first = True
         self.num_cached_tokens = event.num_cached_tokens
-        view = self.view
-        if view.echo_text is not None:
-            delta.text = view.echo_text
-            self._num_characters = len(view.echo_text)
-        if view.echo_scores or view.prompt_scores:
-            scores = prompt_scores(self._tokenizer, self.request.prompt_token_ids, event.prompt_logprobs)
-            delta.scores = scores if view.echo_scores else ()
-            delta.prompt_scores = scores if view.prompt_scores else None
+        if self.view.echo_text is not None:
+            delta.text = self.view.echo_text
+            self._num_characters = len(self.view.echo_text)
+
+    def _take_prompt(self, event: TokenEvent, delta: Delta) -> None:
+        """The scores of a prompt come in parts, the last of them with the first token or with the end."""
+        self.started = bool(event.token_ids) or event.finish_reason is not None
+        if self._prompt is not None:
+            scores = self._prompt.read(event.prompt_logprobs)
+            if self.view.echo_scores:
+                delta.scores = scores
+            if self.view.prompt_scores:
+                delta.prompt_scores = scores
 
     def _take_tokens(self, event: TokenEvent, delta: Delta) -> None:
         """Decode token by token: a stop string may end the choice in the middle of an event."""
@@ -128,7 +128,7 @@ class Choice:
             self.num_tokens += 1
             delta.num_tokens += 1
             if event.logprobs:
-                scores.append(_score(event.logprobs[position], self._num_characters))
+                scores.append(TokenScore.of(event.logprobs[position], self._num_characters))
             if event.stop_token_id is not None and position == last and not self.view.include_stop:
                 return  # a stop token is counted, not shown
             text = self._detokenizer.push((token_id,))
@@ -162,22 +162,3 @@ class Choice:
     def _end(self, delta: Delta, reason: FinishReason, stop_reason: str | int | None) -> None:
         self.finish_reason = delta.finish_reason = reason.value
         delta.stop_reason = stop_reason
-
-
-def prompt_scores(
-    tokenizer: Tokenizer, prompt_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
-) -> list[TokenScore]:
-    """The echoed prompt's tokens: the first has no probability, the others come from the engine."""
-    detokenizer = tokenizer.detokenizer()
-    scores, offset = [], 0
-    for position, token_id in enumerate(prompt_ids):
-        if position == 0:
-            scores.append(TokenScore(token_id, None, (), 0))
-        else:
-            scores.append(_score(logprobs[position - 1], offset))
-        offset += len(detokenizer.push((token_id,)))
-    return scores
-
-
-def _score(logprobs: TokenLogprobs, offset: int) -> TokenScore:
-    return TokenScore(logprobs.token_id, logprobs.logprob, logprobs.top, offset, logprobs.rank)

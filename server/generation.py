@@ -17,6 +17,7 @@ from engine.stats import EngineStats
 from engine.types import EngineInfo, Request, TokenEvent
 from server.choice import ABORT, TIMEOUT, Choice, Delta
 from server.errors import DeadlineError
+from server.prompt_scores import parts_of
 from server.submissions import Submissions
 
 VERDICT_TIMEOUT_S = 5.0  # how long a stream waits for the engine's first word before its 200 goes out
@@ -162,13 +163,16 @@ class Generation:
                 async for event in events:
                     if not choice.started:
                         self._submission.begun(choice.index)
-                    delta = choice.push(event)
-                    if delta is not None and delta.error is not None:
-                        raise _failure(delta.error, delta.error_param)
-                    if delta is not None:
-                        self._queue.put_nowait(delta)
-                    if choice.finished:
-                        return
+                    for part in parts_of(event) if event.prompt_logprobs else (event,):
+                        delta = choice.push(part)
+                        if delta is not None and delta.error is not None:
+                            raise _failure(delta.error, delta.error_param)
+                        if delta is not None:
+                            self._queue.put_nowait(delta)
+                        if choice.finished:
+                            return
+                        if part is not event:  # a long prompt's scores: everyone else has a turn in between
+                            await asyncio.sleep(0)
             raise EngineError("The engine's answer ended without a reason.")
         except Exception as error:  # whatever it is, it belongs to this request's client
             self.fail(error)

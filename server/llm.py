@@ -19,8 +19,9 @@ from engine.client import EngineClient
 from engine.errors import StartupError
 from engine.types import EngineInfo, SamplingParams
 from server import model_files
-from server.choice import Choice, TokenScore
+from server.choice import Choice
 from server.options import OptionError
+from server.prompt_scores import TokenScore
 from server.service import GenerationService
 from server.settings import Settings, make_settings
 from server.streaming import collect

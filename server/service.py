@@ -23,6 +23,7 @@ from server.submissions import Submissions
 from server.tokenizer import Tokenizer, TooManyTokensError
 
 _WHOLE_CONTEXT = -1
+MAX_SCORES = 8_000_000  # log-probabilities of prompts in one answer, kept until it is complete: 64 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +136,8 @@ class GenerationService:
                 params = replace(roomy, seed=_choice_seed(request.seed, number))
                 asked = Request(self.engine.new_request_id(), prompt_ids, params, request.priority or 0, salt)
                 choices.append(Choice(len(choices), asked, self.tokenizer, stops, view))
+        if scored is not None:
+            _check_scores(choices, scored, "logprobs" if request.prompt_logprobs is None else "prompt_logprobs")
         return Plan(choices, len(prompts), request.timeout)
 
     def open_plan(self, plan: Plan) -> Generation:
@@ -245,6 +248,17 @@ class GenerationService:
         return ContextLengthError(
             f"This model's context holds {self.max_len} tokens, prompt and answer together. The prompt has "
             f"{num_prompt} tokens and {asks}; {fix}.",
+            param,
+        )
+
+
+def _check_scores(choices: Sequence[Choice], top: int, param: str) -> None:
+    num_tokens = sum(len(choice.request.prompt_token_ids) for choice in choices)
+    entries = num_tokens * (1 + top)
+    if entries > MAX_SCORES:
+        raise RequestError(
+            f"'{param}' would make {entries} log-probabilities of {num_tokens} prompt tokens, {len(choices)} choices; "
+            f"at most {MAX_SCORES} are allowed. Ask for fewer alternatives, prompts or choices.",
             param,
         )
 

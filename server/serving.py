@@ -37,7 +37,7 @@ from server.schemas import CompletionRequest
 from server.service import GenerationService, Plan
 from server.settings import Settings
 from server.state import ServerState
-from server.streaming import EventStream, collect, until_disconnect
+from server.streaming import EventStream, collect, until_disconnect, whole_response
 from server.tokenizer import Tokenizer
 from server.version import VERSION
 from server.wire import MAX_TIMEOUT_S, Wire
@@ -118,7 +118,7 @@ class Serving:
                 await until_disconnect(request, generation.verdict())
                 return EventStream(generation, form, self._tells_usage(asked), headers, request_id)
             pieces = await until_disconnect(request, collect(generation))
-            return Response(form.whole(pieces, generation), 200, headers, "application/json")
+            return await whole_response(form.whole(pieces, generation), headers)
         except BaseException:
             generation.close()
             raise

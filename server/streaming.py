@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from itertools import chain
 from typing import Any, TypeVar
 
 from sse_starlette.event import ServerSentEvent
 from sse_starlette.sse import AppStatus, EventSourceResponse, SendTimeoutError
 from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from server.answers import DONE, AnswerFormat
@@ -23,6 +25,7 @@ from server.generation import Generation
 from server.logs import event, logger
 
 PING_INTERVAL_S = 15
+_WHOLE_CHARACTERS = 1 << 20  # of a plain answer that is sent in one piece, with its length
 SEND_TIMEOUT_S = 60.0  # a client that reads nothing for so long has left
 _T = TypeVar("_T")
 _log = logger("streaming")
@@ -93,6 +96,8 @@ async def _events(
             chunk = form.chunk(delta)
             if chunk is not None:
                 yield chunk
+            if not delta.num_tokens:  # one of many parts of a long prompt's scores
+                await asyncio.sleep(0)
         if include_usage:
             yield form.usage_chunk(generation)
     except Exception as error:  # the 200 is out: the client can only be told inside the stream
@@ -102,6 +107,27 @@ async def _events(
         _log.log(logging.ERROR if answer.status >= 500 else logging.INFO, line, exc_info=unexpected)
         yield b"data: " + error_bytes(answer) + b"\n\n"
     yield DONE
+
+
+async def whole_response(parts: Iterator[str], headers: Mapping[str, str]) -> Response:
+    """A JSON body, written part by part with a turn for everyone else in between. A large one is sent like that too."""
+    written: list[str] = []
+    size = 0
+    for part in parts:
+        if written:
+            await asyncio.sleep(0)
+        written.append(part)
+        size += len(part)
+        if size > _WHOLE_CHARACTERS:
+            rest = _in_turns(chain(("".join(written),), parts))
+            return StreamingResponse(rest, 200, headers, "application/json")
+    return Response("".join(written), 200, headers, "application/json")
+
+
+async def _in_turns(parts: Iterator[str]) -> AsyncIterator[str]:
+    for part in parts:
+        yield part
+        await asyncio.sleep(0)
 
 
 async def collect(generation: Generation) -> list[list[Delta]]:

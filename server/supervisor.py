@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -140,6 +141,9 @@ class Supervisor:
         self._progress.finish()
         self.state.heartbeat = engine
         service = connect(self.settings, self.state, self.counters, engine, self._tokenizer)
+        # What was made so far stays for good: a full collection that looks through it holds every answer up.
+        gc.collect()
+        gc.freeze()
         self.state.phase = Phase.READY
         info = engine.info
         if self._tokenizer.vocab_size > info.vocab_size:

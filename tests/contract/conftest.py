@@ -63,6 +63,7 @@ class FakeEngine:
     last_progress_age_s: float = 0.0
     exit_code: int | None = None
     death_cause: str | None = None
+    scored_at_once: int | None = None  # prompt tokens whose logprobs come in one event; None: all
     requests: list[Request] = field(default_factory=list)
     aborted: list[int] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)
@@ -110,6 +111,13 @@ class FakeEngine:
     async def _events(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
         params = request.params
         first = {"prompt_logprobs": _prompt_logprobs(request), "num_cached_tokens": len(request.prompt_token_ids) // 2}
+        if self.scored_at_once is not None:
+            scored = first["prompt_logprobs"]
+            last = max(0, len(scored) - self.scored_at_once)
+            for start in range(0, last, self.scored_at_once):
+                part = scored[start : min(start + self.scored_at_once, last)]
+                yield TokenEvent(request.request_id, **{**first, "prompt_logprobs": part})
+            first["prompt_logprobs"] = scored[last:]
         if params.max_tokens == 0:
             yield TokenEvent(request.request_id, finish_reason=FinishReason.LENGTH, **first)
             return

@@ -15,7 +15,7 @@ from engine.scheduler import Scheduler
 from engine.sequence import SchedulerOutput
 from engine.step_builder import StepBuilder
 from engine.stepper import _as_lists
-from engine.types import FinishReason, Request, SamplingParams, TokenEvent
+from engine.types import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
 from workers.config import WorkerInfo
 from workers.group import FillMasks
 from workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata, StepOutput
@@ -268,7 +268,7 @@ class Driver:
         self.tokens: dict[int, list[int]] = {}
         self.ends: dict[int, TokenEvent] = {}
         self.events: list[TokenEvent] = []
-        self.prompt_logprobs: dict[int, tuple] = {}
+        self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
 
     def add(self, request: Request) -> None:
         grammar = request.params.grammar
@@ -324,8 +324,8 @@ class Driver:
             assert event.request_id not in self.ends, "an event after the terminal one"
             self.tokens[event.request_id] += event.token_ids
             if event.prompt_logprobs:
-                assert event.request_id not in self.prompt_logprobs
-                self.prompt_logprobs[event.request_id] = event.prompt_logprobs
+                assert len(self.tokens[event.request_id]) == len(event.token_ids), "scores after the first token"
+                self.prompt_logprobs.setdefault(event.request_id, []).extend(event.prompt_logprobs)
             if event.finish_reason is not None:
                 self.ends[event.request_id] = event
 

@@ -1,6 +1,7 @@
 """Every message reads back as it was written; a frame that lies about itself is a `FrameError`."""
 
 import math
+from array import array
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +11,7 @@ from engine import messages
 from engine.config import EngineConfig, WorkerConfig
 from engine.errors import ContextLengthError, QueueFullError, RequestError, StartupError
 from engine.frames import Frame, FrameError, FrameReader
+from engine.scored_tokens import ScoredTokens
 from engine.stats import EngineStats
 from engine.types import EngineInfo, FinishReason, Grammar, Request, SamplingParams, TokenEvent, TokenLogprobs
 
@@ -46,6 +48,28 @@ def frame_of(data: bytes) -> Frame:
 @given(st.lists(_EVENTS | _ENDS, max_size=6))
 def test_events(values) -> None:
     assert messages.read_events(frame_of(messages.events(values))) == values
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 3), st.lists(st.tuples(_IDS, _IDS, _F32), min_size=2, max_size=4), st.data())
+def test_scored_prompts_travel_as_columns(num_top, rows, data) -> None:
+    top_ids, top = (
+        data.draw(st.lists(of, min_size=len(rows) * num_top, max_size=len(rows) * num_top)) for of in (_IDS, _F32)
+    )
+    ids, ranks, logprobs = zip(*rows, strict=True)
+    scored = ScoredTokens(
+        num_top, array("i", ids), array("i", ranks), array("f", logprobs), array("i", top_ids), array("f", top)
+    )
+    values = [
+        TokenEvent(1, (2,)),
+        TokenEvent(3, (4,), prompt_logprobs=scored),
+        TokenEvent(5, prompt_logprobs=scored[1:]),
+    ]
+    assert messages.read_events(frame_of(messages.events(values))) == values
+    entries = [*scored]
+    assert [entry.token_id for entry in entries] == [*ids] and len(entries) == len(scored)
+    assert [pair for entry in entries for pair in entry.top] == [*zip(top_ids, top, strict=True)]
+    assert [*scored[1:3]] == entries[1:3] and [scored[index - len(rows)] for index in range(len(rows))] == entries
 
 
 def test_infinite_logprobs_travel() -> None:

@@ -1,0 +1,70 @@
+"""Large answers as pieces of JSON that take about a millisecond each, so that whoever writes one can pause in between.
+
+Knows lists that are written entry by entry, and the plain values around them. Knows nothing of what they say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from server.json_text import dumps
+
+PIECE_NUMBERS = 1000  # logprobs in one piece, about a microsecond each
+_PIECE_CHARACTERS = 1 << 12
+
+
+class InPieces:
+    """A list made while it is written: `make` of each item, whose `size` says how much work it is."""
+
+    def __init__(self, make: Callable[[Any], Any], items: Iterable[Any], size: Callable[[Any], int]) -> None:
+        self._make = make
+        self._items = items
+        self._size = size
+
+    def __iter__(self) -> Iterator[str]:
+        batch: list[Any] = []
+        work = 0
+        opening = "["
+        for item in self._items:
+            batch.append(self._make(item))
+            work += self._size(item)
+            if work >= PIECE_NUMBERS:
+                yield opening + dumps(batch)[1:-1]
+                batch, work, opening = [], 0, ","
+        yield (opening + dumps(batch)[1:-1] if batch else opening.strip(",")) + "]"
+
+
+def pieces_of(value: Any) -> Iterator[str]:
+    """The JSON of `value`, in which objects and lists of objects may hold `InPieces`. No piece is tiny but the last."""
+    gathered: list[str] = []
+    size = 0
+    for text in _texts_of(value):
+        gathered.append(text)
+        size += len(text)
+        if size >= _PIECE_CHARACTERS:
+            yield "".join(gathered)
+            gathered, size = [], 0
+    if gathered:
+        yield "".join(gathered)
+
+
+def _texts_of(value: Any) -> Iterator[str]:
+    if isinstance(value, InPieces):
+        yield from value
+    elif isinstance(value, dict) and value:
+        opening = "{"
+        for name, member in value.items():
+            yield f"{opening}{dumps(name)}:"
+            yield from _texts_of(member)
+            opening = ","
+        yield "}"
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        opening = "["
+        for item in value:
+            yield opening
+            yield from _texts_of(item)
+            opening = ","
+        yield "]"
+    else:
+        yield dumps(value)

@@ -1,0 +1,85 @@
+"""The tokens of a prompt as logprobs show them, in the parts in which the engine sends them.
+
+Knows token events, ids and where the text of each token begins. Knows nothing of JSON.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from engine.types import TokenEvent, TokenLogprobs
+from server.detokenizer import Detokenizer
+from server.json_pieces import PIECE_NUMBERS
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScore:
+    """One token as logprobs show it. `logprob` is None for the first token of a prompt: nothing precedes it."""
+
+    token_id: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...]
+    offset: int  # characters of text before it
+    rank: int = 0  # 1 = most likely; 0: not scored
+
+    @staticmethod
+    def of(logprobs: TokenLogprobs, offset: int) -> TokenScore:
+        return TokenScore(logprobs.token_id, logprobs.logprob, logprobs.top, offset, logprobs.rank)
+
+
+class PromptScores:
+    """Consecutive tokens of a prompt. Each score is made when it is written: kept, it would take kilobytes."""
+
+    def __init__(self, first_id: int | None, logprobs: Sequence[TokenLogprobs], offsets: array) -> None:
+        """`first_id`: the first token of the prompt, before those of `logprobs`. `offsets` of all, or empty."""
+        self._first_id = first_id
+        self._logprobs = logprobs
+        self._offsets = offsets
+
+    def __len__(self) -> int:
+        return len(self._logprobs) + (self._first_id is not None)
+
+    def __iter__(self) -> Iterator[TokenScore]:
+        offsets = iter(self._offsets or [0] * len(self))
+        if self._first_id is not None:
+            yield TokenScore(self._first_id, None, (), next(offsets))
+        for logprobs in self._logprobs:
+            yield TokenScore.of(logprobs, next(offsets))
+
+
+Scores = Sequence[TokenScore] | PromptScores
+
+
+class PromptReader:
+    """Follows the scores of one prompt from part to part."""
+
+    def __init__(self, prompt_ids: Sequence[int], detokenizer: Detokenizer | None) -> None:
+        """Without a detokenizer it is not asked where the text of each token begins."""
+        self._prompt_ids = prompt_ids
+        self._detokenizer = detokenizer
+        self._num_read = 0
+        self._num_characters = 0
+
+    def read(self, logprobs: Sequence[TokenLogprobs]) -> PromptScores:
+        """The next tokens; the first part begins with the one that nothing precedes."""
+        is_first = self._num_read == 0
+        begin, self._num_read = self._num_read, self._num_read + len(logprobs) + is_first
+        offsets = array("i")
+        if self._detokenizer is not None:
+            for token_id in self._prompt_ids[begin : self._num_read]:
+                offsets.append(self._num_characters)
+                self._num_characters += len(self._detokenizer.push((token_id,)))
+        return PromptScores(self._prompt_ids[0] if is_first else None, logprobs, offsets)
+
+
+def parts_of(event: TokenEvent) -> Iterator[TokenEvent]:
+    """`event` with the scores of its prompt cut into parts of about a millisecond's work; the last has all the rest."""
+    scored = event.prompt_logprobs
+    size = max(1, PIECE_NUMBERS // (1 + len(scored[0].top))) if scored else 1
+    last = max(0, len(scored) - 1) // size * size
+    for start in range(0, last, size):
+        part = scored[start : start + size]
+        yield TokenEvent(event.request_id, prompt_logprobs=part, num_cached_tokens=event.num_cached_tokens)
+    yield replace(event, prompt_logprobs=scored[last:]) if last else event
