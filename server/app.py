@@ -13,7 +13,7 @@ from server.errors import HttpError, error_response
 from server.guard import Guard
 from server.keys import load_admin_key, load_keys
 from server.metrics import HttpCounters
-from server.openapi import build
+from server.openapi import build, with_defaults
 from server.routes import about, admin, chat, completions, health, metrics, models, render, tokens
 from server.serving import Serving
 from server.settings import Settings
@@ -59,11 +59,11 @@ def application(settings: Settings, state: ServerState, counters: HttpCounters) 
     """The routes alone, with nothing before them."""
     app = FastAPI(title="Oarlock", version=VERSION, docs_url=None, redoc_url=None, openapi_url="/openapi.json")
     app.router.redirect_slashes = False  # a redirect would have no body of ours, and name a host that the client sent
-    app.state.serving = Serving(settings, state, counters)
     for module in (completions, chat, render, tokens, models, about, health, metrics, admin):
         app.include_router(module.router)
     app.add_exception_handler(HTTPException, _framework_error)
-    app.openapi = lambda: build(app)  # type: ignore[method-assign]
+    serving = app.state.serving = Serving(settings, state, counters)
+    app.openapi = lambda: with_defaults(build(app), serving.sampling_defaults)  # type: ignore[method-assign]
     return app
 
 

@@ -31,6 +31,7 @@ _LIMITS = {
 def capabilities(document: dict[str, Any], serving: Serving) -> dict[str, Any]:
     """The whole answer of `GET /v1/capabilities`."""
     settings, service, info = serving.settings, serving.service, serving.info
+    config = service.generation_config
     return {
         "object": "capabilities",
         "version": VERSION,
@@ -59,6 +60,12 @@ def capabilities(document: dict[str, Any], serving: Serving) -> dict[str, Any]:
             "api_keys": settings.has_api_keys,
             "admin": settings.admin_api_key is not None,
             "tensor_parallel_size": info.tensor_parallel_size,
+        },
+        "generation_config": {
+            "source": config.source,
+            "sampling": dict(config.sampling),
+            "max_new_tokens": config.max_new_tokens,
+            "eos_token_ids": list(service.eos_token_ids),
         },
         "endpoints": endpoints(document),
     }

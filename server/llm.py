@@ -20,6 +20,7 @@ from engine.errors import StartupError
 from engine.types import EngineInfo, SamplingParams
 from server import model_files
 from server.choice import Choice
+from server.generation_config import GenerationConfig
 from server.options import OptionError
 from server.prompt_scores import TokenScore
 from server.service import GenerationService
@@ -103,7 +104,7 @@ class LLM:
         """One output per prompt, in order. They run together; prompts beyond the waiting room wait here."""
         asked = [prompts] if isinstance(prompts, str) else list(prompts)
         stops = [stop] if isinstance(stop, str) else list(stop)
-        return self._run(self._generate(asked, params or SamplingParams(), stops, ignore_eos))
+        return self._run(self._generate(asked, params or self._service.default_params(), stops, ignore_eos))
 
     def chat(self, messages: list[dict[str, str]], params: SamplingParams | None = None) -> Output:
         """The model's answer to a conversation."""
@@ -177,9 +178,10 @@ class LLM:
 
 async def _start(settings: Settings) -> tuple[EngineClient, GenerationService]:
     path = await model_files.resolve(settings, _silent)
+    generation_config = GenerationConfig.load(path, settings.generation_config)
     tokenizer = await asyncio.to_thread(Tokenizer.load, path)
     engine = await EngineClient.start(settings.engine_config(path), _silent)
-    return engine, GenerationService(engine, tokenizer)
+    return engine, GenerationService(engine, tokenizer, generation_config)
 
 
 def _silent(phase: str, fraction: float, detail: str = "") -> None:

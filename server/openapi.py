@@ -6,6 +6,7 @@ request.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -91,6 +92,15 @@ def build(app: FastAPI) -> dict[str, Any]:
                 _finish(path, method, operation)
         app.openapi_schema = document
     return app.openapi_schema
+
+
+def with_defaults(document: dict[str, Any], defaults: Mapping[str, float]) -> dict[str, Any]:
+    """The same document, with these defaults of a generating request in force."""
+    for schema in (CompletionRequest, ChatRequest):
+        described = document["components"]["schemas"][schema.__name__]["properties"]
+        for name, value in defaults.items():
+            described[name]["default"] = value
+    return document
 
 
 def _finish(path: str, method: str, operation: dict[str, Any]) -> None:

@@ -6,7 +6,8 @@ room for tokens differ from choice to choice and are filled in by `service`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from engine.errors import RequestError
 from engine.types import Grammar, SamplingParams
@@ -24,24 +25,33 @@ def sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None,
     grammar: Grammar | None,
+    defaults: Mapping[str, float],
 ) -> SamplingParams:
-    """What all choices of the request have in common. Raises `RequestError`."""
+    """What all choices of the request have in common. `defaults`: fields that count where the request has none.
+
+    Raises `RequestError`.
+    """
+
+    def chosen(name: str) -> Any:
+        own = getattr(request, name)
+        return own if name in request.model_fields_set else defaults.get(name, own)
+
+    temperature, top_p, top_k = chosen("temperature"), chosen("top_p"), chosen("top_k")
     # Dividing by next to nothing would only overflow: it means the most likely token.
-    is_greedy = (request.temperature or 0.0) < _GREEDY_BELOW or request.top_p == 0
-    top_k = request.top_k or 0
+    is_greedy = temperature < _GREEDY_BELOW or top_p == 0
     allowed = request.allowed_token_ids
     return SamplingParams(
-        temperature=0.0 if is_greedy else request.temperature or 0.0,
-        top_p=request.top_p or 1.0,
+        temperature=0.0 if is_greedy else temperature,
+        top_p=top_p or 1.0,
         top_k=top_k if 0 < top_k < vocab_size else 0,
-        min_p=request.min_p or 0.0,
+        min_p=chosen("min_p"),
         eos_token_ids=() if request.ignore_eos else eos,
         stop_token_ids=_ids(request.stop_token_ids or (), vocab_size, "stop_token_ids"),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
-        repetition_penalty=request.repetition_penalty or 1.0,
+        repetition_penalty=chosen("repetition_penalty"),
         logit_bias=_biases(request.logit_bias or {}, vocab_size),
         allowed_token_ids=None if allowed is None else _ids(sorted(set(allowed)), vocab_size, "allowed_token_ids"),
         bad_words=_sequences(request.bad_words or (), tokenizer),

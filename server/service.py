@@ -15,6 +15,7 @@ from engine.errors import ContextLengthError, RequestError
 from engine.types import Grammar, Request, SamplingParams
 from server.choice import Choice, View
 from server.generation import Engine, Generation
+from server.generation_config import GenerationConfig
 from server.resolve import check_ids, sampling_params
 from server.schemas import CompletionRequest, SamplingFields
 from server.stops import StopSet
@@ -39,7 +40,14 @@ class Plan:
 class GenerationService:
     """Plans generations, starts them, and knows those that are open."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, *, strict_max_tokens: bool = False) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        generation_config: GenerationConfig | None = None,
+        *,
+        strict_max_tokens: bool = False,
+    ) -> None:
         """`strict_max_tokens`: a token limit beyond the context is refused, not cut."""
         self.engine = engine
         self._strict_max_tokens = strict_max_tokens
@@ -50,7 +58,9 @@ class GenerationService:
         self.submissions = Submissions(info.max_num_seqs, info.max_waiting_requests, info.max_waiting_tokens)
         # One request can never hold more than the whole pool; block 0 is not handed out.
         self.max_len = min(info.max_model_len, (info.num_blocks - 1) * info.block_size)
-        self._eos = tuple(i for i in tokenizer.eos_token_ids if 0 <= i < info.vocab_size)
+        self.generation_config = generation_config or GenerationConfig()
+        ends = dict.fromkeys((*self.generation_config.eos_token_ids, *tokenizer.eos_token_ids))
+        self.eos_token_ids = tuple(token_id for token_id in ends if 0 <= token_id < info.vocab_size)
 
     async def plan_completion(self, request: CompletionRequest) -> Plan:
         """The choices of a completion, prompt by prompt."""
@@ -72,7 +82,7 @@ class GenerationService:
         prompt_ids = await self._prompt_ids(prompt if isinstance(prompt, str) else list(prompt), params.max_tokens)
         self.check_length(len(prompt_ids), params.max_tokens)
         room = min(params.max_tokens, self.max_len - len(prompt_ids))
-        eos = () if ignore_eos else params.eos_token_ids or self._eos
+        eos = () if ignore_eos else params.eos_token_ids or self.eos_token_ids
         given = replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room), eos_token_ids=eos)
         request = Request(self.engine.new_request_id(), prompt_ids, given, has_place=True)
         return self.open_plan(Plan([Choice(0, request, self.tokenizer, StopSet(stops))], 1))
@@ -110,9 +120,7 @@ class GenerationService:
         """
         echo_scores = logprobs if echoes is not None else None
         scored = max((top for top in (request.prompt_logprobs, echo_scores) if top is not None), default=None)
-        common = sampling_params(
-            request, self.tokenizer, self.engine.info.vocab_size, self._eos, logprobs, scored, grammar
-        )
+        common = self._common(request, logprobs, scored, grammar)
         if request.skip_special_tokens is False:
             shown = self.tokenizer.special_ids
         stops = StopSet(request.stops)
@@ -127,10 +135,7 @@ class GenerationService:
                 shown=shown,
                 include_stop=bool(request.include_stop_str_in_output),
             )
-            room = self.max_len - len(prompt_ids)
-            if self._strict_max_tokens and (max_tokens or 0) > room:
-                raise self._too_long(str(len(prompt_ids)), f"ask for at most {room}", max_tokens, request.limit_field)
-            room = room if max_tokens is None else min(max_tokens, room)
+            room = self._room_for_answer(len(prompt_ids), request, max_tokens)
             roomy = replace(common, max_tokens=room, min_tokens=min(request.min_tokens or 0, room))
             for number in range(request.num_generated):
                 params = replace(roomy, seed=_choice_seed(request.seed, number))
@@ -226,6 +231,29 @@ class GenerationService:
         if keep == _WHOLE_CONTEXT:
             return max(self.max_len - (1 if max_tokens is None else max_tokens), self.max_len // 2)
         return keep
+
+    def _room_for_answer(self, num_prompt: int, request: SamplingFields, max_tokens: int | None) -> int:
+        """How many tokens are generated at most. Raises `RequestError` where limits are strict."""
+        room, most = self.max_len - num_prompt, self.generation_config.max_new_tokens
+        if self._strict_max_tokens and (max_tokens or 0) > room:
+            raise self._too_long(str(num_prompt), f"ask for at most {room}", max_tokens, request.limit_field)
+        if self._strict_max_tokens and most is not None and (max_tokens or 0) > most:
+            message = f"'{request.limit_field}' is {max_tokens}, and no answer of this model may have more than {most}."
+            raise RequestError(message, request.limit_field)
+        return min(limit for limit in (room, most, max_tokens) if limit is not None)
+
+    def default_params(self) -> SamplingParams:
+        """What a request gets that says nothing of sampling: the offline door's default."""
+        common = self._common(SamplingFields(), None, None, None)
+        most = self.generation_config.max_new_tokens
+        return common if most is None else replace(common, max_tokens=most)
+
+    def _common(
+        self, request: SamplingFields, logprobs: int | None, scored: int | None, grammar: Grammar | None
+    ) -> SamplingParams:
+        vocab_size, sampling = self.engine.info.vocab_size, self.generation_config.sampling
+        ends = self.eos_token_ids
+        return sampling_params(request, self.tokenizer, vocab_size, ends, logprobs, scored, grammar, sampling)
 
     def _room_for_prompt(self, max_tokens: int | None) -> int:
         """A large max_tokens is only a ceiling."""

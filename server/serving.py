@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ from server.chat_schemas import ChatRequest
 from server.chat_service import plan_chat
 from server.errors import ClientGoneError, DeadlineError, HttpError, ModelNotFoundError, describe, error_response
 from server.generation import Engine, Generation
+from server.generation_config import GenerationConfig
 from server.guard import client_of, label_of, request_id_of, salt_of
 from server.large_bodies import LARGE_BODIES, takes_long
 from server.logs import event, logger
@@ -71,6 +72,11 @@ class Serving:
     @property
     def info(self) -> EngineInfo:
         return self.service.engine.info
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, float]:
+        """What the model's generation config sets where a request says nothing; empty until it is known."""
+        return self.state.service.generation_config.sampling if self.state.service else {}
 
     def fingerprint(self) -> str:
         """Changes when something that changes numbers does."""
@@ -188,10 +194,15 @@ class Serving:
 
 
 def connect(
-    settings: Settings, state: ServerState, counters: HttpCounters, engine: Engine, tokenizer: Tokenizer
+    settings: Settings,
+    state: ServerState,
+    counters: HttpCounters,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    generation_config: GenerationConfig | None = None,
 ) -> GenerationService:
     """Put a running engine behind the routes. The state decides when they open."""
-    service = GenerationService(engine, tokenizer, strict_max_tokens=settings.strict_max_tokens)
+    service = GenerationService(engine, tokenizer, generation_config, strict_max_tokens=settings.strict_max_tokens)
     service.on_finish.append(counters.finish)
     if settings.enable_log_requests:
         service.on_finish.append(_log_generation)

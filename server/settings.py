@@ -67,6 +67,13 @@ class Settings:
     check_weights: bool = option(
         True, group=_MODEL, example="", help="refuse a checkpoint that holds NaN or infinity, by the tensor's name"
     )
+    generation_config: str = option(
+        "auto",
+        group=_MODEL,
+        example="vllm",
+        help="sampling where a request says nothing: auto: as the model's generation_config.json says; vllm: neutral; "
+        "or a folder with such a file",
+    )
     seed: int = option(
         0,
         group=_MODEL,

@@ -23,6 +23,7 @@ from engine.errors import EngineDeadError, StartupError
 from server import banner, logs, model_files
 from server.app import create_app
 from server.errors import HttpError
+from server.generation_config import GenerationConfig
 from server.http_server import HttpServer, bind, raise_descriptor_limit, url_of, warn_if_exposed
 from server.large_bodies import LARGE_BODIES
 from server.metrics import HttpCounters
@@ -79,6 +80,7 @@ class Supervisor:
         self._progress = banner.Progress()
         self._engine: RunningEngine | None = None
         self._tokenizer: Tokenizer | None = None
+        self._generation_config = GenerationConfig()
         self._abort = asyncio.Event()
         self._signal = 0
         self._reapers: list[threading.Timer] = []
@@ -121,6 +123,7 @@ class Supervisor:
         """Find the checkpoint, then read the tokenizer and start the engine side by side."""
         path = await model_files.resolve(self.settings, self._on_progress)
         config = self.settings.engine_config(path)
+        self._generation_config = GenerationConfig.load(path, self.settings.generation_config)
         tokenizer = asyncio.create_task(asyncio.to_thread(Tokenizer.load, path))
         engine = asyncio.ensure_future(self._start_engine(config, self._on_progress))
         try:
@@ -140,7 +143,7 @@ class Supervisor:
         assert self._tokenizer is not None
         self._progress.finish()
         self.state.heartbeat = engine
-        service = connect(self.settings, self.state, self.counters, engine, self._tokenizer)
+        service = connect(self.settings, self.state, self.counters, engine, self._tokenizer, self._generation_config)
         # What was made so far stays for good: a full collection that looks through it holds every answer up.
         gc.collect()
         gc.freeze()
@@ -149,6 +152,10 @@ class Supervisor:
         if self._tokenizer.vocab_size > info.vocab_size:
             sizes = {"tokenizer": self._tokenizer.vocab_size, "model": info.vocab_size}
             _log.warning(logs.event("tokenizer_larger_than_model", **sizes))
+        config = self._generation_config
+        if config.sampling or config.max_new_tokens:
+            told = dict(config.sampling) | ({"max_new_tokens": config.max_new_tokens} if config.max_new_tokens else {})
+            _log.info(logs.event("sampling_defaults", source=config.source, **told))
         exposed = warn_if_exposed(self.settings.host, self.settings.has_api_keys)
         if exposed:
             _log.warning(logs.event("exposed", warning=exposed))

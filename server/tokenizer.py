@@ -21,6 +21,7 @@ import tokenizers
 
 from engine.errors import StartupError
 from server.chat_template import ChatTemplate
+from server.checkpoint_json import read_json
 from server.detokenizer import BytesDetokenizer, Detokenizer, TokenBytes, WindowDetokenizer, token_bytes_for
 from server.text_pieces import TextPieces, pieces_for
 
@@ -49,7 +50,7 @@ class TooManyTokensError(Exception):
 class Tokenizer:
     """One checkpoint's tokenizer. The synchronous methods are for threads; the `a…` ones for the event loop."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any], eos: tuple[int, ...] = ()) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
         self.backend = backend
         backend.no_truncation()
         backend.no_padding()
@@ -60,7 +61,7 @@ class Tokenizer:
         self._special = frozenset(item["id"] for item in described["added_tokens"] if item["special"])
         self._bytes = token_bytes_for(backend, described["decoder"], self._special)
         self._names = _special_names(config)
-        self.eos_token_ids = eos or self._ids_of(self._names.get("eos_token"))
+        self.eos_token_ids = self._ids_of(self._names.get("eos_token"))  # one, or none
         self.bos = list(self._ids_of(self._names.get("bos_token")))  # one id, or none
         self._add_bos = config.get("add_bos_token")
         self._marks = self._find_marks()
@@ -73,11 +74,11 @@ class Tokenizer:
     def load(directory: str | Path) -> Tokenizer:
         """Read the tokenizer of a checkpoint directory. Raises `StartupError`."""
         path = Path(directory)
-        config = _read_json(path / "tokenizer_config.json")
+        config = read_json(path / "tokenizer_config.json")
         template_file = path / "chat_template.jinja"
         if template_file.is_file():
             config["chat_template"] = template_file.read_text(encoding="utf-8")
-        return Tokenizer(_read_backend(path), config, _eos_ids(path))
+        return Tokenizer(_read_backend(path), config)
 
     @property
     def vocab_size(self) -> int:
@@ -251,27 +252,6 @@ def _checked(backend: object) -> tokenizers.Tokenizer:
     if not isinstance(backend, tokenizers.Tokenizer):
         raise TypeError("it has no fast form")
     return backend
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise StartupError(f"{path} is not valid JSON: {error}.", "Fetch that file of the checkpoint again.") from None
-    if not isinstance(value, dict):
-        raise StartupError(f"{path} does not hold a JSON object.", "Fetch that file of the checkpoint again.")
-    return value
-
-
-def _eos_ids(path: Path) -> tuple[int, ...]:
-    """End-of-sequence ids: the generation config's, else the model config's."""
-    for name in ("generation_config.json", "config.json"):
-        value = _read_json(path / name).get("eos_token_id")
-        if value is not None:
-            return tuple(value) if isinstance(value, list) else (value,)
-    return ()
 
 
 def _special_names(config: dict[str, Any]) -> dict[str, str]:

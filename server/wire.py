@@ -61,9 +61,11 @@ class Wire(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow", protected_namespaces=())
 
     def model_post_init(self, context: Any, /) -> None:
+        """What is null counts as not given: it is not in `model_fields_set`."""
         for name, described in type(self).model_fields.items():
             if described.default is not None and getattr(self, name) is None:
                 setattr(self, name, described.get_default(call_default_factory=True))
+                self.model_fields_set.discard(name)
 
     def unknown_fields(self, prefix: str = "") -> Iterator[str]:
         """Names that nobody here knows, those of nested objects included, as `outer.inner`."""

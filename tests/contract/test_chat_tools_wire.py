@@ -30,7 +30,7 @@ NAMED = {"type": "function", "function": {"name": "f"}}
 def _tokenizer(source, special=()):
     backend = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     backend.add_special_tokens([tokenizers.AddedToken(name, special=True) for name in special])
-    return Tokenizer(backend, {"chat_template": source, "bos_token": "", "eos_token": "<|im_end|>"}, (2,))
+    return Tokenizer(backend, {"chat_template": source, "bos_token": "", "eos_token": "<|im_end|>"})
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ def test_prompts_become_outputs_in_order(make_llm, tokenizer):
     assert {output.finish_reason for output in outputs} == {"stop"}
     assert engine.config.worker.max_num_seqs == 4
     assert all(request.has_place for request in engine.requests), "its own prompts cannot fill its queue"
-    assert engine.requests[0].params.eos_token_ids == tokenizer.eos_token_ids
+    assert engine.requests[0].params.eos_token_ids == (2, 0)
 
 
 def test_one_prompt_ids_and_stop_strings(make_llm):

@@ -136,6 +136,7 @@ SERVER_OPTIONS = {
     "download_dir",
     "offline",
     "model",
+    "generation_config",
     "served_model_name",
     "host",
     "port",
