@@ -105,6 +105,12 @@ def test_a_broken_config(copy, text):
     assert status == CONFIGURATION and "config.json" in cause
 
 
+def test_a_generation_config_with_a_temperature_that_is_none(copy):
+    (copy / "generation_config.json").write_text('{"temperature": "hot"}')
+    status, cause, fix = start(copy, "--port", free_port())
+    assert status == CONFIGURATION and "'temperature' in" in cause and "--generation-config vllm" in fix
+
+
 def test_an_unknown_architecture(copy):
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(
