@@ -4,6 +4,11 @@
 #   docker build --target cpu  -t oarlock:cpu .
 #   docker build --target cuda -t oarlock:cuda .
 #
+# TORCH_INDEX names the package index that torch comes from, and nothing else. PyTorch publishes one for each kind of
+# machine: https://download.pytorch.org/whl/cpu, .../whl/cu126, .../whl/cu128 and so on. The CPU image takes the first
+# unless told otherwise, because the wheel of the general index carries CUDA along, several gigabytes; the CUDA image
+# takes the general index's. Another CUDA version, or a mirror: --build-arg TORCH_INDEX=...; empty: the general index.
+#
 # Both hold a virtual environment and the checkout, run as an unprivileged user and write nothing outside /cache and
 # /tmp, so that the root file system may be mounted read-only.
 
@@ -18,9 +23,7 @@ WORKDIR /opt/oarlock
 COPY requirements.txt ./
 
 FROM build AS build-cpu
-# The default Linux wheel of PyTorch carries CUDA along: several gigabytes that a CPU image has no use for. PyTorch
-# publishes wheels without it on an index of its own; its address goes here: --build-arg TORCH_INDEX=...
-ARG TORCH_INDEX
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN --mount=type=cache,target=/root/.cache/pip \
     grep '^torch==' requirements.txt > torch.txt \
     && pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -r torch.txt \
@@ -30,15 +33,20 @@ COPY . .
 RUN pip install --no-deps --no-build-isolation --editable . && python -m compileall -q server engine workers oarlock.py
 
 FROM build AS build-cuda
-# On Linux the default wheels bring their own CUDA and NCCL libraries; the driver comes from the host.
-RUN --mount=type=cache,target=/root/.cache/pip pip install -r requirements.txt
+# On Linux the wheels bring their own CUDA and NCCL libraries; the driver comes from the host.
+ARG TORCH_INDEX
+RUN --mount=type=cache,target=/root/.cache/pip \
+    grep '^torch==' requirements.txt > torch.txt \
+    && pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -r torch.txt \
+    && rm torch.txt \
+    && pip install -r requirements.txt
 COPY . .
 RUN pip install --no-deps --no-build-isolation --editable . && python -m compileall -q server engine workers oarlock.py
 
 # ---------------------------------------------------------------- what both images run on
 FROM ${PYTHON_IMAGE} AS runtime
 RUN useradd --uid 10001 --create-home --home-dir /home/oarlock oarlock \
-    && mkdir -p /cache/huggingface && chown -R oarlock:oarlock /cache
+    && mkdir -p /cache/huggingface /cache/oarlock && chown -R oarlock:oarlock /cache
 ENV PATH=/opt/venv/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \

@@ -62,6 +62,17 @@ def everything_run(found: dict[str, Stage], name: str) -> str:
     return "\n".join(texts)
 
 
+def environment(found: dict[str, Stage], name: str) -> dict[str, str]:
+    """The variables of a stage, those of the stages it is made from included."""
+    chain: list[Stage] = []
+    stage = found.get(name)
+    while stage is not None:
+        chain.insert(0, stage)
+        stage = found.get(stage.base)
+    texts = [text for stage in chain for word, text in stage.steps if word == "ENV"]
+    return dict(pair.split("=", 1) for text in texts for pair in text.split())
+
+
 def image_faults(dockerfile: str, target: str) -> list[str]:
     """What is wrong with one of the two images."""
     found = stages(dockerfile)
@@ -132,12 +143,50 @@ def service_faults(service: dict[str, Any], *, gpus: int) -> list[str]:
         faults.append("the healthcheck does not ask /health with Python")
     if seconds(check.get("start_period", "0s")) < 60:
         faults.append("the healthcheck allows no time to load")
-    if service.get("restart") != "on-failure":
-        faults.append("is not restarted on failure")
+    if not re.fullmatch(r"on-failure:[1-9]", str(service.get("restart"))):
+        faults.append("is not restarted on failure a few times at most: some statuses say that another try is useless")
     if service.get("privileged") or service.get("ipc") == "host" or service.get("network_mode") == "host":
         faults.append("has more of the host than it needs")
     if not any("huggingface" in str(volume) for volume in service.get("volumes", [])):
         faults.append("downloads its model anew with every container")
+    return faults
+
+
+def mounts(service: dict[str, Any]) -> dict[str, str]:
+    """Where it is seen in the container -> the named volume or the folder of the host. Both name or path."""
+    found = {}
+    for volume in service.get("volumes", []):
+        source = re.match(r"\$\{[^}]*\}|[^:]+", volume)
+        assert source, volume
+        found[volume[source.end() + 1 :].split(":")[0]] = source[0]
+    return found
+
+
+# Of the compose specification, the keys of a service that this repository uses: any other is a slip of the pen.
+SERVICE_KEYS = {
+    *("build", "cap_drop", "command", "deploy", "env_file", "environment", "healthcheck", "image", "init", "ports"),
+    *("profiles", "read_only", "restart", "security_opt", "shm_size", "stop_grace_period", "stop_signal", "tmpfs"),
+    "volumes",
+}
+BUILD_KEYS = {"context", "target", "args"}
+
+
+def compose_faults(document: dict[str, Any]) -> list[str]:
+    """What the compose specification would refuse, or read otherwise than it was meant."""
+    faults = [f"{key} is no top-level key" for key in document.keys() - {"name", "services", "volumes"}]
+    for name, service in document["services"].items():
+        faults += [f"{name}: {key} is no key of a service" for key in service.keys() - SERVICE_KEYS]
+        faults += [f"{name}: {key} is no key of a build" for key in service["build"].keys() - BUILD_KEYS]
+        for key in ("command", "environment", "ports", "volumes", "tmpfs", "cap_drop", "security_opt"):
+            if not all(isinstance(item, str) for item in service.get(key, [])):
+                faults.append(f"{name}: {key} is not a list of texts")
+        for file in service.get("env_file", []):
+            if not isinstance(file, dict) or file.keys() != {"path", "required"} or file["required"] is not False:
+                faults.append(f"{name}: env_file {file} must not be needed")
+        for target, source in mounts(service).items():
+            is_path = source.startswith((".", "/", "$"))
+            if not target.startswith("/") or (not is_path and source not in document.get("volumes", {})):
+                faults.append(f"{name}: {source}:{target} is no mount of a declared volume")
     return faults
 
 

@@ -1,5 +1,6 @@
 """The container recipes and the configuration files say what the README promises. Each check is shown to fail."""
 
+import re
 import shutil
 import subprocess
 import tomllib
@@ -56,9 +57,11 @@ def test_services():
     for service in services.values():
         assert service["build"]["target"] in recipes.stages(DOCKERFILE)
         # A named volume takes its owner from the image's folder: without one it would belong to root.
-        folders = [volume.split(":")[1] for volume in service["volumes"]]
+        named = recipes.compose(COMPOSE)["volumes"]
+        folders = [target for target, source in recipes.mounts(service).items() if source in named]
         made = recipes.everything_run(recipes.stages(DOCKERFILE), service["build"]["target"])
-        assert all(f"mkdir -p {folder}" in made and "chown -R oarlock" in made for folder in folders)
+        created = re.findall(r"mkdir -p ([^&]+)", made)[0].split()
+        assert set(folders) <= set(created) and "chown -R oarlock:oarlock /cache" in made
         config = service["command"][service["command"].index("--config") + 1]
         assert (ROOT / config).is_file()
 
@@ -73,15 +76,73 @@ def test_services():
         ('["127.0.0.1:8000:8000"]', '["8000:8000"]'),
         ("/health'", "/version'"),
         ("start_period: 15m", "start_period: 5s"),
-        ("restart: on-failure", "restart: always"),
+        ("restart: on-failure:3", "restart: on-failure"),
+        ("restart: on-failure:3", "restart: always"),
         ("init: true", "ipc: host"),
-        ('volumes: ["huggingface:/cache/huggingface"]', "volumes: []"),
+        ('"huggingface:/cache/huggingface"]', "]"),
     ],
 )
 def test_a_fault_in_the_service_is_noticed(old, new):
     assert old in COMPOSE
     service = recipes.compose(COMPOSE.replace(old, new))["services"]["oarlock"]
     assert recipes.service_faults(service, gpus=2) != []
+
+
+def test_the_compose_file_is_one():
+    assert recipes.compose_faults(recipes.compose(COMPOSE)) == []
+    services = recipes.compose(COMPOSE)["services"]
+    for service in services.values():
+        assert recipes.mounts(service)["/models"] == "${MODELS_DIR:-./models}"
+        assert service["env_file"] == [{"path": ".env", "required": False}]
+        assert service["build"]["args"] == ["TORCH_INDEX"]
+        environment = recipes.environment(recipes.stages(DOCKERFILE), service["build"]["target"])
+        assert environment["HF_HOME"] in recipes.mounts(service)
+    kernels = f"{environment['XDG_CACHE_HOME']}/oarlock"
+    assert recipes.mounts(services["oarlock-cpu"])[kernels] == "kernels"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("init: true", "initt: true"),
+        ("context: .", "contxt: ."),
+        ("  kernels:\n", ""),
+        ("required: false", "required: true"),
+        ("args: [TORCH_INDEX]", "arguments: [TORCH_INDEX]"),
+        ("ports: [", "ports: [8000, "),
+    ],
+)
+def test_a_slip_in_the_compose_file_is_noticed(old, new):
+    assert old in COMPOSE
+    assert recipes.compose_faults(recipes.compose(COMPOSE.replace(old, new))) != []
+
+
+@pytest.mark.parametrize("target", ["build-cpu", "build-cuda"])
+@pytest.mark.parametrize("index", [None, "", "https://index.example/simple"])
+def test_torch_comes_from_the_index_that_the_build_names(tmp_path, target, index):
+    """The build's own commands, with a `pip` that writes down how it was called."""
+    stage = recipes.stages(DOCKERFILE)[target]
+    install = next(text for word, text in stage.steps if word == "RUN" and "torch.txt" in text)
+    (tmp_path / "pip").write_text('#!/bin/sh\necho "$@" >> calls; cat torch.txt >> calls 2>/dev/null; true\n')
+    (tmp_path / "pip").chmod(0o755)
+    shutil.copy(ROOT / "requirements.txt", tmp_path)
+    default = next(text for word, text in stage.steps if word == "ARG").partition("=")[2]
+    used = default if index is None else index
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"} | ({"TORCH_INDEX": used} if used else {})
+    subprocess.run(["sh", "-ec", re.sub(r"--mount=\S+", "", install)], cwd=tmp_path, env=environment, check=True)
+    calls = (tmp_path / "calls").read_text().splitlines()
+    chosen = f"--index-url {used} " if used else ""
+    assert calls[0] == f"install {chosen}-r torch.txt"
+    assert re.fullmatch(r"torch==[\d.]+", calls[1])
+    assert calls[2:] == ["install -r requirements.txt"]
+    assert (default == "https://download.pytorch.org/whl/cpu") == (target == "build-cpu")
+
+
+def test_every_command_of_the_build_is_shell():
+    for stage in recipes.stages(DOCKERFILE).values():
+        for word, text in stage.steps:
+            if word == "RUN":
+                subprocess.run(["sh", "-nc", re.sub(r"--mount=\S+", "", text)], check=True)
 
 
 def test_compose_itself_accepts_the_file():
