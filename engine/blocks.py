@@ -73,6 +73,11 @@ class BlockManager:
             found.append(block)
         return found
 
+    def may_enter(self, seq: Sequence, reserve: int) -> bool:
+        """False when it is known from an earlier refusal that `enter` would refuse `seq`."""
+        known = seq.shortage
+        return known is None or known.floor + reserve <= self._num_released or known.awaited in self._published
+
     def enter(self, seq: Sequence, max_tokens: int, reserve: int) -> int | None:
         """Give `seq`, which holds nothing, blocks for all it knows, beginning with its longest cached prefix of at most
         `max_tokens` tokens; return that prefix's length. None, and no change, unless `reserve` blocks would be left.
@@ -81,8 +86,7 @@ class BlockManager:
         that was missed is published.
         """
         assert not seq.block_ids
-        known = seq.shortage
-        if known is not None and known.floor + reserve > self._num_released and known.awaited not in self._published:
+        if not self.may_enter(seq, reserve):
             return None
         found = self.find(seq, max_tokens)
         num_held = sum(self._refs[block] > 0 for block in found)

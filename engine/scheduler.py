@@ -27,8 +27,8 @@ logger = logging.getLogger("oarlock.engine")
 # One level of priority is worth so much waiting: a request is overtaken only by more urgent ones that come within this
 # time per level, so none starves.
 PRIORITY_STEP_S = 30.0
-# A sequence preempted so often comes back only when it and all that run can finish without another preemption.
-MAX_EASY_RETURNS = 2
+# So many others may be let in before a sequence that waits only because it was preempted.
+MAX_PASSED = 4
 
 Scores = ScoredTokens | tuple[()]  # of prompt tokens in one step
 
@@ -223,6 +223,7 @@ class Scheduler:
         self._leave_running(seq)
         seq.num_computed_tokens = 0
         seq.num_preemptions += 1
+        seq.num_passed = 0
         self.stats.num_preemptions += 1
         self._waiting.push(seq)
 
@@ -243,25 +244,31 @@ class Scheduler:
         budget.tokens -= num_tokens
 
     def _admit(self, output: SchedulerOutput, budget: _Budget, now: float) -> None:
-        """Let waiting sequences in, strictly in order: a long prompt at the head is not overtaken for ever."""
-        while self._waiting and self._free_rows and budget.tokens > 0:
-            seq = self._waiting.head
+        """Let waiting sequences in, in order: a long prompt at the head is not overtaken for ever.
+
+        Only who was preempted, and would fit but for the larger reserve that he needs therefore, is passed by a few.
+        """
+        passed: list[Sequence] = []
+        while len(passed) < len(self._waiting) and self._free_rows and budget.tokens > 0:
+            seq = self._waiting[len(passed)]
             try:
-                if not self._enter(seq, output, now):
-                    break
-                self._give(seq, output, budget)
+                if self._enter(seq, output, now):
+                    self._give(seq, output, budget)
+                    for other in passed:
+                        other.num_passed += 1
+                else:
+                    passed.append(seq)
             except Exception:
                 self._events.append(self._contain(seq, "admit", now))
+            if not all(self._may_be_passed(other) for other in passed):
+                break
 
     def _enter(self, seq: Sequence, output: SchedulerOutput, now: float) -> bool:
         """Give a waiting sequence its row and blocks for all it knows. False when they are not to be had now."""
-        if not self._may_return(seq):
-            return False
-        # A block in reserve for each one running: who enters should not at once be preempted by their growth.
-        num_cached = self.blocks.enter(seq, seq.num_skippable_tokens, len(self._running))
+        num_cached = self.blocks.enter(seq, seq.num_skippable_tokens, self._reserve(seq.num_preemptions))
         if num_cached is None:
             return False
-        self._waiting.pop(now)
+        self._waiting.let_in(seq, now)
         self._running.append(seq)
         seq.status = Status.RUNNING
         seq.row = self._free_rows.pop()
@@ -274,16 +281,16 @@ class Scheduler:
         output.new_blocks += [(seq.row, column, block) for column, block in enumerate(seq.block_ids)]
         return True
 
-    def _may_return(self, seq: Sequence) -> bool:
-        """Bounds the preemptions of one sequence: at last it waits until everyone's worst case fits beside its own."""
-        if seq.num_preemptions < MAX_EASY_RETURNS:
-            return True
-        worst = sum(self._most_blocks(other) for other in self._running) + self._most_blocks(seq)
-        return worst <= self.blocks.num_total
+    def _reserve(self, num_preemptions: int) -> int:
+        """Blocks to leave for those who run: one each, so that who enters is not at once preempted by their growth.
 
-    def _most_blocks(self, seq: Sequence) -> int:
-        most = seq.num_prompt_tokens + seq.request.params.max_tokens
-        return self.blocks.blocks_for(min(most, seq.max_len))
+        Nobody knows how long answers will be; that a sequence was preempted shows that one was too few. Twice as many
+        each time bound the preemptions of one sequence by the logarithm of the pool, whatever `max_tokens` allows.
+        """
+        return len(self._running) << num_preemptions
+
+    def _may_be_passed(self, seq: Sequence) -> bool:
+        return seq.num_passed < MAX_PASSED and seq.num_preemptions > 0 and self.blocks.may_enter(seq, self._reserve(0))
 
     # -- the answer to a step
 

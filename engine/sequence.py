@@ -79,6 +79,7 @@ class Sequence:
         "max_len",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_passed",
         "num_preemptions",
         "num_prompt_tokens",
         "num_published_blocks",
@@ -121,6 +122,7 @@ class Sequence:
         self.num_scored_tokens = 0  # of the prompt: those whose logprobs have left, which no preemption takes back
         self.num_cached_tokens = 0  # of the prompt, at its first admission
         self.num_preemptions = 0
+        self.num_passed = 0  # others that were let in before it, since it last began to wait
         self.arrival_s = arrival_s
         self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None

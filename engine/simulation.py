@@ -20,6 +20,8 @@ from workers.config import WorkerInfo
 from workers.group import FillMasks
 from workers.protocol import StepMetadata, StepOutput
 
+_END = 0  # the token that ends an answer
+
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
@@ -27,8 +29,9 @@ class Arrival:
 
     time_s: float
     prompt_token_ids: tuple[int, ...]
-    num_output_tokens: int
+    num_output_tokens: int  # after which the model ends by itself
     priority: int = 0
+    max_tokens: int | None = None  # what the request allows; None: just as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,7 @@ class Report:
     num_rejected: int
     num_errors: int
     num_steps: int
+    num_tokens_computed: int  # more than there are tokens when preempted sequences are computed again
     duration_s: float
     prompt_tokens_per_s: float
     output_tokens_per_s: float
@@ -103,15 +107,20 @@ class _Clock:
 
 
 class _CostGroup:
-    """Ranks that take their time and answer with tokens that depend on (seed, position) alone."""
+    """Ranks that take their time and answer with tokens that depend on (seed, position) alone, the last with `_END`."""
 
     rank_pids: tuple[int, ...] = ()
 
-    def __init__(self, config: WorkerConfig, info: WorkerInfo, cost: CostModel, clock: _Clock) -> None:
+    def __init__(
+        self, config: WorkerConfig, info: WorkerInfo, cost: CostModel, clock: _Clock, ends: np.ndarray
+    ) -> None:
+        """`ends` int64 by seed: the position of each sequence's last token."""
         self.config = config
         self.info = info
         self._cost = cost
         self._clock = clock
+        self._ends = ends
+        self.num_tokens = 0  # computed, in all steps
         self._step: StepMetadata | None = None
 
     def submit(self, step: StepMetadata, fill_masks: FillMasks | None = None) -> None:
@@ -123,8 +132,12 @@ class _CostGroup:
         step, self._step = self._step, None
         assert step is not None
         self._clock.now_s += self._cost.seconds(step)
+        self.num_tokens += step.num_tokens
         mixed = step.seeds * 1_000_003 + step.sample_positions.astype(np.int64) * 7919
-        token_ids = np.where(step.target_ids >= 0, step.target_ids, mixed % self.info.vocab_size)
+        sampled = np.where(
+            step.sample_positions == self._ends[step.seeds], _END, 1 + mixed % (self.info.vocab_size - 1)
+        )
+        token_ids = np.where(step.target_ids >= 0, step.target_ids, sampled)
         return StepOutput(step.step_id, token_ids.astype(np.int32), np.ones(len(token_ids), bool))
 
     def ping(self) -> None:
@@ -137,11 +150,12 @@ class _CostGroup:
         self._step = None
 
 
-class _Watch:
-    """What each request saw."""
+class Watch:
+    """What each request saw, by its number in the trace, from 1."""
 
     def __init__(self) -> None:
         self.arrived_s: dict[int, float] = {}
+        self.first_s: dict[int, float] = {}
         self.last_s: dict[int, float] = {}
         self.ttft_s: list[float] = []
         self.itl_s: list[float] = []
@@ -155,6 +169,7 @@ class _Watch:
                 if request_id in self.last_s:
                     self.itl_s.append(now - self.last_s[request_id])
                 else:
+                    self.first_s[request_id] = now
                     self.ttft_s.append(now - self.arrived_s[request_id])
                 self.last_s[request_id] = now
             if event.finish_reason is FinishReason.ERROR:
@@ -187,13 +202,16 @@ def make_trace(
     return trace
 
 
-def simulate(trace: Iterable[Arrival], config: SimulationConfig) -> Report:
-    """Play `trace` against the engine's own loop. Refused requests are counted, not retried."""
+def simulate(trace: Iterable[Arrival], config: SimulationConfig, watch: Watch | None = None) -> Report:
+    """Play `trace` against the engine's own loop. Refused requests are counted, not retried. A fresh `watch` that is
+    given tells of single requests."""
     clock = _Clock()
     worker = config.engine.worker
-    stepper = Stepper(config.engine, _CostGroup(worker, _info(config), config.cost, clock), clock)
-    scheduler, watch = stepper.scheduler, _Watch()
     arrivals = [(arrival.time_s, number, arrival) for number, arrival in enumerate(trace, 1)]
+    ends = [0, *(len(arrival.prompt_token_ids) + arrival.num_output_tokens - 1 for _, _, arrival in arrivals)]
+    group = _CostGroup(worker, _info(config), config.cost, clock, np.array(ends, np.int64))
+    stepper = Stepper(config.engine, group, clock)
+    scheduler, watch = stepper.scheduler, watch or Watch()
     heapq.heapify(arrivals)
     peak_usage, max_running, max_preempted = 0.0, 0, 0
     while arrivals or scheduler.has_work:
@@ -215,11 +233,17 @@ def simulate(trace: Iterable[Arrival], config: SimulationConfig) -> Report:
         max_running = max(max_running, stats.num_requests_running)
         max_preempted = max(max_preempted, *(work.seq.num_preemptions for work in output.work))
         watch.see(stepper.finish(output) + stepper.take_events(), clock.now_s)
-    return _report(stepper, watch, clock.now_s, peak_usage, max_running, max_preempted)
+    return _report(stepper, watch, clock.now_s, group.num_tokens, peak_usage, max_running, max_preempted)
 
 
 def _report(
-    stepper: Stepper, watch: _Watch, duration_s: float, peak_usage: float, max_running: int, max_preempted: int
+    stepper: Stepper,
+    watch: Watch,
+    duration_s: float,
+    num_tokens_computed: int,
+    peak_usage: float,
+    max_running: int,
+    max_preempted: int,
 ) -> Report:
     stats = stepper.scheduler.refresh_gauges()
     seconds = max(duration_s, 1e-9)
@@ -228,6 +252,7 @@ def _report(
         num_rejected=stats.num_rejected,
         num_errors=watch.num_errors,
         num_steps=stats.step_id,
+        num_tokens_computed=num_tokens_computed,
         duration_s=duration_s,
         prompt_tokens_per_s=stats.prompt_tokens / seconds,
         output_tokens_per_s=stats.generation_tokens / seconds,
@@ -243,7 +268,8 @@ def _report(
 
 
 def _request(number: int, arrival: Arrival) -> Request:
-    params = SamplingParams(max_tokens=arrival.num_output_tokens, seed=number)
+    max_tokens = arrival.num_output_tokens if arrival.max_tokens is None else arrival.max_tokens
+    params = SamplingParams(max_tokens=max_tokens, seed=number, eos_token_ids=(_END,))
     return Request(number, arrival.prompt_token_ids, params, priority=arrival.priority)
 
 

@@ -55,16 +55,14 @@ class WaitingRoom:
         insort(self._seqs, seq, key=_key)
         self.num_tokens += seq.num_prompt_tokens
 
-    @property
-    def head(self) -> Sequence:
-        return self._seqs[0]
+    def __getitem__(self, index: int) -> Sequence:
+        """The sequence that `index` others are ahead of."""
+        return self._seqs[index]
 
-    def pop(self, now: float) -> Sequence:
-        """The head leaves to run."""
+    def let_in(self, seq: Sequence, now: float) -> None:
+        """`seq` leaves to run."""
         self._left_s.append(now)
-        seq = self._seqs.pop(0)
-        self.num_tokens -= seq.num_prompt_tokens
-        return seq
+        self.remove(seq)
 
     def remove(self, seq: Sequence) -> None:
         index = bisect_left(self._seqs, seq.key, key=_key)
