@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from engine import messages
 from engine.config import EngineConfig
-from engine.errors import INTERNAL, QueueFullError, RequestError, WorkerError
+from engine.errors import INTERNAL, QueueFullError, RequestError, UnavailableError, WorkerError
 from engine.frames import Frame, FrameError
 from engine.link import Link, LinkClosedError
 from engine.stats import EngineStats
@@ -164,6 +164,9 @@ class EngineCore:
             yield
         except (RequestError, QueueFullError) as error:
             self._link.send(messages.refused(request_id, error))
+        except UnavailableError as error:
+            self.scheduler.stats.num_errors += 1
+            self._link.send(messages.refused(request_id, error))
         except Exception:
             logger.exception("event=request_failed request_id=%d stage=add", request_id)
             self._outbox.append(self._fail(request_id))
@@ -188,7 +191,7 @@ class EngineCore:
         for outcome in self._grammars.take():
             with self._at_the_door(outcome.request.request_id):
                 if outcome.error is not None:
-                    self.scheduler.stats.num_rejected += 1
+                    self.scheduler.stats.num_rejected += isinstance(outcome.error, RequestError)
                     raise outcome.error
                 # It was let in when it came: that the queue has filled since is no reason to refuse it.
                 self.scheduler.add(replace(outcome.request, has_place=True), outcome.arrival_s, outcome.state)

@@ -12,6 +12,7 @@ __all__ = [
     "QueueFullError",
     "RequestError",
     "StartupError",
+    "UnavailableError",
     "WorkerError",
 ]
 
@@ -48,6 +49,15 @@ class QueueFullError(OarlockError):
 
 class EngineError(OarlockError):
     """The engine failed this request by its own fault (500)."""
+
+
+class UnavailableError(EngineError):
+    """A part of the engine is missing for the moment; the same request may succeed later (503). `code` says which."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
 
 
 class EngineDeadError(EngineError):

@@ -17,9 +17,10 @@ import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
 
-from engine.errors import RequestError
+from engine.errors import INTERNAL, EngineError, RequestError, UnavailableError
 from engine.grammar_compiler import Compiled, Compiler, GrammarError
 from engine.grammar_forge import TOO_LONG
 from engine.grammar_jobs import GrammarJobs, Key, key_of
@@ -32,8 +33,21 @@ logger = logging.getLogger("oarlock.engine")
 NUM_LANES = 2
 MAX_KEPT = 64
 MAX_KEPT_CHARACTERS = 4 << 20
-LOST = "the process that tries grammars could not be kept alive; the cause is in the server's log"
+LOST = "The process that tries grammars could not be kept alive; the cause is in the server's log. Retry later."
 _STACK_BYTES = 16 << 20
+
+
+class _Ours(Enum):
+    """Why a grammar was not compiled, when nothing is known to be wrong with it."""
+
+    LOST = auto()  # the process that tries it
+    BROKEN = auto()  # something here
+
+    def error(self) -> EngineError:
+        return UnavailableError(LOST, "grammar_process_lost") if self is _Ours.LOST else EngineError(INTERNAL)
+
+
+_Result = Compiled | str | _Ours  # compiled, or what is wrong with it, or nothing is known of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +57,7 @@ class Outcome:
     request: Request
     arrival_s: float
     state: MatcherState | None
-    error: RequestError | None
+    error: RequestError | EngineError | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +80,7 @@ class GrammarDesk:
         self._num_parked_tokens = 0
         self._waiting: dict[Key, dict[int, None]] = {}  # who waits for a grammar that has a job, or is being compiled
         self._jobs = GrammarJobs(NUM_LANES)
-        self._done: queue.SimpleQueue[tuple[Grammar, Compiled | str]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[Grammar, _Result]] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
@@ -131,7 +145,8 @@ class GrammarDesk:
         while not self._done.empty():
             grammar, result = self._done.get()
             key = key_of(grammar)
-            if result not in (TOO_LONG, LOST):  # those may be the fault of who else was compiling
+            # Which may be the fault of who else was compiling, or is ours: the next request tries again.
+            if result != TOO_LONG and not isinstance(result, _Ours):
                 self._keep(key, result)
             for request_id in self._waiting.pop(key):
                 outcomes.append(self._outcome(self._unpark(request_id), result))
@@ -176,8 +191,10 @@ class GrammarDesk:
         self._num_parked_tokens -= len(parked.request.prompt_token_ids)
         return parked
 
-    def _outcome(self, parked: _Parked, result: Compiled | str) -> Outcome:
+    def _outcome(self, parked: _Parked, result: _Result) -> Outcome:
         request = parked.request
+        if isinstance(result, _Ours):
+            return Outcome(request, parked.arrival_s, None, result.error())
         if isinstance(result, str):
             return Outcome(request, parked.arrival_s, None, _refusal(_grammar(request), result))
         return Outcome(request, parked.arrival_s, self._state(request, result), None)
@@ -215,14 +232,14 @@ class GrammarDesk:
             result = self._compile(number, grammar)
             seconds = time.monotonic() - begun
             self._jobs.took(seconds)
-            is_ok = "false" if isinstance(result, str) else "true"  # never the reason: it may quote the text
+            is_ok = "true" if isinstance(result, Compiled) else "false"  # never the reason: it may quote the text
             size = len(grammar.text)
             logger.info("event=grammar kind=%s characters=%d ms=%.1f ok=%s", grammar.kind, size, seconds * 1e3, is_ok)
             self._done.put((grammar, result))
             with contextlib.suppress(BlockingIOError):  # the pipe is full of such bytes: the loop will wake
                 os.write(self._wake_write, b"g")
 
-    def _compile(self, number: int, grammar: Grammar) -> Compiled | str:
+    def _compile(self, number: int, grammar: Grammar) -> _Result:
         assert self._compiler is not None
         try:
             problem = self._forge.ask(number, grammar)
@@ -230,10 +247,10 @@ class GrammarDesk:
         except GrammarError as error:
             return str(error)
         except ForgeLostError:
-            return LOST
+            return _Ours.LOST
         except Exception:
             logger.exception("event=grammar_failed kind=%s", grammar.kind)
-            return LOST
+            return _Ours.BROKEN
 
 
 def _grammar(request: Request) -> Grammar:

@@ -15,7 +15,7 @@ from itertools import accumulate, chain
 from typing import Any, TypeVar
 
 from engine.config import EngineConfig
-from engine.errors import ContextLengthError, OarlockError, QueueFullError, RequestError, StartupError
+from engine.errors import ContextLengthError, OarlockError, QueueFullError, RequestError, StartupError, UnavailableError
 from engine.frames import Frame, FrameError, encode
 from engine.scored_tokens import ScoredTokens
 from engine.stats import EngineStats
@@ -155,6 +155,8 @@ def refused(request_id: int, error: OarlockError) -> bytes:
     head: dict[str, Any] = {"kind": "refused", "id": request_id, "message": str(error)}
     if isinstance(error, QueueFullError):
         head |= {"error": "queue_full", "retry_after_s": error.retry_after_s}
+    elif isinstance(error, UnavailableError):
+        head |= {"error": "unavailable", "code": error.code}
     elif isinstance(error, RequestError):
         name = "context_length" if isinstance(error, ContextLengthError) else "request"
         head |= {"error": name, "param": error.param, "code": error.code}
@@ -169,6 +171,8 @@ def read_refused(frame: Frame) -> tuple[int, OarlockError]:
     request_id, message = int(head["id"]), str(head["message"])
     if head["error"] == "queue_full":
         return request_id, QueueFullError(message, float(head["retry_after_s"]))
+    if head["error"] == "unavailable":
+        return request_id, UnavailableError(message, str(head["code"]))
     if head["error"] == "context_length":
         return request_id, ContextLengthError(message, head["param"])
     return request_id, RequestError(message, head["param"], head["code"])

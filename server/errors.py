@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from engine.errors import EngineDeadError, EngineError, QueueFullError, RequestError
+from engine.errors import EngineDeadError, EngineError, QueueFullError, RequestError, UnavailableError
 from server.json_text import dumps
 
 MAX_MESSAGE = 2048
@@ -75,6 +75,8 @@ def describe(error: BaseException) -> HttpError:
     if isinstance(error, EngineDeadError):
         message = "The engine has stopped; this server is shutting down. Send the request to another one."
         return HttpError(503, message, code="engine_dead", headers={"x-should-retry": "false"})
+    if isinstance(error, UnavailableError):
+        return HttpError(503, error.message, code=error.code, headers=retry_after(1))
     if isinstance(error, EngineError):
         return HttpError(500, f"The engine failed on this request: {error}", code="engine_error")
     return HttpError(500, "Internal error. The server's log has the details under this request's id.")

@@ -7,6 +7,8 @@ import json
 import anyio
 import pytest
 
+from engine.errors import UnavailableError
+
 LONE = '"\\ud800"'
 
 
@@ -342,6 +344,20 @@ def test_our_own_bug_is_a_500_that_says_nothing(make_stage, caplog):
         assert error["type"] == "server_error"
         assert "secret" not in response.text
     assert "secret" in caplog.text
+
+
+def test_a_lost_part_of_the_engine_is_a_503_with_its_code(make_stage):
+    stage = make_stage(refuse=UnavailableError("It is lost. Retry later.", "grammar_process_lost"))
+
+    async def send(stream):
+        async with stage.client() as client:
+            return await client.post("/v1/completions", json={"prompt": "x", "stream": stream})
+
+    for stream in (False, True):
+        response = anyio.run(send, stream)
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        error = {"message": "It is lost. Retry later.", "type": "server_error", "param": None}
+        assert response.json()["error"] == {**error, "code": "grammar_process_lost"}
 
 
 def test_a_full_queue_is_a_429_with_retry_after(make_stage, queue_full):

@@ -11,7 +11,7 @@ from engine_fakes import FakeGroup, expected_tokens, make_config, make_info, mak
 
 from engine import messages
 from engine.core import STOPPING, EngineCore
-from engine.errors import QueueFullError, RequestError
+from engine.errors import QueueFullError, RequestError, UnavailableError
 from engine.frames import FrameReader
 from engine.grammar_desk import Outcome
 from engine.link import Link
@@ -46,7 +46,7 @@ class SlowDesk:
         self.parked[request.request_id] = (request, now)
         return None
 
-    def compile(self, *, error: RequestError | None = None) -> None:
+    def compile(self, *, error: RequestError | UnavailableError | None = None) -> None:
         for request, now in self.parked.values():
             state = None if error else CountingGrammar(request.params.grammar)
             self.done.append(Outcome(request, now, state, error))
@@ -145,6 +145,18 @@ def test_a_grammar_that_is_refused_at_once_or_later_hurts_its_request_alone(hous
     assert house.refused[2].param == "guided_json" and not house.events.keys() - {3}
     assert house.tokens(3) == expected_tokens(plain)
     assert house.core.snapshot().num_rejected == 2
+
+
+def test_a_grammar_process_that_is_lost_fails_one_request_by_our_fault(house):
+    plain = make_request(2, [1, 2], max_tokens=4)
+    house.ask(bound(1), plain)
+    house.desk.compile(error=UnavailableError("It is lost.", "grammar_process_lost"))
+    house.run()
+    refused = house.refused[1]
+    assert type(refused) is UnavailableError and (str(refused), refused.code) == ("It is lost.", "grammar_process_lost")
+    assert house.tokens(2) == expected_tokens(plain)
+    stats = house.core.snapshot()
+    assert (stats.num_rejected, stats.num_errors) == (0, 1)
 
 
 def test_an_abort_while_waiting_ends_it_in_one_event(house):

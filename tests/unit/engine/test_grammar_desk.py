@@ -13,8 +13,8 @@ import pytest
 from engine_fakes import make_request
 from grammar_fakes import DEMO, END, allowed, encode
 
-from engine import grammar_desk, grammar_forge, grammar_jobs
-from engine.errors import QueueFullError, RequestError
+from engine import grammar_desk, grammar_forge, grammar_jobs, grammar_lanes
+from engine.errors import INTERNAL, EngineError, QueueFullError, RequestError, UnavailableError
 from engine.grammar_compiler import GrammarError
 from engine.grammar_desk import GrammarDesk, Outcome
 from engine.types import Grammar
@@ -197,6 +197,30 @@ def test_a_lost_forge_is_started_again(desk):
     desk.enter(asked(2, "regex", "after(x|y)"), 0.0)
     assert outcomes(desk, 1)[2].error is None
     assert desk._forge._process is not first
+
+
+def test_a_forge_that_stays_lost_is_our_fault_and_nothing_is_remembered(desk, monkeypatch):
+    desk._forge.close()
+    desk._forge._is_closed = False
+    monkeypatch.setattr(grammar_lanes, "_MODULE", ("-c", "pass"))  # ends before it has answered
+    desk.enter(asked(1, "regex", "lost(x|y)"), 0.0)
+    desk.enter(asked(2, "regex", "lost(x|y)"), 0.0)
+    found = outcomes(desk, 2)
+    assert all(type(found[number].error) is UnavailableError for number in (1, 2))
+    assert found[1].error is not found[2].error and found[1].error.code == "grammar_process_lost"
+    monkeypatch.undo()
+    assert desk.enter(asked(3, "regex", "lost(x|y)"), 0.0) is None, "nothing is known of this grammar"
+    assert outcomes(desk, 1)[3].error is None
+
+
+def test_our_own_mistake_with_a_grammar_is_no_refusal(desk, monkeypatch):
+    monkeypatch.setattr(desk._compiler, "compile", lambda grammar: 1 / 0)
+    desk.enter(asked(1, "regex", "broken(x|y)"), 0.0)
+    error = outcomes(desk, 1)[1].error
+    assert isinstance(error, EngineError) and str(error) == INTERNAL
+    monkeypatch.undo()
+    assert desk.enter(asked(2, "regex", "broken(x|y)"), 0.0) is None
+    assert outcomes(desk, 1)[2].error is None
 
 
 def test_no_more_is_kept_than_the_limit(desk, monkeypatch):
