@@ -39,7 +39,7 @@ async def plan_chat(service: GenerationService, request: ChatRequest) -> ChatPla
     if prompt.may_think or prompt.is_thinking:
         names = (*names, OPEN, CLOSE)
     marks = _special(tokenizer, names)
-    plan = service.plan(
+    plan = await service.plan(
         request,
         [prompt.ids],
         request.token_limit,

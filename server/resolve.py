@@ -19,17 +19,17 @@ _GREEDY_BELOW = 1e-5
 
 def sampling_params(
     request: SamplingFields,
-    tokenizer: Tokenizer,
     vocab_size: int,
     eos: tuple[int, ...],
     logprobs: int | None,
     prompt_logprobs: int | None,
     grammar: Grammar | None,
     defaults: Mapping[str, float],
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> SamplingParams:
     """What all choices of the request have in common. `defaults`: fields that count where the request has none.
 
-    Raises `RequestError`.
+    `bad_words`: the request's, as `bad_word_ids` writes them. Raises `RequestError`.
     """
 
     def chosen(name: str) -> Any:
@@ -54,7 +54,7 @@ def sampling_params(
         repetition_penalty=chosen("repetition_penalty"),
         logit_bias=_biases(request.logit_bias or {}, vocab_size),
         allowed_token_ids=None if allowed is None else _ids(sorted(set(allowed)), vocab_size, "allowed_token_ids"),
-        bad_words=_sequences(request.bad_words or (), tokenizer),
+        bad_words=bad_words,
         grammar=grammar,
     )
 
@@ -78,7 +78,7 @@ def _biases(biases: dict[str, float], vocab_size: int) -> tuple[tuple[int, float
     return found
 
 
-def _sequences(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+def bad_word_ids(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """Each word as it stands at the start of a text and, with a space, inside one."""
     found: dict[tuple[int, ...], None] = {}
     for word in words:

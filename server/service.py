@@ -10,13 +10,14 @@ import hashlib
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from engine.errors import ContextLengthError, RequestError
 from engine.types import Grammar, Request, SamplingParams
 from server.choice import Choice, View
 from server.generation import Engine, Generation
 from server.generation_config import GenerationConfig
-from server.resolve import check_ids, sampling_params
+from server.resolve import bad_word_ids, check_ids, sampling_params
 from server.schemas import CompletionRequest, SamplingFields
 from server.stops import StopSet
 from server.structured import constraint_of
@@ -70,7 +71,9 @@ class GenerationService:
         needs_scores = request.num_generated > (request.n or 1)
         logprobs = 0 if request.logprobs is None and needs_scores else request.logprobs
         grammar = constraint_of(request)
-        return self.plan(request, prompts, request.max_tokens or 0, logprobs=logprobs, echoes=echoes, grammar=grammar)
+        return await self.plan(
+            request, prompts, request.max_tokens or 0, logprobs=logprobs, echoes=echoes, grammar=grammar
+        )
 
     async def generate(
         self, prompt: str | Sequence[int], params: SamplingParams, stops: Sequence[str] = (), ignore_eos: bool = False
@@ -101,7 +104,7 @@ class GenerationService:
         """End every open generation with what it has; how many those were."""
         return sum(generation.abort() for generation in list(self.open))
 
-    def plan(
+    async def plan(
         self,
         request: SamplingFields,
         prompts: Sequence[tuple[int, ...]],
@@ -120,7 +123,9 @@ class GenerationService:
         """
         echo_scores = logprobs if echoes is not None else None
         scored = max((top for top in (request.prompt_logprobs, echo_scores) if top is not None), default=None)
-        common = self._common(request, logprobs, scored, grammar)
+        words, tokenizer = request.bad_words or [], self.tokenizer
+        banned = await tokenizer.run(partial(bad_word_ids, words, tokenizer), sum(map(len, words))) if words else ()
+        common = self._common(request, logprobs, scored, grammar, banned)
         if request.skip_special_tokens is False:
             shown = self.tokenizer.special_ids
         stops = StopSet(request.stops)
@@ -244,16 +249,21 @@ class GenerationService:
 
     def default_params(self) -> SamplingParams:
         """What a request gets that says nothing of sampling: the offline door's default."""
-        common = self._common(SamplingFields(), None, None, None)
+        common = self._common(SamplingFields())
         most = self.generation_config.max_new_tokens
         return common if most is None else replace(common, max_tokens=most)
 
     def _common(
-        self, request: SamplingFields, logprobs: int | None, scored: int | None, grammar: Grammar | None
+        self,
+        request: SamplingFields,
+        logprobs: int | None = None,
+        scored: int | None = None,
+        grammar: Grammar | None = None,
+        bad_words: tuple[tuple[int, ...], ...] = (),
     ) -> SamplingParams:
         vocab_size, sampling = self.engine.info.vocab_size, self.generation_config.sampling
         ends = self.eos_token_ids
-        return sampling_params(request, self.tokenizer, vocab_size, ends, logprobs, scored, grammar, sampling)
+        return sampling_params(request, vocab_size, ends, logprobs, scored, grammar, sampling, bad_words)
 
     def _room_for_prompt(self, max_tokens: int | None) -> int:
         """A large max_tokens is only a ceiling."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,6 +39,18 @@ def _choice(stage, body, **options):
 def _params(stage, body, **options):
     _choice(stage, {"prompt": "x", **body}, **options)
     return stage.engine.requests[-1].params
+
+
+def test_bad_words_are_tokenized_beside_the_event_loop(make_stage, tokenizer, monkeypatch):
+    stage, threads, encode = make_stage(), [], tokenizer.encode
+
+    def noted(text, **how):
+        threads.append(threading.current_thread().name.partition("_")[0])
+        return encode(text, **how)
+
+    monkeypatch.setattr(tokenizer, "encode", noted)
+    _params(stage, {"bad_words": ["a", "b"]})
+    assert threads == ["tokenizer"] * 5
 
 
 def test_penalties_biases_and_bans_reach_the_engine(make_stage, tokenizer):
