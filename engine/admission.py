@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from engine.constraints import banned_always
 from engine.errors import ContextLengthError, RequestError
-from engine.types import Request, SamplingParams
+from engine.types import MAX_PRIORITY, MIN_PRIORITY, Request, SamplingParams
 from workers.config import WorkerInfo
 from workers.protocol import MAX_BIAS_PER_ROW, MAX_LOGPROBS
 
@@ -37,6 +37,7 @@ class Limits:
 
 def check(request: Request, limits: Limits) -> None:
     """Raise `RequestError` with the field, its limit and the fix unless `request` can be served to its end."""
+    _in_range("priority", request.priority, MIN_PRIORITY, MAX_PRIORITY)
     _check_params(request.params, limits)
     _check_prompt(request.prompt_token_ids, limits)
     _check_length(request, limits)

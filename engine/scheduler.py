@@ -25,7 +25,7 @@ from workers.protocol import FINITE, NONFINITE
 logger = logging.getLogger("oarlock.engine")
 
 # One level of priority is worth so much waiting: a request is overtaken only by more urgent ones that come within this
-# time per level, so none starves.
+# time per level, so none starves. There are 21 levels: after ten minutes whoever comes is behind it.
 PRIORITY_STEP_S = 30.0
 # So many others may be let in before a sequence that waits only because it was preempted.
 MAX_PASSED = 4

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+MIN_PRIORITY, MAX_PRIORITY = -10, 10
+
 
 class FinishReason(StrEnum):
     """Why a request ended. Exactly one terminal event carries one."""
@@ -58,7 +60,7 @@ class Request:
     request_id: int  # unique while it lives; drawn by the client
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
-    priority: int = 0  # lower runs earlier
+    priority: int = 0  # MIN_PRIORITY to MAX_PRIORITY; lower runs earlier
     cache_salt: bytes = b""  # prefixes are shared only between equal salts
     has_place: bool = False  # it was promised one: a full queue is no reason to refuse it
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from engine.types import MAX_PRIORITY, MIN_PRIORITY
 from server.structured_schemas import (
     Alternatives,
     GrammarText,
@@ -147,8 +148,8 @@ class SamplingFields(Wire):
         description="seconds: a choice that runs then ends with finish_reason `timeout`; if none has begun, 408. "
         "The header X-Request-Timeout says the same; the shorter counts",
     )
-    priority: Annotated[int, Field(ge=-INT32_MAX - 1, le=INT32_MAX), WHOLE] | None = Field(
-        0, description="lower runs earlier"
+    priority: Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY), WHOLE] | None = Field(
+        0, description="lower runs earlier; waiting counts as well, so that none starves"
     )
     cache_salt: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]*$")] | None = Field(
         None, description="prompt beginnings are shared in the KV cache only between equal salts; printable ASCII"

@@ -191,7 +191,7 @@ _SHARED: list[tuple[str, list[Any], bool]] = [
     ("best_of", [0, 129, 10**9, True, "2"], True),
     ("min_tokens", [-1, True, 10**12, "5"], True),
     ("truncate_prompt_tokens", [0, -2, True, 10**40], True),
-    ("priority", [2**31, "high", 1.5], True),
+    ("priority", [11, -11, 2**31, "high", 1.5], True),
     ("timeout", [0, -1, Raw("NaN"), "5"], True),
     ("cache_salt", ["c" * 10_000, "", 5], True),
     ("user", ["u" * MEGABYTE, 5, []], True),

@@ -18,6 +18,8 @@ from engine.errors import ContextLengthError, RequestError
         ([1], {"logprobs": 21}, "logprobs", "20"),
         ([1], {"prompt_logprobs": -1}, "prompt_logprobs", "between"),
         ([1], {"seed": 2**63}, "seed", "between"),
+        ([1], {"priority": 11}, "priority", "between -10 and 10"),
+        ([1], {"priority": -(2**31)}, "priority", "between -10 and 10"),
         ([1], {"top_k": 2**31}, "top_k", "between"),
         ([1], {"max_tokens": 3, "min_tokens": 4}, "min_tokens", "max_tokens"),
         ([1], {"min_tokens": 1, "stop_token_ids": tuple(range(64))}, "min_tokens", "every token"),
