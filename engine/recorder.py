@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING
 
 from engine.fingerprint import layout, model_sums, versions
 from engine.recording import ANSWER, END, STEP, Header, RecordingWriter
-from workers.protocol import StepMetadata, StepOutput, max_output_bytes, max_step_bytes, pack_output, pack_step
+from workers.protocol import StepMetadata, StepOutput, output_bytes, pack_output, pack_step, step_bytes
 
 if TYPE_CHECKING:
     from workers.group import FillMasks, WorkerGroup
 
 logger = logging.getLogger("oarlock.engine")
+
+_FIRST_BUFFER_BYTES = 1 << 16
 
 
 class RecordingGroup:
@@ -31,8 +33,7 @@ class RecordingGroup:
         self._group = group
         self._writer: RecordingWriter | None = writer
         self._limit = limit_bytes
-        self._step = memoryview(bytearray(max_step_bytes(group.config)))
-        self._answer = memoryview(bytearray(max_output_bytes(group.config)))
+        self._buffer = memoryview(bytearray(_FIRST_BUFFER_BYTES))
         header = Header(
             worker=asdict(group.config),
             info=asdict(group.info),
@@ -53,13 +54,15 @@ class RecordingGroup:
             if fill_masks is not None:  # a step without its masks could not be replayed: the ranks wait for them
                 fill_masks(step.mask_bits)
                 fill_masks = None
-            self._write(STEP, self._step[: pack_step(step, self._step)])
+            buffer = self._buffer_of(step_bytes(step))
+            self._write(STEP, buffer[: pack_step(step, buffer)])
         self._group.submit(step, fill_masks)
 
     def collect(self) -> StepOutput:
         output = self._group.collect()
         if self._writer is not None:
-            self._write(ANSWER, self._answer[: pack_output(output, self._answer)])
+            buffer = self._buffer_of(output_bytes(output))
+            self._write(ANSWER, buffer[: pack_output(output, buffer)])
         return output
 
     def ping(self) -> None:
@@ -73,6 +76,12 @@ class RecordingGroup:
         self._stop("the server stopped in order")
 
     # -- writing
+
+    def _buffer_of(self, size: int) -> memoryview:
+        """Room for `size` bytes, kept for the next: the largest step there can be takes hundreds of megabytes."""
+        if size > len(self._buffer):
+            self._buffer = memoryview(bytearray(1 << (size - 1).bit_length()))
+        return self._buffer
 
     def _write(self, kind: bytes, content: memoryview) -> None:
         writer = self._writer

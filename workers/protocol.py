@@ -190,6 +190,10 @@ def _output_sections(rows: int, k: int) -> list[tuple[str, str, tuple[int, ...]]
     return sections
 
 
+def _num_top(output: StepOutput) -> int:
+    return -1 if output.top_ids is None else output.top_ids.shape[1]
+
+
 def _aligned(size: int) -> int:
     return (size + _ALIGN - 1) // _ALIGN * _ALIGN
 
@@ -245,6 +249,16 @@ def max_output_bytes(config: WorkerConfig) -> int:
     return _size(_output_sections(max(config.max_num_seqs, config.max_num_batched_tokens), MAX_LOGPROBS))
 
 
+def step_bytes(step: StepMetadata) -> int:
+    """What `pack_step` takes."""
+    return _size(_step_sections(_Counts.of(step)))
+
+
+def output_bytes(output: StepOutput) -> int:
+    """What `pack_output` takes."""
+    return _size(_output_sections(len(output.token_ids), _num_top(output)))
+
+
 def pack_step(step: StepMetadata, buffer: memoryview, *, without_masks: bool = False) -> int:
     """Write `step` into `buffer` and return the bytes used.
 
@@ -273,8 +287,7 @@ def unpack_step(buffer: memoryview) -> StepMetadata:
 
 def pack_output(output: StepOutput, buffer: memoryview) -> int:
     """Write `output` into `buffer` and return the bytes used."""
-    k = -1 if output.top_ids is None else output.top_ids.shape[1]
-    rows = len(output.token_ids)
+    k, rows = _num_top(output), len(output.token_ids)
     sections = _output_sections(rows, k)
     size = _size(sections)
     if size > len(buffer):

@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+import tracemalloc
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from choice_fakes import CountingGrammar
 from engine_fakes import FakeGroup, Faults, make_config, make_info, make_request
 
+from engine import recorder
 from engine.errors import StartupError
 from engine.recorder import RecordingGroup
 from engine.recording import ANSWER, END, HEADER, STEP, Header, Recording, RecordingWriter
@@ -159,6 +161,31 @@ def test_every_step_and_answer_is_in_the_file(tmp_path: Path) -> None:
         assert (expected.token_ids == got.token_ids).all() and (expected.logprobs == got.logprobs).all()
         replayed += expected.token_ids.tolist()
     assert sorted(replayed) == sorted(token for tokens in told.values() for token in tokens)
+
+
+def test_recording_takes_the_memory_of_the_steps_there_are(tmp_path: Path) -> None:
+    scene = Scene(tmp_path / "small")
+    scene.fake.config = scene.fake.config.with_(max_num_seqs=256, max_num_batched_tokens=8192, max_model_len=131_072)
+    tracemalloc.start()
+    group = RecordingGroup(scene.fake, RecordingWriter(str(tmp_path / "r")), None)
+    scene.stepper.group = group
+    scene.stepper.scheduler.add(make_request(1, [5] * 60, logprobs=1, max_tokens=2), 0.0)
+    while (output := scene.stepper.begin()) is not None:
+        scene.stepper.finish(output)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(list(Recording(str(tmp_path / "r")).records())) == 2 * scene.fake.num_steps
+    assert peak < 4 << 20
+
+
+def test_a_step_larger_than_any_before_is_recorded_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "_FIRST_BUFFER_BYTES", 1)
+    scene = Scene(tmp_path / "r")
+    told = scene.serve(count=1) | scene.serve(first=2, count=9)
+    scene.group.close()
+    answers = list(Recording(str(tmp_path / "r")).records())[1::2]
+    recorded = [token for answer in answers for token in unpack_output(answer.content).token_ids.tolist()]
+    assert sorted(recorded) == sorted(token for tokens in told.values() for token in tokens)
 
 
 def test_the_step_that_kills_a_rank_is_in_the_file(tmp_path: Path) -> None:
