@@ -171,9 +171,18 @@ class LLM:
             raise
 
     def _stop_loop(self) -> None:
+        # What was broken off, a download or a start, ends its process before the loop ends.
+        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(_CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+async def _cancel_others() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _start(settings: Settings) -> tuple[EngineClient, GenerationService]:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 
+import psutil
 import pytest
 
 import oarlock
 from engine.errors import ContextLengthError, EngineError, StartupError
 from engine.types import SamplingParams
+from tests.contract.conftest import DEMO
+from tests.unit.server.fake_hub import FakeHub
 
 
 @pytest.fixture
@@ -92,3 +98,24 @@ def test_the_public_face():
     assert set(oarlock.__all__) == {"LLM", "SamplingParams", "__version__"}
     with pytest.raises(AttributeError):
         _ = oarlock.nothing
+
+
+@pytest.mark.filterwarnings("error")
+def test_ctrl_c_while_a_model_is_fetched_leaves_no_process(monkeypatch, tmp_path):
+    files = {path.name: path.read_bytes() for path in DEMO.iterdir() if path.is_file()}
+    with FakeHub(files) as hub:
+        hub.bytes_per_second = 500_000
+        for name, value in hub.environment(tmp_path).items():
+            monkeypatch.setenv(name, value)
+        before = {child.pid for child in psutil.Process().children()}
+
+        def interrupt():
+            until = time.monotonic() + 60
+            while "model.safetensors" not in hub.names_asked and time.monotonic() < until:
+                time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=interrupt, daemon=True).start()
+        with pytest.raises(KeyboardInterrupt):
+            oarlock.LLM(hub.model)
+        assert {child.pid for child in psutil.Process().children()} <= before

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -38,7 +39,7 @@ class FakeHub:
         self.break_off_after: int | None = None  # bytes of the next large file, once
         self.knows_ranges = True
         self.asked: list[tuple[str, int | None]] = []  # name of each file that was asked for, and its first byte
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self._server = _Server(("127.0.0.1", 0), _handler(self))
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
 
@@ -75,6 +76,13 @@ class FakeHub:
                 found["lfs"] = {"sha256": etag(content, is_large=True), "size": len(content), "pointerSize": 134}
             siblings.append(found)
         return {"id": self.model, "sha": COMMIT, "private": False, "tags": [], "siblings": siblings}
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Who is killed in the middle of a request resets its connection: that is no error of a hub."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
 
 
 def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
