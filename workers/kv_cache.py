@@ -12,6 +12,7 @@ import torch
 from workers.attention.base import KVSpec
 from workers.config import WorkerConfig
 from workers.errors import StartupError
+from workers.models.spec import DecoderSpec
 
 # Of the memory that is free once the weights are loaded: the machine has other work, and the page cache serves too.
 CPU_SHARE = 0.25
@@ -52,6 +53,20 @@ def blocks_that_fit(spec: KVSpec, config: WorkerConfig, available_bytes: int) ->
     if config.kv_cache_bytes is None and spec.device.type == "cpu":
         blocks = min(blocks, config.max_num_seqs * per_sequence + 1)
     return blocks
+
+
+def check_given_size(config: WorkerConfig, spec: DecoderSpec) -> None:
+    """Whether `--kv-cache-memory` holds one sequence, as far as that can be known before a rank starts."""
+    assert config.kv_cache_bytes is not None, "only a given size can be checked beforehand"
+    kv_spec = KVSpec(
+        num_layers=spec.num_layers,
+        num_kv_heads=max(1, spec.num_kv_heads // config.tensor_parallel_size),
+        head_dim=spec.head_dim,
+        block_size=config.block_size,
+        dtype=getattr(torch, config.dtype),
+        device=torch.device(config.device),
+    )
+    blocks_that_fit(kv_spec, config, config.kv_cache_bytes)
 
 
 def human_bytes(count: int) -> str:

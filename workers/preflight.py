@@ -41,8 +41,13 @@ def check_without_weights(config: WorkerConfig) -> None:
     _check_limits(config)
     spec = describe(_read_config(Path(config.model_path)))
     _check_parallel(config.tensor_parallel_size, spec)
-    _resolve_length(config.max_model_len, spec)
-    _resolve_device(config)
+    length, device = _resolve_length(config.max_model_len, spec), _resolve_device(config)
+    if config.kv_cache_bytes is not None:
+        from workers.kv_cache import check_given_size  # imports torch, which takes seconds: only for who asks
+
+        least = "bfloat16"  # of the types there are; the weights may say that it is more
+        dtype = config.dtype if config.dtype != "auto" else spec.dtype or least
+        check_given_size(config.with_(max_model_len=length, device=device, dtype=dtype), spec)
 
 
 def preflight(config: WorkerConfig) -> WorkerConfig:

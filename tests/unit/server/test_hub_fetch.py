@@ -81,6 +81,8 @@ def test_what_is_fetched_lies_where_other_programs_look_for_it(hub, tmp_path):
         ({"quantization_config": {"quant_method": "awq"}}, {}, "awq"),
         ({}, {"tensor_parallel_size": 3}, "tensor_parallel_size 3"),
         ({}, {"max_model_len": 10**6}, "max_model_len"),
+        ({}, {"kv_cache_bytes": 2**16}, "Not enough KV memory for one sequence"),
+        ({"torch_dtype": None, "dtype": None}, {"kv_cache_bytes": 2**16}, "Not enough KV memory for one sequence"),
     ],
 )
 def test_what_config_json_decides_costs_no_other_file(hub, change, worker, cause):
