@@ -14,7 +14,7 @@ from typing import Any
 
 from server.choice import Delta
 from server.generation import Generation
-from server.json_pieces import InPieces, pieces_of
+from server.json_pieces import LONG_TEXT, InPieces, pieces_of
 from server.json_text import dumps, json_text
 from server.prompt_scores import Scores, TokenScore
 from server.tokenizer import Tokenizer
@@ -134,7 +134,8 @@ class AnswerFormat(ABC):
         choices = [self._whole_choice(index, pieces) for index, pieces in enumerate(kept)]
         beside = self._beside_choices(kept[0])
         answer = {**self._head.fields(), "choices": choices, **beside, "usage": self._usage(generation)}
-        if self._with_logprobs or self._details.prompt_logprobs is not None:
+        num_characters = sum(len(piece.text) for pieces in kept for piece in pieces)
+        if self._with_logprobs or self._details.prompt_logprobs is not None or num_characters > LONG_TEXT:
             return pieces_of(answer)
         return iter((dumps(answer),))
 

@@ -104,7 +104,7 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         if self._in_head and not self._unframed and not self._is_answering:
             self.deadline = min(self.deadline, self.loop.time() + HEAD_TIMEOUT_S)
-        rest = memoryview(data)
+        rest = data if len(data) <= MAX_HEAD_BYTES else memoryview(data)
         while rest:
             piece = rest[: MAX_HEAD_BYTES + 1 - self._unframed]  # a head that is too large is never parsed whole
             self._unframed += len(piece)
@@ -115,7 +115,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._refuse_framing()
                 return
 
-    def _feed(self, piece: memoryview) -> int:
+    def _feed(self, piece: bytes | memoryview) -> int:
         """How many bytes the parser took; all, unless an offer to change the protocol ends a head among them."""
         try:
             self.parser.feed_data(piece)
@@ -132,7 +132,7 @@ class BoundedProtocol(HttpToolsProtocol):
         framing = [b"%s: %s\r\n" % (name, value) for name, value in self.headers if name in _FRAMING]
         self._upgrade_offered, self._replaying = False, True
         self.parser = httptools.HttpRequestParser(self)
-        self._feed(memoryview(b"POST / HTTP/1.1\r\n" + b"".join(framing) + b"\r\n"))
+        self._feed(b"POST / HTTP/1.1\r\n" + b"".join(framing) + b"\r\n")
 
     def on_message_begin(self) -> None:
         if self._replaying:

@@ -85,9 +85,9 @@ class LargeBodies:
             long = [(path, kind, _exactly(sock, size)) for path, kind, size in answer["leaves"]]
         except (OSError, _Lost) as error:
             with self._lock:
-                if self._socket is sock:
+                if self._socket is sock:  # else it was stopped here: nobody waits for this body any more
                     self._stop()
-            _log.warning(event("body_process_lost", cause=type(error).__name__, bytes=len(body)))
+                    _log.warning(event("body_process_lost", cause=type(error).__name__, bytes=len(body)))
             reason = "takes too long" if isinstance(error, TimeoutError) else "takes too much memory"
             raise RequestError(f"The body {reason} to read: it has too many fields, objects or lists.") from None
         finally:

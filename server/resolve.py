@@ -6,7 +6,7 @@ room for tokens differ from choice to choice and are filled in by `service`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from engine.errors import RequestError
@@ -65,7 +65,7 @@ def _ids(ids: Iterable[int], vocab_size: int, param: str) -> tuple[int, ...]:
     return found
 
 
-def check_ids(ids: tuple[int, ...], vocab_size: int, param: str) -> None:
+def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
     """Raises `RequestError` when one of them is no token of the model."""
     if max(ids, default=0) >= vocab_size:
         message = f"{param} holds token id {max(ids)}, which is outside the vocabulary: ids are below {vocab_size}."

@@ -7,7 +7,7 @@ the model, the tokenizer or the engine.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, model_validator
 
@@ -257,8 +257,9 @@ class CompletionRequest(SamplingFields):
         """One entry per prompt, whatever the form."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        ids = [item for item in self.prompt if isinstance(item, int)]
-        return [ids] if ids else [item for item in self.prompt if not isinstance(item, int)]
+        if isinstance(self.prompt[0], int):  # the first decides the form of them all
+            return [cast(list[int], self.prompt)]
+        return cast(list[str | list[int]], self.prompt)
 
 
 # Fields of the API that this server knows and does not support, with the values that ask for nothing. Any other value

@@ -6,6 +6,7 @@ its limits; knows nothing of HTTP, JSON, sockets, or of conversations (`chat_ser
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import secrets
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from server.tokenizer import Tokenizer, TooManyTokensError
 
 _WHOLE_CONTEXT = -1
 MAX_SCORES = 8_000_000  # log-probabilities of prompts in one answer, kept until it is complete: 64 MB
+_MANY_IDS = 1000  # whose check is work that others should not wait for a thousand times
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,9 @@ class GenerationService:
     async def plan_completion(self, request: CompletionRequest) -> Plan:
         """The choices of a completion, prompt by prompt."""
         prompts = [await self._prompt_ids(prompt, request.max_tokens or 0, request) for prompt in request.prompts]
-        echoes = request.prompts if request.echo else None
+        echoes = None
+        if request.echo:
+            echoes = [await self._echo(*pair, request) for pair in zip(request.prompts, prompts, strict=True)]
         # Ranking needs the probability of every token, shown or not.
         needs_scores = request.num_generated > (request.n or 1)
         logprobs = 0 if request.logprobs is None and needs_scores else request.logprobs
@@ -111,7 +115,7 @@ class GenerationService:
         max_tokens: int | None,
         *,
         logprobs: int | None = None,
-        echoes: Sequence[str | list[int]] | None = None,
+        echoes: Sequence[str] | None = None,
         grammar: Grammar | None = None,
         shown: frozenset[int] = frozenset(),
         param: str = "prompt",
@@ -119,7 +123,7 @@ class GenerationService:
         """One engine request for each prompt and choice. `shown`: special ids that count as text.
 
         Without `max_tokens` the answer may take what the context has room for. `param` names the field that a prompt
-        which does not fit came from.
+        which does not fit came from. `echoes`: the prompts as the answers begin with them.
         """
         echo_scores = logprobs if echoes is not None else None
         scored = max((top for top in (request.prompt_logprobs, echo_scores) if top is not None), default=None)
@@ -134,7 +138,7 @@ class GenerationService:
         for index, given in enumerate(prompts):
             prompt_ids = self._fitted(given, request, max_tokens, param)
             view = View(
-                echo_text=None if echoes is None else self._echo(echoes[index], given, prompt_ids, shown),
+                echo_text=None if echoes is None else echoes[index],
                 echo_scores=echo_scores is not None,
                 prompt_scores=request.prompt_logprobs is not None,
                 shown=shown,
@@ -189,8 +193,11 @@ class GenerationService:
             ids = await self.encode(prompt, request, max_tokens, "prompt", marks) if isinstance(prompt, str) else prompt
         if not ids:
             raise RequestError("The prompt is empty and this model has no token to begin with.", "prompt")
-        self.check_ids(tuple(ids), "prompt")
-        return tuple(ids)
+        found = tuple(ids)
+        self.check_ids(found, "prompt")
+        if len(found) > _MANY_IDS:  # there may be a thousand such prompts
+            await asyncio.sleep(0)
+        return found
 
     async def _fill_in(
         self, prompt: str | list[int], request: CompletionRequest, suffix: str, with_opening: bool
@@ -214,11 +221,13 @@ class GenerationService:
         behind = await self.encode(suffix, request, limit, "suffix", False)
         return [*opening, before, *prompt, between, *behind, after]
 
-    def _echo(
-        self, given: str | list[int], whole: tuple[int, ...], kept: tuple[int, ...], shown: frozenset[int]
-    ) -> str:
-        """The prompt as text: as it was given, unless ids were, or something was cut away."""
-        return given if isinstance(given, str) and len(whole) == len(kept) else self.tokenizer.decode(kept, shown)
+    async def _echo(self, given: str | list[int], whole: tuple[int, ...], request: CompletionRequest) -> str:
+        """The prompt as text: as it was given, unless ids were, or something is cut away."""
+        kept = self._fitted(whole, request, request.max_tokens or 0, "prompt")
+        if isinstance(given, str) and len(whole) == len(kept):
+            return given
+        shown = self.tokenizer.special_ids if request.skip_special_tokens is False else frozenset[int]()
+        return await self.tokenizer.run(lambda: self.tokenizer.decode(kept, shown), len(kept))
 
     def _fitted(
         self, ids: tuple[int, ...], request: SamplingFields, max_tokens: int | None, param: str
@@ -269,7 +278,7 @@ class GenerationService:
         """A large max_tokens is only a ceiling."""
         return self.max_len - (0 if max_tokens == 0 else 1)
 
-    def check_ids(self, ids: tuple[int, ...], param: str) -> None:
+    def check_ids(self, ids: Sequence[int], param: str) -> None:
         check_ids(ids, self.engine.info.vocab_size, param)
 
     def check_length(self, num_prompt: int, max_tokens: int | None, param: str = "prompt") -> None:

@@ -27,6 +27,7 @@ from server.text_pieces import TextPieces, pieces_for
 
 _T = TypeVar("_T")
 _MAX_RENDERED = 64 * 1024  # characters a template may add to four times its input
+_DECODED_AT_ONCE = 1 << 14  # ids; joining the bytes of a million would hold the interpreter's lock for too long
 _LONG = 256 * 1024  # about a quarter of a second's work
 _PIECE = 64 * 1024  # characters of a long text that are tokenized in one go
 _SAMPLE = "a"
@@ -177,7 +178,10 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], shown: frozenset[int] = frozenset()) -> str:
         """The whole text of `ids`, as a stream of pieces would have shown it."""
         detokenizer = self.detokenizer((), shown)
-        return detokenizer.push(ids) + detokenizer.flush()
+        pieces = [
+            detokenizer.push(ids[start : start + _DECODED_AT_ONCE]) for start in range(0, len(ids), _DECODED_AT_ONCE)
+        ]
+        return "".join(pieces) + detokenizer.flush()
 
     async def atext(self, ids: Sequence[int]) -> str:
         """The text of `ids` with special tokens by name: what the model sees, for people."""

@@ -7,15 +7,16 @@ from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from server.chat_schemas import ChatRequest
 from server.chat_service import plan_chat
+from server.json_pieces import numbers, pieces_of
 from server.openapi import describe
 from server.schemas import CompletionRequest
 from server.service import Plan
 from server.serving import AnswerRoute, Serving
-from server.streaming import until_disconnect
+from server.streaming import until_disconnect, whole_response
 
 router = APIRouter(route_class=AnswerRoute)
 _COMPLETION = describe(
@@ -56,7 +57,7 @@ async def _answer(serving: Serving, model: str, plan: Plan, stops: list[str], he
     for choice in plan.choices[::per_prompt]:
         ids = choice.request.prompt_token_ids
         text = await serving.service.tokenizer.atext(ids)
-        prompts.append({"text": text, "token_ids": list(ids), "num_tokens": len(ids)})
+        prompts.append({"text": text, "token_ids": numbers(ids), "num_tokens": len(ids)})
     first = plan.choices[0].request
     parameters: dict[str, Any] = asdict(first.params)
     parameters["seeds"] = [choice.request.params.seed for choice in plan.choices[:per_prompt]]
@@ -69,4 +70,4 @@ async def _answer(serving: Serving, model: str, plan: Plan, stops: list[str], he
         "max_model_len": serving.service.max_len,
         "parameters": parameters | {"stop": stops, "priority": first.priority, "timeout": plan.timeout_s},
     }
-    return JSONResponse(answer, 200, headers)
+    return await whole_response(pieces_of(answer), headers)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from engine.errors import RequestError
 from server.chat_prompt import render_prompt
+from server.json_pieces import InPieces, numbers, pieces_of
 from server.openapi import describe
 from server.serving import AnswerRoute, Serving
-from server.streaming import until_disconnect
+from server.streaming import until_disconnect, whole_response
 from server.token_schemas import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest, as_chat
 from server.tokenizer import Tokenizer, TooManyTokensError
 from server.wire import MAX_PROMPT_IDS
@@ -52,7 +52,13 @@ async def tokenize(request: Request) -> Response:
     else:
         encode = partial(_encode, service.tokenizer, "messages", False)
         ids = (await until_disconnect(request, render_prompt(service.tokenizer, as_chat(asked), encode))).ids
-    return _tokens(serving, ids, bool(asked.return_token_strs), headers)
+    answer: dict[str, Any] = {
+        "count": len(ids),
+        "max_model_len": service.max_len,
+        "tokens": numbers(ids),
+        "token_strs": InPieces(service.tokenizer.token_text, ids, lambda _: 1) if asked.return_token_strs else None,
+    }
+    return await whole_response(pieces_of(answer), headers)
 
 
 @router.post("/detokenize", openapi_extra=_DETOKENIZE)
@@ -61,8 +67,9 @@ async def detokenize(request: Request) -> Response:
     serving = Serving.of(request)
     asked, headers = await serving.read(request, DetokenizeRequest)
     serving.check_model(asked.model)
-    serving.service.check_ids(tuple(asked.tokens), "tokens")
-    return JSONResponse({"prompt": await serving.service.tokenizer.atext(asked.tokens)}, 200, headers)
+    serving.service.check_ids(asked.tokens, "tokens")
+    text = await serving.service.tokenizer.atext(asked.tokens)
+    return await whole_response(pieces_of({"prompt": text}), headers)
 
 
 async def _encode(tokenizer: Tokenizer, param: str, marks: bool, text: str) -> list[int]:
@@ -72,14 +79,3 @@ async def _encode(tokenizer: Tokenizer, param: str, marks: bool, text: str) -> l
     except TooManyTokensError as error:
         message = f"'{param}' has at least {error.at_least} tokens, at most {MAX_PROMPT_IDS} are listed. Send less."
         raise RequestError(message, param) from None
-
-
-def _tokens(serving: Serving, ids: Sequence[int], with_names: bool, headers: dict[str, str]) -> Response:
-    tokenizer = serving.service.tokenizer
-    answer: dict[str, Any] = {
-        "count": len(ids),
-        "max_model_len": serving.service.max_len,
-        "tokens": list(ids),
-        "token_strs": [tokenizer.token_text(token_id) for token_id in ids] if with_names else None,
-    }
-    return JSONResponse(answer, 200, headers)

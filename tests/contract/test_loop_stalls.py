@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -57,3 +58,29 @@ def test_a_large_body_does_not_stop_the_loop(make_stage, name):
     assert response.status_code == status, response.text[:200]
     assert stall_s < LIMIT_S
     assert len(json.dumps(response.json())) < 4096
+
+
+NUMBERS = [(i * 7) % 4000 for i in range(MEGABYTE)]
+LARGE_ANSWERS = {
+    "tokens with their texts": ("/tokenize", {"prompt": "a b c " * 150_000, "return_token_strs": True}),
+    "text": ("/detokenize", {"tokens": NUMBERS}),
+    "rendered prompts": ("/v1/completions/render", {"prompt": [NUMBERS[:2000]] * 500}),
+    "echo": ("/v1/completions", {"prompt": NUMBERS[:400_000], "echo": True, "max_tokens": 0}),
+    "conversation": ("/v1/chat/completions/render", {"messages": [{"role": "user", "content": "word " * 200}] * 4000}),
+}
+
+
+@pytest.mark.parametrize("name", LARGE_ANSWERS)
+def test_a_large_answer_does_not_stop_the_loop(make_stage, name):
+    path, body = LARGE_ANSWERS[name]
+    stage = make_stage(info=replace(make_stage().engine.info, max_model_len=2**21, num_blocks=2**17))
+    content = json.dumps(body).encode()
+
+    async def scenario():
+        async with stage.client(headers=JSON, timeout=120) as client:
+            return await longest_stall(client.post(path, content=content))
+
+    response, stall_s = asyncio.run(scenario())
+    assert response.status_code == 200, response.text[:200]
+    assert stall_s < LIMIT_S
+    assert len(response.content) > MEGABYTE
