@@ -70,6 +70,7 @@ class Tokenizer:
         self.template = ChatTemplate.from_config(config, self._names)
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
         self._slow_lane = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer-long")
+        self._uncut_lane = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer-uncut")
 
     @staticmethod
     def load(directory: str | Path) -> Tokenizer:
@@ -142,7 +143,8 @@ class Tokenizer:
         from the end are wanted; of a long text no others are looked for, but some may come.
         """
         if len(text) <= _PIECE or self._marks is None:
-            return await self.run(lambda: self.encode(text, add_special_tokens=add_special_tokens), len(text))
+            whole = partial(self.encode, text, add_special_tokens=add_special_tokens)
+            return await self.run(whole, len(text), is_uncut=len(text) > _LONG)
         least = 0 if most is None else await self.run(lambda: self._pieces.least_tokens(text), len(text))
         if most is not None and least > most:
             raise TooManyTokensError(least)
@@ -153,7 +155,7 @@ class Tokenizer:
         count = 0
         for start, end in places:  # piece by piece: those who share the lane take turns
             work = partial(self.encode, text[start:end], add_special_tokens=False)
-            parts.append(await self.run(work, len(text)))
+            parts.append(await self.run(work, len(text), is_uncut=end - start > _LONG))
             count += len(parts[-1])
             if most is not None and count > most:
                 raise TooManyTokensError(max(count, least))
@@ -204,16 +206,20 @@ class Tokenizer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def close(self) -> None:
-        for pool in (self._pool, self._slow_lane):
+        for pool in (self._pool, self._slow_lane, self._uncut_lane):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _ids_of(self, token: str | None) -> tuple[int, ...]:
         token_id = self.backend.token_to_id(token) if token else None
         return () if token_id is None else (token_id,)
 
-    async def run(self, work: Callable[[], _T], size: int) -> _T:
-        """The result of slow work with this tokenizer, done by its threads. `size`: characters or ids of the input."""
-        pool = self._pool if size < _LONG else self._slow_lane  # megabytes queue behind each other, not before a line
+    async def run(self, work: Callable[[], _T], size: int, *, is_uncut: bool = False) -> _T:
+        """The result of slow work with this tokenizer, done by its threads.
+
+        `size`: characters or ids of the input. Megabytes queue behind each other, not before a line; what cannot be cut
+        into pieces (`is_uncut`) not before those that can.
+        """
+        pool = self._uncut_lane if is_uncut else self._pool if size < _LONG else self._slow_lane
         return await asyncio.get_running_loop().run_in_executor(pool, work)
 
 

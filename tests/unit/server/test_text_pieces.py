@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import threading
 import unicodedata
 from pathlib import Path
 
@@ -211,6 +212,32 @@ def test_a_token_across_words_forbids_cuts():
     )
     assert pieces_for(described).cuts == ""
     assert TextPieces().least_tokens("x" * 100) == 0
+
+
+def test_a_text_that_cannot_be_cut_does_not_stand_before_one_that_can(monkeypatch):
+    loaded = Tokenizer(KINDS["demo"](), {})
+    begun, release, encode = threading.Event(), threading.Event(), loaded.encode
+
+    def blocked(text, **how):
+        if " " not in text:
+            begun.set()
+            release.wait(40)
+        return encode(text, **how)
+
+    monkeypatch.setattr(loaded, "encode", blocked)
+    words = "some words " * 30_000
+
+    async def both():
+        uncut = asyncio.create_task(loaded.aencode("x" * 300_000))
+        await asyncio.to_thread(begun.wait, 40)
+        try:
+            return await asyncio.wait_for(loaded.aencode(words), 20)
+        finally:
+            release.set()
+            await uncut
+
+    assert asyncio.run(both()) == encode(words)
+    loaded.close()
 
 
 @pytest.mark.parametrize(
