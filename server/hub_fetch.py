@@ -35,11 +35,14 @@ def fetch(asked: HubModel, report: Report) -> str:
         ) from None
     except (HTTPError, OSError) as error:
         failure = hub_errors.explain(error, asked.model, asked.revision, cache)
-        if hub_errors.is_outage(error) and Snapshot.remembered(cache, asked.model, asked.revision) is not None:
+        if not hub_errors.is_outage(error):
+            raise failure from None
+        try:
             directory = _from_cache(asked, cache)
-            sys.stderr.write(f"warning: {failure.cause} What was fetched of it earlier is served.\n")
-            return directory
-        raise failure from None
+        except StartupError:  # nothing whole is here: the outage is what the operator must know of
+            raise failure from None
+        sys.stderr.write(f"warning: {failure.cause} What was fetched of it earlier is served.\n")
+        return directory
 
 
 def _from_cache(asked: HubModel, cache: Path) -> str:

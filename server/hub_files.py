@@ -153,6 +153,7 @@ class Download:
         self._model = model
         self._snapshot = snapshot
         self._report = report
+        self._num_waiting = 0  # files that another process holds
         self._stopped = threading.Event()  # one file has failed, the others need not go on
 
     def fetch(self, files: Sequence[HubFile]) -> None:
@@ -166,11 +167,13 @@ class Download:
                 done, tasks = wait(tasks, _REPORT_S, FIRST_EXCEPTION)
                 for task in done:
                     task.result()
-                self._report(f"fetching {self._model}", rate.fraction, rate.describe())
-        finally:
+                others = f", another process fetches {self._num_waiting} of the files" if self._num_waiting else ""
+                self._report(f"fetching {self._model}", rate.fraction, rate.describe() + others)
+        except BaseException:
             self._stopped.set()
-            pool.shutdown(cancel_futures=True)
-        self._stopped.clear()
+            raise
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # after a failure nobody waits for what a lock still holds
 
     def _fetch_one(self, file: HubFile, rate: TransferRate) -> None:
         snapshot = self._snapshot
@@ -178,7 +181,7 @@ class Download:
         if not (snapshot.directory / file.name).exists() and not blob.exists():
             blob.parent.mkdir(parents=True, exist_ok=True)
             with partial.open("ab") as out:
-                fcntl.flock(out, fcntl.LOCK_EX)  # another server may be fetching the same file
+                self._lock(out)
                 if not blob.exists():
                     self._complete(file, out, rate)
                     partial.replace(blob)
@@ -187,6 +190,15 @@ class Download:
             partial.unlink(missing_ok=True)
         rate.add(file.size, is_new=False)
         snapshot.link(file)
+
+    def _lock(self, out: BufferedWriter) -> None:
+        """Another server may be fetching the same file: then it is waited for, and what it fetched is used."""
+        try:
+            fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._num_waiting += 1
+            fcntl.flock(out, fcntl.LOCK_EX)
+            self._num_waiting -= 1
 
     def _complete(self, file: HubFile, out: BufferedWriter, rate: TransferRate) -> None:
         """Bring the file to its size, going on behind what an earlier attempt left of it."""

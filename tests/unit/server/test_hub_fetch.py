@@ -176,10 +176,16 @@ def test_two_servers_fetch_a_file_once(hub, tmp_path):
     path = partial(hub, tmp_path, b"")
     with path.open("ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        found = []
-        second = threading.Thread(target=lambda: found.append(run(hub)))
+        found, told, waits = [], [], threading.Event()
+
+        def report(phase, fraction, detail):
+            told.append(detail)
+            if "another process fetches 1 of the files" in detail:
+                waits.set()
+
+        second = threading.Thread(target=lambda: found.append(hub_files.Path(fetch(model(hub), report))))
         second.start()
-        second.join(0.5)
+        assert waits.wait(20), told
         assert second.is_alive() and "model.safetensors" not in hub.names_asked
         other.write(WEIGHTS)
         path.rename(path.with_suffix(""))
@@ -291,6 +297,8 @@ def test_an_outage_of_the_hub_does_not_stop_what_is_here(hub, capsys):
     hub.refuse = (503, {})
     assert run(hub) == directory
     assert "warning: " in capsys.readouterr().err
+    (directory / "model.safetensors").unlink()
+    assert "answers 503" in refused(hub).cause
     hub.refuse = (404, {"X-Error-Code": "RepoNotFound"})
     assert "nor a model on the hub" in refused(hub).cause
 
