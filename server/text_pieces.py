@@ -73,11 +73,11 @@ class TextPieces:
             return 0
         size = _size(text, self.in_bytes)
         spaces = sum(text.count(space) * _size(space, self.in_bytes) for space in (*_SPACES, _METASPACE))
-        shrink = 1
-        if self.shrinks and not text.isascii():
+        shrink, is_changed = 1, self.shrinks and not text.isascii()
+        if is_changed:
             shrink = _MAX_SHRINK_BYTES if self.in_bytes else _MAX_SHRINK_CHARACTERS
         of_words = -(-(size - spaces) // (shrink * self.longest_word))
-        if any(token in text for token in self.swallowers):
+        if any(is_changed or token in text for token in self.swallowers):
             return of_words
         return max(of_words, -(-size // (shrink * self.longest)))
 

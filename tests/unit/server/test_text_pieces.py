@@ -163,6 +163,14 @@ def test_no_text_has_fewer_tokens_than_are_certain(kind, text, times):
     assert known.least_tokens(text * times) <= len(_ids(backend, text * times))
 
 
+def test_a_token_in_another_spelling_takes_white_space_too():
+    backend = KINDS["tekken_nfkc"]()
+    backend.add_tokens([AddedToken("<gap>", lstrip=True, normalized=True)])
+    text = " " * 5000 + "\uff1cgap\uff1e"
+    assert len(_ids(backend, text)) == 1
+    assert pieces_for(json.loads(backend.to_str())).least_tokens(text) <= 1
+
+
 def test_a_bound_is_worth_having(kind):
     _, known = kind
     for text in ("a" * 10_000, "中文" * 5_000, " " * 10_000, "<|end|>" + " x" * 10_000):
