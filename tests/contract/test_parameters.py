@@ -11,6 +11,7 @@ from pathlib import Path
 import anyio
 import pytest
 import tokenizers
+import transformers
 from tokenizers.processors import TemplateProcessing
 
 from engine.types import FinishReason, TokenEvent, TokenLogprobs
@@ -272,6 +273,33 @@ def test_a_suffix_needs_a_model_that_fills_in(make_stage, tokenizer, monkeypatch
     _choice(stage, {"prompt": "a", "suffix": "b"})
     a, b = (tokenizer.encode(text, add_special_tokens=False) for text in "ab")
     assert list(stage.engine.requests[0].prompt_token_ids) == [11, *a, 12, *b, 13]
+
+
+def test_a_text_with_a_suffix_has_the_tokens_that_transformers_gives_it(make_stage):
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        *"abcxyz",
+        "▁a",
+        "▁x",
+        "xy",
+        "▁xy",
+    ]
+    merges = [("▁", "a"), ("▁", "x"), ("x", "y"), ("▁x", "y")]
+    theirs = transformers.CodeLlamaTokenizer(vocab={piece: i for i, piece in enumerate(pieces)}, merges=merges)
+    loaded = Tokenizer(tokenizers.Tokenizer.from_str(theirs.backend_tokenizer.to_str()), {"bos_token": "<s>"})
+    stage = make_stage()
+    stage.state.service.tokenizer = loaded
+    for prompt, suffix in (("a b", "xy c"), ("a", "\n\nxy"), ("a\n", "z xy"), ("x", "xyxy" * 20)):
+        _choice(stage, {"prompt": prompt, "suffix": suffix, "max_tokens": 1})
+        expected = theirs(prompt, suffix=suffix)["input_ids"]
+        assert list(stage.engine.requests[-1].prompt_token_ids) == expected, (prompt, suffix)
+    _choice(stage, {"prompt": "a", "suffix": "xyxy" * 20, "max_tokens": 1, "truncate_prompt_tokens": 7})
+    assert list(stage.engine.requests[-1].prompt_token_ids) == theirs("a", suffix="xyxy" * 20)["input_ids"][-7:]
+    loaded.close()
 
 
 @pytest.mark.parametrize("opens", [{"add_bos_token": True}, {}, {"add_bos_token": False}])
