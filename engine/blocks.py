@@ -18,14 +18,28 @@ _DIGEST_BYTES = 32
 
 
 class BlockManager:
-    """Reference counts, least-recently-freed order and a prefix cache over full blocks."""
+    """Reference counts, least-recently-freed order and a prefix cache over full blocks.
 
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool) -> None:
+    With a sliding window, of all layers, a sequence gives back the blocks that none of its tokens to come will read:
+    the null block stands in their columns.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool,
+        sliding_window: int | None = None,  # a token sees itself and the window - 1 tokens before it
+        max_step_tokens: int = 0,  # the most tokens of one sequence in a step; only a window asks
+    ) -> None:
         if num_blocks < 2:
             raise ValueError(f"a pool of {num_blocks} blocks has nothing to hand out: block 0 is the null block")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.sliding_window = sliding_window
+        self._max_step_tokens = max_step_tokens
         self._refs = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(1, num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently freed first
@@ -66,11 +80,19 @@ class BlockManager:
         found: list[int] = []
         if not self.enable_prefix_caching:
             return found
+        length = seen = 0  # columns of the prefix; published ones in a row up to here
         for column in range(min(max_tokens, seq.num_tokens - 1) // self.block_size):
             block = self._published.get(self._digest_at(seq, column))
-            if block is None:
+            if block is None and self.sliding_window is None:
                 break
-            found.append(block)
+            seen = 0 if block is None else seen + 1
+            found.append(NULL_BLOCK if block is None else block)
+            # A digest covers all tokens before: behind a window what was forgotten is not missed.
+            if block is not None and seen >= column + 1 - self._first_column(self.block_size * (column + 1)):
+                length = column + 1
+        del found[length:]
+        unread = self._first_column(self.block_size * length)
+        found[:unread] = [NULL_BLOCK] * unread
         return found
 
     def may_enter(self, seq: Sequence, reserve: int) -> bool:
@@ -79,8 +101,11 @@ class BlockManager:
         return known is None or known.floor + reserve <= self._num_released or known.awaited in self._published
 
     def enter(self, seq: Sequence, max_tokens: int, reserve: int) -> int | None:
-        """Give `seq`, which holds nothing, blocks for all it knows, beginning with its longest cached prefix of at most
-        `max_tokens` tokens; return that prefix's length. None, and no change, unless `reserve` blocks would be left.
+        """Give `seq`, which holds nothing, its longest cached prefix of at most `max_tokens` tokens, and blocks for all
+        else it knows; return that prefix's length. None, and no change, unless `reserve` blocks would be left.
+
+        With a window only the prefix is given, and `grow` gives the rest as it is computed; what can be held at once
+        must be available.
 
         A refusal is remembered: it is not worth another search before enough blocks were released or the first block
         that was missed is published.
@@ -89,8 +114,11 @@ class BlockManager:
         if not self.may_enter(seq, reserve):
             return None
         found = self.find(seq, max_tokens)
-        num_held = sum(self._refs[block] > 0 for block in found)
-        short = self.blocks_for(seq.num_tokens) - num_held - self.num_available
+        taken = sum(block != NULL_BLOCK and self._refs[block] == 0 for block in found)
+        missing = self.blocks_for(seq.num_tokens) - len(found)
+        if self.sliding_window is not None:
+            missing = min(missing, self.blocks_for(self.sliding_window + self._max_step_tokens) + 1)
+        short = taken + missing - self.num_available
         if short + reserve > 0:
             # Blocks of the prefix that others hold come for nothing. They can become more only by being taken from
             # what is available, or published: so `short` falls only by a release for each.
@@ -101,12 +129,15 @@ class BlockManager:
             return None
         seq.shortage = None
         for block in found:
-            if self._refs[block] == 0:
-                del self._cached[block]
-            self._refs[block] += 1
+            if block != NULL_BLOCK:
+                if self._refs[block] == 0:
+                    del self._cached[block]
+                self._refs[block] += 1
         seq.block_ids += found
         seq.num_published_blocks = len(found)
-        self.grow(seq, seq.num_tokens)
+        seq.num_freed_blocks = self._first_column(self.block_size * len(found))
+        if self.sliding_window is None:
+            self.grow(seq, seq.num_tokens)
         return len(found) * self.block_size
 
     def grow(self, seq: Sequence, num_tokens: int) -> list[int] | None:
@@ -117,6 +148,17 @@ class BlockManager:
         new = [self._take() for _ in range(missing)]
         seq.block_ids += new
         return new
+
+    def free_unread(self, seq: Sequence) -> range:
+        """Take back the blocks that no token of `seq` from the first that is not computed on will read; return their
+        columns, in which the null block stands from now on."""
+        first = seq.num_freed_blocks
+        columns = range(first, max(first, self._first_column(seq.num_computed_tokens)))
+        for column in columns:
+            self._release(seq.block_ids[column])
+            seq.block_ids[column] = NULL_BLOCK
+        seq.num_freed_blocks = columns.stop
+        return columns
 
     def publish(self, seq: Sequence, num_tokens: int) -> None:
         """Let others find the full blocks of the first `num_tokens` tokens of `seq`. They are never written again.
@@ -138,9 +180,10 @@ class BlockManager:
     def release(self, seq: Sequence) -> None:
         """`seq` holds nothing any more. Its last blocks will be evicted first: prefixes outlive their tails."""
         for block in reversed(seq.block_ids):
-            self._release(block)
+            if block != NULL_BLOCK:
+                self._release(block)
         seq.block_ids.clear()
-        seq.num_published_blocks = 0
+        seq.num_published_blocks = seq.num_freed_blocks = 0
 
     def forget(self, seq: Sequence, first_column: int = 0) -> None:
         """Let nobody find the blocks of `seq` from `first_column` on again. It goes on holding them."""
@@ -159,7 +202,11 @@ class BlockManager:
 
     def audit(self, holders: Iterable[Sequence]) -> None:
         """Raise AssertionError unless every block is in exactly one place and every count is right."""
-        counts = Counter(block for seq in holders for block in seq.block_ids)
+        counts: Counter[int] = Counter()
+        for seq in holders:
+            freed = seq.block_ids[: seq.num_freed_blocks]
+            assert freed == [NULL_BLOCK] * seq.num_freed_blocks, "a block that was given back is still in the table"
+            counts.update(seq.block_ids[seq.num_freed_blocks :])
         assert NULL_BLOCK not in counts, "the null block was handed out"
         for block in range(1, self.num_blocks):
             places = (block in self._free) + (block in self._cached) + (self._refs[block] > 0)
@@ -174,6 +221,12 @@ class BlockManager:
         assert NULL_BLOCK not in self._free and NULL_BLOCK not in self._cached
         assert len(self._published) == sum(digest is not None for digest in self._digest), "a digest leads nowhere"
         assert self.num_free + self.num_cached + self.num_held == self.num_total
+
+    def _first_column(self, num_computed: int) -> int:
+        """The first column that the token at position `num_computed`, or any later one, reads."""
+        if self.sliding_window is None:
+            return 0
+        return max(0, num_computed - self.sliding_window + 1) // self.block_size
 
     def _take(self) -> int:
         if self._free:

@@ -11,7 +11,7 @@ import logging
 from dataclasses import dataclass, replace
 
 from engine.admission import Limits, check
-from engine.blocks import BlockManager
+from engine.blocks import NULL_BLOCK, BlockManager
 from engine.config import EngineConfig
 from engine.errors import INTERNAL, NO_TOKEN, NOT_FINITE, QueueFullError, RequestError
 from engine.scored_tokens import ScoredTokens
@@ -47,7 +47,13 @@ class Scheduler:
         worker = config.worker
         self.limits = Limits.of(info)
         self.stats = EngineStats()
-        self.blocks = BlockManager(info.num_blocks, info.block_size, enable_prefix_caching=config.enable_prefix_caching)
+        self.blocks = BlockManager(
+            info.num_blocks,
+            info.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            sliding_window=info.sliding_window,
+            max_step_tokens=worker.max_num_batched_tokens,
+        )
         self.max_num_batched_tokens = worker.max_num_batched_tokens
         # Every running sequence must be able to get its one token, or decodes would starve each other.
         self.max_num_seqs = min(worker.max_num_seqs, worker.max_num_batched_tokens)
@@ -208,15 +214,31 @@ class Scheduler:
 
     def _grow(self, seq: Sequence, output: SchedulerOutput) -> bool:
         """One more block for `seq`, taken from the youngest if need be. False when `seq` was itself the youngest."""
+        self._free_unread(seq, output)
         while (new := self.blocks.grow(seq, seq.num_computed_tokens + 1)) is None:
             victim = max(self._running, key=lambda other: other.key)
             self._preempt(victim)
             output.num_preempted += 1
             if victim is seq:
                 return False
-        column = len(seq.block_ids) - len(new)
-        output.new_blocks += [(seq.row, column + index, block) for index, block in enumerate(new)]
+        _add_blocks(output, seq, len(seq.block_ids) - len(new))
         return True
+
+    def _free_unread(self, seq: Sequence, output: SchedulerOutput) -> None:
+        output.new_blocks += [(seq.row, column, NULL_BLOCK) for column in self.blocks.free_unread(seq)]
+
+    def _grow_within_window(self, seq: Sequence, num_tokens: int, output: SchedulerOutput) -> int:
+        """Blocks for the next `num_tokens` tokens, or for as many as there is room for; return that number.
+
+        Nobody is preempted for them, and a block is left for each other running sequence.
+        """
+        self._free_unread(seq, output)
+        start, column, size = seq.num_computed_tokens, len(seq.block_ids), self.blocks.block_size
+        room = max(0, self.blocks.num_available - (len(self._running) - 1))
+        num_tokens = min(num_tokens, (column + room) * size - start)
+        self.blocks.grow(seq, start + num_tokens)
+        _add_blocks(output, seq, column)
+        return num_tokens
 
     def _preempt(self, seq: Sequence) -> None:
         """Give everything back and wait again; what was generated is kept and will be recomputed like a prompt."""
@@ -231,6 +253,8 @@ class Scheduler:
         """As many tokens of `seq` as the budget allows."""
         start = seq.num_computed_tokens
         num_tokens = min(seq.num_tokens - start, budget.tokens)
+        if self.blocks.sliding_window is not None:
+            num_tokens = self._grow_within_window(seq, num_tokens, output)
         score_from = num_scored = 0
         if seq.request.params.prompt_logprobs is not None:
             score_from = max(start, seq.num_scored_tokens)
@@ -278,7 +302,7 @@ class Scheduler:
             seq.num_cached_tokens = num_cached
             self.stats.saw_entry(seq, now)
         output.new_rows.append(seq)
-        output.new_blocks += [(seq.row, column, block) for column, block in enumerate(seq.block_ids)]
+        _add_blocks(output, seq, 0)
         return True
 
     def _reserve(self, num_preemptions: int) -> int:
@@ -430,3 +454,10 @@ def _logprobs(result: StepResult, row: int, num_top: int) -> TokenLogprobs:
         assert result.top_ids is not None and result.top_logprobs is not None
         top = tuple(zip(result.top_ids[row][:num_top], result.top_logprobs[row][:num_top], strict=True))
     return TokenLogprobs(result.token_ids[row], result.logprobs[row], result.ranks[row], top)
+
+
+def _add_blocks(output: SchedulerOutput, seq: Sequence, first_column: int) -> None:
+    """The row of `seq` has new blocks from `first_column` on."""
+    output.new_blocks += [
+        (seq.row, column, block) for column, block in enumerate(seq.block_ids[first_column:], first_column)
+    ]

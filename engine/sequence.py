@@ -79,6 +79,7 @@ class Sequence:
         "max_len",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_freed_blocks",
         "num_passed",
         "num_preemptions",
         "num_prompt_tokens",
@@ -109,6 +110,7 @@ class Sequence:
         self.max_len = max_len  # prompt and generated tokens together never exceed it
         self.num_computed_tokens = 0
         self.block_ids: list[int] = []
+        self.num_freed_blocks = 0  # leading columns of `block_ids` that hold the null block: outside the window
         self.digests: list[bytes] = []  # chained hashes of the full blocks, as far as anyone asked
         self.num_published_blocks = 0
         self.shortage: Shortage | None = None  # the last refusal of blocks, while it holds

@@ -67,6 +67,7 @@ class WorkerInfo:
     weight_bytes_per_rank: int
     kv_bytes_per_token_per_rank: int
     load_seconds: float
+    sliding_window: int | None = None  # the longest, if every layer has one: no token before it is ever read
     kernels: str = ""  # what computes: the processor's or device's kind, and our kernels where they serve
     batch_invariant: bool = False  # a request's numbers do not depend on its company or on how its tokens are cut
     batch_invariant_reason: str = "it was not tested"  # why not, or what the promise rests on

@@ -122,6 +122,7 @@ class Runner:
             weight_bytes_per_rank=self.model.weight_bytes,
             kv_bytes_per_token_per_rank=self.kv_spec.bytes_per_token,
             load_seconds=round(self._load_seconds, 3),
+            sliding_window=self.spec.longest_window,
             kernels=kernels_in_use(self.device),
             batch_invariant=self.invariance.batch_invariant,
             batch_invariant_reason=self.invariance.reason,

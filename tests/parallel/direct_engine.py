@@ -30,7 +30,7 @@ class Answer:
 
 
 class _Limited:
-    """A group that reports fewer KV blocks than it has."""
+    """A group that reports something else than it has, fewer KV blocks for one."""
 
     def __init__(self, group: WorkerGroup, info: WorkerInfo) -> None:
         self._group = group
@@ -54,6 +54,7 @@ class DirectEngine:
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
         num_blocks: int | None = None,
+        info: WorkerInfo | None = None,
         enable_prefix_caching: bool = False,
     ) -> None:
         worker = group.config
@@ -62,10 +63,11 @@ class DirectEngine:
         if max_num_batched_tokens is not None:
             worker = worker.with_(max_num_batched_tokens=max_num_batched_tokens)
         config = EngineConfig(worker, enable_prefix_caching=enable_prefix_caching)
-        info = replace(group.info, num_blocks=num_blocks or group.info.num_blocks)
+        info = info or replace(group.info, num_blocks=num_blocks or group.info.num_blocks)
         self.now = 0.0
         self.num_steps = 0
         self.num_cached_tokens = 0
+        self.most_blocks_held = 0
         self._stepper = Stepper(config, _Limited(group, info), lambda: self.now)
         self.scheduler = self._stepper.scheduler
 
@@ -94,6 +96,7 @@ class DirectEngine:
     def _step(self, answers: dict[int, Answer]) -> None:
         self.now += 0.01
         output = self._stepper.begin()
+        self.most_blocks_held = max(self.most_blocks_held, self.scheduler.blocks.num_held)
         events = self._stepper.take_events()
         if output is not None:
             self.num_steps += 1

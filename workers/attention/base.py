@@ -76,5 +76,7 @@ class AttentionBackend(Protocol):
     def attend(self, q: Tensor, kv: LayerKV, plan: Any, layer: AttentionSpec) -> Tensor:
         """`q` [T, num_heads, head_dim] -> [T, num_heads * head_dim]. Padding rows of the result are finite, no more.
 
-        Called after `write` of the whole step: a sequence may read blocks that another one fills in this step.
+        Called after `write` of the whole step: a sequence may read blocks that another one fills in this step. Blocks
+        outside the window of every query may be given to others: the null block stands in their columns, and what it
+        holds must change no result.
         """

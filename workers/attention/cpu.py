@@ -10,7 +10,7 @@ softmax, multiply. Three facts about oneDNN's 16-bit batched products, each held
 * They round scores to 16 bits, too coarse for models whose keys carry large biases. The same product with the rounded
   scores subtracted returns what rounding lost, and the sum of both is good to about 17 bits.
 * Weight zero times NaN is NaN. A value page is therefore cleared when its first slot is written, and columns beyond a
-  sequence's pages read a page that is never written: what another request left behind cannot leak.
+  sequence's pages, or whose pages were freed, read a page that is never written: what others left cannot leak.
 """
 
 from dataclasses import dataclass, field
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from workers.attention.base import AttentionSpec, KVSpec, LayerKV
 from workers.batch import Batch
+from workers.protocol import NULL_BLOCK
 
 # Columns come in multiples of this many tokens, counted from position 0: whatever the block size, a sequence sees the
 # same products.
@@ -236,6 +237,7 @@ class CpuBackend:
         wanted = (firsts // size)[:, None] + np.arange(columns // size)  # [n, P]
         held = wanted < (-(-contexts // size))[:, None]
         blocks = np.take_along_axis(tables.astype(np.int64), np.where(held, wanted, 0), axis=1)
+        held &= blocks != NULL_BLOCK  # freed, being outside the window
         blocks = np.where(held, blocks, self._zero_page)
         return torch.from_numpy((blocks[:, None, :] * heads + np.arange(heads)[None, :, None]).reshape(-1))
 

@@ -62,10 +62,17 @@ class ReferenceBackend:
     def attend(self, q: Tensor, kv: LayerKV, plan: list[_Sequence], layer: AttentionSpec) -> Tensor:
         out = torch.zeros_like(q)  # padding rows stay zero
         for seq in plan:
-            k = kv.k.flatten(0, 1)[seq.slots].float()  # [C, kv_heads, D]
-            v = kv.v.flatten(0, 1)[seq.slots].float()
+            slots = seq.slots[_first_seen(seq, layer.sliding_window) :]
+            k = kv.k.flatten(0, 1)[slots].float()  # [C, kv_heads, D]
+            v = kv.v.flatten(0, 1)[slots].float()
             out[seq.start : seq.stop] = _attend_one(q[seq.start : seq.stop].float(), k, v, layer).to(q.dtype)
         return out.flatten(1)
+
+
+def _first_seen(seq: _Sequence, window: int | None) -> int:
+    """The first position that a query of `seq` sees: what lay before may have been given to others."""
+    first_query = len(seq.slots) - (seq.stop - seq.start)
+    return 0 if window is None else max(0, first_query - window + 1)
 
 
 def _attend_one(q: Tensor, k: Tensor, v: Tensor, layer: AttentionSpec) -> Tensor:

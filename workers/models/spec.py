@@ -102,6 +102,12 @@ class DecoderSpec:
         return max(self.max_position_embeddings, self.default_length)
 
     @property
+    def longest_window(self) -> int | None:
+        """Of all layers; None when one of them sees every token."""
+        windows = [window for window in self.windows if window is not None]
+        return max(windows) if len(windows) == len(self.windows) else None
+
+    @property
     def num_parameters(self) -> int:
         """Of the whole model; a tied head counts once."""
         return sum(_product(shape) for shape in tensor_shapes(self).values())

@@ -46,7 +46,7 @@ def make_config(
     return EngineConfig(worker, **engine)
 
 
-def make_info(config: EngineConfig, num_blocks: int = 33) -> WorkerInfo:
+def make_info(config: EngineConfig, num_blocks: int = 33, sliding_window: int | None = None) -> WorkerInfo:
     worker = config.worker
     assert worker.max_model_len is not None
     return WorkerInfo(
@@ -63,6 +63,7 @@ def make_info(config: EngineConfig, num_blocks: int = 33) -> WorkerInfo:
         weight_bytes_per_rank=1,
         kv_bytes_per_token_per_rank=1,
         load_seconds=0.0,
+        sliding_window=sliding_window,
     )
 
 
@@ -196,8 +197,8 @@ class FakeGroup:
         histories = []
         ends = step.query_start_loc.tolist()
         for s in range(step.num_seqs):
-            slots = self._slots(step, s)
-            history = self._context(slots[: step.positions[ends[s]]])
+            start = int(step.positions[ends[s]])
+            history = self._context(self._slots(step, s)[:start], self._first_seen(start))
             for t in range(ends[s], ends[s + 1]):
                 token, position = int(step.token_ids[t]), int(step.positions[t])
                 history = _chain(history, token, position)
@@ -210,12 +211,17 @@ class FakeGroup:
         table = step.block_tables[s].tolist()
         return [table[p // size] * size + p % size for p in range(int(step.seq_lens[s]))]
 
-    def _context(self, slots: list[int]) -> int:
-        """Read the whole context back through the block table: every entry must follow from the one before."""
+    def _first_seen(self, position: int) -> int:
+        window = self.info.sliding_window
+        return 0 if window is None else max(0, position - window + 1)
+
+    def _context(self, slots: list[int], first: int) -> int:
+        """Read the context back through the block table: each entry from `first` on must follow the one before."""
         history = _ROOT
-        for position, slot in enumerate(slots):
-            stored, token, at = self._kv[slot]
-            assert at == position and stored == _chain(history, token, position), "the KV of someone else"
+        for position in range(first, len(slots)):
+            stored, token, at = self._kv[slots[position]]
+            follows = position == first > 0 or stored == _chain(history, token, position)
+            assert at == position and follows, "the KV of someone else"
             history = stored
         return history
 
@@ -252,9 +258,15 @@ class FakeGroup:
 class Driver:
     """The scheduler, the builder and the fake ranks, one step at a time, with every check switched on."""
 
-    def __init__(self, config: EngineConfig, num_blocks: int = 33, faults: Faults | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        num_blocks: int = 33,
+        faults: Faults | None = None,
+        sliding_window: int | None = None,
+    ) -> None:
         self.config = config
-        self.info = make_info(config, num_blocks)
+        self.info = make_info(config, num_blocks, sliding_window)
         self.scheduler = Scheduler(config, self.info)
         self.group = FakeGroup(config, self.info, faults)
         self.builder = StepBuilder(

@@ -42,8 +42,11 @@ class EngineMachine(RuleBasedStateMachine):
         budget=st.integers(1, 24),
         block_size=st.integers(1, 5),
         caching=st.booleans(),
+        window=st.sampled_from([None, None, 2, 5, 9, 30]),
     )
-    def start(self, num_blocks: int, max_num_seqs: int, budget: int, block_size: int, caching: bool) -> None:
+    def start(
+        self, num_blocks: int, max_num_seqs: int, budget: int, block_size: int, caching: bool, window: int | None
+    ) -> None:
         config = make_config(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
@@ -53,7 +56,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_waiting_tokens=100,
             enable_prefix_caching=caching,
         )
-        self.driver = Driver(config, num_blocks)
+        self.driver = Driver(config, num_blocks, sliding_window=window)
         self.pending: SchedulerOutput | None = None
         self.next_id = 1
         self.num_withdrawn = 0

@@ -1,5 +1,6 @@
 """Builds mixed batches over scattered, poisoned pages, for the tests of attention backends."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,10 +90,15 @@ class Case:
         self.tables, self.num_blocks = tables_for(seqs, spec.block_size, seed)
 
     def run(
-        self, backend: AttentionBackend, chunks: list[list[Seq]] | None = None, alone: int | None = None
+        self,
+        backend: AttentionBackend,
+        chunks: list[list[Seq]] | None = None,
+        alone: int | None = None,
+        frees: bool = False,
     ) -> list[Tensor]:
         """Results [query, heads * D] per sequence of the last step. `chunks` are the steps to take, one `Seq` per
-        sequence (query 0: not in the step); by default the earlier context in one, then `self.seqs`."""
+        sequence (query 0: not in the step); by default the earlier context in one, then `self.seqs`. `frees`: blocks
+        that lie outside the window are not in the tables and hold NaN, the null block too."""
         kv = backend.allocate(self.num_blocks)[0]
         self._poison(kv, backend)
         if chunks is None:
@@ -101,12 +107,25 @@ class Case:
         for step in chunks:
             here = [i for i, seq in enumerate(step) if seq.query and alone in (None, i)]
             if here:
-                for i, rows in zip(here, self._step(backend, kv, [step[i] for i in here], here), strict=True):
+                tables = self._freed(backend, kv, step) if frees else self.tables
+                for i, rows in zip(here, self._step(backend, kv, tables, [step[i] for i in here], here), strict=True):
                     results[i].append(rows)
         return [torch.cat(rows) if rows else torch.empty(0) for rows in results]
 
-    def _step(self, backend: AttentionBackend, kv: LayerKV, seqs: list[Seq], here: list[int]) -> list[Tensor]:
-        batch = batch_of(self.tables[here], seqs, self.spec.block_size, self.spec.device)
+    def _freed(self, backend: AttentionBackend, kv: LayerKV, step: list[Seq]) -> np.ndarray:
+        """The tables without the blocks that no query of `step` sees."""
+        window = self.layer.sliding_window
+        assert window is not None
+        tables = self.tables.copy()
+        for row, seq in enumerate(step):
+            tables[row, : max(0, seq.context - seq.query - window + 1) // self.spec.block_size] = NULL_BLOCK
+        self._fill([NULL_BLOCK, *self.tables[tables != self.tables].tolist()], float("nan"), kv, backend)
+        return tables
+
+    def _step(
+        self, backend: AttentionBackend, kv: LayerKV, tables: np.ndarray, seqs: list[Seq], here: list[int]
+    ) -> list[Tensor]:
+        batch = batch_of(tables[here], seqs, self.spec.block_size, self.spec.device)
         pad = len(batch.token_ids) - batch.num_tokens
 
         def cut(source: list[Tensor]) -> Tensor:
@@ -121,11 +140,14 @@ class Case:
         return list(out[: batch.num_tokens].split([seq.query for seq in seqs]))
 
     def _poison(self, kv: LayerKV, backend: AttentionBackend) -> None:
-        """NaN in every slot of every block but the null block, through the door everyone uses."""
-        slots = self.num_blocks * self.spec.block_size
-        tables = np.arange(self.num_blocks, dtype=np.int32)[None]
+        """NaN in every slot of every block but the null block."""
+        self._fill(range(1, self.num_blocks), float("nan"), kv, backend)
+
+    def _fill(self, blocks: Iterable[int], value: float, kv: LayerKV, backend: AttentionBackend) -> None:
+        """`value` in every slot of `blocks`, through the door everyone uses."""
+        tables = np.array([list(blocks)], np.int32)
+        slots = tables.size * self.spec.block_size
         batch = batch_of(tables, [Seq(slots, slots)], self.spec.block_size, self.spec.device)
-        shape = (slots, self.spec.num_kv_heads, self.spec.head_dim)
-        nans = torch.full(shape, float("nan"), dtype=self.spec.dtype, device=self.spec.device)
-        nans[: self.spec.block_size] = 0
-        backend.write(kv, nans, nans, batch)
+        shape = (len(batch.slot_mapping), self.spec.num_kv_heads, self.spec.head_dim)
+        values = torch.full(shape, value, dtype=self.spec.dtype, device=self.spec.device)
+        backend.write(kv, values, values, batch)

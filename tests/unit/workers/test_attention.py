@@ -71,6 +71,22 @@ def test_backends_agree_with_the_reference(options, dtype, device):
             torch.testing.assert_close(ours.cpu(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("backend", [ReferenceBackend, *FAST])
+@pytest.mark.parametrize(
+    "options", [{"window": 1}, {"window": 40}, {"block": 32, "window": 33, "group": 7}, {"block": 128, "window": 200}]
+)
+def test_blocks_outside_the_window_are_never_read(options, backend, dtype):
+    kv, layer = specs(dtype=dtype, **options)
+    case = Case(kv, layer, [Seq(1, 300), Seq(70, 400), Seq(1, 41), Seq(1, 40), Seq(3, 129), Seq(5, 5)])
+    pieces = [[Seq(*_next(seq.context, end, 57)) for seq in case.seqs] for end in range(57, 500, 57)]
+    for steps in (None, pieces):
+        kept = case.run(backend(kv), steps)
+        freed = case.run(backend(kv), steps, frees=True)
+        assert all(torch.equal(one, other) for one, other in zip(kept, freed, strict=True))
+        assert torch.cat(freed).isfinite().all()
+
+
 @pytest.mark.parametrize("window", [None, 3])
 def test_reference_agrees_with_torch(window):
     """The judge is judged once, by torch's own attention over whole sequences."""

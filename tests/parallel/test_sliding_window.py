@@ -1,0 +1,70 @@
+"""A model whose layers all have a window keeps only the blocks in it, and says what it would say with all of them."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from engine.types import Request, SamplingParams
+from tests.golden.tiny_models import make_tiny
+from tests.parallel.direct_engine import Answer, DirectEngine
+from workers.config import WorkerConfig
+from workers.group import WorkerGroup, start_group
+
+WINDOW, BLOCK = 24, 8
+
+
+@pytest.fixture(scope="module", params=["reference", "cpu"])
+def group(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
+    config = WorkerConfig(
+        str(make_tiny(tmp_path_factory.mktemp("model"), "mistral", sliding_window=WINDOW)),
+        device="cpu",
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        block_size=BLOCK,
+        num_kv_blocks=200,
+        num_threads=1,
+        attention_backend=request.param,
+    )
+    started = start_group(config, inline=True, on_progress=lambda phase, fraction: None)
+    yield started
+    started.close()
+
+
+REQUESTS = [
+    Request(
+        number,
+        tuple(2 + (7 * number + 5 * index) % 300 for index in range(30 + 30 * number)),
+        SamplingParams(max_tokens=25, seed=number, temperature=0.0, logprobs=1),
+    )
+    for number in range(1, 5)
+]
+
+
+@pytest.fixture(scope="module")
+def expected(group: WorkerGroup) -> dict[int, Answer]:
+    """With every block kept."""
+    engine = DirectEngine(group, info=replace(group.info, sliding_window=None))
+    answers = engine.run(REQUESTS)
+    assert not any(answer.error for answer in answers.values())
+    assert engine.most_blocks_held > 50
+    return answers
+
+
+def test_blocks_outside_the_window_are_given_back(group: WorkerGroup, expected: dict[int, Answer]) -> None:
+    assert group.info.sliding_window == WINDOW
+    engine = DirectEngine(group, enable_prefix_caching=True)
+    assert engine.run(REQUESTS) == expected
+    # four windows of four blocks, and what was computed since each last grew
+    assert engine.most_blocks_held <= 30
+    again = engine.run(REQUESTS)
+    assert engine.num_cached_tokens > 200
+    assert [answer.token_ids for answer in again.values()] == [answer.token_ids for answer in expected.values()]
+
+
+def test_a_pool_that_is_too_small_gives_the_same_tokens(group: WorkerGroup, expected: dict[int, Answer]) -> None:
+    engine = DirectEngine(group, num_blocks=24)
+    answers = engine.run([replace(r, params=replace(r.params, logprobs=None)) for r in REQUESTS])
+    assert [answer.token_ids for answer in answers.values()] == [answer.token_ids for answer in expected.values()]
