@@ -12,6 +12,7 @@ import pytest
 from server.cli import main
 from server.settings import OPTIONS
 from server.vllm_flags import FLAGS
+from server.wire import MAX_LOGPROBS
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -116,6 +117,7 @@ def test_the_value_of_a_foreign_flag_is_not_the_model(capsys):
 def test_no_flag_of_ours_is_in_the_list_of_foreign_ones():
     ours = {described.name.replace("_", "-") for described in OPTIONS.values()}
     assert ours.isdisjoint(FLAGS)
+    assert FLAGS["max-logprobs"].harmless == (str(MAX_LOGPROBS),)
     assert all(flag.holds.endswith(".") and "\n" not in flag.holds for flag in FLAGS.values())
 
 
