@@ -186,10 +186,18 @@ class BlockManager:
         seq.num_published_blocks = seq.num_freed_blocks = 0
 
     def forget(self, seq: Sequence, first_column: int = 0) -> None:
-        """Let nobody find the blocks of `seq` from `first_column` on again. It goes on holding them."""
+        """Let nobody find the blocks of `seq` from `first_column` on again, nor those it gave back. It goes on holding
+        what it holds."""
         for block in seq.block_ids[first_column:]:
             if self._digest[block] is not None:
                 self._forget(block)
+        for digest in seq.digests[first_column : seq.num_freed_blocks]:
+            block = self._published.get(digest)
+            if block is not None:
+                self._forget(block)
+                if self._refs[block] == 0:
+                    del self._cached[block]
+                    self._free[block] = None
 
     def reset_cache(self) -> int:
         """Let nobody find what has been computed so far; return how many blocks that were. Holders go on holding."""

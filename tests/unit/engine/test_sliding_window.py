@@ -1,8 +1,9 @@
 """With a window on all layers a sequence holds the blocks that its tokens to come will read, and no others."""
 
 import pytest
-from engine_fakes import Driver, make_config, make_request
+from engine_fakes import Driver, Faults, make_config, make_request
 
+from engine.errors import NOT_FINITE
 from workers.protocol import NULL_BLOCK
 
 WINDOW = 10  # blocks have four tokens: three or four are in the window
@@ -79,6 +80,18 @@ def test_a_prefix_is_found_by_its_last_window() -> None:
     driver.finish(output)
     driver.run().check_outputs()
     assert driver.ends[2].num_cached_tokens == 80
+    driver.check_idle()
+
+
+def test_what_was_given_back_is_forgotten_with_the_rest_when_numbers_are_not_finite() -> None:
+    config = make_config(max_model_len=200)
+    driver = Driver(config, 60, Faults(poisoned_seeds=(1,)), sliding_window=WINDOW)
+    driver.add(make_request(1, [number % 60 for number in range(80)], max_tokens=5))  # in three steps
+    driver.step()
+    driver.step()
+    assert driver.scheduler.blocks.num_cached > 0
+    driver.run().check_outputs()
+    assert driver.ends[1].error == NOT_FINITE and driver.scheduler.blocks.num_cached == 0
     driver.check_idle()
 
 
