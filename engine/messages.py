@@ -17,9 +17,17 @@ from typing import Any, TypeVar
 from engine.config import EngineConfig
 from engine.errors import ContextLengthError, OarlockError, QueueFullError, RequestError, StartupError, UnavailableError
 from engine.frames import Frame, FrameError, encode
-from engine.scored_tokens import ScoredTokens
 from engine.stats import EngineStats
-from engine.types import EngineInfo, FinishReason, Grammar, Request, SamplingParams, TokenEvent, TokenLogprobs
+from engine.types import (
+    EngineInfo,
+    FinishReason,
+    Grammar,
+    Request,
+    SamplingParams,
+    ScoredTokens,
+    TokenEvent,
+    TokenLogprobs,
+)
 
 T = TypeVar("T")
 

@@ -14,10 +14,9 @@ from engine.admission import Limits, check
 from engine.blocks import NULL_BLOCK, BlockManager
 from engine.config import EngineConfig
 from engine.errors import INTERNAL, NO_TOKEN, NOT_FINITE, QueueFullError, RequestError
-from engine.scored_tokens import ScoredTokens
 from engine.sequence import GrammarState, SchedulerOutput, Sequence, Status, StepResult, Work
 from engine.stats import EngineStats
-from engine.types import FinishReason, Request, TokenEvent, TokenLogprobs
+from engine.types import FinishReason, Request, ScoredTokens, TokenEvent, TokenLogprobs
 from engine.waiting import WaitingRoom
 from workers.config import WorkerInfo
 from workers.protocol import FINITE, NONFINITE

@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
-from engine.scored_tokens import ScoredTokens
-from engine.types import Request
+from engine.types import Request, ScoredTokens
 
 if TYPE_CHECKING:
     import numpy as np

@@ -16,10 +16,11 @@ from server.choice import Delta
 from server.generation import Generation
 from server.json_pieces import LONG_TEXT, InPieces, pieces_of
 from server.json_text import dumps, json_text
-from server.prompt_scores import Scores, TokenScore
+from server.prompt_scores import PromptScores, Scores, TokenScore
 from server.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
+_WITH_ALTERNATIVES = frozenset({"top_logprobs", "content"})  # the lists of `logprobs` that show them
 _FLOOR = -9999.0  # JSON has no -Infinity; the field's convention for "impossible"
 
 
@@ -143,14 +144,17 @@ class AnswerFormat(ABC):
         return {
             "index": index,
             **self._choice("".join(piece.text for piece in pieces)),
-            "logprobs": self._whole_logprobs(_Scores(pieces)) if self._with_logprobs else None,
+            "logprobs": self._whole_logprobs(pieces) if self._with_logprobs else None,
             "finish_reason": pieces[-1].finish_reason,
             "stop_reason": pieces[-1].stop_reason,
             **(self._extras(pieces) if self._has_extras else {}),
         }
 
-    def _whole_logprobs(self, scores: Iterable[TokenScore]) -> dict[str, Any]:
-        return {name: InPieces(entry, scores, _num_logprobs) for name, entry in self._columns.items()}
+    def _whole_logprobs(self, pieces: Sequence[Delta]) -> dict[str, Any]:
+        return {
+            name: InPieces(entry, _scores_of(pieces, name in _WITH_ALTERNATIVES), _num_logprobs)
+            for name, entry in self._columns.items()
+        }
 
     def _extras(self, pieces: Sequence[Delta]) -> dict[str, Any]:
         """The members of a choice that are there only when asked for."""
@@ -210,14 +214,10 @@ def _members(fields: dict[str, Any]) -> str:
     return "".join(f',"{name}":{"".join(pieces_of(value))}' for name, value in fields.items())
 
 
-class _Scores:
-    """Of all pieces of a choice, to be gone through for each member."""
-
-    def __init__(self, pieces: Sequence[Delta]) -> None:
-        self._pieces = pieces
-
-    def __iter__(self) -> Iterator[TokenScore]:
-        return (score for piece in self._pieces for score in piece.scores)
+def _scores_of(pieces: Sequence[Delta], with_top: bool) -> Iterator[TokenScore]:
+    for piece in pieces:
+        scores = piece.scores
+        yield from scores.scores(with_top=with_top) if isinstance(scores, PromptScores) else scores
 
 
 def _num_logprobs(score: TokenScore) -> int:

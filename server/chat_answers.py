@@ -102,8 +102,8 @@ class ChatFormat(AnswerFormat):
     def _logprobs(self, scores: Scores) -> dict[str, Any]:
         return {**super()._logprobs(scores), "refusal": None}
 
-    def _whole_logprobs(self, scores: Iterable[TokenScore]) -> dict[str, Any]:
-        return {**super()._whole_logprobs(scores), "refusal": None}
+    def _whole_logprobs(self, pieces: Sequence[Delta]) -> dict[str, Any]:
+        return {**super()._whole_logprobs(pieces), "refusal": None}
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = self._tokenizer.token_bytes(token_id)

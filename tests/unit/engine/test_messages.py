@@ -11,9 +11,17 @@ from engine import messages
 from engine.config import EngineConfig, WorkerConfig
 from engine.errors import ContextLengthError, QueueFullError, RequestError, StartupError
 from engine.frames import Frame, FrameError, FrameReader
-from engine.scored_tokens import ScoredTokens
 from engine.stats import EngineStats
-from engine.types import EngineInfo, FinishReason, Grammar, Request, SamplingParams, TokenEvent, TokenLogprobs
+from engine.types import (
+    EngineInfo,
+    FinishReason,
+    Grammar,
+    Request,
+    SamplingParams,
+    ScoredTokens,
+    TokenEvent,
+    TokenLogprobs,
+)
 
 _IDS = st.integers(0, 2**31 - 1)
 _F32 = st.floats(width=32, allow_nan=False)

@@ -4,8 +4,7 @@ from array import array
 
 import pytest
 
-from engine.scored_tokens import ScoredTokens
-from engine.types import FinishReason, TokenEvent, TokenLogprobs
+from engine.types import FinishReason, ScoredTokens, TokenEvent, TokenLogprobs
 from server.json_pieces import PIECE_NUMBERS
 from server.prompt_scores import PromptReader, TokenScore, parts_of
 
