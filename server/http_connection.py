@@ -270,12 +270,18 @@ class BoundedProtocol(HttpToolsProtocol):
     def _linger(self) -> None:
         """Close our half, and read on until the client closes its own. Were bytes left unread, the kernel would answer
         them with a reset, and a client that writes first and reads later would never see what it was told."""
+        if self.transport.is_closing():
+            return
         self.server_state.waiting.pop(self, None)
         self._lingering = True
         self._num_dropped = 0
         self._num_unsent = self.transport.get_write_buffer_size()
         self.deadline = self.loop.time() + LINGER_TIMEOUT_S
-        self.transport.write_eof()
+        try:
+            self.transport.write_eof()
+        except OSError:  # the client has reset the connection: nobody is left to linger for
+            self.transport.abort()
+            return
         self.flow.resume_reading()
 
     def _refuse_framing(self) -> None:

@@ -97,7 +97,7 @@ class Client:
         for piece in pieces:
             if not self.wire.closed:
                 self.protocol.data_received(piece)
-        for _ in range(8):
+        for _ in range(16):
             await asyncio.sleep(0)
         return self.answers()
 
@@ -217,6 +217,32 @@ def test_a_refusal_waits_for_a_client_that_is_still_writing():
         assert 0 < client.left_s <= LINGER_TIMEOUT_S
         client.expire()
         assert client.wire.aborted
+
+    run(scenario)
+
+
+def test_nobody_lingers_for_a_client_that_is_gone(monkeypatch):
+    def reset(self):
+        raise OSError(107, "not connected")
+
+    async def scenario():
+        monkeypatch.setattr(Wire, "write_eof", reset)
+        client = Client()
+        await client.feed(b"NONSENSE\r\n\r\n")
+        assert client.wire.aborted
+
+    run(scenario)
+
+
+def test_requests_sent_ahead_of_their_turn_are_bounded():
+    async def scenario():
+        client = Client()
+        answers = await client.feed(b"GET / HTTP/1.1\r\n\r\n" * 10)
+        assert [status for status, _ in answers] == [200] * 10
+        client = Client()
+        await client.feed(b"GET / HTTP/1.1\r\n\r\n" * 10_000)
+        assert client.wire.closed
+        assert len(client.protocol.pipeline) <= 32
 
     run(scenario)
 
