@@ -1,4 +1,4 @@
-"""What the engine can be asked, and what it answers: plain ints, floats and tuples. No text, no tensors.
+"""What the engine can be asked, and what it answers: plain ints and floats, in tuples and arrays. No text, no tensors.
 
 These are the only objects that cross from the server to the engine and back.
 """
