@@ -26,6 +26,10 @@ _STAMP = "made-from"
 _LENT = ("torch", "torchgen", "functorch")
 
 
+class NotInstalledError(Exception):
+    """A program of the machine's that a client needs is not there; one sentence."""
+
+
 def bare_python(directory: Path) -> Path:
     """The interpreter of a new, empty environment."""
     venv.EnvBuilder(with_pip=True, clear=True).create(directory)
@@ -33,7 +37,13 @@ def bare_python(directory: Path) -> Path:
 
 
 def prepare(client: Client) -> tuple[list[str], bool]:
-    """The command that runs this client's scripts, and whether its environment had to be made."""
+    """The command that runs this client's scripts, and whether its environment had to be made.
+
+    Raises `NotInstalledError`.
+    """
+    program = {Kind.PROGRAM: client.package, Kind.NODE: "npm"}.get(client.kind)
+    if program is not None and shutil.which(program) is None:
+        raise NotInstalledError(f"{program} is not installed")
     if client.kind is Kind.PROGRAM:
         return [sys.executable], False
     directory = CACHE / client.name
@@ -71,10 +81,6 @@ def _fingerprint(client: Client) -> str:
 
 def _make(client: Client, directory: Path) -> None:
     if client.kind is Kind.NODE:
-        if shutil.which("npm") is None:
-            raise SystemExit(
-                "error: npm is not installed\nfix: install Node.js with npm, for example: apt-get install npm"
-            )
         quiet = ["--no-audit", "--no-fund", "--no-package-lock", "--ignore-scripts", "--loglevel=error"]
         (directory / "package.json").write_text('{"private": true}\n')
         subprocess.run(["npm", "install", *quiet, *client.requires], cwd=directory, check=True)

@@ -23,7 +23,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.clients.environments import CACHE, HERE, prepare, version
+from tests.clients.environments import CACHE, HERE, NotInstalledError, prepare, version
 from tests.clients.matrix import CLIENTS, Client
 from tests.clients.table import as_text, write_docs
 from tests.e2e.running import DEMO, ROOT, RunningServer
@@ -43,6 +43,7 @@ class Outcome:
     exercised: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    skipped: str = ""  # why it was not tried
 
 
 def try_client(client: Client, url: str, reference: Path) -> Outcome:
@@ -52,6 +53,10 @@ def try_client(client: Client, url: str, reference: Path) -> Outcome:
     try:
         interpreter, fresh = prepare(client)
         outcome.version = version(client)
+    except NotInstalledError as reason:
+        outcome.skipped = str(reason)
+        print(f"==> {client.name}: skipped, {reason}", flush=True)
+        return outcome
     except (OSError, subprocess.CalledProcessError) as error:
         outcome.problems.append(f"no environment: {error}")
         return outcome
@@ -154,7 +159,9 @@ def main(arguments: list[str] | None = None) -> int:
         failed.append("the server still holds blocks or requests")
     if given.write_docs:  # failures too: the page says what is
         write_docs(outcomes)
-    print(f"\nfailed: {', '.join(failed)}" if failed else f"\n{len(outcomes)} clients, all well")
+    tried = sum(not outcome.skipped for outcome in outcomes)
+    skipped = f", {len(outcomes) - tried} skipped" if tried < len(outcomes) else ""
+    print(f"\nfailed: {', '.join(failed)}" if failed else f"\n{tried} clients, all well{skipped}")
     return 1 if failed else 0
 
 

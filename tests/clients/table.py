@@ -21,13 +21,14 @@ class Row(Protocol):
     exercised: list[str]
     problems: list[str]
     seconds: float
+    skipped: str
 
 
 def as_text(rows: Sequence[Row]) -> str:
     """For a terminal: one line per client, its problems below it."""
     lines = [f"{'client':18} {'version':10} {'exercised':>9} {'failed':>6} {'seconds':>8}  result"]
     for row in rows:
-        result = "FAILED" if row.problems else "ok"
+        result = "FAILED" if row.problems else f"skipped: {row.skipped}" if row.skipped else "ok"
         counts = f"{len(row.exercised):9} {len(row.problems):6} {row.seconds:8.1f}"
         lines.append(f"{row.client.name:18} {row.version:10} {counts}  {result}")
         lines += [f"    {problem}" for problem in row.problems]
@@ -39,7 +40,7 @@ def as_markdown(rows: Sequence[Row]) -> str:
     lines = ["| client | version | what it did | result |", "|---|---|---|---|"]
     for row in rows:
         did = "; ".join(text.replace("|", "\\|") for text in row.exercised)
-        result = f"{len(row.problems)} failed" if row.problems else "all well"
+        result = f"{len(row.problems)} failed" if row.problems else row.skipped or "all well"
         lines.append(f"| `{row.client.name}` | {row.version} | {did} | {result} |")
     day = datetime.datetime.now(datetime.UTC).date().isoformat()
     return "\n".join([*lines, "", f"Run on {day}."])
