@@ -89,6 +89,7 @@ def tp1():
 
 @pytest.fixture(scope="session")
 def tp2(foreign):
-    """Two ranks, float32, prefix caching on; started in a folder that nothing may be imported from."""
-    with RunningServer(DEMO, "--dtype", "float32", "--served-model-name", "demo", "-tp", 2, cwd=foreign) as server:
+    """The same on two ranks, started in a folder that nothing may be imported from."""
+    flags = ("--dtype", "float32", "--block-size", 8, "--served-model-name", "demo", "-tp", 2)
+    with RunningServer(DEMO, *flags, cwd=foreign) as server:
         yield server

@@ -35,14 +35,26 @@ def answers_together(server, prompts):
         return [future.result() for future in sent]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("caching", ["--enable-prefix-caching", "--no-enable-prefix-caching"])
-def test_greedy_text_equals_transformers(ranks, caching, prompts, expected):
+def check_greedy_text(server, prompts, expected, *, has_hits):
+    before = server.metrics()["vllm:prefix_cache_hits_total"]
+    assert answers_alone(server, prompts) == expected
+    assert answers_together(server, prompts) == expected
+    assert (server.metrics()["vllm:prefix_cache_hits_total"] > before) == has_hits
+
+
+@pytest.mark.parametrize("name", ["tp1", "tp2"])
+def test_greedy_text_equals_transformers(name, request, prompts, expected):
+    check_greedy_text(request.getfixturevalue(name), prompts, expected, has_hits=True)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "caching"),
+    [(1, "--no-enable-prefix-caching"), (2, "--no-enable-prefix-caching"), (4, "--no-enable-prefix-caching"),
+     (4, "--enable-prefix-caching")],
+)  # fmt: skip
+def test_it_does_so_without_cached_prefixes_and_on_four_ranks(ranks, caching, prompts, expected):
     with RunningServer(DEMO, "--dtype", "float32", "-tp", ranks, caching, "--block-size", 8) as server:
-        assert answers_alone(server, prompts) == expected
-        assert answers_together(server, prompts) == expected
-        hits = server.metrics()["vllm:prefix_cache_hits_total"]
-        assert (hits > 0) == (caching == "--enable-prefix-caching")
+        check_greedy_text(server, prompts, expected, has_hits=caching == "--enable-prefix-caching")
 
 
 SEEDED = {"temperature": 1.5, "top_p": 0.95, "max_tokens": 24, "ignore_eos": True}
