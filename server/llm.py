@@ -32,6 +32,7 @@ _T = TypeVar("_T")
 _CLOSE_S = 10.0
 _SERVER_ONLY = frozenset(
     {
+        "allowed_hosts",
         "host",
         "port",
         "api_key",
