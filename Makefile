@@ -69,24 +69,19 @@ format: $(TOOLS)
 docs: $(TOOLS)
 	@$(BIN)/python -m tests.house.documents
 
-# What stays within one process runs two at a time; servers, ranks and load tests want the machine for themselves.
-ALONE := tests/parallel tests/e2e tests/load
-TOGETHER := $(filter-out $(ALONE),$(wildcard tests/*))
-
-TWO_AT_A_TIME := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+# Tests run two at a time. Threads that wait let go of their core: what runs beside them wants it.
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile
+WITH_PROCESSES := tests/parallel tests/e2e tests/load
 
 check: lint
-	@echo '==> pytest, without the slow tests, two at a time'
-	@$(TWO_AT_A_TIME) -m 'not slow and not soak' $(TOGETHER)
+	@echo '==> pytest, without what starts servers or ranks'
+	@$(PYTEST) -q -m 'not slow and not soak' $(filter-out $(WITH_PROCESSES),$(wildcard tests/*))
 
 test: lint
-ifeq ($(strip $(ARGS)),)
-	@echo '==> pytest, two at a time'
-	@$(TWO_AT_A_TIME) $(TOGETHER)
-	@echo '==> pytest, one at a time'
-	@$(BIN)/python -m pytest $(ALONE)
-else
 	@echo '==> pytest'
+ifeq ($(strip $(ARGS)),)
+	@$(PYTEST)
+else
 	@$(BIN)/python -m pytest $(ARGS)
 endif
 

@@ -22,6 +22,7 @@ def rounds(document):
     return [(route, stream) for route in routes for stream in ((False, True) if route.streams else (False,))]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_no_body_breaks_a_route(make_stage):
     stage = make_stage(admin_api_key="boss")

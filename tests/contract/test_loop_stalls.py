@@ -10,6 +10,8 @@ from dataclasses import replace
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 JSON = {"Content-Type": "application/json"}
 MEGABYTE = 10**6
 LIMIT_S = 0.25  # what is promised is 0.05, on a machine that does nothing else

@@ -20,6 +20,8 @@ from server.serving import connect
 from server.settings import make_settings
 from server.state import Phase, ServerState
 
+pytestmark = pytest.mark.slow
+
 ENGINE = str(Path(__file__).resolve().parents[1] / "unit" / "engine" / "fake_engine.py")
 BOSS = {"Authorization": "Bearer boss"}
 ROWS, WAITING = 2, 4

@@ -15,7 +15,10 @@ from tests.golden.exact_reference import GREEDY, Judge
 from tests.golden.paged_run import PagedRun, greedy, load_decoder, on_ranks
 from workers.parallel import TensorParallel
 
-every_run = pytest.mark.parametrize(("name", "size"), RUNS, ids=[run_id(*run) for run in RUNS])
+every_run = pytest.mark.parametrize(
+    ("name", "size"),
+    [pytest.param(*run, id=run_id(*run), marks=[pytest.mark.slow] if run[1] > 2 else []) for run in RUNS],
+)
 
 CUTS = {
     "prefill": [PROMPT, *range(PROMPT + 1, TOTAL + 1)],

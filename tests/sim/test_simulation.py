@@ -27,6 +27,7 @@ def trace(**changes) -> list[Arrival]:
     return make_trace(**{**settings, **changes})
 
 
+@pytest.mark.slow
 def test_two_thousand_requests_all_finish() -> None:
     report = simulate(trace(), config())
     assert report.num_finished == 2000 and report.num_rejected == report.num_errors == 0
@@ -41,6 +42,7 @@ def test_the_same_seed_gives_the_same_report_and_another_does_not() -> None:
     assert first != simulate(trace(num_requests=300, seed=8), config())
 
 
+@pytest.mark.slow
 def test_an_overloaded_pool_preempts_and_still_serves_everyone() -> None:
     crowd = trace(num_requests=500, requests_per_s=50.0, mean_output_tokens=300)
     report = simulate(crowd, config(num_blocks=140))

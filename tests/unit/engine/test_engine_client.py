@@ -20,6 +20,8 @@ from engine.config import EngineConfig
 from engine.errors import ContextLengthError, EngineDeadError, QueueFullError, RequestError, StartupError
 from engine.types import FinishReason, TokenEvent
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 ENGINE = str(HERE / "fake_engine.py")
 

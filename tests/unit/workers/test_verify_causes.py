@@ -107,6 +107,7 @@ def test_a_sum_that_forgets_a_rank_is_found_by_comparing_ranks(benches) -> None:
     assert causes == ["the sum over ranks (all-reduce) after model.layers.0.self_attn.o_proj"]
 
 
+@pytest.mark.slow
 def test_nothing_is_found_where_nothing_is_wrong(benches) -> None:
     for name in ("qwen2", "qwen3", "llama", "mistral"):
         for size in (1, 2, 8):
