@@ -1,6 +1,6 @@
 """One step on the device: the numpy views of `StepMetadata` as tensors, plus the few host numbers that plans need.
 
-T  query tokens, padded to `min_rows`      S  sequences      B  block-table columns      L  logits rows
+T  query tokens      S  sequences      B  block-table columns      L  logits rows
 """
 
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from workers.protocol import NULL_BLOCK, StepMetadata
+from workers.protocol import StepMetadata
 
 
 @dataclass(slots=True)
 class Batch:
-    """Inputs of one forward pass. Rows from `num_tokens` on are padding that reads and writes the null block."""
+    """Inputs of one forward pass."""
 
     num_tokens: int
     num_logits: int
@@ -26,41 +26,33 @@ class Batch:
     query_start_loc: Tensor  # int32 [S + 1]
     seq_lens: Tensor  # int32 [S]
     block_tables: Tensor  # int32 [S, B]
-    logits_indices: Tensor  # int64 [max(L, min_rows)]
+    logits_indices: Tensor  # int64 [L]
 
     @property
     def num_seqs(self) -> int:
         return len(self.query_lens)
 
     @staticmethod
-    def from_step(step: StepMetadata, device: torch.device, min_rows: int = 2) -> "Batch":
-        """Copy a step to `device`. On the CPU, arrays that need no widening stay views of the step's buffer.
+    def from_step(step: StepMetadata, device: torch.device) -> "Batch":
+        """Copy a step to `device`. On the CPU, arrays that need no widening stay views of the step's buffer."""
 
-        `min_rows`: what products must be called with, see `layers.matmul.min_rows`.
-        """
-        pad = max(0, min_rows - step.num_tokens)
-        num_logits = len(step.logits_indices)
-
-        def widened(array, rows: int, fill: int = 0) -> Tensor:
-            out = torch.full((rows,), fill, dtype=torch.int64)
-            out[: len(array)] = torch.from_numpy(array)
-            return out.to(device, non_blocking=True)
+        def widened(array) -> Tensor:
+            return torch.from_numpy(array).to(torch.int64, copy=True).to(device, non_blocking=True)
 
         def moved(array) -> Tensor:
             return torch.from_numpy(array).to(device, non_blocking=True)
 
-        rows = step.num_tokens + pad
         starts = step.query_start_loc.tolist()
         return Batch(
             num_tokens=step.num_tokens,
-            num_logits=num_logits,
+            num_logits=len(step.logits_indices),
             query_lens=[end - start for start, end in pairwise(starts)],
             context_lens=step.seq_lens.tolist(),
-            token_ids=widened(step.token_ids, rows),
-            positions=widened(step.positions, rows),
-            slot_mapping=widened(step.slot_mapping, rows, fill=NULL_BLOCK),
+            token_ids=widened(step.token_ids),
+            positions=widened(step.positions),
+            slot_mapping=widened(step.slot_mapping),
             query_start_loc=moved(step.query_start_loc),
             seq_lens=moved(step.seq_lens),
             block_tables=moved(step.block_tables),
-            logits_indices=widened(step.logits_indices, max(num_logits, min_rows) if num_logits else 0),
+            logits_indices=widened(step.logits_indices),
         )

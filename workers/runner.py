@@ -17,7 +17,6 @@ from workers.batch import Batch
 from workers.config import WorkerConfig, WorkerInfo
 from workers.kernels.in_use import kernels_in_use
 from workers.kv_cache import available_kv_bytes, blocks_that_fit
-from workers.layers.matmul import min_rows
 from workers.models.decoder import Decoder
 from workers.parallel import TensorParallel
 from workers.preflight import read_spec
@@ -49,7 +48,6 @@ class Runner:
             torch.set_num_threads(config.num_threads)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self.min_rows = min_rows(self.dtype, self.device)
         self.spec = read_spec(config.model_path, config.max_model_len, tied=config.tie_word_embeddings)
         self._load_seconds = 0.0
 
@@ -101,7 +99,6 @@ class Runner:
                 num_blocks=num_blocks,
                 block_size=self.config.block_size,
                 max_len=self.config.max_model_len,
-                min_rows=self.min_rows,
             )
 
     def info(self) -> WorkerInfo:
@@ -136,7 +133,7 @@ class Runner:
         """
         if step.num_seqs == 0:
             return empty_output(step.step_id) if self.tp.rank == 0 else None
-        batch = Batch.from_step(step, self.device, self.min_rows)
+        batch = Batch.from_step(step, self.device)
         plan = self.backend.prepare(batch)
         hidden = self.model(batch, self.kv, self.backend, plan)  # [T, hidden_size]
         if batch.num_logits == 0:
@@ -144,10 +141,7 @@ class Runner:
         parts = []
         for start in range(0, batch.num_logits, MAX_LOGITS_ROWS):
             stop = min(start + MAX_LOGITS_ROWS, batch.num_logits)
-            rows = batch.logits_indices[start : max(stop, start + self.min_rows)]
-            if len(rows) < self.min_rows:  # the last chunk of an odd count
-                rows = rows.expand(self.min_rows)
-            logits = self.model.compute_logits(hidden[rows])[: stop - start]  # float32 [L, vocab_local]
+            logits = self.model.compute_logits(hidden[batch.logits_indices[start:stop]])  # float32 [L, vocab_local]
             if await_masks is not None:
                 await_masks()
             parts.append(self.sampler.sample(logits, rows_of(step, start, stop)))

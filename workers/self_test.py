@@ -48,14 +48,13 @@ class _Trial:
     """One prompt in blocks of its own, and steps that hold some of it."""
 
     def __init__(
-        self, model: Decoder, kv: list[LayerKV], backend: AttentionBackend, block_size: int, length: int, min_rows: int
+        self, model: Decoder, kv: list[LayerKV], backend: AttentionBackend, block_size: int, length: int
     ) -> None:
         layers = one_of_each_kind(model)
         self.model = model.with_layers(layers)
         self.kv = [kv[layer] for layer in layers]
         self.backend = backend
         self.block_size = block_size
-        self.min_rows = min_rows
         self.draw = random.Random(0)
         self.prompt = self._tokens(length)
         self.table = range(NULL_BLOCK + 1, NULL_BLOCK + 2 + (length - 1) // block_size)
@@ -95,9 +94,9 @@ class _Trial:
 
     def _run(self, parts: list[_Part]) -> list[Tensor]:
         """Results of one step, for each part: [tokens, hidden]."""
-        batch = Batch.from_step(_step(parts, self.block_size), self.model.place.device, self.min_rows)
+        batch = Batch.from_step(_step(parts, self.block_size), self.model.place.device)
         hidden = self.model(batch, self.kv, self.backend, self.backend.prepare(batch))  # [T, hidden]
-        return list(hidden[: batch.num_tokens].split([len(part.token_ids) for part in parts]))
+        return list(hidden.split([len(part.token_ids) for part in parts]))
 
 
 def batch_invariance(
@@ -108,7 +107,6 @@ def batch_invariance(
     num_blocks: int,
     block_size: int,
     max_len: int,
-    min_rows: int,
 ) -> Verdict:
     """Try it. Every rank of a group must call this at the same point: layers meet in their sums.
 
@@ -123,7 +121,7 @@ def batch_invariance(
         )
     started = time.monotonic()
     length = min(PROMPT, max_len, (num_blocks - 1) * block_size)
-    trial = _Trial(model, kv, backend, block_size, length, min_rows)
+    trial = _Trial(model, kv, backend, block_size, length)
     whole = trial.whole()
     ways = {
         "a prompt beside others": trial.beside_others,
@@ -132,7 +130,7 @@ def batch_invariance(
         f"a token decoded among {OTHERS} others": lambda: trial.decoded(1, OTHERS),
     }
     faults = [_difference(name, whole, way()) for name, way in ways.items()]
-    faults.append(_logits_fault(model, whole, min_rows))
+    faults.append(_logits_fault(model, whole))
     found = [fault for fault in faults if fault is not None]
     if found:
         return Verdict(False, f"{found[0]}, with {backend.name} attention in {_name(model)}")
@@ -147,12 +145,11 @@ def one_of_each_kind(model: Decoder) -> list[int]:
     return [layer for layer, kind in enumerate(kinds) if kinds.index(kind) == layer]
 
 
-def _logits_fault(model: Decoder, hidden: Tensor, min_rows: int) -> str | None:
+def _logits_fault(model: Decoder, hidden: Tensor) -> str | None:
     """One row of logits alone against the same among others. (A large vocabulary makes every row count.)"""
     some = hidden[-min(5, len(hidden)) :]
-    alone = model.compute_logits(some[-1:].expand(min_rows, -1).contiguous())[:1]
-    padded = some if len(some) >= min_rows else some.expand(min_rows, -1).contiguous()
-    return _difference("a row of logits among others", alone, model.compute_logits(padded)[len(some) - 1 : len(some)])
+    alone = model.compute_logits(some[-1:].contiguous())
+    return _difference("a row of logits among others", alone, model.compute_logits(some)[-1:])
 
 
 def _difference(name: str, expected: Tensor, found: Tensor) -> str | None:

@@ -30,7 +30,6 @@ class _Plan:
     query_start_loc: np.ndarray  # int32 [S + 1]
     seq_lens: np.ndarray  # int32 [S]
     tile_starts: dict[int, np.ndarray]  # heads per KV head -> int32 [S + 1]
-    num_tokens: int
 
 
 class Avx512Backend:
@@ -71,9 +70,7 @@ class Avx512Backend:
         ]
 
     def prepare(self, batch: Batch) -> _Plan:
-        return _Plan(
-            batch.block_tables.numpy(), batch.query_start_loc.numpy(), batch.seq_lens.numpy(), {}, batch.num_tokens
-        )
+        return _Plan(batch.block_tables.numpy(), batch.query_start_loc.numpy(), batch.seq_lens.numpy(), {})
 
     def write(self, kv: LayerKV, k: Tensor, v: Tensor, batch: Batch) -> None:
         spec = self.spec
@@ -93,8 +90,6 @@ class Avx512Backend:
         if starts is None:
             starts = plan.tile_starts[fold] = _tile_starts(plan.query_start_loc, fold)
         out = torch.empty((rows, heads * width), dtype=q.dtype)
-        if rows > plan.num_tokens:
-            out[plan.num_tokens :] = 0
         self._attend(
             q.data_ptr(), out.data_ptr(), kv.k.data_ptr(), kv.v.data_ptr(), plan.tables.ctypes.data,
             plan.query_start_loc.ctypes.data, plan.seq_lens.ctypes.data, starts.ctypes.data,

@@ -68,13 +68,13 @@ class AttentionBackend(Protocol):
         """Once per step, outside the layer loop: everything that does not depend on the layer."""
 
     def write(self, kv: LayerKV, k: Tensor, v: Tensor, batch: Batch) -> None:
-        """Store `k`, `v` [T, num_kv_heads, head_dim] at `batch.slot_mapping`, padding rows into the null block.
+        """Store `k`, `v` [T, num_kv_heads, head_dim] at `batch.slot_mapping`.
 
         A block is filled from its first slot on: writing that slot says that whatever else the block held is over.
         """
 
     def attend(self, q: Tensor, kv: LayerKV, plan: Any, layer: AttentionSpec) -> Tensor:
-        """`q` [T, num_heads, head_dim] -> [T, num_heads * head_dim]. Padding rows of the result are finite, no more.
+        """`q` [T, num_heads, head_dim] -> [T, num_heads * head_dim].
 
         Called after `write` of the whole step: a sequence may read blocks that another one fills in this step. Blocks
         outside the window of every query may be given to others: the null block stands in their columns, and what it

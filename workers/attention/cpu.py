@@ -85,7 +85,6 @@ class _Plan:
     tables: np.ndarray  # int32 [S, B]
     query_lens: list[int]
     context_lens: list[int]
-    num_tokens: int
     units: dict[tuple[int | None, int], tuple[list[_Decode], list[_Prefill]]] = field(default_factory=dict)
 
 
@@ -150,7 +149,7 @@ class CpuBackend:
         ]
 
     def prepare(self, batch: Batch) -> _Plan:
-        return _Plan(batch.block_tables.numpy(), batch.query_lens, batch.context_lens, batch.num_tokens)
+        return _Plan(batch.block_tables.numpy(), batch.query_lens, batch.context_lens)
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -280,7 +279,6 @@ class CpuBackend:
         lanes = self.spec.num_kv_heads
         group = heads // lanes
         out = torch.empty((rows, lanes, group, width), dtype=q.dtype)
-        out[plan.num_tokens :].zero_()
         folded = q.reshape(rows, lanes, group, width)
         decodes, prefills = self._units(plan, layer)
         for unit in decodes:

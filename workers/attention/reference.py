@@ -60,7 +60,7 @@ class ReferenceBackend:
         kv.v.flatten(0, 1).index_copy_(0, batch.slot_mapping, v)
 
     def attend(self, q: Tensor, kv: LayerKV, plan: list[_Sequence], layer: AttentionSpec) -> Tensor:
-        out = torch.zeros_like(q)  # padding rows stay zero
+        out = torch.empty_like(q)
         for seq in plan:
             slots = seq.slots[_first_seen(seq, layer.sliding_window) :]
             k = kv.k.flatten(0, 1)[slots].float()  # [C, kv_heads, D]

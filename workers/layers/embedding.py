@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.layers.avx512_matmul import Avx512Matmul
-from workers.layers.matmul import PlainMatmul, matmul
+from workers.layers.matmul import holds_weight, matmul
 from workers.layers.placement import Placement
 from workers.layers.shards import shard_vocab
 from workers.weights.source import WeightSource
@@ -78,7 +78,7 @@ class VocabParallelHead:
         self.product = matmul(embedding.weight, wide=True)
         if isinstance(self.product, Avx512Matmul):
             embedding.share(self.product)
-        self.shares_memory = isinstance(self.product, PlainMatmul | Avx512Matmul)
+        self.shares_memory = isinstance(self.product, Avx512Matmul) or holds_weight(self.product)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         logits = self.product(hidden).float()  # [L, local]

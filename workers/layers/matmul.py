@@ -5,10 +5,11 @@ something to call and does not know which it got. Nothing here knows about ranks
 
 Why packed: an ordinary `F.linear` with few rows lays the weight out anew at every call. A packed one reads it in the
 kernel's own order, and its rows do not depend on how many others share the call: our own kernel's never, oneDNN's as
-long as there are at least two.
+long as there are at least two. Whether it takes two is found out for each size (`single_rows.py`).
 """
 
 import logging
+from collections.abc import Callable
 from functools import cache
 from typing import Protocol
 
@@ -16,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.kernels import build
 from workers.layers.activation import ACTIVATIONS
 from workers.layers.avx512_matmul import Avx512GatedMatmul, Avx512Matmul, can_serve
+from workers.layers.single_rows import Doubled, needs_company
 
 _log = logging.getLogger(__name__)
 
@@ -118,7 +119,9 @@ def matmul(weight: Tensor, bias: Tensor | None = None, *, wide: bool = False) ->
     float32 anyway, for a caller who would widen them."""
     if can_serve(weight):
         return Avx512Matmul(weight, bias, wide=wide)
-    return (PackedMatmul if can_pack(weight.dtype, weight.device.type) else PlainMatmul)(weight, bias)
+    kind = PackedMatmul if can_pack(weight.dtype, weight.device.type) else PlainMatmul
+    product = kind(weight, bias)
+    return Doubled(product) if _asks_for_two(product, weight, kind, bias is None, adds=True) else product
 
 
 def gated_matmul(weight: Tensor, bias: Tensor | None, activation: str) -> GatedMatmul:
@@ -126,14 +129,20 @@ def gated_matmul(weight: Tensor, bias: Tensor | None, activation: str) -> GatedM
     if can_serve(weight):
         return Avx512GatedMatmul(weight, bias, activation)
     kind = PackedGatedMatmul if can_pack(weight.dtype, weight.device.type) else PlainGatedMatmul
-    return kind(weight, bias, activation)
+    product = kind(weight, bias, activation)
+    gate = weight[: weight.shape[0] // 2]
+    return Doubled(product) if _asks_for_two(product, gate, kind, bias is None, activation) else product
 
 
-def min_rows(dtype: torch.dtype, device: torch.device) -> int:
-    """Rows every product must be called with, so that a row's bits do not depend on how many there are."""
-    if dtype == torch.bfloat16 and device.type == "cpu" and build.why_not() is None:
-        return 1
-    return 2  # oneDNN takes another kernel for a single row
+def holds_weight(product: Matmul) -> bool:
+    """Whether it multiplies by the very weight it was made from, without a second form of it."""
+    inner = product.product if isinstance(product, Doubled) else product
+    return isinstance(inner, PlainMatmul)
+
+
+def _asks_for_two(product: Callable[..., Tensor], weight: Tensor, *kind: object, adds: bool = False) -> bool:
+    """Elsewhere than on the CPU nothing is promised about a row's bits."""
+    return weight.device.type == "cpu" and needs_company(product, weight, *kind, adds=adds)
 
 
 @cache

@@ -134,7 +134,7 @@ class Decoder:
         yield self.norm
 
     def __call__(self, batch: Batch, kv: list[LayerKV], backend: AttentionBackend, plan: Any) -> Tensor:
-        """One step: [T, hidden], the final norm applied. Padding rows hold finite values that mean nothing."""
+        """One step: [T, hidden], the final norm applied."""
         longest = max(batch.context_lens)
         angles = [table(batch.positions, longest) for table in self.rotary.values()]  # once per step, for all layers
         hidden = self.embedding(batch.token_ids)  # [T, hidden]
@@ -145,6 +145,6 @@ class Decoder:
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Rows of the result of a step [L, hidden] -> float32 [L, vocab_local]: this rank's shard of the vocabulary.
 
-        Padding ids are -inf. On the CPU, two rows or more, so that a row's logits do not depend on how many there are.
+        Padding ids are -inf.
         """
         return self.head(hidden)

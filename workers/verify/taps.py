@@ -5,8 +5,8 @@
     logits = tapped.compute_logits(hidden)
     tapped.last["2.k_rope"]                           # [T, K, D] of layer 2, this rank's heads, T as in the step
 
-`tapped.last` holds the tensors of the newest step, `tapped.steps` those of all. T real tokens, padding removed, in the
-order of the batch; H query heads and K key-value heads of this rank; dtypes as the layers made them.
+`tapped.last` holds the tensors of the newest step, `tapped.steps` those of all. T tokens, in the order of
+the batch; H query heads and K key-value heads of this rank; dtypes as the layers made them.
 
     embedding            [T, hidden]     what the first layer gets: summed over ranks, scaled where a family scales it
     {i}.input_norm       [T, hidden]     what goes into the projections
@@ -52,7 +52,6 @@ class TappedDecoder:
         self.steps: list[dict[str, Tensor]] = []
         self._undo: list[Callable[[], None]] = []
         self._summing: str | None = None  # what the next sum over ranks is the result of
-        self._rows = self._logit_rows = 0
         self._install()
 
     @property
@@ -65,15 +64,14 @@ class TappedDecoder:
 
     def __call__(self, batch: Batch, kv: list[LayerKV], backend: AttentionBackend, plan: Any) -> Tensor:
         self.steps.append({})
-        self._rows, self._logit_rows = batch.num_tokens, batch.num_logits
         listening = _TappedBackend(backend, self._record)
         return self.decoder(batch, kv, listening, plan)  # ty: ignore[invalid-argument-type]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """As the decoder's; what is kept of it are the rows that the step asks for, without the padding."""
+        """As the decoder's."""
         logits = self.decoder.compute_logits(hidden)
         so_far = self.last.get("logits", logits[:0])  # a step with many rows asks in several calls
-        self._keep("logits", torch.cat((so_far, logits))[: self._logit_rows])
+        self._record("logits", torch.cat((so_far, logits)))
         return logits
 
     def close(self) -> None:
@@ -84,9 +82,6 @@ class TappedDecoder:
     # -- recording
 
     def _record(self, name: str, value: Tensor) -> None:
-        self._keep(name, value[: self._rows])
-
-    def _keep(self, name: str, value: Tensor) -> None:
         if self.steps:  # a sum made outside a step, such as another test's, is nobody's
             self.last[name] = value.detach().clone()
 

@@ -17,8 +17,14 @@ from workers.layers.matmul import (
     can_pack,
     gated_matmul,
     matmul,
-    min_rows,
 )
+from workers.layers.single_rows import Doubled, needs_company
+
+
+def inner(product):
+    """What computes, whether or not it gets a single row twice."""
+    return product.product if isinstance(product, Doubled) else product
+
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PACKED = [dtype for dtype in DTYPES if can_pack(dtype, "cpu")]  # float16 is packed by few processors
@@ -81,7 +87,7 @@ def test_packed_gate_equals_plain(dtype, linear, gated, fewest, activation, inpu
 @pytest.mark.parametrize(("dtype", "linear", "gated", "fewest"), FORMS)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_rows_do_not_depend_on_their_company(dtype, linear, gated, fewest, threads: int) -> None:
-    """From `min_rows` on, bit by bit: a token's numbers are its own."""
+    """Bit by bit: a token's numbers are its own."""
     if linear is PackedMatmul and dtype == torch.bfloat16 and EMULATES_BFLOAT16:
         pytest.skip(EMULATES_BFLOAT16)
     torch.manual_seed(0)
@@ -103,6 +109,50 @@ def test_rows_do_not_depend_on_their_company(dtype, linear, gated, fewest, threa
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_row_alone_has_the_bits_that_it_has_beside_another(dtype, threads: int) -> None:
+    """Whichever product was chosen: where its library rounds a single row differently, it is given two."""
+    torch.manual_seed(0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for outputs, inputs in ((896, 896), (1152, 896), (4864, 896), (9000, 256)):
+            weight = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
+            x, plus = torch.randn(32, inputs).to(dtype), torch.randn(32, outputs).to(dtype)
+            product, both = matmul(weight), gated_matmul(weight, None, "silu")
+            for row in range(32):
+                one, two = slice(row, row + 1), slice(row // 2 * 2, row // 2 * 2 + 2)
+                assert torch.equal(product(x[one]), product(x[two])[row % 2 : row % 2 + 1])
+                assert torch.equal(product(x[one], plus[one]), product(x[two], plus[two])[row % 2 : row % 2 + 1])
+                assert torch.equal(both(x[one]), both(x[two])[row % 2 : row % 2 + 1])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_only_a_product_that_rounds_a_single_row_differently_gets_two() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(300, 200).bfloat16()
+    seen: list[int] = []
+
+    def product(x: torch.Tensor, halves: bool) -> torch.Tensor:
+        """float32 sums rounded to 16 bits; a single row in two halves, if so."""
+        seen.append(len(x))
+        if halves and len(x) == 1:
+            return (
+                x[:, :100].float() @ weight[:, :100].float().T + x[:, 100:].float() @ weight[:, 100:].float().T
+            ).bfloat16()
+        return torch.cat([(row.float() * weight.float()).sum(1)[None] for row in x]).bfloat16()
+
+    assert not needs_company(lambda x: product(x, False), weight, "alike")
+    assert needs_company(lambda x: product(x, True), weight, "in halves")
+    tries = len(seen)
+    assert needs_company(lambda x: product(x, False), weight, "in halves") and len(seen) == tries  # known by its kind
+    Doubled(lambda x: product(x, True))(torch.randn(1, 200).bfloat16())
+    Doubled(lambda x: product(x, True))(torch.randn(3, 200).bfloat16())
+    assert seen[tries:] == [2, 3]
+
+
 def test_float32_blocks_keep_the_error_near_the_plain_products() -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(256, 4864) * 0.02, torch.randn(64, 4864)
@@ -119,10 +169,9 @@ def test_the_choice_follows_what_the_processor_can_do() -> None:
         weight = torch.zeros(32, 16, dtype=dtype)
         kernels = dtype == torch.bfloat16 and build.why_not() is None
         packs = can_pack(dtype, "cpu")
-        assert isinstance(matmul(weight), Avx512Matmul if kernels else PackedMatmul if packs else PlainMatmul)
+        assert isinstance(inner(matmul(weight)), Avx512Matmul if kernels else PackedMatmul if packs else PlainMatmul)
         wanted = Avx512GatedMatmul if kernels else PackedGatedMatmul if packs else PlainGatedMatmul
-        assert isinstance(gated_matmul(weight, None, "silu"), wanted)
-        assert min_rows(dtype, torch.device("cpu")) == (1 if kernels else 2)
+        assert isinstance(inner(gated_matmul(weight, None, "silu")), wanted)
     assert not can_pack(torch.float32, "cuda")
     assert not can_pack(torch.int64, "cpu")
 

@@ -41,7 +41,6 @@ def verdict_of(runner: Runner) -> Verdict:
         num_blocks=runner.num_blocks,
         block_size=runner.config.block_size,
         max_len=128,
-        min_rows=runner.min_rows,
     )
 
 
@@ -107,7 +106,6 @@ def test_small_pools_and_short_contexts_are_tested_too(runner: Runner, max_len: 
             num_blocks=num_blocks,
             block_size=runner.config.block_size,
             max_len=max_len,
-            min_rows=runner.min_rows,
         )
     assert verdict.batch_invariant, verdict.reason
 
