@@ -167,6 +167,7 @@ def engine_info(config: EngineConfig, group: "WorkerGroup") -> EngineInfo:
         batch_invariant_reason=info.batch_invariant_reason,
         rank_pids=group.rank_pids,
         numbers_digest=numbers_digest(worker, info),
+        step_timeout_s=worker.step_timeout_s,
         max_silence_s=config.heartbeat_interval_s + worker.step_timeout_s,
     )
 

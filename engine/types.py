@@ -166,4 +166,5 @@ class EngineInfo:
     batch_invariant_reason: str = "it was not tested"
     rank_pids: tuple[int, ...] = field(default=())
     numbers_digest: str = ""  # changes with whatever decides a number
+    step_timeout_s: float = 120.0  # a step that takes longer is a hung rank
     max_silence_s: float = math.inf  # no engine that works says nothing for longer

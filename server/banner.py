@@ -82,6 +82,7 @@ def banner(
         f"  model    {', '.join(names)} ({info.architecture}, {_count(info.num_parameters)} parameters)",
         f"  compute  {compute}, attention {info.attention_backend}, weights {per_rank} per rank",
         f"  KV       {blocks} blocks of {info.block_size} = {tokens} tokens = {users} at {label}",
+        f"  steps    of up to {info.max_num_batched_tokens} tokens, called hung after {info.step_timeout_s:g} s",
         f"  started  in {total:.1f} s{f' ({phases})' if phases else ''}",
         "  try      " + _curl(url, chat, key),
     ]

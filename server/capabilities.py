@@ -44,6 +44,8 @@ def capabilities(document: dict[str, Any], serving: Serving) -> dict[str, Any]:
             "max_choices": MAX_CHOICES,
             "max_sequences_per_request": MAX_SEQUENCES,
             "max_running_sequences": info.max_num_seqs,
+            "max_tokens_per_step": info.max_num_batched_tokens,
+            "step_timeout_s": info.step_timeout_s,
             "max_waiting_sequences": info.max_waiting_requests,
             "max_waiting_prompt_tokens": info.max_waiting_tokens,
             "request_timeout_s": settings.request_timeout,
@@ -60,6 +62,7 @@ def capabilities(document: dict[str, Any], serving: Serving) -> dict[str, Any]:
             "api_keys": settings.has_api_keys,
             "admin": settings.admin_api_key is not None,
             "tensor_parallel_size": info.tensor_parallel_size,
+            "dtype": info.dtype,
         },
         "generation_config": {
             "source": config.source,

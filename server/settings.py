@@ -18,6 +18,10 @@ from server import vllm_flags
 from server.allowed_hosts import is_pattern
 from server.options import Option, OptionError, describe, nearest, option
 
+# Where the operator leaves them to the machine: the most and the least of what follows from a measured step.
+MAX_NUM_BATCHED_TOKENS = 2048
+STEP_TIMEOUT_S = 120.0
+
 _MODEL, _HTTP, _PARALLEL, _SCHEDULE, _LOG = "Model", "HTTP", "Devices", "Scheduling and memory", "Logs"
 
 
@@ -55,7 +59,7 @@ class Settings:
         group=_MODEL,
         example="bfloat16",
         choices=("auto", "bfloat16", "float16", "float32"),
-        help="type of weights and activations; auto: the checkpoint's own, if the device has it",
+        help="type of weights and activations; auto: the checkpoint's own, but float32 where a CPU only emulates that",
     )
     load_format: str = option(
         "auto",
@@ -191,19 +195,26 @@ class Settings:
         choices=("auto", "avx512", "cpu", "reference"),
         help="reference: slow and obviously right",
     )
-    step_timeout: float = option(
-        120.0,
+    step_timeout: float | None = option(
+        None,
         group=_PARALLEL,
         example="30",
         minimum=1,
         maximum=3600,
-        help="seconds after which a step counts as a hung rank and the server exits",
+        help="seconds after which a step counts as a hung rank and the server exits; without it 120, or four times the "
+        "largest step where that is measured to take longer",
     )
     max_num_seqs: int = option(
         64, group=_SCHEDULE, example="32", minimum=1, maximum=4096, help="sequences that run at the same time"
     )
-    max_num_batched_tokens: int = option(
-        2048, group=_SCHEDULE, example="4096", minimum=16, maximum=2**20, help="tokens of one step, prompts included"
+    max_num_batched_tokens: int | None = option(
+        None,
+        group=_SCHEDULE,
+        example="4096",
+        minimum=16,
+        maximum=2**20,
+        help="tokens of one step, prompts included; without it 2048, or fewer where such a step is measured to take "
+        "more than 3 seconds",
     )
     max_waiting_requests: int = option(
         512, group=_SCHEDULE, example="1024", minimum=1, maximum=2**20, help="beyond: 429 with Retry-After"
@@ -262,13 +273,15 @@ class Settings:
             seed=self.seed,
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_batched_tokens=self.max_num_batched_tokens or max(MAX_NUM_BATCHED_TOKENS, self.max_num_seqs),
+            lower_step_size=self.max_num_batched_tokens is None,
             block_size=self.block_size,
             kv_cache_bytes=self.kv_cache_memory,
             gpu_memory_utilization=self.gpu_memory_utilization,
             num_threads=self.num_threads,
             attention_backend=self.attention_backend,
-            step_timeout_s=self.step_timeout,
+            step_timeout_s=self.step_timeout or STEP_TIMEOUT_S,
+            raise_step_timeout=self.step_timeout is None,
             log_level=self.log_level.upper(),
         )
         return EngineConfig(
@@ -319,7 +332,7 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
                 f"--allowed-hosts is {pattern[:80]!r}, but it must be a name or an address without scheme or port.",
                 "For example: --allowed-hosts llm.example.org '*.example.org'",
             )
-    if settings.max_num_batched_tokens < settings.max_num_seqs:
+    if settings.max_num_batched_tokens is not None and settings.max_num_batched_tokens < settings.max_num_seqs:
         raise OptionError(
             f"--max-num-batched-tokens ({settings.max_num_batched_tokens}) is below --max-num-seqs "
             f"({settings.max_num_seqs}): a step could not give every running sequence a token.",

@@ -71,7 +71,7 @@ class Supervisor:
 
     def __init__(self, settings: Settings, listener: socket.socket, start_engine: StartEngine | None = None) -> None:
         self.settings = settings
-        self.state = ServerState(stall_limit_s=min(STALL_LIMIT_S, settings.step_timeout))
+        self.state = ServerState(stall_limit_s=min(STALL_LIMIT_S, settings.step_timeout or STALL_LIMIT_S))
         self.counters = HttpCounters()
         self._start_engine = start_engine or _start_engine
         self._listener = listener

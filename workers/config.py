@@ -7,6 +7,8 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from workers.step_cost import StepCost
+
 LOADING_TIMEOUT_S = 300.0  # without progress of any rank; more than compiling the kernels may take
 
 
@@ -28,6 +30,7 @@ class WorkerConfig:
     max_model_len: int | None = None  # tokens; None: what the model was trained for
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
+    lower_step_size: bool = False  # that is only the most: see `workers.step_cost.adapted`
     block_size: int = 32  # tokens in one KV block
     check_weights: bool = True  # refuse a checkpoint that holds NaN or infinity
     kv_cache_bytes: int | None = None  # over all ranks' shards of one rank; None: measured
@@ -36,6 +39,7 @@ class WorkerConfig:
     num_threads: int | None = None  # CPU threads of one rank; None: cores / ranks, at least one
     attention_backend: str = "auto"  # auto | reference | cpu
     step_timeout_s: float = 120.0  # a step that takes longer is a hung rank
+    raise_step_timeout: bool = False  # that is only the least
     log_level: str = "INFO"  # of the engine's and the ranks' logs, a name of the logging module
 
     def with_(self, **changes: Any) -> "WorkerConfig":
@@ -71,10 +75,13 @@ class WorkerInfo:
     kernels: str = ""  # what computes: the processor's or device's kind, and our kernels where they serve
     batch_invariant: bool = False  # a request's numbers do not depend on its company or on how its tokens are cut
     batch_invariant_reason: str = "it was not tested"  # why not, or what the promise rests on
+    step_cost: StepCost | None = None  # None: not measured
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str | bytes) -> "WorkerInfo":
-        return WorkerInfo(**json.loads(text))
+        fields = json.loads(text)
+        cost = fields.pop("step_cost", None)
+        return WorkerInfo(**fields, step_cost=None if cost is None else StepCost(**cost))

@@ -17,6 +17,7 @@ from workers.config import WorkerConfig, WorkerInfo
 from workers.errors import WorkerError
 from workers.preflight import preflight
 from workers.protocol import StepMetadata, StepOutput
+from workers.step_cost import adapted
 
 if TYPE_CHECKING:
     from workers.runner import Runner
@@ -82,6 +83,7 @@ class InlineGroup:
         self._runner: Runner | None = Runner(config, TensorParallel.solo())
         self._runner.load(lambda fraction: on_progress("loading", fraction))
         self._runner.allocate(self._runner.num_blocks_that_fit())
+        self.config = adapted(config, self._runner.time_steps())
         self.info = self._runner.info()
         self._output: StepOutput | None = None
         self._step_id = 0

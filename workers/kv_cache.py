@@ -4,26 +4,19 @@ Knows memory limits of the machine and the exact price of a block. Does not know
 owns them) or who uses which block (the engine does).
 """
 
-from pathlib import Path
-
-import psutil
 import torch
 
 from workers.attention.base import KVSpec
 from workers.config import WorkerConfig
 from workers.errors import StartupError
+from workers.host_memory import free_host_bytes, human_bytes
+from workers.memory_needs import OUT_OF_MEMORY
 from workers.models.spec import DecoderSpec
 
 # Of the memory that is free once the weights are loaded: the machine has other work, and the page cache serves too.
 CPU_SHARE = 0.25
 # Block 0 is the null block, and a backend may keep one page that is never written.
 RESERVED_BLOCKS = 2
-OUT_OF_MEMORY = 4  # exit code
-
-_CGROUP_FILES = (  # limit, usage: version 2, then version 1
-    ("memory.max", "memory.current"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-)
 
 
 def available_kv_bytes(config: WorkerConfig, device: torch.device) -> int:
@@ -36,6 +29,11 @@ def available_kv_bytes(config: WorkerConfig, device: torch.device) -> int:
         # What lies above the utilisation is left for activations, libraries and other processes.
         return max(0, int(config.gpu_memory_utilization * total) - (total - free))
     return int(free_host_bytes() * CPU_SHARE) // config.tensor_parallel_size
+
+
+def free_bytes(device: torch.device) -> int:
+    """What is left of the memory that tensors on `device` are made of."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
 
 
 def blocks_that_fit(spec: KVSpec, config: WorkerConfig, available_bytes: int) -> int:
@@ -67,60 +65,6 @@ def check_given_size(config: WorkerConfig, spec: DecoderSpec) -> None:
         device=torch.device(config.device),
     )
     blocks_that_fit(kv_spec, config, config.kv_cache_bytes)
-
-
-def human_bytes(count: int) -> str:
-    """`count` in the largest binary unit that keeps it at 1 or more."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
-
-
-def free_host_bytes(cgroup_root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
-    """Memory this process can still have: what the machine has, or what its control groups leave, if that is less."""
-    free = psutil.virtual_memory().available
-    for directory in _cgroup_directories(cgroup_root, membership):
-        for limit_name, usage_name in _CGROUP_FILES:
-            limit, usage = _number(directory / limit_name), _number(directory / usage_name)
-            if limit is not None and usage is not None:
-                free = min(free, max(0, limit - usage + _reclaimable(directory)))
-    return free
-
-
-def _cgroup_directories(root: Path, membership: Path) -> list[Path]:
-    """This process's groups and their parents: each of them limits. Empty where there are no control groups."""
-    if not membership.is_file():
-        return []
-    directories = []
-    for line in membership.read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        base = root / "memory" if controllers else root
-        # Inside a container the named path may lie outside what is mounted; the mount's root is then our own group.
-        group = base / path.lstrip("/")
-        directories += [base, *(p for p in (group, *group.parents) if base in p.parents and p.is_dir())]
-    return directories
-
-
-def _number(path: Path) -> int | None:
-    """The integer in `path`; None if the file is missing or says "max"."""
-    if not path.is_file():
-        return None
-    text = path.read_text().strip()
-    return int(text) if text.isdigit() else None
-
-
-def _reclaimable(directory: Path) -> int:
-    """File cache counted as used by a group, which the kernel gives up when memory is wanted."""
-    path = directory / "memory.stat"
-    if not path.is_file():
-        return 0
-    pairs = dict(line.split(maxsplit=1) for line in path.read_text().splitlines() if " " in line)
-    return int(pairs.get("total_inactive_file", pairs.get("inactive_file", 0)))
 
 
 def _too_small(spec: KVSpec, config: WorkerConfig, available: int, per_sequence: int) -> StartupError:

@@ -12,13 +12,14 @@ from workers.errors import StartupError
 HUNG = 6  # exit code
 
 # In the order in which every rank goes through them, as its messages are called or name them.
-PHASES = ("starting", "joining", "loading", "loaded", "allocating", "ready")
+PHASES = ("starting", "joining", "loading", "loaded", "allocating", "timing", "ready")
 _DOING = {
     "starting": "importing its libraries",
     "joining": "meeting the other ranks",
     "loading": "reading the weights",
     "loaded": "waiting for the other ranks",
     "allocating": "allocating KV memory and trying the model out",
+    "timing": "timing a few steps",
     "ready": "waiting for the other ranks",
 }
 

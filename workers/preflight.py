@@ -13,10 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from workers import processor
 from workers.config import WorkerConfig
 from workers.cores import available_cores
 from workers.errors import StartupError
+from workers.host_memory import free_host_bytes, human_bytes
 from workers.layers.shards import working_sizes
+from workers.memory_needs import check_weights_fit, weight_bytes
 from workers.models.registry import describe
 from workers.models.spec import FUSED_TENSORS, DecoderSpec, is_ignorable, tensor_shapes
 from workers.weights.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, weight_files
@@ -46,7 +49,9 @@ def check_without_weights(config: WorkerConfig) -> None:
         from workers.kv_cache import check_given_size  # imports torch, which takes seconds: only for who asks
 
         least = "bfloat16"  # of the types there are; the weights may say that it is more
-        dtype = config.dtype if config.dtype != "auto" else spec.dtype or least
+        dtype = config.dtype
+        if dtype == "auto":
+            dtype = _served_dtype(spec.dtype or least, device, spec, processor.here())
         check_given_size(config.with_(max_model_len=length, device=device, dtype=dtype), spec)
 
 
@@ -70,9 +75,12 @@ def preflight(config: WorkerConfig) -> WorkerConfig:
             spec = replace(spec, tie_word_embeddings=False)
         _check_tensors(checkpoint, spec)
     device = _resolve_device(config)
+    dtype = _resolve_dtype(config.dtype, device, spec, checkpoint, processor.here())
+    if device == "cpu":
+        check_weights_fit(config, spec, dtype)
     return config.with_(
         device=device,
-        dtype=_resolve_dtype(config.dtype, device, spec, checkpoint),
+        dtype=dtype,
         load_format="safetensors" if config.load_format == "auto" else config.load_format,
         tie_word_embeddings=spec.tie_word_embeddings,
         max_model_len=_resolve_length(config.max_model_len, spec),
@@ -206,18 +214,46 @@ def _resolve_length(asked: int | None, spec: DecoderSpec) -> int:
     return asked
 
 
-def _resolve_dtype(asked: str, device: str, spec: DecoderSpec, checkpoint: Checkpoint | None) -> str:
+def _resolve_dtype(
+    asked: str, device: str, spec: DecoderSpec, checkpoint: Checkpoint | None, cpu: processor.Processor
+) -> str:
     """What was asked for, else what config.json declares, else what the embedding is stored in.
 
-    A float16 model on the CPU runs in float32 unless float16 is asked for: most processors multiply float16 ten times
-    slower, and bfloat16 would round the weights.
+    On a CPU that emulates a 16-bit type, a model of that type runs in float32 unless the type is asked for. So does
+    every float16 model: few libraries use a CPU's float16 products, and bfloat16 would round the weights.
     """
     if asked != "auto":
+        if device == "cpu" and not cpu.multiplies(asked):
+            logger.warning(
+                "event=slow_dtype dtype=%s reason=%r",
+                asked,
+                f"this processor has no {asked} products ({cpu.name}) and emulates them, many times slower than "
+                "float32: --dtype auto chooses that",
+            )
         return asked
     found = checkpoint.find("model.embed_tokens.weight") if checkpoint is not None else None
     stored = "float32" if found is None else _DTYPE_NAMES[found.entry.dtype]
     declared = spec.dtype or stored
-    return "float32" if declared == "float16" and device == "cpu" else declared
+    chosen = _served_dtype(declared, device, spec, cpu)
+    if device != "cpu" or declared == "float32" or (cpu.multiplies(declared) and chosen == declared):
+        return chosen
+    slow = f"{declared} products are slow on {f'this processor ({cpu.name})' if declared == 'bfloat16' else 'CPUs'}"
+    wide, narrow = (human_bytes(weight_bytes(spec, dtype)) for dtype in ("float32", declared))
+    if chosen == declared:
+        reason = f"{slow}, but float32 weights take {wide} and there is less"
+        logger.warning("event=dtype_chosen dtype=%s reason=%r", chosen, reason)
+    else:
+        reason = f"{slow}: weights take {wide} instead of {narrow}, and KV memory twice as much for each token"
+        logger.info("event=dtype_chosen dtype=%s reason=%r", chosen, reason)
+    return chosen
+
+
+def _served_dtype(declared: str, device: str, spec: DecoderSpec, cpu: processor.Processor) -> str:
+    """What a model that declares `declared` is served in, unless the operator says so."""
+    if device != "cpu" or declared == "float32" or (declared == "bfloat16" and cpu.bfloat16):
+        return declared
+    does_not_fit = weight_bytes(spec, "float32") > free_host_bytes() > weight_bytes(spec, declared)
+    return declared if does_not_fit else "float32"
 
 
 def _resolve_device(config: WorkerConfig) -> str:

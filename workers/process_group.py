@@ -34,6 +34,7 @@ from workers.protocol import (
 )
 from workers.python_child import start_python
 from workers.rank import RankArguments
+from workers.step_cost import adapted
 
 logger = logging.getLogger("oarlock.group")
 
@@ -59,6 +60,8 @@ class ProcessGroup:
         try:
             self._spawn()
             self.info = self._load(on_progress)
+            if self.info.step_cost is not None:
+                self.config = adapted(config, self.info.step_cost)
         except BaseException:
             self.close(grace_s=0.0)
             raise

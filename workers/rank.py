@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from workers.channel.control import Control
 from workers.channel.ring import ChannelClosedError, RingLayout, RingReader, RingWriter
-from workers.config import LOADING_TIMEOUT_S, WorkerConfig
+from workers.config import WorkerConfig
 from workers.errors import StartupError
+from workers.memory_needs import OUT_OF_MEMORY, is_out_of_memory
 from workers.protocol import pack_output, unpack_step
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("oarlock.rank")
 
 _PR_SET_PDEATHSIG = 1
+_PATIENCE_S = 3600.0  # of a rank that waits for another; its parent ends it long before, or ends itself
 
 
 class Invitation(Protocol):
@@ -107,15 +109,11 @@ def main(argv: list[str]) -> int:
         return error.exit_code
     except ChannelClosedError:
         return 1
-    except MemoryError:
-        control.send(
-            "failed",
-            cause=f"rank {arguments.rank} ran out of memory while loading.",
-            fix="Use a smaller model, more ranks (--tensor-parallel-size) or --dtype bfloat16.",
-            exit_code=4,
-        )
-        return 4
     except Exception as error:
+        if is_out_of_memory(error):  # before there is a model to do sums about
+            cause = f"rank {arguments.rank} ran out of memory while starting: {error}"
+            control.send("failed", cause=cause, fix="Free memory, or use fewer ranks.", exit_code=OUT_OF_MEMORY)
+            return OUT_OF_MEMORY
         traceback.print_exc()
         control.send(
             "failed",
@@ -152,7 +150,7 @@ def join(arguments: Invitation, config: WorkerConfig) -> TensorParallel:
         memory_fd=arguments.collective_memory_fd,
         buffer_bytes=arguments.collective_bytes,
         # Longer than the group waits: it sees all ranks and names the one that hangs; a rank only sees that it waits.
-        timeout_s=config.step_timeout_s + LOADING_TIMEOUT_S,
+        timeout_s=max(config.step_timeout_s, _PATIENCE_S),
     )
     return TensorParallel.join(meeting, device)
 
@@ -179,6 +177,8 @@ def start(arguments: RankArguments, control: Control) -> tuple[Runner, TensorPar
     num_blocks = int(control.recv()["num_blocks"])
     control.send("phase", name="allocating")
     runner.allocate(num_blocks)
+    control.send("phase", name="timing")
+    runner.time_steps()
     control.send("ready", info=runner.info().to_json())
     return runner, tp
 

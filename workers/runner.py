@@ -6,7 +6,8 @@ Knows tensors. Does not know processes, channels, requests or why a step looks t
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +17,16 @@ from workers.attention.choose import choose
 from workers.batch import Batch
 from workers.config import WorkerConfig, WorkerInfo
 from workers.kernels.in_use import kernels_in_use
-from workers.kv_cache import available_kv_bytes, blocks_that_fit
+from workers.kv_cache import available_kv_bytes, blocks_that_fit, free_bytes
+from workers.memory_needs import is_out_of_memory, out_of_memory
 from workers.models.decoder import Decoder
 from workers.parallel import TensorParallel
 from workers.preflight import read_spec
-from workers.protocol import NULL_BLOCK, StepMetadata, StepOutput
+from workers.protocol import StepMetadata, StepOutput
 from workers.sampling.sampler import Sampler
 from workers.self_test import batch_invariance
+from workers.step_cost import StepCost
+from workers.step_timing import null_step, time_steps
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.dummy import DummyWeights
 from workers.weights.reader import WeightReader
@@ -50,11 +54,18 @@ class Runner:
             torch.cuda.set_device(self.device)
         self.spec = read_spec(config.model_path, config.max_model_len, tied=config.tie_word_embeddings)
         self._load_seconds = 0.0
+        self.step_cost: StepCost | None = None
+        self.num_blocks: int | None = None
 
     def load(self, on_progress: Callable[[float], None]) -> None:
         """Read this rank's slice of every weight. `on_progress` gets the fraction read so far, some of them often: it
         also says that something moves."""
         started = time.monotonic()
+        with self._memory_for("reading the weights"):
+            self._load(on_progress)
+        self._load_seconds = time.monotonic() - started
+
+    def _load(self, on_progress: Callable[[float], None]) -> None:
         done = 0.0
 
         def report(fraction: float) -> None:
@@ -74,7 +85,6 @@ class Runner:
         self.kv_spec = self.model.kv_spec(self.config.block_size, self.device)
         self.backend = choose(self.kv_spec, self.config.attention_backend, logger.info)
         self.sampler = Sampler(self.tp, self.model.vocab_start, self.model.vocab_local, self.spec.vocab_size)
-        self._load_seconds = time.monotonic() - started
 
     def num_blocks_that_fit(self) -> int:
         """How many KV blocks this rank has room for. Raises `StartupError` when one sequence would not fit."""
@@ -88,23 +98,53 @@ class Runner:
         Then see whether this machine keeps the promise of batch invariance.
         """
         self.num_blocks = num_blocks
-        self.kv = self.backend.allocate(num_blocks)
-        self.execute(warm_up_step())
-        assert self.config.max_model_len is not None
-        with torch.inference_mode():
+        block_size, max_len = self.config.block_size, self.config.max_model_len
+        assert max_len is not None
+        with self._memory_for("allocating KV memory"):
+            self.kv = self.backend.allocate(num_blocks)
+        with self._memory_for("trying the model out"), torch.inference_mode():
+            self.execute(null_step(2, 2, 1, block_size))
             self.invariance = batch_invariance(
                 self.model,
                 self.kv,
                 self.backend,
                 num_blocks=num_blocks,
-                block_size=self.config.block_size,
-                max_len=self.config.max_model_len,
+                block_size=block_size,
+                max_len=max_len,
             )
+
+    def time_steps(self) -> StepCost:
+        """What steps cost here; every rank must ask at the same point. Valid after `allocate`, before any request."""
+        assert self.config.max_model_len is not None
+        with self._memory_for("timing a few steps"):
+            self.step_cost = time_steps(
+                self.execute,
+                self._largest_of_all,
+                max_tokens=self.config.max_num_batched_tokens,
+                max_model_len=self.config.max_model_len,
+                block_size=self.config.block_size,
+            )
+        return self.step_cost
+
+    @contextmanager
+    def _memory_for(self, doing: str) -> Generator[None]:
+        """Whatever way an allocator has of saying that there is no memory becomes a `StartupError` with the sums."""
+        try:
+            yield
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            kv_bytes = None if self.num_blocks is None else self.num_blocks * self.kv_spec.bytes_per_block
+            raise out_of_memory(self.config, self.spec, doing, kv_bytes, free_bytes(self.device)) from error
+
+    def _largest_of_all(self, number: float) -> float:
+        mine = torch.tensor([number], dtype=torch.float64, device=self.device)
+        return float(self.tp.all_gather(mine).max())
 
     def info(self) -> WorkerInfo:
         """What the group reports upwards. Valid after `allocate`."""
         config = self.config
-        assert config.max_model_len is not None
+        assert config.max_model_len is not None and self.num_blocks is not None
         return WorkerInfo(
             num_blocks=self.num_blocks,
             block_size=config.block_size,
@@ -123,6 +163,7 @@ class Runner:
             kernels=kernels_in_use(self.device),
             batch_invariant=self.invariance.batch_invariant,
             batch_invariant_reason=self.invariance.reason,
+            step_cost=self.step_cost,
         )
 
     @torch.inference_mode()
@@ -152,31 +193,6 @@ class Runner:
 def device_of(config: WorkerConfig, rank: int) -> torch.device:
     """The device of `rank`: its own GPU, or the CPU."""
     return torch.device("cuda", rank) if config.device == "cuda" else torch.device("cpu")
-
-
-def warm_up_step() -> StepMetadata:
-    """One sequence of two tokens that reads and writes the null block only."""
-    return StepMetadata(
-        step_id=0,
-        token_ids=np.zeros(2, np.int32),
-        positions=np.zeros(2, np.int32),
-        slot_mapping=np.full(2, NULL_BLOCK, np.int64),
-        query_start_loc=np.array([0, 2], np.int32),
-        seq_lens=np.array([2], np.int32),
-        block_tables=np.full((1, 1), NULL_BLOCK, np.int32),
-        logits_indices=np.array([1], np.int32),
-        target_ids=np.array([-1], np.int32),
-        sample_positions=np.array([2], np.int32),
-        temperature=np.zeros(1, np.float32),
-        top_p=np.ones(1, np.float32),
-        top_k=np.zeros(1, np.int32),
-        min_p=np.zeros(1, np.float32),
-        seeds=np.zeros(1, np.int64),
-        num_logprobs=np.full(1, -1, np.int32),
-        bias_rows=np.empty(0, np.int32),
-        bias_ids=np.empty(0, np.int32),
-        bias_values=np.empty(0, np.float32),
-    )
 
 
 def rows_of(step: StepMetadata, start: int, stop: int) -> StepMetadata:

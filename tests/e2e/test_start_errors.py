@@ -131,6 +131,11 @@ def test_a_context_that_does_not_fit_the_kv_memory():
     assert status == MEMORY and "KV" in cause and "--kv-cache-memory" in fix
 
 
+def test_memory_that_the_machine_does_not_have():
+    status, cause, fix = start(DEMO, "--kv-cache-memory", "900TiB", "--port", free_port())
+    assert status == MEMORY and "900.0 TiB of KV memory" in cause and "is free" in cause and "--kv-cache-memory" in fix
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

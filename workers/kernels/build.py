@@ -18,6 +18,8 @@ import time
 from functools import cache
 from pathlib import Path
 
+from workers.processor import features
+
 _log = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent
@@ -123,14 +125,10 @@ def compiler_facts(compiler: str) -> tuple[str, ...]:
 def _processor_flags() -> frozenset[str]:
     if platform.machine() not in ("x86_64", "AMD64"):
         raise KernelsUnavailable(f"they are written for x86-64 and this is {platform.machine()}")
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError as error:
-        raise KernelsUnavailable(f"the processor's features cannot be read: {error}") from error
-    for line in text.splitlines():
-        if line.startswith("flags"):
-            return frozenset(line.partition(":")[2].split())
-    raise KernelsUnavailable("the processor does not list its features")
+    flags = features()
+    if not flags:
+        raise KernelsUnavailable("the system does not list the processor's features")
+    return flags
 
 
 def _loaded_openmp() -> Path:

@@ -90,6 +90,8 @@ class WeightReader:
             try:
                 self._file = safe_open(str(path), framework="pt")
             except (OSError, SafetensorError) as error:
+                if "annot allocate memory" in str(error):  # for the mapping
+                    raise MemoryError(f"{path}: {error}") from error
                 raise StartupError(f"{path} cannot be opened: {error}.", "Download the file again.") from error
             self._path = path
         self._mapped += upcoming

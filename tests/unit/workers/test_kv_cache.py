@@ -78,26 +78,3 @@ def test_device_memory_is_utilisation_minus_what_is_used(monkeypatch):
     device = torch.device("cuda", 0)
     assert kv_cache.available_kv_bytes(config(gpu_memory_utilization=0.5), device) == 200
     assert kv_cache.available_kv_bytes(config(gpu_memory_utilization=0.25), device) == 0
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_control_groups_limit_what_counts_as_free(tmp_path, version):
-    base = tmp_path / "fs" / ("memory" if version == 1 else "")
-    group = base / "slice" / "box"
-    group.mkdir(parents=True)
-    limit, usage = kv_cache._CGROUP_FILES[0 if version == 2 else 1]
-    membership = tmp_path / "cgroup"
-    membership.write_text("5:memory:/slice/box\n3:cpu:/x\n" if version == 1 else "0::/slice/box\n")
-    (group.parent / limit).write_text("10000\n")  # the parent's limit binds
-    (group.parent / usage).write_text("4000\n")
-    (group.parent / "memory.stat").write_text("anon 1\ninactive_file 500\n")
-    (group / limit).write_text("max\n" if version == 2 else "9223372036854771712\n")
-    (group / usage).write_text("3000\n")
-    assert kv_cache.free_host_bytes(tmp_path / "fs", membership) == 6500
-    (group.parent / usage).write_text("20000\n")
-    assert kv_cache.free_host_bytes(tmp_path / "fs", membership) == 0
-
-
-def test_without_control_groups_the_machine_counts(tmp_path):
-    free = kv_cache.free_host_bytes(tmp_path, tmp_path / "missing")
-    assert free > 1 << 20

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.golden.tiny_models import FAMILIES, make_tiny
+from workers import memory_needs, processor
 from workers import preflight as module
 from workers.config import WorkerConfig
 from workers.cores import available_cores
@@ -25,6 +26,17 @@ def model(tmp_path: Path) -> Path:
     return make_tiny(tmp_path, "qwen2", dtype=torch.bfloat16)
 
 
+@pytest.fixture
+def with_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor that multiplies bfloat16 at its own speed, whatever this one does."""
+    monkeypatch.setattr(processor, "here", lambda: processor.Processor(True, False, ""))
+
+
+@pytest.fixture
+def without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor, "here", lambda: processor.Processor(False, False, "no AVX512-BF16 or AMX"))
+
+
 def config(model: Path, **changes: Any) -> WorkerConfig:
     return WorkerConfig(str(model), device="cpu").with_(**changes)
 
@@ -34,7 +46,7 @@ def edit_config(model: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def test_everything_is_resolved(model: Path) -> None:
+def test_everything_is_resolved(model: Path, with_bfloat16: None) -> None:
     found = preflight(WorkerConfig(str(model), tensor_parallel_size=2, device="cpu"))
     assert (found.dtype, found.device, found.load_format, found.max_model_len) == (
         "bfloat16",
@@ -90,7 +102,60 @@ def test_a_head_of_another_shape_is_refused(model: Path) -> None:
         preflight(config(model))
 
 
-def test_without_a_declared_dtype_the_tensors_decide(model: Path) -> None:
+def test_a_bfloat16_model_runs_in_float32_where_bfloat16_is_emulated(
+    model: Path, without_bfloat16: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    assert preflight(config(model)).dtype == "float32"
+    line = next(line for line in caplog.messages if "event=dtype_chosen dtype=float32" in line)
+    assert "no AVX512-BF16 or AMX" in line and "KiB instead of" in line  # why, and what it costs
+    assert preflight(config(model, device="cpu", tensor_parallel_size=2)).dtype == "float32"
+    assert preflight(preflight(config(model))).dtype == "float32", "a resolved configuration stays as it is"
+    edit_config(model, dtype="float32")
+    caplog.clear()
+    assert preflight(config(model)).dtype == "float32" and not caplog.messages
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_an_emulated_type_that_is_asked_for_is_used_with_a_warning(
+    model: Path, without_bfloat16: None, caplog: pytest.LogCaptureFixture, dtype: str
+) -> None:
+    assert preflight(config(model, dtype=dtype)).dtype == dtype
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert f"event=slow_dtype dtype={dtype}" in caplog.text and "emulates" in caplog.text
+
+
+def test_where_bfloat16_is_multiplied_it_stays_and_nothing_is_said(
+    model: Path, with_bfloat16: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    assert preflight(config(model)).dtype == preflight(config(model, dtype="bfloat16")).dtype == "bfloat16"
+    assert not caplog.messages
+
+
+def test_a_gpu_has_the_type_that_the_model_has(
+    model: Path, without_bfloat16: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "cuda_device_count", lambda: 1)
+    assert preflight(config(model, device="cuda")).dtype == "bfloat16"
+
+
+def test_float32_is_not_chosen_where_it_does_not_fit(
+    model: Path, without_bfloat16: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    parameters = read_spec(str(model)).num_parameters
+    for target in (module, memory_needs):
+        monkeypatch.setattr(target, "free_host_bytes", lambda: 3 * parameters)
+    assert preflight(config(model)).dtype == "bfloat16"
+    assert "event=dtype_chosen dtype=bfloat16" in caplog.text and "there is less" in caplog.text
+    for dtype, free in (("float32", 3 * parameters), ("bfloat16", parameters)):
+        monkeypatch.setattr(memory_needs, "free_host_bytes", lambda free=free: free)
+        with pytest.raises(StartupError, match=rf"{parameters:,} parameters in {dtype} need .*KiB is free") as error:
+            preflight(config(model, dtype=dtype))
+        assert error.value.exit_code == 4 and ("bfloat16" in error.value.fix) is (dtype == "float32")
+
+
+def test_without_a_declared_dtype_the_tensors_decide(model: Path, with_bfloat16: None) -> None:
     edit_config(model, dtype=None)
     assert preflight(config(model)).dtype == "bfloat16"
     assert preflight(config(model, load_format="dummy")).dtype == "float32"
@@ -164,7 +229,7 @@ MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     "config a list": (lambda m: (m / "config.json").write_text("[]"), "not a table"),
     "config not text": (lambda m: (m / "config.json").write_bytes(b"\xff\xfe{"), "config.json cannot be read"),
     "architecture": (lambda m: edit_config(m, architectures=["BertModel"]), "'BertModel'.*Qwen3ForCausalLM"),
-    "quantised": (lambda m: edit_config(m, quantization_config={"quant_method": "awq"}), r"quantised \(awq\)"),
+    "quantised": (lambda m: edit_config(m, quantization_config={"quant_method": "awq"}), r"quantised \('awq'"),
     "truncated": (truncate, "model.safetensors is truncated"),
     "missing tensor": (lambda m: drop(m, "model.norm.weight"), "no tensor 'model.norm.weight'.*Qwen2ForCausalLM"),
     "another size": (

@@ -1,0 +1,88 @@
+"""Whatever way an allocator says that there is no memory, the operator reads what was needed, and what is free."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.golden.tiny_models import make_tiny
+from workers.config import WorkerConfig
+from workers.errors import StartupError
+from workers.memory_needs import is_out_of_memory, weight_bytes
+from workers.parallel import TensorParallel
+from workers.preflight import preflight
+from workers.runner import Runner
+
+CPU_SAYS = (
+    "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+    "1099511627776 bytes. Error code 12 (Cannot allocate memory)"
+)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(CPU_SAYS),
+        RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
+        MemoryError("Unable to allocate 1.0 TiB for an array"),
+        OSError(12, "Cannot allocate memory"),
+    ],
+)
+def test_out_of_memory_has_many_names(error: Exception) -> None:
+    assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ValueError("memory")])
+def test_other_mistakes_are_none(error: Exception) -> None:
+    assert not is_out_of_memory(error)
+
+
+@pytest.fixture
+def runner(tmp_path: Path) -> Runner:
+    config = WorkerConfig(str(make_tiny(tmp_path, "qwen2")), device="cpu", max_model_len=64, num_kv_blocks=8)
+    return Runner(preflight(config), TensorParallel.solo())
+
+
+def refuse(*_: object) -> None:
+    raise RuntimeError(CPU_SAYS)
+
+
+def test_weights_that_do_not_fit_are_told_with_the_sums(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.layers.placement.Placement.empty", refuse)
+    with pytest.raises(
+        StartupError, match=r"while reading the weights: .*KiB of weights \(float32\).*is free"
+    ) as error:
+        runner.load(lambda fraction: None)
+    assert (
+        error.value.exit_code == 4 and "--dtype bfloat16" in error.value.fix and "KV memory," not in error.value.cause
+    )
+
+
+def test_so_are_pages_and_the_first_steps(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner.load(lambda fraction: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.backend, "allocate", refuse)
+        with pytest.raises(StartupError, match=r"while allocating KV memory: .* of KV memory, and") as error:
+            runner.allocate(8)
+        assert error.value.exit_code == 4 and "--kv-cache-memory" in error.value.fix
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.backend, "attend", refuse)
+        with pytest.raises(StartupError, match="while trying the model out"):
+            runner.allocate(8)
+    runner.allocate(8)
+    monkeypatch.setattr(runner.backend, "attend", refuse)
+    with pytest.raises(StartupError, match="while timing a few steps"):
+        runner.time_steps()
+
+
+def test_a_real_allocator_is_understood(runner: Runner) -> None:
+    runner.load(lambda fraction: None)
+    with pytest.raises(StartupError, match="while allocating KV memory") as error:
+        runner.allocate(2**40)
+    assert error.value.exit_code == 4
+
+
+def test_weights_are_counted_as_loaded(runner: Runner) -> None:
+    runner.load(lambda fraction: None)
+    assert weight_bytes(runner.spec, "float32") == runner.model.weight_bytes

@@ -1,0 +1,98 @@
+"""The limits of a step follow from what steps cost on this machine; the operator's own stay, with a warning."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from workers import step_timing
+from workers.config import WorkerConfig
+from workers.protocol import StepMetadata
+from workers.step_cost import FEWEST_TOKENS, PATIENCE, TARGET_S, StepCost, adapted
+from workers.step_timing import time_steps
+
+FAST = StepCost(fixed_s=0.01, token_s=0.0005, context_s=1e-8, logits_s=1e-4)
+SLOW = StepCost(fixed_s=0.2, token_s=0.01, context_s=1e-6, logits_s=1e-3)
+HOPELESS = StepCost(fixed_s=0.0, token_s=0.1, context_s=2e-5, logits_s=0.02)
+
+
+def config(**changes: object) -> WorkerConfig:
+    base = WorkerConfig("none", max_model_len=4096, lower_step_size=True, raise_step_timeout=True)
+    return base.with_(**changes)
+
+
+def test_a_fast_machine_keeps_the_usual_limits() -> None:
+    found = adapted(config(), FAST)
+    assert (found.max_num_batched_tokens, found.step_timeout_s) == (2048, 120.0)
+
+
+@pytest.mark.parametrize("cost", [SLOW, HOPELESS])
+def test_a_slow_machine_takes_smaller_steps_and_more_time(cost: StepCost) -> None:
+    found = adapted(config(), cost)
+    tokens = found.max_num_batched_tokens
+    assert FEWEST_TOKENS <= tokens < 2048 and tokens & (tokens - 1) == 0
+    assert tokens == FEWEST_TOKENS or cost.seconds(tokens, context=tokens // 2) <= TARGET_S
+    assert cost.seconds(2 * tokens, context=tokens) > TARGET_S
+    assert found.step_timeout_s >= max(120.0, PATIENCE * cost.worst_step_s(tokens, 4096))
+
+
+def test_every_running_sequence_gets_a_token() -> None:
+    assert adapted(config(max_num_seqs=256), HOPELESS).max_num_batched_tokens == 256
+
+
+def test_what_the_operator_says_stays_with_a_warning_where_it_is_too_short(caplog: pytest.LogCaptureFixture) -> None:
+    own = config(lower_step_size=False, raise_step_timeout=False, step_timeout_s=20.0)
+    assert adapted(own, SLOW) == own
+    assert "event=step_timeout_too_short step_timeout_s=20 worst_step_s=" in caplog.text
+    caplog.clear()
+    assert adapted(own, FAST) == own and not caplog.messages
+    limited = adapted(own.with_(lower_step_size=True, step_timeout_s=30.0), SLOW)
+    assert limited.max_num_batched_tokens < 2048 and limited.step_timeout_s == 30.0 and not caplog.messages
+
+
+def test_what_was_derived_is_said_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    adapted(config(), HOPELESS)
+    line = next(line for line in caplog.messages if line.startswith("event=step_limits"))
+    assert "max_num_batched_tokens=64 (measured)" in line and "step_timeout_s=" in line
+
+
+class Clock:
+    """Time that steps take by a known price."""
+
+    def __init__(self, cost: StepCost) -> None:
+        self.cost = cost
+        self.now = 0.0
+        self.steps: list[StepMetadata] = []
+
+    def execute(self, step: StepMetadata) -> None:
+        self.steps.append(step)
+        rows = len(step.logits_indices)
+        self.now += self.cost.seconds(step.num_tokens, context=int(step.seq_lens[0]), rows=rows)
+
+
+@pytest.fixture(params=[FAST, SLOW, HOPELESS], ids=["fast", "slow", "hopeless"])
+def clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    clock = Clock(request.param)
+    monkeypatch.setattr(step_timing.time, "perf_counter", lambda: clock.now)
+    yield clock
+
+
+def test_a_price_is_found_again_from_a_few_small_steps(clock: Clock) -> None:
+    agreed: list[float] = []
+
+    def agree(number: float) -> float:
+        agreed.append(number)
+        return number
+
+    found = time_steps(clock.execute, agree, max_tokens=2048, max_model_len=4096, block_size=16)
+    for tokens, context, rows in ((64, 32, 1), (2048, 1024, 1), (2048, 4096, 2048)):
+        wanted = clock.cost.seconds(tokens, context=context, rows=rows)
+        assert found.seconds(tokens, context=context, rows=rows) == pytest.approx(wanted, rel=0.35)
+    assert clock.now < 15 and len(agreed) == len(clock.steps) // 2  # ranks agree on every number they go by
+    assert all(set(step.block_tables[0]) == {0} and max(step.slot_mapping) < 16 for step in clock.steps)
+
+
+@pytest.mark.parametrize(("max_tokens", "max_model_len"), [(16, 4096), (2048, 20), (16, 2), (1, 1)])
+def test_small_limits_are_timed_within_them(clock: Clock, max_tokens: int, max_model_len: int) -> None:
+    time_steps(clock.execute, lambda x: x, max_tokens=max_tokens, max_model_len=max_model_len, block_size=16)
+    assert all(step.num_tokens <= max_tokens and step.seq_lens[0] <= max_model_len for step in clock.steps)

@@ -1,0 +1,58 @@
+"""What this machine's processor can multiply with. Torch-free."""
+
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+_X86 = ("x86_64", "AMD64")
+_ARM = ("aarch64", "arm64")
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """Which 16-bit types it multiplies by instructions of its own. Libraries emulate the others, step by step."""
+
+    bfloat16: bool
+    float16: bool
+    name: str  # for a sentence
+
+    def multiplies(self, dtype: str) -> bool:
+        """Whether products of `dtype` run at the processor's own speed."""
+        return {"bfloat16": self.bfloat16, "float16": self.float16}.get(dtype, True)
+
+
+@cache
+def here() -> Processor:
+    """This machine's."""
+    return of(platform.machine(), features())
+
+
+def of(machine: str, flags: frozenset[str]) -> Processor:
+    """From what the system calls the machine and the features of its processor, as Linux names them."""
+    if machine in _X86:
+        bfloat16 = bool(flags & {"avx512_bf16", "amx_bf16"})
+        return Processor(bfloat16, bool(flags & {"avx512_fp16", "amx_fp16"}), "no AVX512-BF16 or AMX")
+    if machine in _ARM:
+        return Processor("bf16" in flags, bool(flags & {"asimdhp", "fphp"}), "no BF16 extension")
+    return Processor(False, False, f"it is {machine}")
+
+
+def features() -> frozenset[str]:
+    """Features of the first processor; empty where the system does not list them."""
+    if sys.platform == "darwin":
+        asked = subprocess.run(
+            ["sysctl", "-n", "hw.optional.arm.FEAT_BF16"], capture_output=True, text=True, check=False
+        )
+        return frozenset({"asimdhp", "fphp", *(["bf16"] if asked.stdout.strip() == "1" else [])})
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset()
+    for line in text.splitlines():
+        name, _, values = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(values.split())
+    return frozenset()
