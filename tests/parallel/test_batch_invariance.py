@@ -1,7 +1,7 @@
 """The promise of batch invariance: a request's tokens and logprobs are the same bits whatever else the engine does.
 
-200 prompts on the demo model through the real scheduler, step builder and ranks, in every regime that cuts or mixes
-steps otherwise. Reference: each request alone.
+Up to 200 prompts on the demo model through the real scheduler, step builder and ranks, in every regime that cuts or
+mixes steps otherwise. Reference: each request alone.
 """
 
 import json
@@ -14,12 +14,14 @@ from tokenizers import Tokenizer
 
 from engine.types import Request, SamplingParams
 from tests.parallel.direct_engine import Answer, DirectEngine
+from workers import processor
 from workers.config import WorkerConfig
 from workers.group import WorkerGroup, start_group
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "oarlock-demo"
 SHARED = "Q: What does os.getcwd do?\nA: Return a string representing the current working directory.\n\nQ: "
-COUNTS = {"bfloat16": 200, "float32": 200}
+# Where bfloat16 is emulated, which is not what is served there by default, a token takes ten times as long.
+COUNTS = {"bfloat16": 200 if processor.here().multiplies("bfloat16") else 40, "float32": 200}
 
 
 def start(dtype: str, size: int = 1) -> WorkerGroup:
