@@ -41,6 +41,7 @@ def test_a_rank_holds_its_shard_and_little_more(big: tuple[Path, int]) -> None:
     config = WorkerConfig(
         str(directory),
         device="cpu",
+        dtype="bfloat16",  # as stored, on a processor that emulates it as well
         tensor_parallel_size=2,
         max_model_len=512,
         max_num_seqs=4,
