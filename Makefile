@@ -89,11 +89,11 @@ test-long: $(TOOLS)
 	@echo '==> soak'
 	@$(BIN)/python -m pytest -m soak tests/e2e
 	@echo '==> fuzz'
-	@$(BIN)/python -m tests.fuzz.run --requests 4000
+	@$(BIN)/python -m tests.fuzz.run --requests 4000 --examples 16
 	@echo '==> clients'
 	@$(BIN)/python -m tests.clients.run
 	@echo '==> a model of true size'
-	@$(BIN)/python -m tests.golden.full_shape --print
+	@$(BIN)/python -m tests.golden.full_shape --print --greedy 64
 
 soak: $(TOOLS)
 	@$(BIN)/python -m pytest -m soak tests/e2e $(ARGS)

@@ -19,6 +19,7 @@ from pathlib import Path
 from tests.house.documents import filled
 from tests.house.rules import ROOT
 from tests.load.checkpoint import ensure, prompts
+from workers import processor
 from workers.config import WorkerConfig
 from workers.preflight import preflight, read_spec
 from workers.verify.compare import Comparison, compare, compare_tokens
@@ -130,21 +131,30 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--print", action="store_true", help="leave the page as it is")
     parser.add_argument("--quick", action="store_true", help="a tiny model; leaves the page as it is")
+    parser.add_argument("--greedy", type=int, default=GREEDY, help=f"tokens of greedy text (default: {GREEDY})")
     arguments = parser.parse_args()
+    dtypes = [dtype for dtype in ("float32", "bfloat16") if processor.here().multiplies(dtype)]
+    if "bfloat16" not in dtypes:  # not what is served there either
+        say(f"bfloat16 is skipped: {processor.here().name}")
+    is_whole = len(dtypes) == 2 and arguments.greedy == GREEDY and not arguments.quick
+    if not (arguments.print or arguments.quick or is_whole):
+        parser.error("the page wants every figure: name --print, or run it whole on a processor that has bfloat16")
     model = ensure(quick=arguments.quick)
     vocab = read_spec(str(model)).vocab_size
     texts = [prompts(1, length, vocab, seed)[0] for seed, length in enumerate(_LENGTHS)]
     comparisons = {}
-    for dtype in ("float32", "bfloat16"):
+    for dtype in dtypes:
         folder = reference(model, dtype, Request(str(model), dtype, "cpu", texts, _NEW_TOKENS))
         for size in SIZES:
             comparisons[dtype, size] = ours(model, folder, dtype, size)
-    folder = reference(model, "greedy", Request(str(model), "float32", "cpu", texts[:1], GREEDY, record=False))
+    folder = reference(
+        model, "greedy", Request(str(model), "float32", "cpu", texts[:1], arguments.greedy, record=False)
+    )
     greedy = {size: ours(model, folder, "float32", size) for size in SIZES}
     bounds, ok = bound_table(comparisons, greedy)
     page = "\n".join([*bounds, "", "The residual after every layer (largest error):", "", *layer_table(comparisons)])
     print(page)
-    if not (arguments.print or arguments.quick):
+    if is_whole and not arguments.print:
         path = ROOT / PAGE
         path.write_text(filled(path.read_text("utf-8"), "full-shape", page), "utf-8")
     return 0 if ok else 1
