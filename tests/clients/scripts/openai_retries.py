@@ -13,7 +13,7 @@ import time
 import openai
 from reporter import Report, answers_with_status, expect
 
-HOLDS_1_AND_16_WAIT = 17
+NUM_WAITING = 16  # that the small server has room for, beside one that runs
 LONG = 1900  # tokens
 
 
@@ -35,8 +35,24 @@ def _occupy(client: openai.OpenAI, model: str, choices: int, tokens: int) -> ope
     return stream
 
 
+def _fill(client: openai.OpenAI, model: str) -> list[openai.Stream]:
+    """One stream that runs and as many as may wait, each a request of its own: one alone leaves room for others."""
+    streams = [_occupy(client, model, 1, LONG)]
+
+    def wait_for_a_place() -> None:
+        streams.append(client.completions.create(model=model, prompt="x", max_tokens=LONG, stream=True))
+
+    threads = [threading.Thread(target=wait_for_a_place) for _ in range(NUM_WAITING)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    expect(len(streams) == 1 + NUM_WAITING, f"{len(streams)} streams are open")
+    return streams
+
+
 def _full(client: openai.OpenAI, url: str, model: str) -> None:
-    stream = _occupy(client, model, HOLDS_1_AND_16_WAIT, LONG)
+    streams = _fill(client, model)
     try:
         client.completions.create(model=model, prompt="x", max_tokens=1)
     except openai.RateLimitError as error:
@@ -55,7 +71,8 @@ def _full(client: openai.OpenAI, url: str, model: str) -> None:
     thread.start()
     while answers_with_status(url, 429) == before and thread.is_alive():
         time.sleep(0.05)
-    stream.close()
+    for stream in streams:
+        stream.close()
     thread.join(120)
     expect(found, "the patient request did not succeed")
     expect(found[0].retries_taken >= 1, "the client was never told to wait")  # type: ignore[attr-defined]
