@@ -20,6 +20,7 @@ class Traces:
         self._server = server
         # What is started when it is first needed is needed now, so that it counts as having been there.
         server.text("x", max_tokens=4, structured_outputs={"regex": "[ab]{3}"})
+        server.client.post("/detokenize", json={"tokens": [1] * 100_000})  # large: it is read by another process
         self._text = self._canary()
         self._series = self._number_of_series()
         self._handles = self._count_handles()
