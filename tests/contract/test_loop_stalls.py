@@ -1,11 +1,13 @@
-"""No body and no answer holds up the event loop: what is counted is processor time of this process between two ticks,
-whatever else the machine does."""
+"""While a large body is read, or a large answer is written, the event loop goes on: others have their turns.
+
+Turns are counted, a millisecond apart at least: a loop that did all of it by itself gave others 13 at most. The longest
+pause is what `tests/load/loop_stalls.py` measures.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import time
 from dataclasses import replace
 
 import pytest
@@ -14,36 +16,24 @@ pytestmark = pytest.mark.slow
 
 JSON = {"Content-Type": "application/json"}
 MEGABYTE = 10**6
-LIMIT_S = 0.25  # what is promised is 0.05, on a machine that does nothing else
+FEW_TURNS = 25
 
 
-async def longest_stall(work):
-    """The result of `work`, and the most processor time that passed in this process while the loop stood still."""
-    ticking = True
-    longest = 0.0
-    last = time.process_time()
+async def with_turns(work):
+    """The result of `work`, and how many turns other tasks had meanwhile."""
+    turns = 0
 
-    async def tick():
-        nonlocal longest, last
-        while ticking:
-            now = time.process_time()
-            longest, last = max(longest, now - last), now
+    async def count():
+        nonlocal turns
+        while True:
             await asyncio.sleep(0.001)
+            turns += 1
 
-    task = asyncio.create_task(tick())
-    result = await work
-    ticking = False
-    await task
-    return result, max(longest, time.process_time() - last)
-
-
-def least_of_some(scenario):
-    """The result of `scenario` and its shortest stall: what other threads do beside the loop only adds to it."""
-    for _ in range(5):
-        response, stall_s = asyncio.run(scenario())
-        if stall_s < LIMIT_S:
-            break
-    return response, stall_s
+    other = asyncio.create_task(count())
+    try:
+        return await work, turns
+    finally:
+        other.cancel()
 
 
 BODIES = {
@@ -63,11 +53,11 @@ def test_a_large_body_does_not_stop_the_loop(make_stage, name):
 
     async def scenario():
         async with stage.client(headers=JSON, timeout=120) as client:
-            return await longest_stall(client.post("/v1/completions", content=body))
+            return await with_turns(client.post("/v1/completions", content=body))
 
-    response, stall_s = least_of_some(scenario)
+    response, turns = asyncio.run(scenario())
     assert response.status_code == status, response.text[:200]
-    assert stall_s < LIMIT_S
+    assert turns > FEW_TURNS
     assert len(json.dumps(response.json())) < 4096
 
 
@@ -89,9 +79,9 @@ def test_a_large_answer_does_not_stop_the_loop(make_stage, name):
 
     async def scenario():
         async with stage.client(headers=JSON, timeout=120) as client:
-            return await longest_stall(client.post(path, content=content))
+            return await with_turns(client.post(path, content=content))
 
-    response, stall_s = least_of_some(scenario)
+    response, turns = asyncio.run(scenario())
     assert response.status_code == 200, response.text[:200]
-    assert stall_s < LIMIT_S
+    assert turns > FEW_TURNS
     assert len(response.content) > MEGABYTE
