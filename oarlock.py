@@ -12,14 +12,14 @@ from server.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from engine.types import SamplingParams
-    from server.llm import LLM
+    from server.llm.llm import LLM
 
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "LLM":
-        from server.llm import LLM
+        from server.llm.llm import LLM
 
         return LLM
     if name == "SamplingParams":
@@ -30,6 +30,6 @@ def __getattr__(name: str) -> Any:
 
 
 if __name__ == "__main__":
-    from server.cli import main
+    from server.entrypoints.cli import main
 
     sys.exit(main())

@@ -14,10 +14,10 @@ import subprocess
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-from engine import messages
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, OarlockError, RequestError, StartupError
-from engine.frames import Frame, FrameError, FrameReader
+from engine.ipc import messages
+from engine.ipc.frames import Frame, FrameError, FrameReader
 from engine.stats import EngineStats
 from engine.types import EngineInfo, Request, TokenEvent
 from workers.python_child import start_python
@@ -27,7 +27,7 @@ logger = logging.getLogger("oarlock.engine.client")
 OnProgress = Callable[[str, float], None]
 _Answer = TokenEvent | OarlockError
 
-_MODULE = ("-m", "engine.process")
+_MODULE = ("-m", "engine.core.process")
 _READ_BYTES = 1 << 18
 _STATS_TIMEOUT_S = 1.0  # a step in flight may take longer; then the last snapshot serves
 _REAP_S = 8.0  # more than the engine itself allows its clean-up

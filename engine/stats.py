@@ -8,7 +8,7 @@ from bisect import bisect_left
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from engine.sequence import Sequence
+from engine.scheduler.sequence import Sequence
 from engine.types import FinishReason
 
 _SECONDS = (

@@ -1,6 +1,6 @@
 """Everything a rank must know before it can load. Frozen, torch-free, JSON-serialisable: no pickle crosses a process.
 
-Does not know: requests, users, defaults of flags (those live in `server/settings.py`).
+Does not know: requests, users, defaults of flags (those live in `server/config/settings.py`).
 """
 
 import json

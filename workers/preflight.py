@@ -13,15 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from workers import processor
 from workers.config import WorkerConfig
-from workers.cores import available_cores
 from workers.errors import StartupError
-from workers.host_memory import free_host_bytes, human_bytes
+from workers.layers.decoder_spec import FUSED_TENSORS, DecoderSpec, is_ignorable, tensor_shapes
 from workers.layers.shards import working_sizes
-from workers.memory_needs import check_weights_fit, weight_bytes
 from workers.models.registry import describe
-from workers.models.spec import FUSED_TENSORS, DecoderSpec, is_ignorable, tensor_shapes
+from workers.platform import processor
+from workers.platform.cores import available_cores
+from workers.platform.host_memory import free_host_bytes, human_bytes
+from workers.platform.memory_needs import check_weights_fit, weight_bytes
 from workers.weights.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, weight_files
 from workers.weights.tied import HEAD, head_differs
 
@@ -46,7 +46,9 @@ def check_without_weights(config: WorkerConfig) -> None:
     _check_parallel(config.tensor_parallel_size, spec)
     length, device = _resolve_length(config.max_model_len, spec), _resolve_device(config)
     if config.kv_cache_bytes is not None:
-        from workers.kv_cache import check_given_size  # imports torch, which takes seconds: only for who asks
+        from workers.worker.kv_cache_size import (
+            check_given_size,  # imports torch, which takes seconds: only for who asks
+        )
 
         least = "bfloat16"  # of the types there are; the weights may say that it is more
         dtype = config.dtype

@@ -23,7 +23,7 @@ def start_python(
     stdin: int | None = subprocess.DEVNULL,
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """`python -P COMMAND` of this very interpreter, e.g. ("-m", "workers.rank", ...).
+    """`python -P COMMAND` of this very interpreter, e.g. ("-m", "workers.worker.worker_process", ...).
 
     `environment`: added to ours. `stdin`: as for `subprocess.Popen`; None shares ours.
     """

@@ -15,13 +15,13 @@ import pytest
 from engine.errors import EngineDeadError, QueueFullError
 from engine.stats import EngineStats
 from engine.types import EngineInfo, FinishReason, Request, TokenEvent, TokenLogprobs
-from server.app import create_app
-from server.http_server import HttpServer, bind, url_of
-from server.metrics import HttpCounters
-from server.serving import connect
-from server.settings import Settings, make_settings
-from server.state import Phase, ServerState
-from server.tokenizer import Tokenizer
+from server.api.app import create_app
+from server.api.uvicorn_server import HttpServer, bind, url_of
+from server.config.settings import Settings, make_settings
+from server.observability.metrics import HttpCounters
+from server.serving.base import connect
+from server.serving.server_state import Phase, ServerState
+from server.tokenizer.tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "oarlock-demo"
 INFO = EngineInfo(

@@ -8,9 +8,9 @@ import math
 import anyio
 import pytest
 
-from server.capabilities import parameters
-from server.schemas import NEUTRAL_VALUES
-from server.token_schemas import TokenizeRequest
+from server.api.openapi.capabilities import parameters
+from server.protocol.sampling import NEUTRAL_VALUES
+from server.protocol.tokenize import TokenizeRequest
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 NEEDED = {

@@ -11,7 +11,7 @@ import openai
 import pytest
 import tokenizers
 
-from server.tokenizer import Tokenizer
+from server.tokenizer.tokenizer import Tokenizer
 from tests.unit.server import chat_templates as templates
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "oarlock-demo"

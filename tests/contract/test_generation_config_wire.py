@@ -6,7 +6,7 @@ import anyio
 import pytest
 
 import oarlock
-from server.generation_config import GenerationConfig
+from server.config.generation_config import GenerationConfig
 
 SAMPLING = {"temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "repetition_penalty": 1.5}
 CONFIG = GenerationConfig("/m/generation_config.json", SAMPLING, 9, (5, 4096, 2))
@@ -92,7 +92,7 @@ def test_the_offline_door_has_the_same_defaults(make_stage, monkeypatch, tmp_pat
     async def start(config, on_progress):
         return engine
 
-    monkeypatch.setattr("server.llm.EngineClient.start", start)
+    monkeypatch.setattr("server.llm.llm.EngineClient.start", start)
     with oarlock.LLM(generation_config=str(tmp_path)) as llm:
         llm.generate("x")
         llm.generate("x", oarlock.SamplingParams(max_tokens=4))

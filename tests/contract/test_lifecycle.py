@@ -10,10 +10,10 @@ import httpx
 import pytest
 
 from engine.errors import StartupError
-from server.http_server import bind, url_of
-from server.settings import make_settings
-from server.state import Phase
-from server.supervisor import Supervisor
+from server.api.uvicorn_server import bind, url_of
+from server.config.settings import make_settings
+from server.entrypoints.supervisor import Supervisor
+from server.serving.server_state import Phase
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGTERM"), reason="signals")
 BODY = {"prompt": "x", "stream": True}

@@ -29,7 +29,7 @@ def make_llm(make_stage, monkeypatch):
             engine.config = config
             return engine
 
-        monkeypatch.setattr("server.llm.EngineClient.start", start)
+        monkeypatch.setattr("server.llm.llm.EngineClient.start", start)
         llm = oarlock.LLM(**(llm_options or {}))
         opened.append(llm)
         return llm, engine

@@ -14,11 +14,11 @@ import pytest
 
 from engine.client import EngineClient
 from engine.config import EngineConfig, WorkerConfig
-from server.app import create_app
-from server.metrics import HttpCounters
-from server.serving import connect
-from server.settings import make_settings
-from server.state import Phase, ServerState
+from server.api.app import create_app
+from server.config.settings import make_settings
+from server.observability.metrics import HttpCounters
+from server.serving.base import connect
+from server.serving.server_state import Phase, ServerState
 
 pytestmark = pytest.mark.slow
 
@@ -204,9 +204,9 @@ def test_the_death_of_the_engine_ends_what_was_not_sent_yet(small):
         os.kill(server.engine.pid, signal.SIGKILL)
         answer = await task
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
-        assert not server.service.open and server.engine.num_open == 0
+        assert not server.llm.async_llm.open and server.engine.num_open == 0
         await asyncio.sleep(0.05)
-        assert server.service.submissions.is_idle
+        assert server.llm.async_llm.submissions.is_idle
 
     small(scene, {"step_s": 0.01})
 

@@ -15,7 +15,7 @@ import transformers
 from tokenizers.processors import TemplateProcessing
 
 from engine.types import FinishReason, TokenEvent, TokenLogprobs
-from server.tokenizer import Tokenizer
+from server.tokenizer.tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "oarlock-demo"
 COMPLETIONS = "/v1/completions"

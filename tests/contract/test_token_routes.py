@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from engine.errors import StartupError
-from server.keys import load_keys
+from server.config.api_keys import load_keys
 
 MESSAGES = [{"role": "user", "content": "x"}]
 
@@ -303,7 +303,7 @@ def test_counters_reconcile_with_usage_and_aborted_streams_count_what_came(make_
 
 
 def test_a_text_with_more_tokens_than_are_listed(make_stage, monkeypatch):
-    monkeypatch.setattr("server.routes.tokens.MAX_PROMPT_IDS", 30_000)
+    monkeypatch.setattr("server.api.routes.tokenize.MAX_PROMPT_IDS", 30_000)
     words = "some words " * 20_000
     for body, param in (
         ({"prompt": words}, "prompt"),

@@ -19,8 +19,8 @@ from pathlib import Path
 from tests.house.documents import filled
 from tests.house.rules import ROOT
 from tests.load.checkpoint import ensure, prompts
-from workers import processor
 from workers.config import WorkerConfig
+from workers.platform import processor
 from workers.preflight import preflight, read_spec
 from workers.verify.compare import Comparison, compare, compare_tokens
 from workers.verify.launch import run_ranks, run_reference

@@ -17,8 +17,8 @@ from torch import Tensor
 from tests.golden.cases import PROMPT
 from tests.golden.exact_reference import Judge
 from tests.golden.paged_run import BLOCK_SIZE, NUM_BLOCKS, PagedRun, load_decoder, on_ranks
-from workers.models.spec import DecoderSpec
-from workers.parallel import TensorParallel
+from workers.distributed.parallel_state import TensorParallel
+from workers.layers.decoder_spec import DecoderSpec
 from workers.verify.taps import TappedDecoder
 
 # In the order of computation. `pages`: the bytes of KV memory, which must be those of KV heads stored once.

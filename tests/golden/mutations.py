@@ -12,15 +12,15 @@ from pytest import MonkeyPatch
 from torch import Tensor
 
 from workers.attention import reference
-from workers.attention.base import KVSpec
+from workers.attention.backend import KVSpec
 from workers.attention.reference import ReferenceBackend
 from workers.layers import attention, embedding, linear
+from workers.layers.decoder_spec import DecoderSpec
 from workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from workers.layers.linear import RowParallelLinear
 from workers.layers.norm import RMSNorm
 from workers.layers.rotary import RotaryTable, rotate
-from workers.models.sandwich import SandwichBlock
-from workers.models.spec import DecoderSpec
+from workers.models.post_norm_layer import SandwichBlock
 from workers.weights.reader import WeightReader
 
 # -- the KV cache

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.attention.base import AttentionBackend, KVSpec
+from workers.attention.backend import AttentionBackend, KVSpec
+from workers.attention.forward_batch import Batch
 from workers.attention.reference import ReferenceBackend
-from workers.batch import Batch
+from workers.distributed.parallel_state import TensorParallel
 from workers.models.decoder import Decoder
-from workers.parallel import TensorParallel
 from workers.preflight import read_spec
 from workers.protocol import StepMetadata
 from workers.weights.checkpoint import Checkpoint

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.golden.cases import PROMPT, RUNS, TOTAL, run_id
 from tests.golden.exact_reference import GREEDY, Judge
 from tests.golden.paged_run import PagedRun, greedy, load_decoder, on_ranks
-from workers.parallel import TensorParallel
+from workers.distributed.parallel_state import TensorParallel
 
 every_run = pytest.mark.parametrize(
     ("name", "size"),

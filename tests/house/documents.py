@@ -9,8 +9,9 @@ import ast
 import re
 from collections.abc import Callable
 
-from server import api_table, vllm_flags
-from server.settings import as_markdown
+from server.config import vllm_flags
+from server.config.settings import as_markdown
+from tests.house import parameter_table as api_table
 from tests.house.rules import ROOMS, ROOT, place, python_files
 
 

@@ -27,7 +27,7 @@ DOORS = {
     },
     "engine": {
         "workers.protocol",
-        "workers.group",
+        "workers.executor",
         "workers.config",
         "workers.errors",
         "workers.preflight",
@@ -48,7 +48,7 @@ HOMES = {
     "pydantic": {"server"},
     "prometheus_client": {"server"},
 }
-DISTRIBUTED_HOME = "workers/parallel.py"
+DISTRIBUTED_HOME = "workers/distributed/parallel_state.py"
 INTERPRETER_HOME = "workers/python_child.py"  # starts all of our processes, without the caller's folder on the path
 # Whatever can turn bytes into code. `multiprocessing` pickles what it sends, apart from its shared memory.
 DANGEROUS_MODULES = {"pickle", "cPickle", "cloudpickle", "marshal", "dill", "shelve", "joblib", "multiprocessing"}

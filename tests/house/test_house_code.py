@@ -8,7 +8,7 @@ import pytest
 from tests.house import rules
 
 ROOM_FILES = rules.python_files(*rules.ROOMS)
-ALL_FILES = [*ROOM_FILES, rules.ROOT / "oarlock.py", *rules.python_files("tests", "tools")]
+ALL_FILES = [*ROOM_FILES, rules.ROOT / "oarlock.py", *rules.python_files("tests", "models")]
 WRITTEN = ("*.md", "*.toml", "*.yml", "*.txt", "Makefile", "Dockerfile", "docs/*.md", "configs/*.toml", ".ci/run")
 
 
@@ -42,36 +42,48 @@ def test_nothing_is_left_undone_in_the_prose_either():
 @pytest.mark.parametrize(
     ("check", "file", "source"),
     [
-        (rules.upward_imports, "workers/runner.py", "import engine.types"),
-        (rules.upward_imports, "workers/runner.py", "from engine import types"),
-        (rules.upward_imports, "engine/core.py", "def f():\n    from server.settings import Settings"),
-        (rules.upward_imports, "engine/core.py", "from workers.runner import Runner"),
-        (rules.upward_imports, "engine/core.py", "import importlib\nimportlib.import_module('workers.runner')"),
-        (rules.upward_imports, "server/app.py", "from engine.scheduler import Scheduler"),
-        (rules.upward_imports, "server/app.py", "from engine import scheduler"),
-        (rules.upward_imports, "server/app.py", "from workers.config import WorkerConfig"),
-        (rules.upward_imports, "server/routes/chat.py", "from ...engine.scheduler import Scheduler"),
-        (rules.strangers, "engine/core.py", "import torch"),
-        (rules.strangers, "server/app.py", "from torch import Tensor"),
-        (rules.strangers, "engine/core.py", "import pydantic"),
-        (rules.strangers, "workers/rank.py", "from starlette.responses import Response"),
-        (rules.strangers, "workers/rank.py", "import torch.distributed as dist"),
-        (rules.strangers, "workers/rank.py", "from torch import distributed"),
-        (rules.dangers, "engine/frames.py", "import pickle"),
-        (rules.dangers, "engine/frames.py", "from marshal import loads"),
-        (rules.dangers, "workers/group.py", "from multiprocessing import Queue"),
-        (rules.dangers, "workers/group.py", "import multiprocessing as mp"),
-        (rules.dangers, "server/app.py", "eval('1')"),
-        (rules.dangers, "workers/runner.py", "import torch\ntorch.load('x')"),
-        (rules.dangers, "workers/group.py", "import subprocess\nsubprocess.run('ls', shell=True)"),
-        (rules.dangers, "server/tokenizer.py", "AutoTokenizer.from_pretrained(p, trust_remote_code=flag)"),
+        (rules.upward_imports, "workers/worker/model_runner.py", "import engine.types"),
+        (rules.upward_imports, "workers/worker/model_runner.py", "from engine import types"),
+        (
+            rules.upward_imports,
+            "engine/core/event_loop.py",
+            "def f():\n    from server.config.settings import Settings",
+        ),
+        (rules.upward_imports, "engine/core/event_loop.py", "from workers.worker.model_runner import Runner"),
+        (
+            rules.upward_imports,
+            "engine/core/event_loop.py",
+            "import importlib\nimportlib.import_module('workers.worker.model_runner')",
+        ),
+        (rules.upward_imports, "server/api/app.py", "from engine.scheduler.scheduler import Scheduler"),
+        (rules.upward_imports, "server/api/app.py", "from engine import scheduler"),
+        (rules.upward_imports, "server/api/app.py", "from workers.config import WorkerConfig"),
+        (
+            rules.upward_imports,
+            "server/api/routes/chat_completions.py",
+            "from ....engine.scheduler.scheduler import Scheduler",
+        ),
+        (rules.strangers, "engine/core/event_loop.py", "import torch"),
+        (rules.strangers, "server/api/app.py", "from torch import Tensor"),
+        (rules.strangers, "engine/core/event_loop.py", "import pydantic"),
+        (rules.strangers, "workers/worker/worker_process.py", "from starlette.responses import Response"),
+        (rules.strangers, "workers/worker/worker_process.py", "import torch.distributed as dist"),
+        (rules.strangers, "workers/worker/worker_process.py", "from torch import distributed"),
+        (rules.dangers, "engine/ipc/frames.py", "import pickle"),
+        (rules.dangers, "engine/ipc/frames.py", "from marshal import loads"),
+        (rules.dangers, "workers/executor.py", "from multiprocessing import Queue"),
+        (rules.dangers, "workers/executor.py", "import multiprocessing as mp"),
+        (rules.dangers, "server/api/app.py", "eval('1')"),
+        (rules.dangers, "workers/worker/model_runner.py", "import torch\ntorch.load('x')"),
+        (rules.dangers, "workers/executor.py", "import subprocess\nsubprocess.run('ls', shell=True)"),
+        (rules.dangers, "server/tokenizer/tokenizer.py", "AutoTokenizer.from_pretrained(p, trust_remote_code=flag)"),
         (rules.spawns, "engine/client.py", "import sys, subprocess\nsubprocess.Popen([sys.executable])"),
-        (rules.sizes, "engine/core.py", "x = 1\n" * rules.MAX_FILE_LINES),
-        (rules.sizes, "engine/core.py", "def f():\n" + "    x = 1\n" * rules.MAX_FUNCTION_LINES),
-        (rules.silence, "engine/core.py", "x = 1"),
-        (rules.silence, "engine/core.py", '"""Doc."""\ntry:\n    x = 1\nexcept Exception:\n    pass'),
-        (rules.silence, "engine/core.py", '"""Doc."""\ntry:\n    x = 1\nexcept:\n    ...'),
-        (rules.unfinished, "engine/core.py", "x = 1  # TO" + "DO later"),
+        (rules.sizes, "engine/core/event_loop.py", "x = 1\n" * rules.MAX_FILE_LINES),
+        (rules.sizes, "engine/core/event_loop.py", "def f():\n" + "    x = 1\n" * rules.MAX_FUNCTION_LINES),
+        (rules.silence, "engine/core/event_loop.py", "x = 1"),
+        (rules.silence, "engine/core/event_loop.py", '"""Doc."""\ntry:\n    x = 1\nexcept Exception:\n    pass'),
+        (rules.silence, "engine/core/event_loop.py", '"""Doc."""\ntry:\n    x = 1\nexcept:\n    ...'),
+        (rules.unfinished, "engine/core/event_loop.py", "x = 1  # TO" + "DO later"),
     ],
 )
 def test_each_rule_can_fail(check, file, source):
@@ -81,13 +93,29 @@ def test_each_rule_can_fail(check, file, source):
 @pytest.mark.parametrize(
     ("check", "file", "source"),
     [
-        (rules.upward_imports, "server/app.py", "from engine import types\nfrom engine.client import EngineClient"),
-        (rules.upward_imports, "engine/core.py", "from workers.group import ProcessGroup\nimport workers.protocol"),
-        (rules.upward_imports, "workers/runner.py", "from workers.layers import linear\nfrom .layers import norm"),
-        (rules.strangers, "workers/parallel.py", "import torch.distributed as dist"),
-        (rules.dangers, "workers/channel/ring.py", "from multiprocessing import shared_memory, resource_tracker"),
-        (rules.dangers, "workers/runner.py", "model.eval()"),
-        (rules.silence, "engine/core.py", '"""Doc."""\ntry:\n    x = 1\nexcept ProcessLookupError:\n    pass'),
+        (rules.upward_imports, "server/api/app.py", "from engine import types\nfrom engine.client import EngineClient"),
+        (
+            rules.upward_imports,
+            "engine/core/event_loop.py",
+            "from workers.executor import ProcessGroup\nimport workers.protocol",
+        ),
+        (
+            rules.upward_imports,
+            "workers/worker/model_runner.py",
+            "from workers.layers import linear\nfrom .layers import norm",
+        ),
+        (rules.strangers, "workers/distributed/parallel_state.py", "import torch.distributed as dist"),
+        (
+            rules.dangers,
+            "workers/distributed/shm_ring.py",
+            "from multiprocessing import shared_memory, resource_tracker",
+        ),
+        (rules.dangers, "workers/worker/model_runner.py", "model.eval()"),
+        (
+            rules.silence,
+            "engine/core/event_loop.py",
+            '"""Doc."""\ntry:\n    x = 1\nexcept ProcessLookupError:\n    pass',
+        ),
     ],
 )
 def test_and_what_is_allowed_passes(check, file, source):
@@ -105,7 +133,9 @@ def modules_after(code: str) -> set[str]:
 @pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["--version"]])
 def test_help_is_quick_because_it_imports_nothing_heavy(arguments):
     call = f"try:\n    main({arguments!r})\nexcept SystemExit as end:\n    assert not end.code"
-    assert modules_after(f"from server.cli import main\n{call}").isdisjoint({"torch", "transformers", "fastapi"})
+    assert modules_after(f"from server.entrypoints.cli import main\n{call}").isdisjoint(
+        {"torch", "transformers", "fastapi"}
+    )
 
 
 def test_the_engine_imports_no_torch():

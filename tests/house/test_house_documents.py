@@ -6,8 +6,10 @@ import re
 
 import pytest
 
-from server import chat_schemas, metrics, schemas
-from server.routes import __path__ as folder
+from server.api.routes import __path__ as folder
+from server.observability import metrics
+from server.protocol import chat_completion as chat_schemas
+from server.protocol import sampling as schemas
 from tests.house import documents
 from tests.house.rules import ROOT
 
@@ -33,7 +35,7 @@ def test_a_sentence_ends_at_its_full_stop():
 
 def routes() -> list[str]:
     """Every path of every endpoint family."""
-    modules = [importlib.import_module(f"server.routes.{found.name}") for found in pkgutil.iter_modules(folder)]
+    modules = [importlib.import_module(f"server.api.routes.{found.name}") for found in pkgutil.iter_modules(folder)]
     return [route.path for module in modules for route in module.router.routes]
 
 
@@ -57,7 +59,7 @@ def test_every_metric_is_documented():
 
 
 def test_every_exit_status_of_the_engine_is_documented():
-    from engine import core
+    from engine.core import event_loop as core
 
     statuses = {value for name, value in vars(core).items() if name.startswith("EXIT_")} | {2, 3, 4}
     table = {int(number) for number in re.findall(r"^\| (\d+) \|", RELIABILITY, re.MULTILINE)}

@@ -160,7 +160,7 @@ def test_durations_and_sizes():
 
 def test_the_packages_that_ship_are_the_rooms():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert project["project"]["scripts"] == {"oarlock": "server.cli:main"}
+    assert project["project"]["scripts"] == {"oarlock": "server.entrypoints.cli:main"}
     assert project["tool"]["setuptools"]["packages"]["find"]["include"] == ["server*", "engine*", "workers*"]
     ranges = {line.split(";")[0].split(">")[0].strip() for line in project["project"]["dependencies"]}
     pins = {line.split("==")[0] for line in (ROOT / "requirements.txt").read_text().splitlines() if "==" in line}

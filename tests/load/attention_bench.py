@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.unit.workers.attention_cases import Seq, batch_of, tables_for
-from workers.attention.base import AttentionBackend, AttentionSpec, KVSpec
-from workers.attention.choose import BACKENDS
-from workers.batch import Batch
+from workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec
+from workers.attention.forward_batch import Batch
+from workers.attention.selector import BACKENDS
 
 HEADS, KV_HEADS, WIDTH, BLOCK = 14, 2, 64, 32  # Qwen2.5-0.5B, which has 24 such layers
 LAYERS = 24

@@ -37,8 +37,8 @@ CONFIG = {
 
 def write_big_checkpoint(directory: Path, num_files: int = 4) -> int:
     """Random bfloat16 weights in `num_files` files with an index; returns their bytes."""
+    from workers.layers.decoder_spec import tensor_shapes
     from workers.models.registry import describe
-    from workers.models.spec import tensor_shapes
 
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(CONFIG))
@@ -102,8 +102,8 @@ class WholeStateDict:
 def main(directory: Path, way: str) -> int:
     import torch
 
+    from workers.distributed.parallel_state import TensorParallel
     from workers.models.decoder import Decoder
-    from workers.parallel import TensorParallel
     from workers.preflight import read_spec
     from workers.weights.checkpoint import Checkpoint
     from workers.weights.reader import WeightReader

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from engine.config import EngineConfig
-from engine.sequence import GrammarState
-from engine.stepper import Stepper
+from engine.core.engine_core import Stepper
+from engine.scheduler.sequence import GrammarState
 from engine.types import Request, TokenEvent, TokenLogprobs
 from workers.config import WorkerInfo
-from workers.group import FillMasks, WorkerGroup
+from workers.executor import FillMasks, WorkerGroup
 from workers.protocol import StepMetadata, StepOutput
 
 

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer
 
 from engine.types import Request, SamplingParams
 from tests.parallel.direct_engine import Answer, DirectEngine
-from workers import processor
 from workers.config import WorkerConfig
-from workers.group import WorkerGroup, start_group
+from workers.executor import WorkerGroup, start_group
+from workers.platform import processor
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "oarlock-demo"
 SHARED = "Q: What does os.getcwd do?\nA: Return a string representing the current working directory.\n\nQ: "
@@ -135,7 +135,7 @@ def test_after_preemption(group: WorkerGroup, requests: list[Request], alone: di
     some = [replace(r, params=replace(r.params, max_tokens=40)) for r in requests[:: len(requests) // 13]]
     engine = DirectEngine(group, num_blocks=24)
     together = engine.run(some)
-    assert engine.scheduler.stats.num_preemptions >= 2
+    assert engine.scheduler.scheduler.stats.num_preemptions >= 2
     assert differences(together, run_alone(group, some)) == []
     for r in some:  # and the answers begin as the shorter ones did
         assert together[r.request_id].token_ids[:3] == alone[r.request_id].token_ids[:3]

@@ -8,14 +8,14 @@ import sys
 import pytest
 import torch
 
-from workers.channel.layout import total_bytes
-from workers.channel.ring import anonymous_memory
+from workers.distributed.shm_layout import total_bytes
+from workers.distributed.shm_ring import anonymous_memory
 
 BUFFER_BYTES = 4096  # small, so that long tensors go through in pieces
 
 CHILD = """
 import hashlib, json, sys, torch
-from workers.parallel import Rendezvous, TensorParallel
+from workers.distributed.parallel_state import Rendezvous, TensorParallel
 torch.set_num_threads(1)
 arguments = json.loads(sys.argv[1])
 shared = arguments.pop("shared")
@@ -79,7 +79,7 @@ def test_ranks_agree_to_the_last_bit(size: int, shared: bool) -> None:
 
 
 def test_a_missing_peer_is_named() -> None:
-    from workers.channel.reduce import PeerLostError, SharedMemoryGroup
+    from workers.distributed.shm_all_reduce import PeerLostError, SharedMemoryGroup
 
     memory = anonymous_memory(total_bytes(2, BUFFER_BYTES))
     group = SharedMemoryGroup(memory, 0, 2, BUFFER_BYTES, timeout_s=0.05)

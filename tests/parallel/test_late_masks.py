@@ -15,7 +15,7 @@ from tests.golden.tiny_models import make_tiny
 from tests.parallel.direct_engine import DirectEngine
 from tests.parallel.test_process_group import config_for, start, step_of
 from workers.errors import WorkerError
-from workers.group import InlineGroup, WorkerGroup, start_group
+from workers.executor import InlineGroup, WorkerGroup, start_group
 from workers.protocol import StepMetadata, mask_words
 
 PROMPT = [5, 9, 17, 3, 8, 21, 2]

@@ -15,11 +15,11 @@ import torch
 
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.big_checkpoint import MIB, peak_bytes, write_big_checkpoint
-from workers.attention.choose import BACKENDS
+from workers.attention.selector import BACKENDS
 from workers.config import WorkerConfig
-from workers.group import start_group
+from workers.distributed.parallel_state import TensorParallel
+from workers.executor import start_group
 from workers.models.decoder import Decoder
-from workers.parallel import TensorParallel
 from workers.preflight import read_spec
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,11 +15,11 @@ import pytest
 from tests.golden.tiny_models import make_tiny
 from workers.config import WorkerConfig
 from workers.errors import StartupError, WorkerError
-from workers.group import InlineGroup, WorkerGroup, start_group
+from workers.executor import InlineGroup, WorkerGroup, start_group
 from workers.preflight import preflight
-from workers.process_group import ProcessGroup
 from workers.protocol import StepMetadata
 from workers.python_child import start_python
+from workers.worker.multiproc_executor import ProcessGroup
 
 BLOCK = 16
 
@@ -190,7 +190,7 @@ def test_a_rank_that_says_nothing_while_loading_is_named_with_what_it_does(
         code = f"import os, time; os.write({arguments['control_fd']}, {sent!r}); time.sleep(1000)"
         return start_python(["-c", code], **rest)  # ty: ignore[invalid-argument-type]
 
-    monkeypatch.setattr("workers.process_group.start_python", silent)
+    monkeypatch.setattr("workers.worker.multiproc_executor.start_python", silent)
     config = preflight(config_for(checkpoint, tensor_parallel_size=2))
     with pytest.raises(StartupError, match=r"rank 1 has made no progress for 2 s while reading the weights") as caught:
         ProcessGroup(config, lambda phase, fraction: None, loading_timeout_s=2)

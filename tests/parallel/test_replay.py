@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from engine.recorder import RecordingGroup
-from engine.recording import Recording, RecordingWriter
-from engine.replay import main
+from engine.replay.__main__ import main
+from engine.replay.recorder import RecordingGroup
+from engine.replay.recording import Recording, RecordingWriter
 from engine.types import Request, SamplingParams
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.direct_engine import DirectEngine
 from workers.config import WorkerConfig
-from workers.group import start_group
+from workers.executor import start_group
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def recorded(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         )
         for number in range(12)
     )
-    assert engine.scheduler.stats.num_preemptions and engine.num_cached_tokens
+    assert engine.scheduler.scheduler.stats.num_preemptions and engine.num_cached_tokens
     recording.close()
     return path
 

@@ -9,7 +9,7 @@ from engine.types import Request, SamplingParams
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.direct_engine import Answer, DirectEngine
 from workers.config import WorkerConfig
-from workers.group import WorkerGroup, start_group
+from workers.executor import WorkerGroup, start_group
 
 WINDOW, BLOCK = 24, 8
 

@@ -8,8 +8,8 @@ from itertools import count, takewhile
 import pytest
 
 from engine.config import EngineConfig, WorkerConfig
-from engine.scheduler import PRIORITY_STEP_S
-from engine.simulation import Arrival, CostModel, SimulationConfig, Watch, simulate
+from engine.scheduler.scheduler import PRIORITY_STEP_S
+from engine.simulation.simulator import Arrival, CostModel, SimulationConfig, Watch, simulate
 
 BLOCK = 32
 CONTEXT = 4096

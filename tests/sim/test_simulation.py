@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from engine.config import EngineConfig, WorkerConfig
-from engine.simulation import Arrival, CostModel, Percentiles, SimulationConfig, make_trace, simulate
+from engine.simulation.simulator import Arrival, CostModel, Percentiles, SimulationConfig, make_trace, simulate
 
 
 def config(*, num_blocks: int = 1200, budget: int = 512, **engine) -> SimulationConfig:

@@ -7,12 +7,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from engine import messages
 from engine.config import EngineConfig, WorkerConfig
-from engine.frames import FrameReader
-from engine.scheduler import Scheduler
-from engine.sequence import StepResult
-from engine.step_builder import StepBuilder
+from engine.input_batch.input_batch import StepBuilder
+from engine.ipc import messages
+from engine.ipc.frames import FrameReader
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.sequence import StepResult
 from engine.types import Request, SamplingParams
 from workers.config import WorkerInfo
 

@@ -1,7 +1,7 @@
 """Attention on processors with AVX-512: the C++ kernel reads pages in place, at any mix of query lengths.
 
 Knows how to call the kernel and what its tiles are; the mathematics, and why company cannot change a bit, stand in
-`kernels/attention.cpp`.
+`kernels/cpu/attention.cpp`.
 """
 
 import ctypes
@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.attention.base import AttentionSpec, KVSpec, LayerKV
-from workers.batch import Batch
-from workers.kernels import build
+from workers.attention.backend import AttentionSpec, KVSpec, LayerKV
+from workers.attention.forward_batch import Batch
+from workers.kernels.cpu import build
 
 _GROUP = 16  # positions that lie side by side in a page
 _TILE_ROWS = 12

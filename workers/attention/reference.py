@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from workers.attention.base import AttentionSpec, KVSpec, LayerKV
-from workers.batch import Batch
+from workers.attention.backend import AttentionSpec, KVSpec, LayerKV
+from workers.attention.forward_batch import Batch
 
 
 @dataclass(frozen=True, slots=True)

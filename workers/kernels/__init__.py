@@ -1,1 +1,1 @@
-"""C++ sources with a plain C interface, and what builds and loads them."""
+"""Kernels of our own, one folder per kind of device."""

@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from workers.attention.base import AttentionBackend, AttentionSpec, LayerKV
-from workers.batch import Batch
+from workers.attention.backend import AttentionBackend, AttentionSpec, LayerKV
+from workers.attention.forward_batch import Batch
+from workers.layers.decoder_spec import DecoderSpec
 from workers.layers.linear import QKVParallelLinear, RowParallelLinear
 from workers.layers.norm import HeadNorm
 from workers.layers.placement import Placement
 from workers.layers.rotary import rotate
-from workers.models.spec import DecoderSpec
 
 
 class Attention:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.layers.avx512_matmul import Avx512Matmul
+from workers.kernels.cpu.avx512_gemm import Avx512Matmul
 from workers.layers.matmul import holds_weight, matmul
 from workers.layers.placement import Placement
 from workers.layers.shards import shard_vocab

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from workers.kernels.cpu.avx512_gemm import Avx512GatedMatmul, Avx512Matmul, can_serve
 from workers.layers.activation import ACTIVATIONS
-from workers.layers.avx512_matmul import Avx512GatedMatmul, Avx512Matmul, can_serve
 from workers.layers.single_rows import Doubled, needs_company
 
 _log = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.layers import avx512_elementwise
+from workers.kernels.cpu import avx512_elementwise
 from workers.layers.placement import Placement
 from workers.weights.source import WeightSource
 

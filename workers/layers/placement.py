@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.parallel import TensorParallel
+from workers.distributed.parallel_state import TensorParallel
 
 
 @dataclass(frozen=True, slots=True)

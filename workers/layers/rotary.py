@@ -19,8 +19,8 @@ import math
 import torch
 from torch import Tensor
 
-from workers.layers import avx512_elementwise
-from workers.models.spec import RopeSpec
+from workers.kernels.cpu import avx512_elementwise
+from workers.layers.decoder_spec import RopeSpec
 
 # Positions are computed this many at a time: torch treats the last few elements of an array otherwise, so the bits of
 # an angle would depend on how many tokens share the step. In blocks of one size they depend on the position alone.

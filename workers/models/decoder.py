@@ -12,17 +12,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from workers.attention.base import AttentionBackend, AttentionSpec, KVSpec, LayerKV
-from workers.batch import Batch
+from workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec, LayerKV
+from workers.attention.forward_batch import Batch
+from workers.distributed.parallel_state import TensorParallel
 from workers.layers.attention import Attention
+from workers.layers.decoder_spec import DecoderSpec, is_ignorable
 from workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from workers.layers.mlp import GatedMLP
 from workers.layers.norm import RMSNorm
 from workers.layers.placement import Placement
 from workers.layers.rotary import RotaryTable
-from workers.models.sandwich import SandwichBlock
-from workers.models.spec import DecoderSpec, is_ignorable
-from workers.parallel import TensorParallel
+from workers.models.post_norm_layer import SandwichBlock
 from workers.weights.source import WeightSource
 
 

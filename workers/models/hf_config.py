@@ -6,9 +6,9 @@ Knows what keys mean (`hf_fields.py` knows how they may look, `hf_rope.py` the r
 from typing import Any
 
 from workers.errors import StartupError
+from workers.layers.decoder_spec import DecoderSpec, RopeSpec
 from workers.models.hf_fields import Fields, unsupported
 from workers.models.hf_rope import rope_spec, rope_table
-from workers.models.spec import DecoderSpec, RopeSpec
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 _DTYPES = ("bfloat16", "float16", "float32")

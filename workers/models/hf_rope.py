@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from workers.errors import StartupError
+from workers.layers.decoder_spec import RopeSpec
 from workers.models.hf_fields import MOST, Fields, positive_number, shown, unsupported, wrong
-from workers.models.spec import RopeSpec
 
 _KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _KEYS = {
@@ -76,7 +76,11 @@ def rope_spec(
     if kind == "dynamic":
         if rotary_dim == 2:
             raise unsupported("head_dim", head_dim, "Dynamic rotary embedding needs more than two elements of a head.")
-        return replace(plain, factor=_reach(given("factor"), "max_position_embeddings", max_positions), original_max_positions=max_positions)
+        return replace(
+            plain,
+            factor=_reach(given("factor"), "max_position_embeddings", max_positions),
+            original_max_positions=max_positions,
+        )
     length = _trained_length(original if original is not None else table.get(_LENGTH), max_positions)
     plain = replace(plain, original_max_positions=length)
     if kind == "llama3":

@@ -1,9 +1,9 @@
 """Phi-3, 3.5, 4 and 4-mini: Llama's block from fused checkpoints, heads rotated in part, LongRoPE. Torch-free."""
 
+from workers.layers.decoder_spec import DecoderSpec, RopeSpec
 from workers.models.hf_config import decoder_spec, head_width
 from workers.models.hf_fields import Fields, positive_number, unsupported
 from workers.models.hf_rope import rope_kind, rope_spec, rope_table
-from workers.models.spec import DecoderSpec, RopeSpec
 
 _POSITIONS = 4096
 

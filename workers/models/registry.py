@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from workers.errors import StartupError
+from workers.layers.decoder_spec import DecoderSpec
 from workers.models.gemma2 import describe_gemma2
 from workers.models.gemma3 import describe_gemma3
 from workers.models.hf_fields import Fields, shown
@@ -12,7 +13,6 @@ from workers.models.mistral import describe_mistral
 from workers.models.phi3 import describe_phi3
 from workers.models.qwen2 import describe_qwen2
 from workers.models.qwen3 import describe_qwen3
-from workers.models.spec import DecoderSpec
 
 FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
     "Gemma2ForCausalLM": describe_gemma2,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.parallel import TensorParallel
+from workers.distributed.parallel_state import TensorParallel
 from workers.sampling.candidates import best, block_maxima, decode, take_blocks
 
 _ROWS_AT_ONCE = 8

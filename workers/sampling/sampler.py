@@ -27,13 +27,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.parallel import TensorParallel
+from workers.distributed.parallel_state import TensorParallel
 from workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata, StepOutput
-from workers.sampling.adjust import adjust, bans_all
 from workers.sampling.candidates import argmax, best, block_maxima
-from workers.sampling.filters import CANDIDATES, Filters, draw_from_list, draw_from_long_list, draw_in_rounds
+from workers.sampling.logits_processors import adjust, bans_all
 from workers.sampling.logprobs import RawLogprobs, raw_logprobs, softmax_and_sum
 from workers.sampling.noise import Noise, row_keys
+from workers.sampling.top_k_top_p import CANDIDATES, Filters, draw_from_list, draw_from_long_list, draw_in_rounds
 
 
 @dataclass(frozen=True, slots=True)

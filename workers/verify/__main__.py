@@ -16,11 +16,11 @@ from pathlib import Path
 from workers.config import WorkerConfig
 from workers.errors import StartupError
 from workers.preflight import preflight, read_spec
-from workers.rank import die_with_parent
 from workers.verify.launch import run_ranks, run_reference
 from workers.verify.prompts import BUILT_IN, NEW_TOKENS, has_tokenizer, read_prompts, seeded_prompts, tokenized
 from workers.verify.report import Report
 from workers.verify.request import Request, Text
+from workers.worker.worker_process import die_with_parent
 
 BLOCK_SIZE = 16  # small, so that short prompts fill several blocks
 

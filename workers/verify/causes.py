@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from workers.layers.decoder_spec import DecoderSpec
 from workers.layers.shards import shard_vocab
-from workers.models.spec import DecoderSpec
 from workers.verify.compare import Comparison, Files, Row
 from workers.verify.names import part_of
 from workers.verify.probes import gate_is_right, wrong_shares

@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from workers.models.spec import DecoderSpec
+from workers.layers.decoder_spec import DecoderSpec
 from workers.verify.names import BEFORE, LAYER, REPLICATED, Part, part_of
 from workers.verify.request import Text
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
-from workers.models.spec import DecoderSpec
+from workers.layers.decoder_spec import DecoderSpec
 from workers.verify.exact import exact_attention
 
 

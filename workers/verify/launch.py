@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from workers.channel.control import Control
-from workers.channel.layout import total_bytes
-from workers.channel.ring import ChannelClosedError, anonymous_memory
 from workers.config import WorkerConfig
+from workers.distributed.control_channel import Control
+from workers.distributed.shm_layout import total_bytes
+from workers.distributed.shm_ring import ChannelClosedError, anonymous_memory
 from workers.errors import StartupError
 from workers.python_child import start_python
 

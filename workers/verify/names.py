@@ -5,8 +5,8 @@ Torch-free. The names are those of `taps.py`; both sides of a comparison use the
 
 from dataclasses import dataclass
 
+from workers.layers.decoder_spec import DecoderSpec
 from workers.layers.shards import shard_evenly, shard_heads, shard_vocab
-from workers.models.spec import DecoderSpec
 
 BEFORE = ("embedding",)
 LAYER = (

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from workers.models.spec import DecoderSpec
+from workers.layers.decoder_spec import DecoderSpec
 from workers.verify.compare import Files
 from workers.verify.names import part_of
 from workers.weights.checkpoint import Checkpoint

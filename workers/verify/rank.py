@@ -15,18 +15,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from workers.channel.control import Control
-from workers.channel.ring import ChannelClosedError
 from workers.config import WorkerConfig
+from workers.distributed.control_channel import Control
+from workers.distributed.parallel_state import TensorParallel
+from workers.distributed.shm_ring import ChannelClosedError
 from workers.errors import StartupError
-from workers.parallel import TensorParallel
-from workers.rank import die_with_parent, join, log_to_stderr
-from workers.runner import Runner
 from workers.verify.launch import RankArguments
 from workers.verify.names import LAYER, tensor_names
 from workers.verify.request import Request, Text
 from workers.verify.steps import blocks_needed, steps_of
 from workers.verify.taps import TappedDecoder
+from workers.worker.model_runner import Runner
+from workers.worker.worker_process import die_with_parent, join, log_to_stderr
 
 PROBES = ("o_proj_partial", "mlp_partial", "gate_up_mirrored")
 

@@ -18,13 +18,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from workers.models.spec import DecoderSpec
+from workers.layers.decoder_spec import DecoderSpec
 from workers.preflight import read_spec
-from workers.rank import die_with_parent
 from workers.verify.exact import in_float64
 from workers.verify.hooks import Recording
 from workers.verify.names import LAYER
 from workers.verify.request import Request, Text
+from workers.worker.worker_process import die_with_parent
 
 Say = Callable[[str], None]
 

@@ -31,8 +31,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workers.attention.base import AttentionBackend, AttentionSpec, LayerKV
-from workers.batch import Batch
+from workers.attention.backend import AttentionBackend, AttentionSpec, LayerKV
+from workers.attention.forward_batch import Batch
 from workers.models.decoder import Decoder
 
 Record = Callable[[str, Tensor], None]

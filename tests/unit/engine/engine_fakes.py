@@ -10,14 +10,14 @@ import numpy as np
 from choice_fakes import VOCAB, CountingGrammar, allowed_ids, choices_of, past_of
 
 from engine.config import EngineConfig, WorkerConfig
+from engine.core.engine_core import _as_lists
 from engine.errors import WorkerError
-from engine.scheduler import Scheduler
-from engine.sequence import SchedulerOutput
-from engine.step_builder import StepBuilder
-from engine.stepper import _as_lists
+from engine.input_batch.input_batch import StepBuilder
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.sequence import SchedulerOutput
 from engine.types import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
 from workers.config import WorkerInfo
-from workers.group import FillMasks
+from workers.executor import FillMasks
 from workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata, StepOutput
 
 EOS = 7

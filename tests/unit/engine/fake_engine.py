@@ -1,4 +1,4 @@
-"""The real engine process with fake ranks: what tests start instead of `python -m engine.process`.
+"""The real engine process with fake ranks: what tests start instead of `python -m engine.core.process`.
 
 The scenario is JSON in `model_path`, the one field of the configuration that is free text.
 """
@@ -14,8 +14,8 @@ sys.path.insert(0, os.path.dirname(__file__))  # which is not there by itself in
 from engine_fakes import FakeGroup, Faults, make_info
 
 from engine.config import EngineConfig
+from engine.core.process import main
 from engine.errors import StartupError
-from engine.process import main
 
 
 class ScenarioGroup(FakeGroup):

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import bad_words
-from engine.bad_words import BadWords
-from engine.constraints import Constraints
-from engine.sequence import Sequence
+from engine.input_batch import bad_words
+from engine.input_batch.bad_words import BadWords
+from engine.input_batch.logits_constraints import Constraints
+from engine.scheduler.sequence import Sequence
 from engine.types import Request, SamplingParams
 
 _IDS = st.integers(0, 2)

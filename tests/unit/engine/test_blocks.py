@@ -3,8 +3,8 @@
 import pytest
 from engine_fakes import make_request
 
-from engine.blocks import BlockManager
-from engine.sequence import Sequence
+from engine.scheduler.kv_cache_manager import BlockManager
+from engine.scheduler.sequence import Sequence
 
 SIZE = 4
 

@@ -4,8 +4,8 @@ import pytest
 from choice_fakes import VOCAB, CountingGrammar, choices_of
 from engine_fakes import Driver, FakeGroup, Faults, expected_tokens, make_config, make_info, make_request
 
+from engine.core.engine_core import Stepper
 from engine.errors import INTERNAL, NO_TOKEN, NOT_FINITE
-from engine.stepper import Stepper
 from engine.types import FinishReason, Grammar
 
 CHOICES = [

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.comparison import Comparison
+from engine.replay.comparison import Comparison
 from workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata, StepOutput, empty_step
 
 

@@ -10,12 +10,12 @@ from collections.abc import Callable
 import pytest
 from engine_fakes import FakeGroup, Faults, expected_tokens, make_config, make_info, make_request
 
-from engine import core as core_module
-from engine import messages
-from engine.core import EXIT_BUG, EXIT_OK, EXIT_RANK_DIED, EXIT_RANK_HUNG, EngineCore
+from engine.core import event_loop as core_module
+from engine.core.event_loop import EXIT_BUG, EXIT_OK, EXIT_RANK_DIED, EXIT_RANK_HUNG, EngineCore
 from engine.errors import ContextLengthError, QueueFullError
-from engine.frames import Frame, FrameReader, encode
-from engine.link import Link, LinkClosedError
+from engine.ipc import messages
+from engine.ipc.frame_socket import Link, LinkClosedError
+from engine.ipc.frames import Frame, FrameReader, encode
 from engine.types import FinishReason, TokenEvent
 
 TERMINAL = (FinishReason.STOP, FinishReason.LENGTH)

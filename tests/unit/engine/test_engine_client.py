@@ -474,7 +474,7 @@ def test_nothing_is_left_open_after_many_lives() -> None:
 def test_the_real_command_imports_no_torch_and_ignores_the_current_folder(tmp_path: Path) -> None:
     (tmp_path / "engine").mkdir()
     (tmp_path / "engine" / "__init__.py").write_text("raise RuntimeError('the wrong engine')")
-    code = "import sys, engine.process; sys.exit('torch' in sys.modules)"
+    code = "import sys, engine.core.process; sys.exit('torch' in sys.modules)"
     env = {**os.environ, "PYTHONPATH": str(HERE.parents[2])}
     assert subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, env=env, check=False).returncode == 0
 

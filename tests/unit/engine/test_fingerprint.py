@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from engine import fingerprint
 from engine.config import EngineConfig, WorkerConfig
-from engine.process import engine_info
+from engine.core.process import engine_info
+from engine.replay import fingerprint
 from tests.golden.tiny_models import make_tiny
-from workers.group import start_group
+from workers.executor import start_group
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from grammar_fakes import DEMO_TOKENIZER, END, NUM_IDS, allowed, decode, encode, random_walk
 
-from engine.grammar_compiler import MAX_OBJECT_DEPTH, Compiler, GrammarError
-from engine.grammar_state import MAX_DIGITS, BrokenGrammarError, MatcherState
+from engine.structured_output.compiler import MAX_OBJECT_DEPTH, Compiler, GrammarError
+from engine.structured_output.matcher import MAX_DIGITS, BrokenGrammarError, MatcherState
 from engine.types import Grammar
 
 

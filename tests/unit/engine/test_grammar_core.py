@@ -9,12 +9,12 @@ import pytest
 from choice_fakes import CountingGrammar
 from engine_fakes import FakeGroup, expected_tokens, make_config, make_info, make_request
 
-from engine import messages
-from engine.core import STOPPING, EngineCore
+from engine.core.event_loop import STOPPING, EngineCore
 from engine.errors import QueueFullError, RequestError, UnavailableError
-from engine.frames import FrameReader
-from engine.grammar_desk import Outcome
-from engine.link import Link
+from engine.ipc import messages
+from engine.ipc.frame_socket import Link
+from engine.ipc.frames import FrameReader
+from engine.structured_output.manager import Outcome
 from engine.types import FinishReason, Grammar
 
 

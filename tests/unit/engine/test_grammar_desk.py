@@ -13,10 +13,13 @@ import pytest
 from engine_fakes import make_request
 from grammar_fakes import DEMO, END, allowed, encode
 
-from engine import grammar_desk, grammar_forge, grammar_jobs, grammar_lanes
 from engine.errors import INTERNAL, EngineError, QueueFullError, RequestError, UnavailableError
-from engine.grammar_compiler import GrammarError
-from engine.grammar_desk import GrammarDesk, Outcome
+from engine.structured_output import compile_jobs as grammar_jobs
+from engine.structured_output import manager as grammar_desk
+from engine.structured_output import sandbox as grammar_forge
+from engine.structured_output import sandbox_client as grammar_lanes
+from engine.structured_output.compiler import GrammarError
+from engine.structured_output.manager import GrammarDesk, Outcome
 from engine.types import Grammar
 
 CHAIN = "\n".join(["start: r0", *(f"r{i}: r{i + 1}" for i in range(4000)), 'r4000: "a"'])  # ends any stack

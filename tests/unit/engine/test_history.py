@@ -6,9 +6,9 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.choice_sections import choice_sections
-from engine.history import TokenHistory
-from engine.sequence import Sequence
+from engine.input_batch.history import TokenHistory
+from engine.input_batch.sampling_metadata import choice_sections
+from engine.scheduler.sequence import Sequence
 from engine.types import Request, SamplingParams
 
 PENALISED = SamplingParams(repetition_penalty=1.1)

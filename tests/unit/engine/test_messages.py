@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import messages
 from engine.config import EngineConfig, WorkerConfig
 from engine.errors import ContextLengthError, QueueFullError, RequestError, StartupError
-from engine.frames import Frame, FrameError, FrameReader
+from engine.ipc import messages
+from engine.ipc.frames import Frame, FrameError, FrameReader
 from engine.stats import EngineStats
 from engine.types import (
     EngineInfo,

@@ -12,11 +12,11 @@ import pytest
 from choice_fakes import CountingGrammar
 from engine_fakes import FakeGroup, Faults, make_config, make_info, make_request
 
-from engine import recorder
+from engine.core.engine_core import Stepper
 from engine.errors import StartupError
-from engine.recorder import RecordingGroup
-from engine.recording import ANSWER, END, HEADER, STEP, Header, Recording, RecordingWriter
-from engine.stepper import Stepper
+from engine.replay import recorder
+from engine.replay.recorder import RecordingGroup
+from engine.replay.recording import ANSWER, END, HEADER, STEP, Header, Recording, RecordingWriter
 from engine.types import Grammar
 from workers.errors import WorkerError
 from workers.protocol import pack_step, unpack_output, unpack_step

@@ -4,7 +4,7 @@ import pytest
 from engine_fakes import EOS, Driver, Faults, expected_tokens, make_config, make_request
 
 from engine.errors import NOT_FINITE, QueueFullError
-from engine.scheduler import MAX_PASSED, PRIORITY_STEP_S
+from engine.scheduler.scheduler import MAX_PASSED, PRIORITY_STEP_S
 from engine.types import FinishReason, Request
 
 

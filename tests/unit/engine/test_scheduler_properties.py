@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.errors import QueueFullError, RequestError
-from engine.sequence import SchedulerOutput
+from engine.scheduler.sequence import SchedulerOutput
 from engine.types import FinishReason
 
 # Few distinct prompts, many shared prefixes.

@@ -5,8 +5,8 @@ import pytest
 from choice_fakes import CountingGrammar
 from engine_fakes import EOS, VOCAB, make_config, make_request
 
-from engine.sequence import SchedulerOutput, Sequence, Work
-from engine.step_builder import StepBuilder
+from engine.input_batch.input_batch import StepBuilder
+from engine.scheduler.sequence import SchedulerOutput, Sequence, Work
 from engine.types import Grammar
 from workers.protocol import StepMetadata, max_step_bytes, pack_step, unpack_step
 

@@ -10,9 +10,9 @@ import tokenizers
 import transformers
 
 from engine.errors import RequestError
-from server.chat_prompt import render_prompt
-from server.chat_schemas import ChatRequest
-from server.tokenizer import Tokenizer
+from server.chat.prompt import render_prompt
+from server.protocol.chat_completion import ChatRequest
+from server.tokenizer.tokenizer import Tokenizer
 from tests.unit.server import chat_templates as templates
 
 DEMO = Path(__file__).resolve().parents[3] / "models" / "oarlock-demo"

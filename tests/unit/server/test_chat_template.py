@@ -7,7 +7,7 @@ import json
 import pytest
 
 from engine.errors import RequestError
-from server.chat_template import ChatTemplate
+from server.tokenizer.chat_template import ChatTemplate
 from tests.unit.server import chat_templates as templates
 
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}

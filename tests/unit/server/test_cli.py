@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from server.cli import main
-from server.settings import OPTIONS
-from server.vllm_flags import FLAGS
-from server.wire import MAX_LOGPROBS
+from server.config.settings import OPTIONS
+from server.config.vllm_flags import FLAGS
+from server.entrypoints.cli import main
+from server.protocol.base import MAX_LOGPROBS
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -29,7 +29,7 @@ def _clean_environment(monkeypatch):
 @pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["--version"], ["config", "show"]])
 def test_quick_commands_import_nothing_heavy(arguments):
     code = (
-        "import sys\nfrom server.cli import main\n"
+        "import sys\nfrom server.entrypoints.cli import main\n"
         f"try:\n    main({arguments!r})\nexcept SystemExit as end:\n    assert end.code in (0, None)\n"
         "heavy = {'torch', 'transformers', 'fastapi', 'pydantic', 'uvicorn', 'numpy', 'tokenizers', 'asyncio'}\n"
         "print('heavy:', sorted(heavy & set(sys.modules)))"
@@ -162,7 +162,7 @@ def test_no_command_shows_help(capsys):
 def test_commands_with_a_file_of_their_own_are_listed_parsed_and_run(monkeypatch, capsys):
     import types
 
-    import server.cli as cli
+    import server.entrypoints.cli as cli
 
     seen = []
 

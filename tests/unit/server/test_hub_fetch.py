@@ -9,10 +9,10 @@ from huggingface_hub import constants
 
 from engine.config import EngineConfig, WorkerConfig
 from engine.errors import StartupError
-from server import hub_files
-from server.hub_download import HubModel
-from server.hub_fetch import fetch
-from server.transfer_rate import TransferRate, in_words
+from server.config.hub import files as hub_files
+from server.config.hub.download import HubModel
+from server.config.hub.fetch import fetch
+from server.config.hub.transfer_rate import TransferRate, in_words
 from tests.house.rules import ROOT
 from tests.unit.server.fake_hub import COMMIT, FakeHub, etag
 

@@ -10,11 +10,11 @@ import signal
 import pytest
 
 from engine.errors import RequestError
-from server.body import parse_any, unknown_parameters
-from server.chat_schemas import ChatRequest
-from server.large_bodies import LargeBodies, takes_long
-from server.schemas import CompletionRequest
-from server.token_schemas import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
+from server.protocol.chat_completion import ChatRequest
+from server.protocol.large_body.reader import LargeBodies, takes_long
+from server.protocol.request_body import parse_any, unknown_parameters
+from server.protocol.sampling import CompletionRequest
+from server.protocol.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 
 LONG = "wörd 😀 \n" * 200
 IDS = [0, 1, 2**31 - 1] * 50

@@ -5,8 +5,8 @@ from array import array
 import pytest
 
 from engine.types import FinishReason, ScoredTokens, TokenEvent, TokenLogprobs
-from server.json_pieces import PIECE_NUMBERS
-from server.prompt_scores import PromptReader, TokenScore, parts_of
+from server.llm.prompt_scores import PromptReader, TokenScore, parts_of
+from server.protocol.json_pieces import PIECE_NUMBERS
 
 PROMPT = list(range(7, 7 + 500))
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.reasoning import ReasoningSplitter
-from server.tools.events import Content, Reasoning, merged
+from server.chat.events import Content, Reasoning, merged
+from server.chat.reasoning_parser import ReasoningSplitter
 
 R, C = Reasoning, Content
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from server.options import OptionError
-from server.settings import OPTIONS, load_settings, make_settings
+from server.config.options import OptionError
+from server.config.settings import OPTIONS, load_settings, make_settings
 
 
 def test_recording_is_off_and_checking_is_on_by_default() -> None:

@@ -6,11 +6,11 @@ import pytest
 
 from engine.errors import RequestError
 from engine.types import Grammar
-from server.body import parse
-from server.chat_schemas import ChatRequest
-from server.schemas import CompletionRequest
-from server.structured import constraint_of
-from server.structured_schemas import (
+from server.llm.structured_output import constraint_of
+from server.protocol.chat_completion import ChatRequest
+from server.protocol.request_body import parse
+from server.protocol.sampling import CompletionRequest
+from server.protocol.structured_output import (
     MAX_ALTERNATIVES,
     MAX_GRAMMAR_CHARACTERS,
     MAX_PATTERN_CHARACTERS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from server.submissions import Submissions
+from server.llm.submissions import Submissions
 
 
 class Engine:

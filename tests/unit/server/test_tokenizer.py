@@ -15,8 +15,8 @@ import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from engine.errors import RequestError, StartupError
-from server.chat_template import ChatTemplate
-from server.tokenizer import Tokenizer
+from server.tokenizer.chat_template import ChatTemplate
+from server.tokenizer.tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[3] / "models" / "oarlock-demo"
 USER = [{"role": "user", "content": "hi"}]
@@ -59,7 +59,7 @@ def test_add_bos_token_is_obeyed(folder, in_file, wanted):
 
 def test_it_needs_neither_torch_nor_transformers():
     code = (
-        "import sys\nfrom server.tokenizer import Tokenizer\n"
+        "import sys\nfrom server.tokenizer.tokenizer import Tokenizer\n"
         f"Tokenizer.load({str(DEMO)!r})\nprint('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     root = str(DEMO.parents[1])

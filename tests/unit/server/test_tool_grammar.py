@@ -9,12 +9,12 @@ import llguidance
 import pytest
 
 from engine.types import Grammar
-from server.chat_grammar import answer_grammar
-from server.chat_prompt import ChatPrompt
-from server.chat_schemas import ChatRequest
-from server.tools import formats
-from server.tools.events import Arguments, CallStart, merged
-from server.tools.plan import plan_tools
+from server.chat.answer_grammar import answer_grammar
+from server.chat.events import Arguments, CallStart, merged
+from server.chat.prompt import ChatPrompt
+from server.chat.tool_choice import plan_tools
+from server.chat.tool_parsers import registry as formats
+from server.protocol.chat_completion import ChatRequest
 
 DEMO = Path(__file__).resolve().parents[3] / "models" / "oarlock-demo"
 SCHEMA = {

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.tools.events import Arguments, CallStart, Content, merged
-from server.tools.other_readers import LlamaReader, MistralReader
-from server.tools.readers import HermesReader
+from server.chat.events import Arguments, CallStart, Content, merged
+from server.chat.tool_parsers.base import HermesReader
+from server.chat.tool_parsers.other_readers import LlamaReader, MistralReader
 
 NAMES = frozenset({"f", "get_weather"})
 F = CallStart("f")

@@ -15,11 +15,13 @@ import pytest
 
 from engine.errors import EngineDeadError, EngineError, QueueFullError, RequestError, StartupError
 from engine.types import EngineInfo
-from server import banner, logs, model_files
-from server.allowed_hosts import is_loopback
+from server.api.uvicorn_server import bind, url_of, warn_if_exposed
+from server.config import model_path as model_files
+from server.config.allowed_hosts import is_loopback
+from server.config.settings import make_settings
+from server.entrypoints import banner
 from server.errors import MAX_MESSAGE, HttpError, ModelNotFoundError, describe, error_bytes
-from server.http_server import bind, url_of, warn_if_exposed
-from server.settings import make_settings
+from server.observability import logs
 
 ROOT = Path(__file__).resolve().parents[3]
 INFO = EngineInfo(

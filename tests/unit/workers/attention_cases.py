@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.attention.base import AttentionBackend, AttentionSpec, KVSpec, LayerKV
-from workers.batch import Batch
+from workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec, LayerKV
+from workers.attention.forward_batch import Batch
 from workers.protocol import NULL_BLOCK, StepMetadata
 
 # oneDNN takes bfloat16 on every processor with AVX512, but where it has no instructions for it, a row's bits depend on

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.parallel import TensorParallel
+from workers.distributed.parallel_state import TensorParallel
 from workers.protocol import StepMetadata, StepOutput
 from workers.sampling.sampler import Sampler
 

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 
 from tests.unit.workers.attention_cases import EMULATES_BFLOAT16, Case, Seq, batch_of
 from workers.attention.avx512 import Avx512Backend
-from workers.attention.base import AttentionSpec, KVSpec
-from workers.attention.choose import BACKENDS, choose
-from workers.attention.cpu import CpuBackend
+from workers.attention.backend import AttentionSpec, KVSpec
 from workers.attention.reference import ReferenceBackend
+from workers.attention.selector import BACKENDS, choose
+from workers.attention.torch_backend import CpuBackend
 from workers.errors import StartupError
 
 CPU = torch.device("cpu")

@@ -7,10 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.config import EngineConfig, WorkerConfig
-from engine.stepper import Stepper
+from engine.core.engine_core import Stepper
 from engine.types import FinishReason, Request, SamplingParams, TokenEvent
 from tests.golden.tiny_models import make_tiny
-from workers.group import WorkerGroup, start_group
+from workers.executor import WorkerGroup, start_group
 
 BLOCK_SIZE, MAX_LEN, VOCAB = 4, 64, 320
 PROMPTS = [[7, 8, 9, 7], [100, 3, 5, 100, 250, 9, 9], [20 + i for i in range(11)], [4]]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from workers import host_memory
+from workers.platform import host_memory
 from workers.python_child import start_python
 
 
@@ -31,6 +31,6 @@ def test_without_control_groups_the_machine_counts(tmp_path):
 
 def test_a_limit_on_addresses_counts():
     limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (2 << 30, resource.RLIM_INFINITY))"
-    asked = "from workers.host_memory import free_host_bytes; assert 0 < free_host_bytes() < 2 << 30"
+    asked = "from workers.platform.host_memory import free_host_bytes; assert 0 < free_host_bytes() < 2 << 30"
     with start_python(["-c", f"{limit}; {asked}"]) as process:
         assert process.wait(20) == 0

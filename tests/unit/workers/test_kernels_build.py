@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from workers.kernels import build
+from workers.kernels.cpu import build
 
 HERE = build.why_not()
 needs_kernels = pytest.mark.skipif(HERE is not None, reason=str(HERE))
 SCRIPT = """
-from workers.kernels import build
+from workers.kernels.cpu import build
 print(build.why_not())
 maps = open("/proc/self/maps").read().splitlines()
 print(len({line.split()[-1] for line in maps if "libgomp" in line}))

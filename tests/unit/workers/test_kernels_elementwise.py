@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from workers.kernels import build
-from workers.layers import avx512_elementwise
+from workers.kernels.cpu import avx512_elementwise, build
 from workers.layers.rotary import rotate_plainly
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from workers import kv_cache
-from workers.attention.base import KVSpec
-from workers.attention.choose import BACKENDS
+from workers.attention.backend import KVSpec
+from workers.attention.selector import BACKENDS
 from workers.config import WorkerConfig
 from workers.errors import StartupError
+from workers.worker import kv_cache_size as kv_cache
 
 QWEN = KVSpec(24, 2, 64, 32, torch.bfloat16, torch.device("cpu"))
 

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from tests.unit.workers.attention_cases import EMULATES_BFLOAT16
-from workers.kernels import build
+from workers.kernels.cpu import build
+from workers.kernels.cpu.avx512_gemm import Avx512GatedMatmul, Avx512Matmul
 from workers.layers.activation import ACTIVATIONS
-from workers.layers.avx512_matmul import Avx512GatedMatmul, Avx512Matmul
 from workers.layers.matmul import (
     FLOAT32_BLOCK,
     PackedGatedMatmul,

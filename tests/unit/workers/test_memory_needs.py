@@ -7,11 +7,11 @@ import torch
 
 from tests.golden.tiny_models import make_tiny
 from workers.config import WorkerConfig
+from workers.distributed.parallel_state import TensorParallel
 from workers.errors import StartupError
-from workers.memory_needs import is_out_of_memory, weight_bytes
-from workers.parallel import TensorParallel
+from workers.platform.memory_needs import is_out_of_memory, weight_bytes
 from workers.preflight import preflight
-from workers.runner import Runner
+from workers.worker.model_runner import Runner
 
 CPU_SAYS = (
     "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "

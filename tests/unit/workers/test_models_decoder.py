@@ -11,20 +11,20 @@ from torch import Tensor
 
 from tests.golden.paged_run import PagedRun, load_decoder, on_ranks
 from tests.golden.tiny_models import FAMILIES, make_tiny
-from workers.attention.base import AttentionBackend, AttentionSpec, LayerKV
-from workers.attention.cpu import CpuBackend
+from workers.attention.backend import AttentionBackend, AttentionSpec, LayerKV
+from workers.attention.forward_batch import Batch
 from workers.attention.reference import ReferenceBackend
-from workers.batch import Batch
+from workers.attention.torch_backend import CpuBackend
 from workers.config import WorkerConfig
+from workers.distributed.parallel_state import TensorParallel
 from workers.errors import StartupError
 from workers.layers.matmul import can_pack
 from workers.models.decoder import Decoder
-from workers.parallel import TensorParallel
 from workers.preflight import preflight, read_spec
-from workers.runner import Runner
 from workers.weights.checkpoint import SINGLE_FILE, Checkpoint
 from workers.weights.dummy import DummyWeights
 from workers.weights.reader import WeightReader
+from workers.worker.model_runner import Runner
 
 CPU = torch.device("cpu")
 

@@ -8,8 +8,8 @@ from transformers import AutoConfig
 
 from tests.golden.tiny_models import FAMILIES, tiny_model
 from workers.errors import StartupError
+from workers.layers.decoder_spec import FUSED_TENSORS, DecoderSpec, is_ignorable, tensor_shapes
 from workers.models.registry import describe
-from workers.models.spec import FUSED_TENSORS, DecoderSpec, is_ignorable, tensor_shapes
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

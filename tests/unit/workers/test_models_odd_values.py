@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.errors import StartupError
+from workers.layers.decoder_spec import DecoderSpec, tensor_shapes
 from workers.layers.rotary import RotaryTable
 from workers.layers.shards import working_sizes
 from workers.models.hf_fields import MOST, MOST_LAYERS
 from workers.models.registry import FAMILIES, describe
-from workers.models.spec import DecoderSpec, tensor_shapes
 
 ODD: list[Any] = [
     None, True, False, 0, 1, 2, 3, -1, 7, 10**10, 10**400, -(10**400), 2**31 - 1, 2**31, 2**63,

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from workers.distributed.parallel_state import loopback_interface
 from workers.errors import StartupError
-from workers.parallel import loopback_interface
 
 
 def interface(address: str, family: int = socket.AF_INET) -> list[SimpleNamespace]:

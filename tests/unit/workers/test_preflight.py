@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.golden.tiny_models import FAMILIES, make_tiny
-from workers import memory_needs, processor
 from workers import preflight as module
 from workers.config import WorkerConfig
-from workers.cores import available_cores
 from workers.errors import StartupError
+from workers.platform import memory_needs, processor
+from workers.platform.cores import available_cores
 from workers.preflight import cuda_device_count, preflight, read_spec
 from workers.weights.checkpoint import SINGLE_FILE
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from workers.processor import of
+from workers.platform.processor import of
 
 
 @pytest.mark.parametrize(

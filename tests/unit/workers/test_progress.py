@@ -4,10 +4,10 @@ import os
 
 import pytest
 
-from workers.channel.layout import Flags, data_offset, last_of
-from workers.channel.ring import anonymous_memory
+from workers.distributed.shm_layout import Flags, data_offset, last_of
+from workers.distributed.shm_ring import anonymous_memory
 from workers.errors import StartupError
-from workers.loading import Loading
+from workers.worker.loading import Loading
 
 
 @pytest.mark.parametrize(

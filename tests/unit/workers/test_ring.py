@@ -5,9 +5,9 @@ import threading
 
 import pytest
 
-from workers.channel import ring
-from workers.channel.order import fence
-from workers.channel.ring import ChannelClosedError, RingLayout, RingReader, RingWriter, anonymous_memory
+from workers.distributed import shm_ring as ring
+from workers.distributed.memory_order import fence
+from workers.distributed.shm_ring import ChannelClosedError, RingLayout, RingReader, RingWriter, anonymous_memory
 
 
 def make(num_readers: int = 1) -> tuple[RingWriter, list[RingReader]]:

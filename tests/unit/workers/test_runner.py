@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from tests.golden.tiny_models import make_tiny
-from workers import runner as runner_module
 from workers.config import WorkerConfig
-from workers.parallel import TensorParallel
+from workers.distributed.parallel_state import TensorParallel
 from workers.preflight import preflight
 from workers.protocol import StepMetadata, empty_step
-from workers.runner import Runner, rows_of
+from workers.worker import model_runner as runner_module
+from workers.worker.model_runner import Runner, rows_of
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from tests.unit.workers.sampling_cases import Penalties, mask_of, naive_adjusted, naive_tokens, sample_with, step_of
-from workers.kernels import build
+from workers.kernels.cpu import build
 from workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata
-from workers.sampling.adjust import _bits_here, _bits_there, adjust, mask_plainly
+from workers.sampling.logits_processors import _bits_here, _bits_there, adjust, mask_plainly
 
 ROWS, VOCAB = 7, 1003  # shards of no round width: 1003, 502, 335 and 251 ids
 

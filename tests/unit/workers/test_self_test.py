@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from tests.golden.tiny_models import make_tiny
-from workers.attention.base import AttentionSpec, LayerKV
+from workers.attention.backend import AttentionSpec, LayerKV
 from workers.config import WorkerConfig, WorkerInfo
-from workers.parallel import TensorParallel
+from workers.distributed.parallel_state import TensorParallel
 from workers.preflight import preflight
-from workers.process_group import joint_info
-from workers.runner import Runner
-from workers.self_test import Verdict, batch_invariance, one_of_each_kind
+from workers.worker.batch_invariance import Verdict, batch_invariance, one_of_each_kind
+from workers.worker.model_runner import Runner
+from workers.worker.multiproc_executor import joint_info
 
 
 @pytest.fixture(scope="module", params=["qwen2", "mistral"])

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from workers import step_timing
 from workers.config import WorkerConfig
 from workers.protocol import StepMetadata
 from workers.step_cost import FEWEST_TOKENS, PATIENCE, TARGET_S, StepCost, adapted
-from workers.step_timing import time_steps
+from workers.worker import step_timing
+from workers.worker.step_timing import time_steps
 
 FAST = StepCost(fixed_s=0.01, token_s=0.0005, context_s=1e-8, logits_s=1e-4)
 SLOW = StepCost(fixed_s=0.2, token_s=0.01, context_s=1e-6, logits_s=1e-3)

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.golden.tiny_models import make_tiny
 from tests.unit.workers.verify_cases import PROMPTS, Bench, altered, reconfigured
 from tests.unit.workers.verify_faults import SIZE, WEIGHTS, rows
-from workers.parallel import TensorParallel
+from workers.distributed.parallel_state import TensorParallel
 
 
 @pytest.fixture(scope="module")

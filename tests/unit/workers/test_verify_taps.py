@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.golden.paged_run import PagedRun, load_decoder, on_ranks
 from tests.golden.tiny_models import make_tiny
-from workers.parallel import TensorParallel
+from workers.distributed.parallel_state import TensorParallel
 from workers.verify.names import tensor_names
 from workers.verify.taps import TappedDecoder
 

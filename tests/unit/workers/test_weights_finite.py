@@ -9,14 +9,14 @@ from safetensors.torch import load_file, save_file
 
 from tests.golden.tiny_models import make_tiny
 from workers.config import WorkerConfig
+from workers.distributed.parallel_state import TensorParallel
 from workers.errors import StartupError
-from workers.parallel import TensorParallel
 from workers.preflight import preflight
-from workers.runner import Runner
 from workers.weights import reader as reader_module
 from workers.weights.checkpoint import SINGLE_FILE, Checkpoint
 from workers.weights.finite import first_not_finite
 from workers.weights.reader import WeightReader
+from workers.worker.model_runner import Runner
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BAD = [math.nan, math.inf, -math.inf]

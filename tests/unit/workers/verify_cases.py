@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.golden.paged_run import on_ranks
 from workers.config import WorkerConfig
-from workers.parallel import TensorParallel
+from workers.distributed.parallel_state import TensorParallel
 from workers.preflight import preflight, read_spec
 from workers.verify.causes import Scene, explain
 from workers.verify.compare import Comparison, compare

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from workers.distributed.parallel_state import TensorParallel
 from workers.layers.placement import Placement
-from workers.parallel import TensorParallel
 from workers.weights.source import check_slice
 
 

@@ -1,0 +1,122 @@
+"""Scheduler, step builder and ranks joined into one step: the part of the loop that is the same in every world.
+
+Serves the engine process and the simulation alike. Does not know sockets, signals or the frontend.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from engine.config import EngineConfig
+from engine.errors import INTERNAL, WorkerError
+from engine.input_batch.input_batch import BuiltStep, StepBuilder
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.sequence import SchedulerOutput, Sequence, StepResult, Work
+from engine.types import TokenEvent
+from workers.protocol import StepOutput
+
+if TYPE_CHECKING:
+    from workers.executor import WorkerGroup
+
+logger = logging.getLogger("oarlock.engine")
+
+
+class Stepper:
+    """`begin` decides a step and hands it to the ranks, `finish` takes their answer in. They alternate."""
+
+    def __init__(self, config: EngineConfig, group: "WorkerGroup", clock: Callable[[], float]) -> None:
+        info = group.info
+        self.group = group
+        self.scheduler = Scheduler(config, info)
+        self._builder = StepBuilder(
+            max_num_seqs=self.scheduler.max_num_seqs,
+            max_model_len=info.max_model_len,
+            block_size=info.block_size,
+            vocab_size=info.vocab_size,
+        )
+        self._clock = clock
+        self._events: list[TokenEvent] = []
+        self._begun_s = 0.0
+        self._num_rows = 0
+
+    def begin(self) -> SchedulerOutput | None:
+        """Decide and submit; the ranks begin before masks are computed. None when there was nothing to do.
+
+        Raises `WorkerError` when the ranks are lost.
+        """
+        self._begun_s = self._clock()
+        output = self.scheduler.schedule(self._begun_s)
+        built = None if output is None else self._build(output)
+        if built is None:
+            return None
+        self._num_rows = len(built.step.logits_indices)
+        if built.masks is None:
+            self.group.submit(built.step)
+            return output
+        self.group.submit(built.step, built.masks.fill)
+        for seq in built.masks.failed:  # what the step in flight answers for them is ignored
+            self._fail(seq)
+        return output
+
+    def finish(self, output: SchedulerOutput) -> list[TokenEvent]:
+        """Collect and commit. Raises `WorkerError` when the ranks are lost."""
+        answer = self.group.collect()
+        if answer.step_id != output.step_id or len(answer.token_ids) != self._num_rows:
+            raise WorkerError(
+                0,
+                output.step_id,
+                f"it answered step {answer.step_id} with {len(answer.token_ids)} rows instead of {self._num_rows}",
+            )
+        now = self._clock()
+        self.scheduler.stats.step_time_s.observe(now - self._begun_s)
+        return self.scheduler.commit(output, _as_lists(answer), now)
+
+    def take_events(self) -> list[TokenEvent]:
+        """Terminal events of requests that failed outside `finish`."""
+        events, self._events = self._events, []
+        return self.scheduler.take_events() + events
+
+    def _build(self, output: SchedulerOutput) -> BuiltStep | None:
+        """The step's arrays. One request whose numbers do not fit them fails alone; the others' step goes on."""
+        try:
+            return self._builder.build(output)
+        except Exception:
+            logger.exception("event=build_failed step=%d", output.step_id)
+            unfit = [work for work in output.work if not self._fits(work, output)]
+            if not unfit:
+                raise
+        self.scheduler.withdraw(output, unfit, self._begun_s)
+        return self._builder.build(output) if output.work else None
+
+    def _fail(self, seq: Sequence) -> None:
+        event = self.scheduler.fail(seq.request_id, INTERNAL, self._begun_s)
+        if event is not None:
+            self._events.append(event)
+
+    def _fits(self, work: Work, output: SchedulerOutput) -> bool:
+        """Whether `work` can be built on its own."""
+        row = work.seq.row
+        alone = SchedulerOutput(
+            output.step_id,
+            [work],
+            new_blocks=[entry for entry in output.new_blocks if entry[0] == row],
+            new_rows=[seq for seq in output.new_rows if seq is work.seq],
+        )
+        try:
+            self._builder.build(alone)
+        except Exception:
+            logger.exception("event=request_failed request_id=%d stage=build", work.seq.request_id)
+            return False
+        return True
+
+
+def _as_lists(answer: StepOutput) -> StepResult:
+    """Plain lists: the scheduler reads single numbers, which numpy makes slow."""
+    result = StepResult(answer.token_ids.tolist(), answer.finite.tolist(), answer=answer)
+    if answer.logprobs is not None:
+        assert answer.ranks is not None and answer.top_ids is not None and answer.top_logprobs is not None
+        result.logprobs = answer.logprobs.tolist()
+        result.ranks = answer.ranks.tolist()
+        result.top_ids = answer.top_ids.tolist()
+        result.top_logprobs = answer.top_logprobs.tolist()
+    return result

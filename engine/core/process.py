@@ -1,0 +1,294 @@
+"""The engine's process: `python -m engine.core.process --fd N --parent PID`, started by `engine.client`.
+
+The first frame on the descriptor is the configuration. The group is started with progress frames, then the loop runs.
+The process never outlives its frontend: end-of-file on the socket ends it, and so does the kernel when the parent dies.
+Does not import torch (an inline rank does, on its own).
+"""
+
+import argparse
+import faulthandler
+import gc
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from engine.config import EngineConfig
+from engine.core.event_loop import EXIT_BUG, EXIT_OK, EXIT_RANK_DIED, EXIT_RANK_HUNG, EngineCore
+from engine.core.logs import log_to_stderr
+from engine.errors import StartupError, WorkerError
+from engine.ipc import messages
+from engine.ipc.frame_socket import Link
+from engine.ipc.frames import Frame, FrameError, FrameReader
+from engine.ipc.parent_death import die_with_parent
+from engine.replay.fingerprint import numbers_digest
+from engine.replay.recorder import RecordingGroup
+from engine.replay.recording import RecordingWriter
+from engine.structured_output.manager import GrammarDesk
+from engine.types import EngineInfo
+from workers.config import LOADING_TIMEOUT_S
+
+if TYPE_CHECKING:
+    from workers.executor import WorkerGroup
+
+logger = logging.getLogger("oarlock.engine")
+
+_LEAVE_S = 5.0  # for clean-up; then the process ends whatever hangs
+_ORPHAN_S = 1.0  # the same when nobody is left to wait for it; the ranks notice by themselves
+_WATCH_S = 1.0
+
+StartGroup = Callable[..., "WorkerGroup"]
+
+
+def main(
+    argv: list[str], start_group: StartGroup | None = None, *, loading_timeout_s: float = LOADING_TIMEOUT_S
+) -> int:
+    """Serve one frontend until it leaves. Returns the exit code: 0, 1 (our bug), 3 and 4 (start), 5 and 6 (ranks)."""
+    parser = argparse.ArgumentParser(prog="engine.core.process", description="Internal: started by the server.")
+    parser.add_argument("--fd", type=int, required=True, help="the inherited socket")
+    parser.add_argument("--parent", type=int, required=True, help="the process that must be alive for this one to be")
+    arguments = parser.parse_args(argv)
+    die_with_parent(arguments.parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole foreground group: the parent decides
+    log_to_stderr()
+    if start_group is None:
+        from workers.executor import start_group as start_real_group
+
+        start_group = start_real_group
+    with socket.socket(fileno=arguments.fd) as sock:
+        try:
+            return _serve(sock, start_group, loading_timeout_s)
+        except ConnectionError as error:
+            logger.info('event=frontend_gone cause="%s"', error)
+            return EXIT_OK
+
+
+def _serve(sock: socket.socket, start_group: StartGroup, loading_timeout_s: float) -> int:
+    _leave_at_end_of_file(sock)
+    try:
+        config = messages.read_config(_first_frame(sock))
+    except FrameError as error:
+        logger.error('event=bad_config cause="%s"', error)
+        return EXIT_BUG
+    log_to_stderr(config.worker.log_level)
+    opening = _Opening(config.worker.model_path)
+    # A group of processes reports its own stuck rank and gets some time to say so first.
+    watch = _LoadingWatch(sock, loading_timeout_s if config.inline_single_rank else loading_timeout_s + 2 * _LEAVE_S)
+    watch.start()
+    try:
+        group = _start(config, start_group, watch.progress)
+        grammars = opening.result()
+    except ConnectionError:
+        raise
+    except Exception as error:
+        failure = _startup_failure(error)
+        sock.sendall(messages.failed(failure))
+        return failure.exit_code
+    finally:
+        watch.stop()
+    code = _loop(sock, replace(config, worker=group.config), group, grammars)
+    _Deadline(_LEAVE_S, code).start()
+    grammars.close()
+    group.close()
+    logger.info("event=engine_stopped exit_code=%d", code)
+    return code
+
+
+def _start(config: EngineConfig, start_group: StartGroup, on_progress: Callable[[str, float], None]) -> "WorkerGroup":
+    """The ranks, loaded; recorded if asked to. A file that cannot be made is known before the model is read."""
+    writer = None if config.record_path is None else RecordingWriter(config.record_path)
+    try:
+        group = start_group(config.worker, inline=config.inline_single_rank, on_progress=on_progress)
+    except BaseException:
+        if writer is not None:
+            writer.discard()
+        raise
+    return group if writer is None else RecordingGroup(group, writer, config.record_limit_bytes)
+
+
+def _startup_failure(error: Exception) -> StartupError:
+    """What to tell the operator. The traceback of a mistake of ours goes to the log."""
+    if isinstance(error, StartupError):
+        return error  # the frontend prints it
+    logger.exception("event=start_failed")
+    if isinstance(error, WorkerError):
+        fix = "The log says more. If memory ran out, use a smaller model or more ranks."
+        return StartupError(f"Rank {error.rank} was lost while starting: {error.cause}.", fix, EXIT_RANK_DIED)
+    cause = f"The engine failed while starting: {type(error).__name__}: {error}."
+    return StartupError(cause, "The log has the traceback; please report it.", EXIT_BUG)
+
+
+def _loop(sock: socket.socket, config: EngineConfig, group: "WorkerGroup", grammars: GrammarDesk) -> int:
+    sock.sendall(messages.ready(engine_info(config, group)))
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    core = EngineCore(config, group, Link(sock), grammars=grammars, wake_fd=wake_read)
+    signal.set_wakeup_fd(wake_write)
+    signal.signal(signal.SIGTERM, lambda *_: core.stop())
+    _Watchdog(core, config.worker.step_timeout_s, is_inline=not group.rank_pids).start()
+    # What was made while loading stays for good: a collection in the middle of a step need not look through it.
+    gc.collect()
+    gc.freeze()
+    logger.info("event=engine_ready num_blocks=%d block_size=%d", group.info.num_blocks, group.info.block_size)
+    invariant = "true" if group.info.batch_invariant else "false"
+    logger.info('event=determinism batch_invariant=%s reason="%s"', invariant, group.info.batch_invariant_reason)
+    return core.run()
+
+
+def engine_info(config: EngineConfig, group: "WorkerGroup") -> EngineInfo:
+    info, worker = group.info, config.worker
+    return EngineInfo(
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        max_num_seqs=worker.max_num_seqs,
+        max_num_batched_tokens=worker.max_num_batched_tokens,
+        tensor_parallel_size=info.tensor_parallel_size,
+        device=info.device,
+        dtype=info.dtype,
+        attention_backend=info.attention_backend,
+        architecture=info.architecture,
+        num_parameters=info.num_parameters,
+        weight_bytes_per_rank=info.weight_bytes_per_rank,
+        kv_bytes_per_token_per_rank=info.kv_bytes_per_token_per_rank,
+        enable_prefix_caching=config.enable_prefix_caching,
+        load_seconds=info.load_seconds,
+        max_waiting_requests=config.max_waiting_requests,
+        max_waiting_tokens=config.max_waiting_tokens,
+        batch_invariant=info.batch_invariant,
+        batch_invariant_reason=info.batch_invariant_reason,
+        rank_pids=group.rank_pids,
+        numbers_digest=numbers_digest(worker, info),
+        step_timeout_s=worker.step_timeout_s,
+        max_silence_s=config.heartbeat_interval_s + worker.step_timeout_s,
+    )
+
+
+def _first_frame(sock: socket.socket) -> Frame:
+    """The frontend sends nothing more until it has seen `ready`, so nothing behind the first frame can be lost."""
+    reader = FrameReader()
+    while data := sock.recv(1 << 16):
+        frames = reader.feed(data)
+        if len(frames) > 1 or (frames and frames[0].kind != "config"):
+            raise FrameError("the first frame must be the configuration, and nothing may follow it")
+        if frames:
+            return frames[0]
+    reader.finish()
+    raise FrameError("the frontend left without a configuration")
+
+
+def _leave_at_end_of_file(sock: socket.socket) -> None:
+    """A thread that sleeps until the frontend's end is closed, and then bounds how long this process may stay."""
+
+    def wait() -> None:
+        poll = select.poll()
+        poll.register(sock.fileno(), 0)  # hang-up is reported unasked; data wakes nobody here
+        poll.poll()
+        _Deadline(_ORPHAN_S, EXIT_OK).run()
+
+    threading.Thread(target=wait, name="lifeline", daemon=True).start()
+
+
+class _Opening(threading.Thread):
+    """Reads the model's tokens while the ranks read its weights: it holds the interpreter for as long as it takes."""
+
+    def __init__(self, model_path: str) -> None:
+        super().__init__(name="grammars", daemon=True)
+        self._model_path = model_path
+        self._desk: GrammarDesk | None = None
+        self._error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._desk = GrammarDesk.open(self._model_path)
+        except Exception as error:
+            self._error = error
+
+    def result(self) -> GrammarDesk:
+        self.join()
+        if self._desk is None:
+            raise self._error or RuntimeError("the tokens were not read")
+        return self._desk
+
+
+class _Deadline(threading.Thread):
+    """A dumb timer: when it runs out, the process ends at once, whatever its clean-up is waiting for."""
+
+    def __init__(self, seconds: float, exit_code: int) -> None:
+        super().__init__(name="deadline", daemon=True)
+        self._seconds = seconds
+        self._exit_code = exit_code
+
+    def run(self) -> None:
+        time.sleep(self._seconds)
+        os._exit(self._exit_code)
+
+
+class _LoadingWatch(threading.Thread):
+    """Ends the process when loading makes no progress: the thread that loads may sit in a read that never returns."""
+
+    def __init__(self, sock: socket.socket, limit_s: float) -> None:
+        super().__init__(name="loading", daemon=True)
+        self._sock = sock
+        self._limit_s = limit_s
+        self._state = ("starting", 0.0)
+        self._since = time.monotonic()
+        self._done = threading.Event()
+
+    def progress(self, phase: str, fraction: float) -> None:
+        self._state, self._since = (phase, fraction), time.monotonic()
+        self._sock.sendall(messages.progress(phase, fraction))
+
+    def stop(self) -> None:
+        self._done.set()
+
+    def run(self) -> None:
+        while not self._done.wait(min(_WATCH_S, self._limit_s / 4)):
+            if time.monotonic() - self._since > self._limit_s:
+                break
+        if self._done.is_set():
+            return
+        phase, fraction = self._state
+        failure = StartupError(
+            f"The start has made no progress for {self._limit_s:g} s while {phase} ({fraction:.0%}).",
+            "If the model or Python's packages lie on a network file system, see whether it answers; then start again.",
+            EXIT_RANK_HUNG,
+        )
+        logger.critical('event=start_failed cause="%s" fix="%s"', failure.cause, failure.fix)
+        faulthandler.dump_traceback(sys.stderr)
+        self._sock.sendall(messages.failed(failure))
+        os._exit(failure.exit_code)
+
+
+class _Watchdog(threading.Thread):
+    """Ends the process when a step takes longer than `step_timeout_s`: the loop itself cannot, it is inside the step.
+
+    A group of processes reports its own hung rank and gets some time to say so first.
+    """
+
+    def __init__(self, core: EngineCore, step_timeout_s: float, *, is_inline: bool) -> None:
+        super().__init__(name="watchdog", daemon=True)
+        self._core = core
+        self._limit_s = step_timeout_s if is_inline else step_timeout_s + 2 * _LEAVE_S
+
+    def run(self) -> None:
+        while True:
+            time.sleep(min(_WATCH_S, self._limit_s / 4))
+            since = self._core.busy_since
+            if since is not None and time.monotonic() - since > self._limit_s:
+                logger.critical("event=step_hung limit_s=%g", self._limit_s)
+                faulthandler.dump_traceback(sys.stderr)
+                os._exit(EXIT_RANK_HUNG)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""From scheduled tokens to the arrays of one step."""

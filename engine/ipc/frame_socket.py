@@ -1,0 +1,97 @@
+"""The engine's end of the socket to its frontend: frames in, frames out, never waiting for a reader that does not read.
+
+Knows sockets and frames. Does not know what the frames say.
+"""
+
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from engine.ipc.frames import Frame, FrameReader
+
+_RECV_BYTES = 1 << 18
+_MAX_RECV_PER_CALL = 4 << 20  # so that a flood of requests cannot keep the loop from stepping
+_FULL_BYTES = 16 << 20
+_UNREAD_LIMIT_S = 60.0  # a frontend that has taken nothing for so long is as good as gone
+
+
+class LinkClosedError(Exception):
+    """The frontend is gone."""
+
+
+class Link:
+    """Buffers what the frontend has not yet read. `is_full` asks the loop to stop producing."""
+
+    def __init__(
+        self, sock: socket.socket, *, full_bytes: int = _FULL_BYTES, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._reader = FrameReader()
+        self._pending = bytearray()
+        self._full_bytes = full_bytes
+        self._clock = clock
+        self._blocked_s: float | None = None  # since when the frontend has taken nothing of what is pending
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    @property
+    def has_pending(self) -> bool:
+        return bool(self._pending)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._pending) >= self._full_bytes
+
+    def receive(self) -> list[Frame]:
+        """Whatever has arrived. Raises `LinkClosedError` at end-of-file, `FrameError` on garbage."""
+        frames: list[Frame] = []
+        received = 0
+        while received < _MAX_RECV_PER_CALL:
+            try:
+                data = self._sock.recv(_RECV_BYTES)
+            except BlockingIOError:
+                break
+            except ConnectionError as error:
+                raise LinkClosedError(str(error)) from error
+            if not data:
+                raise LinkClosedError("end of file")
+            frames += self._reader.feed(data)
+            received += len(data)
+        return frames
+
+    def send(self, frame: bytes) -> None:
+        """Send now what the socket takes now; keep the rest for `flush`."""
+        self._pending += frame
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what the socket takes. Raises `LinkClosedError` when nobody reads any more."""
+        if not self._pending:
+            return
+        sent = 0
+        try:
+            with memoryview(self._pending) as view:
+                while sent < len(view):
+                    sent += self._sock.send(view[sent:])
+            self._blocked_s = None
+        except BlockingIOError:
+            self._note_blocked(took_some=sent > 0)  # the rest goes when the socket is writable again
+        except ConnectionError as error:
+            raise LinkClosedError(str(error)) from error
+        del self._pending[:sent]
+
+    def _note_blocked(self, *, took_some: bool) -> None:
+        """Counts from one blocked attempt to the next: a loop that computed for long in between has not been unread."""
+        now = self._clock()
+        if took_some or self._blocked_s is None:
+            self._blocked_s = now
+        elif now - self._blocked_s > _UNREAD_LIMIT_S:
+            raise LinkClosedError(f"it has not read for {_UNREAD_LIMIT_S:g} s")
+
+    def close(self) -> None:
+        with suppress(OSError):  # the other end may have gone first
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()

@@ -1,0 +1,378 @@
+"""What the frames between frontend and engine mean: one function to write and one to read each.
+
+    frontend -> engine   config, request, abort, stats, reset_cache, stop
+    engine -> frontend   progress, failed, ready, events, refused, alive, stats, cache_reset, dead
+
+Knows `types.py`, `stats.py` and the frame. Does not know sockets. The readers raise `FrameError` on any frame that does
+not hold what its kind promises.
+"""
+
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, fields
+from functools import wraps
+from itertools import accumulate, chain
+from typing import Any, TypeVar
+
+from engine.config import EngineConfig
+from engine.errors import ContextLengthError, OarlockError, QueueFullError, RequestError, StartupError, UnavailableError
+from engine.ipc.frames import Frame, FrameError, encode
+from engine.stats import EngineStats
+from engine.types import (
+    EngineInfo,
+    FinishReason,
+    Grammar,
+    Request,
+    SamplingParams,
+    ScoredTokens,
+    TokenEvent,
+    TokenLogprobs,
+)
+
+T = TypeVar("T")
+
+
+def _reader(read: Callable[[Frame], T]) -> Callable[[Frame], T]:
+    """A frame that lacks something, or holds something else, is one kind of error: `FrameError`."""
+
+    @wraps(read)
+    def checked(frame: Frame) -> T:
+        try:
+            return read(frame)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+            raise FrameError(f"a bad {frame.head.get('kind')!r} frame: {type(error).__name__}: {error}") from error
+
+    return checked
+
+
+# -- start
+
+
+def config(value: EngineConfig) -> bytes:
+    return encode({"kind": "config", "config": value.to_json()})
+
+
+@_reader
+def read_config(frame: Frame) -> EngineConfig:
+    return EngineConfig.from_json(frame.head["config"])
+
+
+def progress(phase: str, fraction: float) -> bytes:
+    return encode({"kind": "progress", "phase": phase, "fraction": round(fraction, 4)})
+
+
+@_reader
+def read_progress(frame: Frame) -> tuple[str, float]:
+    return str(frame.head["phase"]), float(frame.head["fraction"])
+
+
+def failed(error: StartupError) -> bytes:
+    return encode({"kind": "failed", "cause": error.cause, "fix": error.fix, "exit_code": error.exit_code})
+
+
+@_reader
+def read_failed(frame: Frame) -> StartupError:
+    head = frame.head
+    return StartupError(str(head["cause"]), str(head["fix"]), int(head["exit_code"]))
+
+
+def ready(info: EngineInfo) -> bytes:
+    return encode({"kind": "ready", "info": asdict(info)})
+
+
+@_reader
+def read_ready(frame: Frame) -> EngineInfo:
+    fields: dict[str, Any] = dict(frame.head["info"])
+    fields["rank_pids"] = tuple(fields["rank_pids"])
+    return EngineInfo(**fields)
+
+
+# -- requests
+
+
+def request(value: Request) -> bytes:
+    """The lists that can be as long as a vocabulary or a context travel as ints. Raises `FrameError` for wrong ids."""
+    params = {field.name: getattr(value.params, field.name) for field in fields(value.params)}
+    allowed, words = params.pop("allowed_token_ids"), params.pop("bad_words")
+    if value.params.grammar is not None:
+        params["grammar"] = asdict(value.params.grammar)
+    head = {
+        "kind": "request",
+        "id": value.request_id,
+        "params": params,
+        "num_allowed": None if allowed is None else len(allowed),
+        "bad_words": [len(word) for word in words],
+        "priority": value.priority,
+        "salt": value.cache_salt.hex(),
+        "has_place": value.has_place,
+    }
+    return encode(head, chain(value.prompt_token_ids, allowed or (), *words))
+
+
+@_reader
+def read_request(frame: Frame) -> Request:
+    head, ints = frame.head, frame.ints
+    params = dict(head["params"])
+    for name in ("eos_token_ids", "stop_token_ids"):
+        params[name] = tuple(int(token) for token in params[name])
+    params["logit_bias"] = tuple((int(token), float(value)) for token, value in params["logit_bias"])
+    if params["grammar"] is not None:
+        params["grammar"] = Grammar(*(str(params["grammar"][field.name]) for field in fields(Grammar)))
+    num_allowed, lengths = head["num_allowed"] or 0, tuple(int(length) for length in head["bad_words"])
+    words_at = len(ints) - sum(lengths)
+    prompt_ends = words_at - num_allowed
+    if min((num_allowed, prompt_ends, *lengths)) < 0:
+        raise FrameError("more allowed ids and bad words than the frame holds")
+    if head["num_allowed"] is not None:
+        params["allowed_token_ids"] = _read_once("allowed_token_ids", ints[prompt_ends:words_at], tuple)
+    params["bad_words"] = _read_once("bad_words", (lengths, ints[words_at:]), _read_words)
+    return Request(
+        request_id=int(head["id"]),
+        prompt_token_ids=_read_once("prompt", ints[:prompt_ends], tuple),
+        params=SamplingParams(**params),
+        priority=int(head["priority"]),
+        cache_salt=bytes.fromhex(head["salt"]),
+        has_place=bool(head["has_place"]),
+    )
+
+
+_last_read: dict[str, tuple[Any, Any]] = {}
+
+
+def _read_once(name: str, raw: Any, read: Callable[[Any], Any]) -> Any:
+    """What `read` makes of `raw`, the same object as the last time where it is equal.
+
+    The choices of a request come one after the other: they share their long lists, and what is made of those.
+    """
+    last = _last_read.get(name)
+    if last is None or last[0] != raw:
+        last = _last_read[name] = raw, read(raw)
+    return last[1]
+
+
+def _read_words(raw: tuple[tuple[int, ...], array]) -> tuple[tuple[int, ...], ...]:
+    lengths, ints = raw
+    return tuple(tuple(ints[end - length : end]) for length, end in zip(lengths, accumulate(lengths), strict=True))
+
+
+def abort(request_id: int) -> bytes:
+    return encode({"kind": "abort", "id": request_id})
+
+
+def refused(request_id: int, error: OarlockError) -> bytes:
+    head: dict[str, Any] = {"kind": "refused", "id": request_id, "message": str(error)}
+    if isinstance(error, QueueFullError):
+        head |= {"error": "queue_full", "retry_after_s": error.retry_after_s}
+    elif isinstance(error, UnavailableError):
+        head |= {"error": "unavailable", "code": error.code}
+    elif isinstance(error, RequestError):
+        name = "context_length" if isinstance(error, ContextLengthError) else "request"
+        head |= {"error": name, "param": error.param, "code": error.code}
+    else:
+        raise TypeError(f"{type(error).__name__} is no refusal")
+    return encode(head)
+
+
+@_reader
+def read_refused(frame: Frame) -> tuple[int, OarlockError]:
+    head = frame.head
+    request_id, message = int(head["id"]), str(head["message"])
+    if head["error"] == "queue_full":
+        return request_id, QueueFullError(message, float(head["retry_after_s"]))
+    if head["error"] == "unavailable":
+        return request_id, UnavailableError(message, str(head["code"]))
+    if head["error"] == "context_length":
+        return request_id, ContextLengthError(message, head["param"])
+    return request_id, RequestError(message, head["param"], head["code"])
+
+
+@_reader
+def read_id(frame: Frame) -> int:
+    """Of a request or an abort."""
+    return int(frame.head["id"])
+
+
+# -- events
+#
+# One frame carries all events of a step. Most are one token and nothing else, so the head holds three columns and a
+# dictionary of exceptions:
+#
+#     ids      request ids                      extra    {index: {reason, stop, error, param, shapes of logprobs}}
+#     counts   token ids of each event          ints     token ids, then the integers of logprobs
+#     cached   num_cached_tokens of each        floats   logprobs
+
+
+def events(values: list[TokenEvent]) -> bytes:
+    tokens: list[int] = []
+    ints, floats = array("i"), array("f")
+    extra: dict[str, dict[str, Any]] = {}
+    for index, event in enumerate(values):
+        tokens += event.token_ids
+        if event.finish_reason or event.logprobs or event.prompt_logprobs:
+            extra[str(index)] = _extra(event, ints, floats)
+    head = {
+        "kind": "events",
+        "ids": [event.request_id for event in values],
+        "counts": [len(event.token_ids) for event in values],
+        "cached": [event.num_cached_tokens for event in values],
+        "extra": extra,
+    }
+    return encode(head, array("i", tokens) + ints, floats)
+
+
+@_reader
+def read_events(frame: Frame) -> list[TokenEvent]:
+    head, ints = frame.head, frame.ints
+    ids, counts, cached, extra = head["ids"], head["counts"], head["cached"], head["extra"]
+    if min(counts, default=0) < 0 or sum(counts) > len(ints):
+        raise FrameError("token counts that the frame does not hold")
+    numbers = _Numbers(ints, sum(counts), frame.floats)
+    values = []
+    ends = accumulate(counts)
+    for index, (request_id, count, end, num_cached) in enumerate(zip(ids, counts, ends, cached, strict=True)):
+        token_ids = tuple(ints[end - count : end])
+        more = _read_extra(extra[str(index)], numbers) if str(index) in extra else {}
+        values.append(TokenEvent(int(request_id), token_ids, num_cached_tokens=int(num_cached), **more))
+    return values
+
+
+def _extra(event: TokenEvent, ints: array, floats: array) -> dict[str, Any]:
+    extra: dict[str, Any] = {}
+    if event.finish_reason:
+        extra["reason"] = event.finish_reason.value
+    if event.stop_token_id is not None:
+        extra["stop"] = event.stop_token_id
+    if event.error is not None:
+        extra["error"] = event.error
+    if event.error_param is not None:
+        extra["param"] = event.error_param
+    for name, entries in (("logprobs", event.logprobs), ("prompt_logprobs", event.prompt_logprobs)):
+        if isinstance(entries, ScoredTokens):
+            extra[name] = {"count": len(entries), "top": entries.num_top}
+            ints += entries.token_ids + entries.ranks + entries.top_ids
+            floats += entries.logprobs + entries.top_logprobs
+        elif entries:
+            extra[name] = [len(entry.top) for entry in entries]
+            for entry in entries:
+                ints.extend((entry.token_id, entry.rank, *(token for token, _ in entry.top)))
+                floats.extend((entry.logprob, *(logprob for _, logprob in entry.top)))
+    return extra
+
+
+def _read_extra(extra: dict[str, Any], numbers: "_Numbers") -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "finish_reason": FinishReason(extra["reason"]) if "reason" in extra else None,
+        "stop_token_id": extra.get("stop"),
+        "error": extra.get("error"),
+        "error_param": extra.get("param"),
+    }
+    for name in ("logprobs", "prompt_logprobs"):
+        shape = extra.get(name)
+        if isinstance(shape, dict):
+            fields[name] = numbers.take_scored(int(shape["count"]), int(shape["top"]))
+        elif shape is not None:
+            fields[name] = tuple(numbers.take(int(num_top)) for num_top in shape)
+    return fields
+
+
+class _Numbers:
+    """Reads logprobs back in the order they were written."""
+
+    def __init__(self, ints: array, first: int, floats: array) -> None:
+        self._ints, self._floats = ints, floats
+        self._next_int, self._next_float = first, 0
+
+    def take(self, num_top: int) -> TokenLogprobs:
+        token_id, rank, *top_ids = self._take_ints(2 + num_top)
+        logprob, *top = self._take_floats(1 + num_top)
+        return TokenLogprobs(token_id, logprob, rank, tuple(zip(top_ids, top, strict=True)))
+
+    def take_scored(self, count: int, num_top: int) -> ScoredTokens:
+        token_ids, ranks, top_ids = self._take_ints(count), self._take_ints(count), self._take_ints(count * num_top)
+        logprobs, top_logprobs = self._take_floats(count), self._take_floats(count * num_top)
+        return ScoredTokens(num_top, token_ids, ranks, logprobs, top_ids, top_logprobs)
+
+    def _take_ints(self, count: int) -> array:
+        first, self._next_int = self._next_int, self._next_int + count
+        return _cut(self._ints, first, count)
+
+    def _take_floats(self, count: int) -> array:
+        first, self._next_float = self._next_float, self._next_float + count
+        return _cut(self._floats, first, count)
+
+
+def _cut(numbers: array, first: int, count: int) -> array:
+    found = numbers[first : first + count]
+    if count < 0 or len(found) < count:
+        raise FrameError("fewer logprobs than announced")
+    return found
+
+
+# -- the rest
+
+
+def alive(step_id: int) -> bytes:
+    """Every rank has answered just now, though there was nothing to tell."""
+    return encode({"kind": "alive", "step_id": step_id})
+
+
+def ask_stats(number: int) -> bytes:
+    return encode({"kind": "stats", "number": number})
+
+
+def stats(number: int, value: EngineStats) -> bytes:
+    return encode({"kind": "stats", "number": number, "stats": value.to_dict()})
+
+
+@_reader
+def read_number(frame: Frame) -> int:
+    """Of a question; its answer carries the same."""
+    return int(frame.head["number"])
+
+
+@_reader
+def read_stats(frame: Frame) -> tuple[int, EngineStats]:
+    return int(frame.head["number"]), EngineStats.from_dict(frame.head["stats"])
+
+
+def reset_cache(number: int) -> bytes:
+    """Forget every prefix that could be found."""
+    return encode({"kind": "reset_cache", "number": number})
+
+
+def cache_reset(number: int, num_blocks: int) -> bytes:
+    return encode({"kind": "cache_reset", "number": number, "blocks": num_blocks})
+
+
+@_reader
+def read_cache_reset(frame: Frame) -> tuple[int, int]:
+    return int(frame.head["number"]), int(frame.head["blocks"])
+
+
+def stop() -> bytes:
+    return encode({"kind": "stop"})
+
+
+def dead(cause: str, exit_code: int) -> bytes:
+    return encode({"kind": "dead", "cause": cause, "exit_code": exit_code})
+
+
+@_reader
+def read_dead(frame: Frame) -> tuple[str, int]:
+    return str(frame.head["cause"]), int(frame.head["exit_code"])
+
+
+def chunks(values: Iterable[TokenEvent], most_entries: int = 4_000_000) -> Iterable[list[TokenEvent]]:
+    """Events in groups that each fit one frame, however many logprobs they carry."""
+    group: list[TokenEvent] = []
+    size = 0
+    for event in values:
+        group.append(event)
+        size += 1
+        if event.prompt_logprobs:
+            size += len(event.prompt_logprobs) * (2 + len(event.prompt_logprobs[0].top))
+        if size >= most_entries:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group

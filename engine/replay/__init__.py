@@ -1,0 +1,1 @@
+"""Recording the steps of an engine, and running them again."""

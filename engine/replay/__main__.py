@@ -1,0 +1,237 @@
+"""Feeds a recording to ranks, without scheduler or server, and compares what they answer: `python -m engine.replay`.
+
+Started by `oarlock replay`. It works because a rank remembers nothing between steps but its KV pages, which the steps
+address. Inputs come from the recording alone, so a difference in one step does not carry over into the next tokens.
+
+Exit codes: 0 the same answers; 1 other answers, or a rank failed; 3 and 4 as at a start; 130 interrupted.
+"""
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from engine.errors import StartupError, WorkerError
+from engine.ipc.parent_death import die_with_parent
+from engine.replay.comparison import Comparison
+from engine.replay.fingerprint import layout, model_sums, versions
+from engine.replay.recording import STEP, Header, Recording
+from workers.config import WorkerConfig
+from workers.executor import WorkerGroup, start_group
+from workers.protocol import ProtocolError, StepMetadata, StepOutput, unpack_output, unpack_step
+
+EXIT_SAME, EXIT_DIFFERENT, EXIT_INTERRUPTED = 0, 1, 130
+_PROGRESS_S = 0.2
+
+
+@dataclass(slots=True)
+class Survey:
+    """What a first pass over the file found."""
+
+    num_steps: int = 0
+    num_answers: int = 0
+    num_tokens: int = 0
+    num_blocks: int = 1  # up to the highest that any step names
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="engine.replay", description="Internal: started by `oarlock replay`.")
+    parser.add_argument("file")
+    parser.add_argument("--parent", type=int, help="the process that must be alive for this one to be")
+    parser.add_argument("--tensor-parallel-size", type=int)
+    parser.add_argument("--model")
+    parser.add_argument("--tolerance", type=float)
+    arguments = parser.parse_args(argv)
+    if arguments.parent is not None:
+        die_with_parent(arguments.parent)
+    try:
+        return replay(arguments.file, arguments.tensor_parallel_size, arguments.model, arguments.tolerance)
+    except StartupError as error:
+        _clear_progress()
+        sys.stderr.write(f"error: {' '.join(error.cause.split())}\nfix: {' '.join(error.fix.split())}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def replay(path: str, tensor_parallel_size: int | None, model: str | None, tolerance: float | None) -> int:
+    """Replay the whole file and print what came of it."""
+    if tolerance is not None and not tolerance >= 0:
+        raise StartupError(f"--tolerance is {tolerance:g}.", "Use 0 or a small number such as 1e-4.")
+    recording = Recording(path)
+    _check_layout(recording)
+    survey = _survey(recording)
+    if not survey.num_steps:
+        raise StartupError(f"{path} holds no steps.", "Record while requests are answered.")
+    config = _config(recording, survey, tensor_parallel_size, model)
+    _print_head(recording, survey, config)
+    recorded = recording.header.worker["tensor_parallel_size"]
+    if tolerance is None and config.tensor_parallel_size == recorded:
+        tolerance = 0.0
+    comparison = Comparison(tolerance)
+    group = start_group(config, inline=True, on_progress=lambda phase, share: _progress(f"{phase} {share:.0%}"))
+    try:
+        failure = _run(group, recording, survey, comparison)
+    finally:
+        _clear_progress()
+        group.close()
+    return _verdict(survey, comparison, failure)
+
+
+def _run(group: WorkerGroup, recording: Recording, survey: Survey, comparison: Comparison) -> str | None:
+    """Every step in order. Returns how a rank failed, if one did."""
+    shown = 0.0
+    try:
+        for number, (step, expected) in enumerate(_steps(recording), 1):
+            group.submit(step)
+            got = group.collect()
+            if expected is not None:
+                comparison.add(step, expected, got)
+            if time.monotonic() - shown > _PROGRESS_S:
+                shown = time.monotonic()
+                _progress(f"step {number} of {survey.num_steps}")
+    except WorkerError as error:
+        return f"rank {error.rank} failed at step {error.step_id}: {error.cause}"
+    return None
+
+
+def _steps(recording: Recording) -> Iterator[tuple[StepMetadata, StepOutput | None]]:
+    """Each step with its answer; None where none was recorded."""
+    step: StepMetadata | None = None
+    for record in recording.records():
+        if record.kind == STEP:
+            if step is not None:
+                yield step, None
+            step = unpack_step(record.content)
+        elif step is not None:
+            yield step, unpack_output(record.content)
+            step = None
+    if step is not None:
+        yield step, None
+
+
+def _survey(recording: Recording) -> Survey:
+    survey = Survey()
+    try:
+        for step, answer in _steps(recording):
+            survey.num_steps += 1
+            survey.num_answers += answer is not None
+            survey.num_tokens += step.num_tokens
+            highest = int(step.block_tables.max(initial=0)) + 1
+            survey.num_blocks = max(survey.num_blocks, highest)
+    except ProtocolError as error:
+        raise StartupError(
+            f"{recording.path} holds a step that cannot be read: {error}.", "Replay it with the version that wrote it."
+        ) from None
+    return survey
+
+
+def _check_layout(recording: Recording) -> None:
+    header = recording.header
+    known = {field.name for field in fields(WorkerConfig)}
+    if header.layout == layout() and header.worker.keys() <= known:
+        return
+    theirs, ours = header.versions.get("oarlock", "unknown"), versions()["oarlock"]
+    raise StartupError(
+        f"{recording.path} was recorded by oarlock {theirs}, whose steps this oarlock ({ours}) cannot read.",
+        f"Replay it with the version that wrote it ({theirs}), or record again with this one.",
+    )
+
+
+def _config(recording: Recording, survey: Survey, ranks: int | None, model: str | None) -> WorkerConfig:
+    """The recorded configuration; only the ranks and the model's place may be others."""
+    header = recording.header
+    changes: dict[str, Any] = {"num_kv_blocks": survey.num_blocks, "log_level": "WARNING"}
+    if ranks is not None:
+        changes["tensor_parallel_size"] = ranks
+        if ranks != header.worker["tensor_parallel_size"]:
+            changes["num_threads"] = None  # cores / ranks again
+    if model is not None:
+        changes["model_path"] = model
+    config = WorkerConfig(**header.worker).with_(**changes)
+    _check_model(header, Path(config.model_path), given=model is not None)
+    return config
+
+
+def _check_model(header: Header, directory: Path, *, given: bool) -> None:
+    if not directory.is_dir():
+        raise StartupError(
+            f"The model {directory} {'does not exist' if given else 'of the recording is not on this machine'}.",
+            "Give the directory of the same checkpoint with --model PATH.",
+        )
+    here = model_sums(directory)
+    names = sorted(header.model.keys() | here.keys())
+    if header.worker["load_format"] == "dummy":
+        names = ["config.json"]  # no weights were read
+    other = [name for name in names if here.get(name) != header.model.get(name)]
+    if other:
+        raise StartupError(
+            f"{directory} is not the model of this recording: {', '.join(other[:3])} "
+            f"{'differs' if len(other) == 1 else 'differ'}{' and more' if len(other) > 3 else ''}.",
+            "Give the checkpoint it was recorded with: --model PATH.",
+        )
+
+
+# -- what people see
+
+
+def _print_head(recording: Recording, survey: Survey, config: WorkerConfig) -> None:
+    header = recording.header
+    info = header.info
+    print(
+        f"recording  {recording.path}: {survey.num_steps} steps, {survey.num_tokens} tokens, {header.started}, "
+        f"oarlock {header.versions.get('oarlock', '?')}\n"
+        f"model      {config.model_path} ({info['architecture']}, {config.dtype})\n"
+        f"ranks      recorded with {header.worker['tensor_parallel_size']}, replayed with "
+        f"{config.tensor_parallel_size}, on {config.device}"
+    )
+    here = versions()
+    others = [f"{name} {was} -> {here[name]}" for name, was in header.versions.items() if here.get(name, was) != was]
+    if others:
+        print(f"versions   {', '.join(others)}: other rounding is possible")
+    if recording.torn is not None:
+        print(f"note       {recording.torn}; what stands before it is replayed")
+    elif recording.end is not None:
+        print(f"end        {recording.end}")
+    else:
+        print("note       the recording has no closing word: the server was killed, or still runs")
+    sys.stdout.flush()
+
+
+def _verdict(survey: Survey, comparison: Comparison, failure: str | None) -> int:
+    print(comparison.table())
+    unanswered = survey.num_steps - survey.num_answers
+    if unanswered:
+        print(f"{unanswered} step(s) have no recorded answer and were run without comparing")
+    if comparison.tolerance is None and comparison.logprobs.compared:
+        print("logprobs are not judged: another number of ranks adds in another order (--tolerance judges them)")
+    if comparison.first is not None:
+        print(f"first difference: {comparison.first}")
+        if comparison.tolerance is None:
+            print("another number of ranks may decide near ties otherwise; with the recorded number nothing may differ")
+    if failure is not None:
+        print(f"stopped: {failure}")
+    same = comparison.is_equal and failure is None
+    print("result: the same answers" if same else "result: NOT the same")
+    return EXIT_SAME if same else EXIT_DIFFERENT
+
+
+def _progress(text: str) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[Kreplay: {text}")
+        sys.stderr.flush()
+
+
+def _clear_progress() -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\x1b[K")
+        sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an orderly end takes the ranks along
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Who runs next, and which blocks they hold. Pure: no clock, no arrays, no chance."""

@@ -1,0 +1,147 @@
+"""What a request must satisfy before it may wait: ids inside the vocabulary, lengths inside the context.
+
+A request that passes cannot break a step: everything that later meets a fixed-width array is checked here. Knows the
+engine's limits. Does not know who else is running.
+"""
+
+import math
+from dataclasses import dataclass
+
+from engine.errors import ContextLengthError, RequestError
+from engine.input_batch.logits_constraints import banned_always
+from engine.types import MAX_PRIORITY, MIN_PRIORITY, Request, SamplingParams
+from workers.config import WorkerInfo
+from workers.protocol import MAX_BIAS_PER_ROW, MAX_LOGPROBS
+
+_INT32_MAX = 2**31 - 1
+_INT64_MAX = 2**63 - 1
+# One row of a step has room for as many stop ids held back, entries of logit_bias and bad words.
+MAX_STOP_IDS = MAX_LOGIT_BIAS = MAX_BAD_WORDS = MAX_BIAS_PER_ROW // 3
+MAX_BAD_WORD_TOKENS = 256
+# Prompt logprobs leave step by step, but whoever asked may keep them until the prompt is complete: 8 bytes an entry.
+_MAX_PROMPT_LOGPROB_ENTRIES = 2_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one request may ask for."""
+
+    vocab_size: int
+    max_len: int  # prompt and generated tokens together; never more than the whole pool holds
+
+    @staticmethod
+    def of(info: WorkerInfo) -> "Limits":
+        pool_tokens = (info.num_blocks - 1) * info.block_size
+        return Limits(vocab_size=info.vocab_size, max_len=min(info.max_model_len, pool_tokens))
+
+
+def check(request: Request, limits: Limits) -> None:
+    """Raise `RequestError` with the field, its limit and the fix unless `request` can be served to its end."""
+    _in_range("priority", request.priority, MIN_PRIORITY, MAX_PRIORITY)
+    _check_params(request.params, limits)
+    _check_prompt(request.prompt_token_ids, limits)
+    _check_length(request, limits)
+
+
+def _check_prompt(token_ids: tuple[int, ...], limits: Limits) -> None:
+    if not token_ids:
+        raise RequestError("The prompt is empty: send at least one token.", "prompt")
+    if min(token_ids) < 0 or max(token_ids) >= limits.vocab_size:
+        wrong = next(token for token in token_ids if not 0 <= token < limits.vocab_size)
+        raise RequestError(
+            f"Token id {wrong} is outside the vocabulary: ids go from 0 to {limits.vocab_size - 1}.", "prompt"
+        )
+
+
+def _check_length(request: Request, limits: Limits) -> None:
+    length, params = len(request.prompt_token_ids), request.params
+    most = limits.max_len - (params.max_tokens > 0)  # room for at least one new token when any is wanted
+    if length > most:
+        raise ContextLengthError(
+            f"The prompt has {length} tokens, but at most {most} fit "
+            f"(context {limits.max_len} tokens, prompt and completion together). Shorten the prompt."
+        )
+    if params.prompt_logprobs is not None:
+        entries = length * (params.prompt_logprobs + 1)
+        if entries > _MAX_PROMPT_LOGPROB_ENTRIES:
+            raise RequestError(
+                f"prompt_logprobs={params.prompt_logprobs} for {length} prompt tokens makes {entries} entries, at most "
+                f"{_MAX_PROMPT_LOGPROB_ENTRIES} are allowed. Ask for fewer, or send a shorter prompt.",
+                "prompt_logprobs",
+            )
+
+
+def _check_params(params: SamplingParams, limits: Limits) -> None:
+    _in_range("max_tokens", params.max_tokens, 0, _INT32_MAX)
+    _in_range("min_tokens", params.min_tokens, 0, _INT32_MAX)
+    _in_range("top_k", params.top_k, 0, _INT32_MAX)
+    _in_range("seed", params.seed, -_INT64_MAX - 1, _INT64_MAX)
+    for name, value in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if value is not None:
+            _in_range(name, value, 0, MAX_LOGPROBS)
+    for name, values in (
+        ("presence_penalty", params.presence_penalty),
+        ("frequency_penalty", params.frequency_penalty),
+    ):
+        _in_range(name, values, -2, 2)
+    if not 0 < params.repetition_penalty < math.inf:
+        raise RequestError(
+            f"repetition_penalty is {params.repetition_penalty}, but must be above 0 and finite.", "repetition_penalty"
+        )
+    if params.min_tokens > params.max_tokens:
+        raise RequestError(
+            f"min_tokens is {params.min_tokens}, more than max_tokens ({params.max_tokens}). Lower it.", "min_tokens"
+        )
+    _check_ids(params, limits)
+    _check_choice_is_left(params, limits)
+
+
+def _check_ids(params: SamplingParams, limits: Limits) -> None:
+    """Every id is one of the vocabulary, and no list is longer than a step has room for."""
+    for name, ids in (
+        ("eos_token_ids", params.eos_token_ids),
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", [token for token, _ in params.logit_bias]),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+        ("bad_words", [token for word in params.bad_words for token in word]),
+    ):
+        if ids and (min(ids) < 0 or max(ids) >= limits.vocab_size):
+            wrong = next(token for token in ids if not 0 <= token < limits.vocab_size)
+            raise RequestError(
+                f"{name} has the token id {wrong}, but ids go from 0 to {limits.vocab_size - 1}. Remove it.", name
+            )
+    _at_most("stop_token_ids", len({*params.eos_token_ids, *params.stop_token_ids}), MAX_STOP_IDS, "stop token ids")
+    _at_most("logit_bias", len(params.logit_bias), MAX_LOGIT_BIAS, "entries")
+    _at_most("bad_words", len(params.bad_words), MAX_BAD_WORDS, "token sequences")
+    for token, value in params.logit_bias:
+        if not -100 <= value <= 100:
+            raise RequestError(f"logit_bias of id {token} is {value}, but must be between -100 and 100.", "logit_bias")
+    if not all(params.bad_words):
+        raise RequestError("bad_words has an empty token sequence, which every text ends with. Remove it.", "bad_words")
+    _at_most("bad_words", max(map(len, params.bad_words), default=0), MAX_BAD_WORD_TOKENS, "tokens in one of them")
+
+
+def _check_choice_is_left(params: SamplingParams, limits: Limits) -> None:
+    """Some id must not be banned. What a grammar or longer bad words exclude is only seen while they run."""
+    allowed, banned = params.allowed_token_ids, set(banned_always(params))
+    if params.min_tokens:
+        banned.update(params.eos_token_ids, params.stop_token_ids)
+    if allowed is not None and banned.issuperset(allowed):
+        raise RequestError(
+            "allowed_token_ids leaves no token to choose: it is empty, or logit_bias, bad_words or min_tokens ban all "
+            "of it. Add ids to it.",
+            "allowed_token_ids",
+        )
+    if len(banned) >= limits.vocab_size:
+        name = "min_tokens" if params.min_tokens else "logit_bias"
+        raise RequestError(f"{name} would ban every token of the vocabulary. Ban fewer ids.", name)
+
+
+def _at_most(name: str, count: int, most: int, what: str) -> None:
+    if count > most:
+        raise RequestError(f"{name} has {count} {what}, at most {most} are allowed. Remove some.", name)
+
+
+def _in_range(name: str, value: float, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise RequestError(f"{name} is {value}, but must be between {low} and {high}.", name)

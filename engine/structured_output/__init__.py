@@ -1,0 +1,1 @@
+"""Grammars: compiled where they can do no harm, matched token by token, handed out as masks."""

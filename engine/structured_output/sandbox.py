@@ -1,0 +1,132 @@
+"""A process that tries grammars, so that one which crashes, hangs or bloats the compiler harms nobody else.
+
+    python -m engine.structured_output.sandbox --tokenizer FILE --parent PID --fd N [--fd N …]
+
+Each descriptor is a lane: a grammar per line as JSON in, its verdict per line as JSON out, one after the other; lanes
+run side by side and share the memory of the tokenizer. Each trial is a fork that is killed when its time is up, and
+that may take only so much memory and stack; what survives is then compiled by the engine, whose own limits are wider.
+
+Knows processes and the compiler. Does not know requests or what becomes of a grammar.
+"""
+
+import argparse
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+from engine.ipc.parent_death import die_with_parent
+from engine.structured_output.compiler import Compiler, GrammarError
+from engine.types import Grammar
+
+DEADLINE_S = 1.0  # for one trial
+_MAX_MEMORY_BYTES = 512 << 20  # beyond what the tokenizer took
+_STACK_BYTES = 2 << 20  # a quarter of what the engine's threads have
+_NICENESS = 5  # answers that are being written come first
+
+TOO_LONG = f"it takes longer than {DEADLINE_S:g} s to compile; make it smaller"
+TOO_MUCH = "compiling it takes more memory or nesting than the server allows; make it smaller or flatter"
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="engine.structured_output.sandbox", description="Internal: started by the engine."
+    )
+    parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--fd", type=int, action="append", required=True)
+    arguments = parser.parse_args(argv)
+    die_with_parent(arguments.parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole foreground group: the parent decides
+    os.nice(_NICENESS)
+    compiler = Compiler(arguments.tokenizer)
+    lanes = [socket.socket(fileno=fd) for fd in arguments.fd]
+    own = lanes[0]
+    for lane in lanes[1:]:
+        parent = os.getpid()
+        if os.fork() == 0:
+            die_with_parent(parent)
+            own = lane
+            break
+    for lane in lanes:
+        if lane is not own:
+            lane.close()
+    _serve(own, compiler)
+    return 0
+
+
+def _serve(lane: socket.socket, compiler: Compiler) -> None:
+    """Until the engine closes the lane."""
+    with lane, lane.makefile("r", encoding="utf-8") as lines:
+        for line in lines:
+            problem = _try(compiler, Grammar(**json.loads(line)))
+            lane.sendall(json.dumps({"problem": problem}).encode() + b"\n")
+
+
+def _try(compiler: Compiler, grammar: Grammar) -> str | None:
+    """What is wrong with `grammar`; None when it compiles."""
+    read, write = os.pipe()
+    lane, child = os.getpid(), os.fork()
+    if child == 0:
+        die_with_parent(lane)
+        os.close(read)
+        _attempt(compiler, grammar, write)
+    os.close(write)
+    try:
+        verdict = _read_until(read, time.monotonic() + DEADLINE_S)
+    finally:
+        os.close(read)
+        os.kill(child, signal.SIGKILL)  # it has ended, or it is too late
+        os.waitpid(child, 0)
+    if verdict is None:
+        return TOO_LONG
+    return json.loads(verdict)["problem"] if verdict else TOO_MUCH
+
+
+def _read_until(fd: int, deadline: float) -> bytes | None:
+    """Everything that comes before the other end is closed; None when the time is up."""
+    parts: list[bytes] = []
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    while (left := deadline - time.monotonic()) > 0:
+        if poll.poll(left * 1000):
+            part = os.read(fd, 1 << 16)
+            if not part:
+                return b"".join(parts)
+            parts.append(part)
+    return None
+
+
+def _attempt(compiler: Compiler, grammar: Grammar, write: int) -> None:
+    """In the forked process: compile with narrow limits, say what came of it, and end."""
+
+    def compile_it() -> None:
+        try:
+            compiler.compile(grammar)
+            problem = None
+        except GrammarError as error:
+            problem = str(error)
+        os.write(write, json.dumps({"problem": problem}).encode())
+
+    try:
+        if sys.platform == "linux":
+            size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (size + _MAX_MEMORY_BYTES, size + _MAX_MEMORY_BYTES))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the last words of a library that gives up are nobody's news
+        threading.stack_size(_STACK_BYTES)
+        worker = threading.Thread(target=compile_it)
+        worker.start()
+        worker.join()
+    finally:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

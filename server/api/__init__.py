@@ -1,0 +1,1 @@
+"""HTTP: the FastAPI application, its middleware, routes and OpenAPI document, and the uvicorn server."""

@@ -1,0 +1,88 @@
+"""The FastAPI application: which routes exist, how errors look, what stands before them. No engine is started here."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from server.api.middleware import Guard
+from server.api.openapi.document import build, with_defaults
+from server.api.routes import admin, completions, health, metrics, models, render
+from server.api.routes import chat_completions as chat
+from server.api.routes import server_info as about
+from server.api.routes import tokenize as tokens
+from server.config.allowed_hosts import AllowedHosts, is_loopback
+from server.config.api_keys import load_admin_key, load_keys
+from server.config.settings import Settings
+from server.errors import HttpError, error_response
+from server.observability.metrics import HttpCounters
+from server.serving.base import Serving
+from server.serving.server_state import ServerState
+from server.version import VERSION
+
+# Families of OpenAI's API, and of others that clients try, which have no counterpart here.
+_NOT_SERVED = (
+    "assistants",
+    "audio",
+    "batches",
+    "conversations",
+    "embeddings",
+    "evals",
+    "files",
+    "fine_tuning",
+    "images",
+    "messages",
+    "moderations",
+    "realtime",
+    "rerank",
+    "responses",
+    "score",
+    "threads",
+    "uploads",
+    "vector_stores",
+    "videos",
+)
+
+
+def create_app(settings: Settings, state: ServerState, counters: HttpCounters | None = None) -> ASGIApp:
+    """The application for one server. It answers 503 until `state` is ready and holds a service."""
+    counters = counters or HttpCounters()
+    app = application(settings, state, counters)
+    counters.routes = frozenset(path for path in app.openapi()["paths"] if "{" not in path)
+    keys = load_keys(settings.api_key, settings.api_key_file)
+    admin_key = load_admin_key(settings.admin_api_key, keys)
+    hosts = AllowedHosts(settings.host, settings.allowed_hosts)
+    return Guard(app, state, counters, keys, admin_key, hosts, is_loopback(settings.host))
+
+
+def application(settings: Settings, state: ServerState, counters: HttpCounters) -> FastAPI:
+    """The routes alone, with nothing before them."""
+    app = FastAPI(title="Oarlock", version=VERSION, docs_url=None, redoc_url=None, openapi_url="/openapi.json")
+    app.router.redirect_slashes = False  # a redirect would have no body of ours, and name a host that the client sent
+    for module in (completions, chat, render, tokens, models, about, health, metrics, admin):
+        app.include_router(module.router)
+    app.add_exception_handler(HTTPException, _framework_error)
+    serving = app.state.serving = Serving(settings, state, counters)
+    app.openapi = lambda: with_defaults(build(app), serving.sampling_defaults)  # type: ignore[method-assign]
+    return app
+
+
+async def _framework_error(request: Request, error: Exception) -> Response:
+    """The framework's own refusals, in our shape."""
+    assert isinstance(error, HTTPException)
+    path = request.url.path[:200]
+    if error.status_code == 404:
+        family = next((known for known in _NOT_SERVED if path.removeprefix("/v1/").split("/")[0] == known), None)
+        if family is not None and path.startswith("/v1/"):
+            message = f"{path} is not served here: this server answers /v1/completions and /v1/chat/completions."
+            return error_response(HttpError(404, message, code="route_not_supported"))
+        return error_response(HttpError(404, f"There is no route {request.method} {path}.", code="route_not_found"))
+    if error.status_code == 405:
+        message = f"{path} does not answer to {request.method}."
+        allowed = (error.headers or {}).get("Allow", "")
+        headers = {"Allow": "GET, HEAD" if allowed == "GET" else allowed}
+        return error_response(HttpError(405, message, code="method_not_allowed", headers=headers))
+    return error_response(HttpError(error.status_code, str(error.detail), headers=error.headers))

@@ -1,0 +1,63 @@
+"""The API as one HTML page without scripts, styles or fonts from elsewhere: it works where there is no network.
+
+Made from the OpenAPI document alone.
+"""
+
+from __future__ import annotations
+
+import json
+from html import escape
+from typing import Any
+
+from server.api.openapi.capabilities import body_schemas, parameters
+from server.api.openapi.wording import behaviour, default_words, range_words
+
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
+h1, h2 { line-height: 1.2; } h2 { margin-top: 2.5rem; border-top: 1px solid #ccc; padding-top: 1rem; }
+table { border-collapse: collapse; width: 100%; font-size: .9rem; } td, th { text-align: left; vertical-align: top;
+padding: .3rem .6rem .3rem 0; border-bottom: 1px solid #e4e4e4; } code, pre { font-family: ui-monospace, monospace;
+background: #f5f5f5; } pre { padding: .8rem; overflow-x: auto; } .method { color: #06c; }
+@media (prefers-color-scheme: dark) { body { background: #181818; color: #ddd; } code, pre { background: #262626; }
+td, th { border-color: #333; } .method { color: #6bf; } }
+"""
+
+
+def page(document: dict[str, Any]) -> str:
+    """The whole page."""
+    title = escape(f"{document['info']['title']} {document['info']['version']}")
+    parts = [
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>',
+        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body><h1>{title}</h1>',
+        f"<p>{escape(document['info'].get('description', ''))}",
+        'The machine-readable document is <a href="openapi.json">openapi.json</a>.</p>',
+    ]
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            parts.append(_operation(document, path, method, operation))
+    return "\n".join([*parts, "</body></html>"])
+
+
+def _operation(document: dict[str, Any], path: str, method: str, operation: dict[str, Any]) -> str:
+    name = f'<span class="method">{method.upper()}</span> <code>{escape(path)}</code>'
+    parts = [f"<h2>{name}</h2><p>{escape(operation.get('summary', ''))}</p>"]
+    content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+    for example in content.get("examples", {}).values():
+        body = json.dumps(example["value"])
+        parts.append(
+            f"<pre>curl -s $URL{escape(path)} -H 'Content-Type: application/json' \\\n  -d '{escape(body)}'</pre>"
+        )
+    for schema in body_schemas(operation):
+        rows = parameters(document["components"]["schemas"], schema)
+        parts.append("<table><tr><th>parameter</th><th>range</th><th>default</th><th></th></tr>")
+        for field, told in rows.items():
+            cells = (f"<code>{escape(field)}</code>", *map(_rich, (range_words(told), default_words(told))))
+            parts.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in (*cells, _rich(behaviour(told))))}</tr>")
+        parts.append("</table>")
+    return "\n".join(parts)
+
+
+def _rich(text: str) -> str:
+    """Escaped, with what stands between backquotes set as code."""
+    pieces = escape(text).split("`")
+    return "".join(f"<code>{piece}</code>" if number % 2 else piece for number, piece in enumerate(pieces))

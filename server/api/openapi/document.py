@@ -1,0 +1,118 @@
+"""The OpenAPI document: bodies that routes read for themselves, the shapes of answers, an example of each.
+
+Made from the wire types, so that it cannot say anything else than what is checked. Knows names and shapes; answers no
+request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
+
+from server.api.openapi import response_schemas as answer_shapes
+from server.protocol.admin import AbortRequest
+from server.protocol.chat_completion import ChatRequest
+from server.protocol.sampling import CompletionRequest
+from server.protocol.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
+
+_REF = "#/components/schemas/"
+_BODIES: tuple[type[BaseModel], ...] = (
+    CompletionRequest,
+    ChatRequest,
+    TokenizeRequest,
+    TokenizeChatRequest,
+    DetokenizeRequest,
+    AbortRequest,
+)
+_ABOUT = "OpenAI's wire format over a tensor-parallel engine. Every error has one shape: `Error`."
+# What any route may answer, whatever it does.
+_ERRORS = {
+    "400": "The request is wrong; `param` names the field.",
+    "401": "No API key, or a wrong one.",
+    "403": "A Host header that is no name of this server, or an admin route without the admin key.",
+    "404": "There is no such route or model.",
+    "408": "The time limit passed before anything was generated, or the body came too slowly.",
+    "413": "The body is too large.",
+    "415": "The body is not JSON.",
+    "429": "The waiting room is full; see Retry-After.",
+    "500": "The server's own mistake.",
+    "503": "Loading, draining, dead, or out of connections; see Retry-After.",
+}
+
+
+def describe(
+    summary: str,
+    answer: str,
+    *,
+    bodies: tuple[str, ...] = (),
+    examples: dict[str, Any] | None = None,
+    media: str = "application/json",
+    example_answer: Any = None,
+    streams: bool = False,
+    status: int = 200,
+) -> dict[str, Any]:
+    """What a route adds to its operation: `answer` and `bodies` are names of schemas."""
+    content: dict[str, Any] = {media: {"schema": {"$ref": _REF + answer} if answer else {"type": "string"}}}
+    if example_answer is not None:
+        content[media]["example"] = example_answer
+    if streams:
+        content["text/event-stream"] = {"schema": {"description": "One chunk per event, `[DONE]` last."}}
+    operation: dict[str, Any] = {
+        "summary": summary,
+        "responses": {str(status): {"description": "The answer.", "content": content}},
+    }
+    if bodies:
+        refs = [{"$ref": _REF + name} for name in bodies]
+        schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
+        named = {name: {"value": value} for name, value in (examples or {}).items()}
+        operation["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": schema, "examples": named}},
+        }
+    return operation
+
+
+def build(app: FastAPI) -> dict[str, Any]:
+    """The whole document, OpenAPI 3.1."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, description=_ABOUT, routes=app.routes)
+        wanted: list[tuple[type[BaseModel], JsonSchemaMode]] = [(body, "validation") for body in _BODIES]
+        _, definitions = models_json_schema(wanted, ref_template=_REF + "{model}")
+        components = document.setdefault("components", {})
+        components["schemas"] = definitions["$defs"] | answer_shapes.SCHEMAS
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{}, {"key": []}]
+        for path, operations in document["paths"].items():
+            for method, operation in operations.items():
+                _finish(path, method, operation)
+        app.openapi_schema = document
+    return app.openapi_schema
+
+
+def with_defaults(document: dict[str, Any], defaults: Mapping[str, float]) -> dict[str, Any]:
+    """The same document, with these defaults of a generating request in force."""
+    for schema in (CompletionRequest, ChatRequest):
+        described = document["components"]["schemas"][schema.__name__]["properties"]
+        for name, value in defaults.items():
+            described[name]["default"] = value
+    return document
+
+
+def _finish(path: str, method: str, operation: dict[str, Any]) -> None:
+    """The answers that every route has, and no trace of the framework's own error body."""
+    operation["operationId"] = "_".join([method, *path.replace("{", "").replace("}", "").strip("/").split("/")])
+    responses = operation["responses"]
+    responses.pop("422", None)
+    content = next(told["content"] for status, told in responses.items() if status.startswith("2"))
+    if content.get("application/json") == {"schema": {}}:  # the framework's guess for what is no JSON
+        del content["application/json"]
+    for status, meaning in _ERRORS.items():
+        if method == "get" and status in ("408", "413", "415", "429"):
+            continue
+        error = {"application/json": {"schema": {"$ref": _REF + "Error"}}}
+        responses.setdefault(status, {"description": meaning, "content": error})

@@ -1,0 +1,69 @@
+"""`POST /admin/abort`, `/admin/drain`, `/admin/reset_prefix_cache`: the operator's hand in a running server.
+
+The guard lets only the admin key in. Knows no keys.
+"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from server.api.openapi.document import describe
+from server.errors import HttpError
+from server.observability.logs import event, logger
+from server.protocol.admin import AbortRequest
+from server.serving.base import AnswerRoute, Serving
+
+router = APIRouter(route_class=AnswerRoute)
+_log = logger("admin")
+_ABORT = describe(
+    "End one open request, or all, with what they have",
+    "Aborted",
+    bodies=("AbortRequest",),
+    examples={"all": {"all": True}},
+    example_answer={"aborted": 3},
+)
+_RESET = describe(
+    "Forget all cached prompt beginnings",
+    "CacheReset",
+    example_answer={"reset": True, "blocks": 512},
+)
+_DRAIN = describe(
+    "Let nothing new in, finish what is open, and leave, as after SIGTERM",
+    "Draining",
+    example_answer={"status": "draining", "open": 3},
+    status=202,
+)
+
+
+@router.post("/admin/abort", openapi_extra=_ABORT)
+async def abort(request: Request) -> Response:
+    serving = Serving.of(request)
+    asked, headers = await serving.read(request, AbortRequest)
+    service = serving.service
+    if asked.request_id is None:
+        num_aborted = service.abort_all()
+    else:
+        num_aborted = service.abort(asked.request_id)
+        if not num_aborted:
+            message = "No open request has this id. It may have ended a moment ago."
+            raise HttpError(404, message, param="request_id", code="request_not_found")
+    _log.info(event("admin_abort", requests=num_aborted))
+    return JSONResponse({"aborted": num_aborted}, 200, headers)
+
+
+@router.post("/admin/reset_prefix_cache", openapi_extra=_RESET)
+async def reset_prefix_cache(request: Request) -> Response:
+    num_blocks = await Serving.of(request).service.engine.reset_prefix_cache()
+    _log.info(event("admin_reset_prefix_cache", blocks=num_blocks))
+    return JSONResponse({"reset": True, "blocks": num_blocks})
+
+
+@router.post("/admin/drain", openapi_extra=_DRAIN, status_code=202)
+async def drain(request: Request) -> Response:
+    state = Serving.of(request).state
+    state.drain()
+    num_open = state.num_in_flight - 1  # this request is none of them
+    _log.info(event("admin_drain", open=num_open))
+    return JSONResponse({"status": "draining", "open": num_open}, 202)

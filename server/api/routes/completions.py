@@ -1,0 +1,32 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.api.openapi.document import describe
+from server.protocol.sampling import CompletionRequest
+from server.serving.base import AnswerRoute, Serving
+
+router = APIRouter(route_class=AnswerRoute)
+_ABOUT = describe(
+    "Go on from a text",
+    "Completion",
+    bodies=("CompletionRequest",),
+    examples={
+        "plain": {"prompt": "def add(a, b):", "max_tokens": 20, "temperature": 0},
+        "stream": {"prompt": "Once", "stream": True, "stream_options": {"include_usage": True}},
+        "score": {"prompt": "The sea is blue", "max_tokens": 0, "echo": True, "logprobs": 1},
+    },
+    streams=True,
+)
+
+
+# The body is read raw and parsed strictly, so the framework only learns its schema for the OpenAPI document.
+@router.post("/v1/completions", openapi_extra=_ABOUT)
+async def create_completion(request: Request) -> Response:
+    serving = Serving.of(request)
+    asked, headers = await serving.read(request, CompletionRequest)
+    return await serving.answer(request, asked, headers)

@@ -1,0 +1,51 @@
+"""Probes and the version: open to everyone, at any time.
+
+`/health/live`: this process answers. `/health/ready` and `/health`: the model is loaded and every rank made progress
+lately.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from server.api.openapi.document import describe
+from server.errors import retry_after
+from server.serving.base import AnswerRoute, Serving
+from server.serving.server_state import Phase
+from server.version import VERSION
+
+router = APIRouter(route_class=AnswerRoute)
+_READY = describe(
+    "200 when the model is loaded and every rank has made progress lately, else 503 with the reason",
+    "Health",
+    example_answer={"status": "ok", "state": "ready"},
+)
+
+
+@router.get("/health/live", openapi_extra=describe("200 as long as the process answers", "Health"))
+async def live(request: Request) -> Response:
+    return JSONResponse({"status": "live", "state": Serving.of(request).state.phase.value})
+
+
+@router.get("/health", openapi_extra=_READY)
+@router.get("/health/ready", openapi_extra=_READY)
+async def ready(request: Request) -> Response:
+    state = Serving.of(request).state
+    reason = state.why_not_ready()
+    body: dict[str, Any] = {"status": "ok" if reason is None else "unavailable", "state": state.phase.value}
+    if state.phase in (Phase.STARTING, Phase.LOADING):
+        body |= {"step": state.loading_step, "progress": round(state.loading_fraction, 4)}
+        if state.loading_detail:
+            body["detail"] = state.loading_detail
+    if reason is None:
+        return JSONResponse(body)
+    return JSONResponse(body | {"reason": reason}, 503, retry_after(5))
+
+
+@router.get("/version", openapi_extra=describe("The version", "Version", example_answer={"version": VERSION}))
+async def version(request: Request) -> Response:
+    return JSONResponse({"version": VERSION})

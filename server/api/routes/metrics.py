@@ -1,0 +1,21 @@
+"""`GET /metrics`: Prometheus text. Open on loopback, guarded by the key elsewhere."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.api.openapi.document import describe
+from server.observability.metrics import CONTENT_TYPE, exposition
+from server.serving.base import AnswerRoute, Serving
+
+router = APIRouter(route_class=AnswerRoute)
+
+
+@router.get("/metrics", openapi_extra=describe("Prometheus text", "", media="text/plain"))
+async def metrics(request: Request) -> Response:
+    serving = Serving.of(request)
+    stats, info = await serving.engine_numbers()
+    page = exposition(stats, info, serving.counters, serving.model_names[0], serving.state.started_at)
+    return Response(page, media_type=CONTENT_TYPE)

@@ -1,0 +1,48 @@
+"""`GET /v1/models` and `/v1/models/{id}`. Ids may contain slashes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from server.api.openapi.document import describe
+from server.serving.base import AnswerRoute, Serving
+
+router = APIRouter(route_class=AnswerRoute)
+
+
+@router.get("/v1/models", openapi_extra=describe("The served names; requests without one get the first", "ModelList"))
+async def list_models(request: Request) -> Response:
+    serving = Serving.of(request)
+    return JSONResponse({"object": "list", "data": [_card(serving, name) for name in serving.model_names]})
+
+
+@router.get("/v1/models/{model:path}", openapi_extra=describe("One of them; ids may contain slashes", "Model"))
+async def retrieve_model(request: Request, model: str) -> Response:
+    serving = Serving.of(request)
+    return JSONResponse(_card(serving, serving.check_model(model)))
+
+
+def _card(serving: Serving, name: str) -> dict[str, Any]:
+    info = serving.info
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(serving.state.started_at),
+        "owned_by": "oarlock",
+        "root": serving.model_names[0],
+        "parent": None,
+        "max_model_len": serving.service.max_len,
+        "architecture": info.architecture,
+        "num_parameters": info.num_parameters,
+        "vocab_size": info.vocab_size,
+        "dtype": info.dtype,
+        "device": info.device,
+        "tensor_parallel_size": info.tensor_parallel_size,
+        "batch_invariant": info.batch_invariant,
+        "batch_invariant_reason": info.batch_invariant_reason,
+        "chat": serving.service.tokenizer.template.exists,
+    }

@@ -1,0 +1,52 @@
+"""What the server says of itself: `/v1/capabilities`, `/load`, and `/docs`, a page that needs no network."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+
+from server.api.openapi.capabilities import capabilities
+from server.api.openapi.docs_page import page
+from server.api.openapi.document import describe
+from server.serving.base import AnswerRoute, Serving
+
+router = APIRouter(route_class=AnswerRoute)
+
+
+@router.get("/v1/capabilities", openapi_extra=describe("Parameters, ranges, limits and features", "Capabilities"))
+async def show_capabilities(request: Request) -> Response:
+    return JSONResponse(capabilities(request.app.openapi(), Serving.of(request)))
+
+
+@router.get(
+    "/load",
+    openapi_extra=describe(
+        "How busy the server is",
+        "Load",
+        example_answer={
+            "server_load": 3,
+            "requests_running": 3,
+            "requests_waiting": 0,
+            "tokens_waiting": 0,
+            "kv_cache_usage": 0.12,
+        },
+    ),
+)
+async def load(request: Request) -> Response:
+    serving = Serving.of(request)
+    stats, _ = await serving.engine_numbers()
+    return JSONResponse(
+        {
+            "server_load": serving.state.num_in_flight - 1,  # this request is none of them
+            "requests_running": stats.num_requests_running,
+            "requests_waiting": stats.num_requests_waiting,
+            "tokens_waiting": stats.num_waiting_tokens,
+            "kv_cache_usage": stats.kv_cache_usage,
+        }
+    )
+
+
+@router.get("/docs", openapi_extra=describe("This API as a page", "", media="text/html"))
+async def docs(request: Request) -> Response:
+    return HTMLResponse(page(request.app.openapi()))

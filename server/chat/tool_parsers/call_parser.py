@@ -1,0 +1,147 @@
+"""Reads one call, character by character: as an object with a name and arguments, or as the bare arguments.
+
+A call is announced once its name is known to be one of the tools and its arguments begin; from there on its arguments
+are handed out as they come. Before that, anything wrong makes the whole no call at all. Knows nothing of the marks
+around a call.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+
+from server.chat.events import Arguments, CallStart, Event
+from server.chat.tool_parsers.json_scanner import JsonScanner, MalformedError
+
+_ARGUMENT_KEYS = ("arguments", "parameters")
+
+
+class NoCallError(ValueError):
+    """What was read so far is not a call of any tool. The character that showed it has not been taken in."""
+
+
+class CallReader:
+    """One call. After `announced` it can only end (`done`) or break off."""
+
+    def __init__(self, names: Collection[str], name: str | None = None) -> None:
+        """With a `name` the text is the bare arguments; without, an object that holds both."""
+        self._names = names
+        self._is_bare = name is not None
+        self._scanner = JsonScanner()
+        self._name = name
+        self._value: list[str] | None = None  # of the name or of arguments that cannot be handed out yet
+        self._arguments = ""  # complete, before the name was known
+        self._streams = False  # the value that passes is handed out as it comes
+        self.announced = False
+        self.broken = False  # after the announcement something came that is not JSON
+        self.done = False
+
+    def step(self, character: str) -> list[Event]:
+        """Take in one character. Raises `NoCallError`."""
+        if self.broken:
+            return [Arguments(character)]
+        if not self._scanner.depth and character != "{" and not character.isspace():
+            raise NoCallError  # a call is an object
+        try:
+            self._scanner.step(character)
+        except MalformedError:
+            return self._break(character)
+        if self._is_bare:
+            return self._bare(character)
+        return self._in_object(character)
+
+    def _break(self, character: str) -> list[Event]:
+        if not self.announced:
+            raise NoCallError
+        self.broken = True
+        return [Arguments(character)]
+
+    def _bare(self, character: str) -> list[Event]:
+        if not self.announced and character.isspace():
+            return []
+        events: list[Event] = [] if self.announced else [CallStart(self._name or "")]
+        self.announced = True
+        self.done = self._scanner.done
+        return [*events, Arguments(_escaped(character, self._scanner.in_string))]
+
+    def _in_object(self, character: str) -> list[Event]:
+        scanner = self._scanner
+        events: list[Event] = []
+        if scanner.value_began:
+            self._begin_value(character, events)
+        if self._streams:
+            events.append(Arguments(_escaped(character, scanner.in_string)))
+        elif self._value is not None and not scanner.ended_before:
+            self._value.append(_escaped(character, scanner.in_string))
+        if scanner.value_ended:
+            self._end_value(events)
+        if scanner.done:
+            self._end_call(events)
+        return events
+
+    def _begin_value(self, character: str, events: list[Event]) -> None:
+        key = self._scanner.key
+        if key == "name" and self._name is None:
+            if character != '"':
+                raise NoCallError
+            self._value = []
+        elif key in _ARGUMENT_KEYS and not self.announced and not self._arguments:
+            if character not in '{"n':  # an object, an object in a string, or null
+                raise NoCallError
+            if self._name is not None and character == "{":
+                self._announce(events)
+                self._streams = True
+            else:
+                self._value = []
+
+    def _end_value(self, events: list[Event]) -> None:
+        self._streams = False
+        if self._value is None:
+            return
+        text, self._value = "".join(self._value), None
+        if self._scanner.key == "name":
+            self._name = json.loads(text)
+            if self._name not in self._names:
+                raise NoCallError
+        else:
+            self._arguments = _as_object(text)
+        if self._name is not None and self._arguments:
+            self._announce(events)
+            events.append(Arguments(self._arguments))
+
+    def _announce(self, events: list[Event]) -> None:
+        self.announced = True
+        events.append(CallStart(self._name or ""))
+
+    def _end_call(self, events: list[Event]) -> None:
+        if self._name is None:
+            raise NoCallError
+        if not self.announced:
+            self._announce(events)
+            events.append(Arguments("{}"))
+        self.done = True
+
+
+def _as_object(text: str) -> str:
+    """The JSON text of arguments that came as an object, as an object in a string, or as null."""
+    if text.startswith("{"):
+        return text
+    if text == "null":
+        return "{}"
+    inner = json.loads(text)
+    if not _is_object(inner):
+        raise NoCallError
+    return inner
+
+
+def _is_object(text: str) -> bool:
+    try:
+        text.encode()  # a lone surrogate could not be sent
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _escaped(character: str, in_string: bool) -> str:
+    """Models write line ends into strings as they are; JSON wants them escaped."""
+    return json.dumps(character)[1:-1] if in_string and character < " " else character

@@ -1,0 +1,83 @@
+"""What a checkpoint says of generating: its end tokens, and the sampling it was made for (`generation_config.json`).
+
+`--generation-config` decides as vLLM's does: `auto` reads the model's file, a folder reads that folder's instead, and
+`vllm` leaves the sampling neutral. End tokens count in each case. Knows files and the ranges of requests; knows no
+tokenizer and no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_model
+
+from engine.errors import StartupError
+from server.config.checkpoint_json import read_json
+from server.protocol.base import INT32_MAX, WHOLE, Wire
+from server.protocol.sampling import SamplingFields
+
+FILE = "generation_config.json"
+AUTO, NEUTRAL = "auto", "vllm"
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_fields: dict[str, Any] = {name: (SamplingFields.model_fields[name].rebuild_annotation(), None) for name in _SAMPLING}
+_fields["max_new_tokens"] = (Annotated[int, Field(ge=1, le=INT32_MAX), WHOLE] | None, None)
+_Sampling = create_model("_Sampling", __base__=Wire, **_fields)
+_EndTokens = TypeAdapter(list[int], config=ConfigDict(strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationConfig:
+    """In force for every request that does not say otherwise."""
+
+    source: str = "neutral"  # the file, or "neutral"
+    sampling: Mapping[str, float] = field(default_factory=dict)  # fields of a request, by name
+    max_new_tokens: int | None = None  # the most tokens of any answer, whatever a request asks for
+    eos_token_ids: tuple[int, ...] = ()
+
+    @staticmethod
+    def load(model: str | Path, choice: str = AUTO) -> GenerationConfig:
+        """Of the model in this directory. Raises `StartupError`."""
+        folder = Path(model) if choice in (AUTO, NEUTRAL) else Path(choice).expanduser()
+        file = folder / FILE
+        if choice not in (AUTO, NEUTRAL) and not file.is_file():
+            raise StartupError(
+                f"--generation-config names {choice}, which is no folder with a {FILE}.",
+                f"Give the folder of such a file, or `{AUTO}` for the model's own, or `{NEUTRAL}` for none.",
+            )
+        values = read_json(file)
+        ends = _end_tokens(file, values) or _end_tokens(Path(model) / "config.json")
+        if choice == NEUTRAL:
+            return GenerationConfig(eos_token_ids=ends)
+        sampling = _sampling(file, values)
+        limit = sampling.pop("max_new_tokens", None)
+        return GenerationConfig(str(file) if sampling or limit else "neutral", sampling, limit, ends)
+
+
+def _sampling(file: Path, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What the file says of sampling, within the ranges of requests."""
+    try:
+        checked = _Sampling.model_validate({name: values.get(name) for name in _fields})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        told = first["msg"][:1].lower() + first["msg"][1:]
+        raise StartupError(
+            f"'{first['loc'][0]}' in {file} is {str(first['input'])[:64]!r}: {told}.",
+            f"Mend that line, or start with --generation-config {NEUTRAL}, which leaves the file's sampling out.",
+        ) from None
+    return {name: value for name in _fields if (value := getattr(checked, name)) is not None}
+
+
+def _end_tokens(file: Path, values: Mapping[str, Any] | None = None) -> tuple[int, ...]:
+    value = (read_json(file) if values is None else values).get("eos_token_id")
+    if value is None:
+        return ()
+    try:
+        return tuple(_EndTokens.validate_python(value if isinstance(value, list) else [value]))
+    except ValidationError:
+        raise StartupError(
+            f"'eos_token_id' in {file} is {str(value)[:64]!r}, which is no token id and no list of them.",
+            "Mend that line.",
+        ) from None

@@ -1,0 +1,74 @@
+"""Has a model fetched from the hub by a process of its own, which ends when the caller gives up, or ends itself.
+
+A download cannot be broken off from outside within one process: threads do not end. Knows the messages of
+`server.config.hub.process`: one line of JSON each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.config import EngineConfig
+from engine.errors import StartupError
+from engine.python_child import start_python
+
+OnDetailedProgress = Callable[[str, float, str], None]  # phase, fraction, detail
+
+
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """What is to be fetched, and how it is to be served, which decides whether it is worth fetching."""
+
+    model: str
+    revision: str
+    download_dir: str | None  # None: the cache of `huggingface_hub`
+    offline: bool
+    engine: EngineConfig  # its `model_path` is still unknown
+
+    def to_json(self) -> str:
+        fields = {name: getattr(self, name) for name in ("model", "revision", "download_dir", "offline")}
+        return json.dumps(fields | {"engine": self.engine.to_json()})
+
+    @staticmethod
+    def from_json(text: str | bytes) -> HubModel:
+        fields = json.loads(text)
+        return HubModel(**fields | {"engine": EngineConfig.from_json(fields["engine"])})
+
+
+async def download(asked: HubModel, on_progress: OnDetailedProgress) -> str:
+    """The directory of the model's files. Raises `StartupError`. When cancelled, nothing goes on; what came is kept."""
+    ours, theirs = socket.socketpair()  # its end tells the process that we are gone, however we went
+    with theirs:
+        process = start_python(
+            ["-m", "server.config.hub.process", "--fd", str(theirs.fileno())], pass_fds=[theirs.fileno()]
+        )
+    writer: asyncio.StreamWriter | None = None
+    try:
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        writer.write(asked.to_json().encode() + b"\n")
+        async for line in reader:
+            message = json.loads(line)
+            if message["kind"] == "progress":
+                on_progress(message["phase"], message["fraction"], message["detail"])
+            elif message["kind"] == "failed":
+                raise StartupError(message["cause"], message["fix"], message["exit_code"])
+            elif message["kind"] == "done":
+                return message["directory"]
+        raise _unexpected_end(asked.model, process.wait())
+    finally:
+        process.kill()
+        process.wait()
+        (writer or ours).close()
+
+
+def _unexpected_end(model: str, status: int) -> StartupError:
+    how = f"exit code {status}" if status >= 0 else f"it was ended by {signal.Signals(-status).name}"
+    return StartupError(
+        f"The process that fetches {model} ended unexpectedly ({how}).",
+        "The lines above say why, if any. Start again: what has arrived is kept.",
+    )

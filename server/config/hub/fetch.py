@@ -1,0 +1,110 @@
+"""From a hub id to a directory: online, from the cache, or from the cache because the hub is away.
+
+Small files come first: a model that cannot be served costs kilobytes. Runs in `server.config.hub.process`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+
+from huggingface_hub import constants
+from huggingface_hub.errors import HFValidationError, HTTPError
+
+from engine.errors import StartupError
+from engine.preflight import check_model, weight_files
+from server.config.hub import errors as hub_errors
+from server.config.hub.download import HubModel
+from server.config.hub.files import Download, HubFile, Report, Snapshot, check_room, is_small, look_up
+from server.tokenizer.tokenizer import Tokenizer
+
+
+def fetch(asked: HubModel, report: Report) -> str:
+    """The directory of the model's files. Raises `StartupError`."""
+    cache = Path(asked.download_dir or constants.HF_HUB_CACHE).expanduser()
+    if asked.offline or constants.is_offline_mode():
+        return _from_cache(asked, cache)
+    try:
+        return _from_hub(asked, cache, report)
+    except HFValidationError as error:
+        raise StartupError(
+            f"{asked.model} is neither a directory here nor a hub id ({error}).",
+            "Hub ids look like Qwen/Qwen2.5-0.5B-Instruct.",
+        ) from None
+    except (HTTPError, OSError) as error:
+        failure = hub_errors.explain(error, asked.model, asked.revision, cache)
+        if not hub_errors.is_outage(error):
+            raise failure from None
+        try:
+            directory = _from_cache(asked, cache)
+        except StartupError:  # nothing whole is here: the outage is what the operator must know of
+            raise failure from None
+        sys.stderr.write(f"warning: {failure.cause} What was fetched of it earlier is served.\n")
+        return directory
+
+
+def _from_cache(asked: HubModel, cache: Path) -> str:
+    """What earlier downloads left, if it is whole."""
+    fix = "Start once with the network (without --offline and HF_HUB_OFFLINE), or give a directory."
+    snapshot = Snapshot.remembered(cache, asked.model, asked.revision)
+    if snapshot is None:
+        raise StartupError(
+            f"{asked.model} is neither a directory here nor in the cache {cache} in revision {asked.revision!r}, and "
+            "the network is not to be used.",
+            fix,
+        )
+    names = {path.name for path in snapshot.directory.iterdir() if path.exists()}
+    here = f"{asked.model} is in the cache {cache} only in part"
+    try:
+        wanted = ["config.json", *_weights(asked, snapshot, names)]
+    except StartupError as error:
+        raise StartupError(f"{here}: {error.cause}", fix) from None
+    missing = [name for name in wanted if name not in names]
+    if missing:
+        raise StartupError(f"{here}: {missing[0]} is missing.", fix)
+    return str(snapshot.directory)
+
+
+def _from_hub(asked: HubModel, cache: Path, report: Report) -> str:
+    """Small files first: whoever cannot be served costs kilobytes."""
+    report(f"fetching {asked.model}", 0.0, "looking it up")
+    commit, files = look_up(asked.model, asked.revision)
+    by_name = {file.name: file for file in files}
+    if "config.json" not in by_name:
+        raise _no_config(asked.model, files)
+    snapshot = Snapshot(cache, asked.model, commit)
+    small = Download(asked.model, snapshot, lambda phase, fraction, detail: report(phase, 0.0, "its description"))
+    small.fetch([by_name["config.json"]])
+    worker = replace(asked.engine.worker, model_path=str(snapshot.directory))
+    check_model(replace(asked.engine, worker=worker))
+    small.fetch([file for file in files if is_small(file)])
+    Tokenizer.load(snapshot.directory).close()
+    weights = _weights(asked, snapshot, by_name.keys())
+    missing = [name for name in weights if name not in by_name]
+    if missing:
+        raise StartupError(
+            f"{asked.model} lacks {missing[0]}, which its own index names.", "Name a complete checkpoint, or revision."
+        )
+    chosen = [by_name[name] for name in weights]
+    check_room(asked.model, snapshot, chosen)
+    Download(asked.model, snapshot, report).fetch(chosen)
+    snapshot.remember(asked.revision)
+    return str(snapshot.directory)
+
+
+def _weights(asked: HubModel, snapshot: Snapshot, names: Collection[str]) -> list[str]:
+    """Of several copies of the same weights, the one that will be loaded."""
+    if asked.engine.worker.load_format == "dummy":
+        return []
+    return weight_files(snapshot.directory, names, asked.model)
+
+
+def _no_config(model: str, files: list[HubFile]) -> StartupError:
+    if any(file.name.endswith(".gguf") for file in files):
+        return StartupError(
+            f"{model} holds GGUF files and no config.json; GGUF is not served.",
+            "Name the model that it was converted from: its safetensors files are served.",
+        )
+    return StartupError(f"{model} has no config.json.", "Name a model in the transformers format.")

@@ -1,0 +1,84 @@
+"""From the MODEL argument to a directory on this machine: the demo model, a directory, or a hub id.
+
+Knows what may stand for a model on the command line, not what is in its files; `hub_download` has it fetched.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from engine.errors import StartupError
+from server.config.hub.download import HubModel, OnDetailedProgress, download
+from server.config.settings import Settings
+
+DEMO_NAME = "oarlock-demo"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+|[A-Za-z0-9][\w.-]*")
+_REVISION = re.compile(r"\w[\w./-]*")
+
+
+def display_name(model: str | None) -> str:
+    """What clients call the model when no name was given."""
+    return DEMO_NAME if model is None else (Path(model).resolve().name if Path(model).is_dir() else model)
+
+
+def served_names(settings: Settings) -> tuple[str, ...]:
+    """The names that requests may use; the first is the one reported."""
+    return settings.served_model_name or (display_name(settings.model),)
+
+
+async def resolve(settings: Settings, on_progress: OnDetailedProgress) -> str:
+    """The directory of the checkpoint. Raises `StartupError`. When cancelled, a download stops and can be resumed."""
+    model = settings.model
+    if model is None:
+        return str(_demo())
+    path = Path(model).expanduser()
+    if path.exists():
+        if settings.revision is not None:
+            raise StartupError(
+                f"{path} is on this machine, so --revision {settings.revision} means nothing.",
+                "Leave --revision out, or give a hub id.",
+            )
+        return _checked(path)
+    if not _HUB_ID.fullmatch(model):
+        raise StartupError(
+            f"{model} is neither a directory nor a hub id.",
+            "Check the path; hub ids look like Qwen/Qwen2.5-0.5B-Instruct.",
+        )
+    revision = settings.revision or "main"
+    if not _REVISION.fullmatch(revision) or ".." in revision:
+        raise StartupError(f"--revision {revision} is no revision.", "Give a branch, a tag or a full commit.")
+    engine = settings.engine_config("")
+    return await download(HubModel(model, revision, settings.download_dir, settings.offline, engine), on_progress)
+
+
+def _checked(path: Path) -> str:
+    """`path` if it may be a checkpoint's directory."""
+    if path.suffix == ".gguf" or (path.is_dir() and not (path / "config.json").is_file() and any(path.glob("*.gguf"))):
+        raise StartupError(
+            f"{path} {'holds' if path.is_dir() else 'is'} a model in GGUF, which is not served.",
+            "Give the checkpoint it was converted from, in safetensors: its directory, or its hub id.",
+        )
+    if not path.is_dir():
+        raise StartupError(f"{path} is a file.", "Give the directory of the checkpoint, not one of its files.")
+    if not (path / "config.json").is_file():
+        raise StartupError(
+            f"The directory {path} holds no config.json.", "Give a checkpoint in the Hugging Face layout."
+        )
+    return str(path.resolve())
+
+
+def _demo() -> Path:
+    """The model that ships with Oarlock: beside the packages in a checkout, under `share` in an installation."""
+    candidates = [
+        Path(__file__).resolve().parents[2] / "models" / DEMO_NAME,
+        Path(sys.prefix) / "share" / "oarlock" / "models" / DEMO_NAME,
+    ]
+    for candidate in candidates:
+        if (candidate / "config.json").is_file():
+            return candidate
+    raise StartupError(
+        f"The demo model is not installed (looked in {candidates[0]} and {candidates[1]}).",
+        "Name a model: oarlock serve Qwen/Qwen2.5-0.5B-Instruct",
+    )

@@ -1,0 +1,416 @@
+"""Every option of the server, described once. The only reader of the environment and of the TOML file.
+
+Order: flag > environment (`OARLOCK_*`) > file > default. Unknown names are errors that suggest the nearest. Knows
+nothing of argparse, HTTP or tensors; yields the frozen `EngineConfig` for the rooms below.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from engine.config import EngineConfig, WorkerConfig
+from server.config import vllm_flags
+from server.config.allowed_hosts import is_pattern
+from server.config.options import Option, OptionError, describe, nearest, option
+
+# Where the operator leaves them to the machine: the most and the least of what follows from a measured step.
+MAX_NUM_BATCHED_TOKENS = 2048
+STEP_TIMEOUT_S = 120.0
+
+_MODEL, _HTTP, _PARALLEL, _SCHEDULE, _LOG = "Model", "HTTP", "Devices", "Scheduling and memory", "Logs"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the operator decided. Values are checked; `model` is still a name, resolved later to a directory."""
+
+    model: str | None = option(
+        None,
+        positional=True,
+        group=_MODEL,
+        example="Qwen/Qwen2.5-0.5B-Instruct",
+        help="directory in the Hugging Face layout, or a hub id; without one, the demo model of this repository",
+    )
+    served_model_name: tuple[str, ...] = option(
+        (),
+        group=_MODEL,
+        example="my-model alias",
+        help="names that requests may use; the first is reported (default: MODEL as given)",
+    )
+    revision: str | None = option(
+        None, group=_MODEL, example="v1.0", help="branch, tag or commit of a hub id (default: main)"
+    )
+    download_dir: str | None = option(
+        None,
+        group=_MODEL,
+        example="/data/models",
+        help="where models of the hub are kept, as huggingface_hub lays them out (default: its cache, HF_HOME)",
+    )
+    offline: bool = option(
+        False, group=_MODEL, example="", help="serve hub ids from what was fetched earlier, and never ask the network"
+    )
+    dtype: str = option(
+        "auto",
+        group=_MODEL,
+        example="bfloat16",
+        choices=("auto", "bfloat16", "float16", "float32"),
+        help="type of weights and activations; auto: the checkpoint's own, but float32 where a CPU only emulates that",
+    )
+    load_format: str = option(
+        "auto",
+        group=_MODEL,
+        example="dummy",
+        choices=("auto", "safetensors", "dummy"),
+        help="dummy: seeded random weights of the model's shape, for load tests",
+    )
+    check_weights: bool = option(
+        True, group=_MODEL, example="", help="refuse a checkpoint that holds NaN or infinity, by the tensor's name"
+    )
+    generation_config: str = option(
+        "auto",
+        group=_MODEL,
+        example="vllm",
+        help="sampling where a request says nothing: auto: as the model's generation_config.json says; vllm: neutral; "
+        "or a folder with such a file",
+    )
+    seed: int = option(
+        0,
+        group=_MODEL,
+        example="1",
+        minimum=0,
+        maximum=2**31 - 1,
+        help="of dummy weights; requests bring their own",
+    )
+    max_model_len: int | None = option(
+        None,
+        group=_MODEL,
+        example="4096",
+        minimum=2,
+        maximum=2**24,
+        help="longest prompt plus answer in tokens (default: what the model was trained for)",
+    )
+    host: str = option(
+        "127.0.0.1", group=_HTTP, example="0.0.0.0", help="address to listen on; wider than loopback wants an --api-key"
+    )
+    port: int = option(8000, group=_HTTP, example="8080", minimum=0, maximum=65535, help="0: any free port")
+    api_key: tuple[str, ...] = option(
+        (),
+        group=_HTTP,
+        example="KEY",
+        secret=True,
+        help="keys that clients must send as a bearer token; better in OARLOCK_API_KEY than on the command line",
+    )
+    api_key_file: str | None = option(
+        None,
+        group=_HTTP,
+        example="keys.txt",
+        help="more keys, one per line, each with a label before it if you like; the label shows in the request log",
+    )
+    admin_api_key: str | None = option(
+        None,
+        group=_HTTP,
+        example="KEY",
+        secret=True,
+        help="the one key that opens /admin and nothing else; none: /admin is closed; better in OARLOCK_ADMIN_API_KEY",
+    )
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        group=_HTTP,
+        example="llm.example.org *.lan",
+        help="more names that requests may call this server by, where no key is needed: behind a proxy its public "
+        "name; *.example.org for all below one, * for any",
+    )
+    max_body_size: int = option(
+        16 * 2**20,
+        group=_HTTP,
+        example="32MiB",
+        is_bytes=True,
+        minimum=1024,
+        maximum=2**30,
+        help="larger request bodies are refused (413)",
+    )
+    strict_parameters: bool = option(
+        False,
+        group=_HTTP,
+        example="",
+        help="refuse unknown request parameters (400) instead of reporting them in X-Ignored-Parameters",
+    )
+    strict_max_tokens: bool = option(
+        False,
+        group=_HTTP,
+        example="",
+        help="refuse a token limit that the context has no room for (400) instead of cutting it to what there is",
+    )
+    always_stream_usage: bool = option(
+        False, group=_HTTP, example="", help="end every stream with a chunk of usage, asked for or not"
+    )
+    ignore_model_case: bool = option(
+        False, group=_HTTP, example="", help="let requests write the served names in capitals or small letters"
+    )
+    request_timeout: float | None = option(
+        None,
+        group=_HTTP,
+        example="600",
+        minimum=0.001,
+        maximum=86_400,
+        help="seconds that any request may take, waiting included; requests may ask for less (default: no limit)",
+    )
+    drain_timeout: float = option(
+        30.0,
+        group=_HTTP,
+        example="60",
+        minimum=0,
+        maximum=3600,
+        help="seconds that running requests get to finish after SIGTERM or Ctrl-C",
+    )
+    tensor_parallel_size: int = option(
+        1,
+        group=_PARALLEL,
+        example="2",
+        short="-tp",
+        minimum=1,
+        maximum=64,
+        help="number of ranks that share every layer",
+    )
+    device: str = option(
+        "auto", group=_PARALLEL, example="cpu", choices=("auto", "cpu", "cuda"), help="where the ranks run"
+    )
+    num_threads: int | None = option(
+        None,
+        group=_PARALLEL,
+        example="4",
+        minimum=1,
+        maximum=1024,
+        help="CPU threads of one rank (default: cores / ranks)",
+    )
+    attention_backend: str = option(
+        "auto",
+        group=_PARALLEL,
+        example="reference",
+        choices=("auto", "avx512", "cpu", "reference"),
+        help="reference: slow and obviously right",
+    )
+    step_timeout: float | None = option(
+        None,
+        group=_PARALLEL,
+        example="30",
+        minimum=1,
+        maximum=3600,
+        help="seconds after which a step counts as a hung rank and the server exits; without it 120, or four times the "
+        "largest step where that is measured to take longer",
+    )
+    max_num_seqs: int = option(
+        64, group=_SCHEDULE, example="32", minimum=1, maximum=4096, help="sequences that run at the same time"
+    )
+    max_num_batched_tokens: int | None = option(
+        None,
+        group=_SCHEDULE,
+        example="4096",
+        minimum=16,
+        maximum=2**20,
+        help="tokens of one step, prompts included; without it 2048, or fewer where such a step is measured to take "
+        "more than 3 seconds",
+    )
+    max_waiting_requests: int = option(
+        512, group=_SCHEDULE, example="1024", minimum=1, maximum=2**20, help="beyond: 429 with Retry-After"
+    )
+    block_size: int = option(32, group=_SCHEDULE, example="16", minimum=1, maximum=1024, help="tokens in one KV block")
+    kv_cache_memory: int | None = option(
+        None,
+        group=_SCHEDULE,
+        example="2GiB",
+        is_bytes=True,
+        minimum=2**16,
+        maximum=2**50,
+        help="KV memory of each rank (default: measured)",
+    )
+    gpu_memory_utilization: float = option(
+        0.9, group=_SCHEDULE, example="0.8", minimum=0.05, maximum=0.99, help="share of a GPU's memory to use"
+    )
+    enable_prefix_caching: bool = option(
+        True, group=_SCHEDULE, example="", help="keep KV blocks of shared prompt beginnings"
+    )
+    log_level: str = option(
+        "info", group=_LOG, example="debug", choices=("debug", "info", "warning", "error"), help="least severe shown"
+    )
+    enable_log_requests: bool = option(
+        False, group=_LOG, example="", help="one line per request: id, tokens, times; never its text"
+    )
+    record: str | None = option(
+        None,
+        group=_LOG,
+        example="steps.rec",
+        help="write every step to this new file, for `oarlock replay`; it holds all prompts and answers as token ids",
+    )
+    record_limit: int | None = option(
+        2**30,
+        group=_LOG,
+        example="8GiB",
+        is_bytes=True,
+        minimum=2**16,
+        maximum=2**50,
+        help="bytes after which recording stops, while serving goes on; none: no limit",
+    )
+
+    @property
+    def has_api_keys(self) -> bool:
+        return bool(self.api_key or self.api_key_file)
+
+    def engine_config(self, model_path: str) -> EngineConfig:
+        """The frozen configuration of the rooms below, for the resolved directory of the model."""
+        worker = WorkerConfig(
+            model_path=model_path,
+            device=self.device,
+            dtype=self.dtype,
+            tensor_parallel_size=self.tensor_parallel_size,
+            load_format=self.load_format,
+            check_weights=self.check_weights,
+            seed=self.seed,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens or max(MAX_NUM_BATCHED_TOKENS, self.max_num_seqs),
+            lower_step_size=self.max_num_batched_tokens is None,
+            block_size=self.block_size,
+            kv_cache_bytes=self.kv_cache_memory,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            num_threads=self.num_threads,
+            attention_backend=self.attention_backend,
+            step_timeout_s=self.step_timeout or STEP_TIMEOUT_S,
+            raise_step_timeout=self.step_timeout is None,
+            log_level=self.log_level.upper(),
+        )
+        return EngineConfig(
+            worker=worker,
+            enable_prefix_caching=self.enable_prefix_caching,
+            max_waiting_requests=self.max_waiting_requests,
+            record_path=self.record,
+            record_limit_bytes=self.record_limit,
+        )
+
+
+OPTIONS: dict[str, Option] = describe(Settings)
+
+
+@dataclass(frozen=True)
+class LoadedSettings:
+    """Settings, and where each value came from: `flag`, `environment`, the file's name or `default`."""
+
+    settings: Settings
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+
+def load_settings(
+    flags: Mapping[str, Any], environment: Mapping[str, str] | None = None, config_file: str | None = None
+) -> LoadedSettings:
+    """Merge the sources. `flags` holds only what was given, already parsed. Raises `OptionError`."""
+    environment = os.environ if environment is None else environment
+    config_file = config_file or environment.get("OARLOCK_CONFIG")
+    values: dict[str, Any] = {}
+    origins = dict.fromkeys(OPTIONS, "default")
+    layers = [(config_file or "", _from_file(config_file)), ("environment", _from_environment(environment))]
+    for origin, layer in [*layers, ("flag", dict(flags))]:
+        values |= layer
+        origins |= dict.fromkeys(layer, origin)
+    return LoadedSettings(make_settings(values), origins)
+
+
+def make_settings(values: Mapping[str, Any]) -> Settings:
+    """Settings from typed values, each checked and all checked together. Raises `OptionError`."""
+    for name, value in values.items():
+        if name not in OPTIONS:
+            raise _unknown("option", name, OPTIONS)
+        OPTIONS[name].check(value)
+    settings = Settings(**values)
+    for pattern in settings.allowed_hosts:
+        if not is_pattern(pattern):
+            raise OptionError(
+                f"--allowed-hosts is {pattern[:80]!r}, but it must be a name or an address without scheme or port.",
+                "For example: --allowed-hosts llm.example.org '*.example.org'",
+            )
+    if settings.max_num_batched_tokens is not None and settings.max_num_batched_tokens < settings.max_num_seqs:
+        raise OptionError(
+            f"--max-num-batched-tokens ({settings.max_num_batched_tokens}) is below --max-num-seqs "
+            f"({settings.max_num_seqs}): a step could not give every running sequence a token.",
+            f"Raise --max-num-batched-tokens to at least {settings.max_num_seqs}, or lower --max-num-seqs.",
+        )
+    return settings
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    by_env = {described.env: described for described in OPTIONS.values()}
+    values = {}
+    for name, text in environment.items():
+        if not name.startswith("OARLOCK_") or name == "OARLOCK_CONFIG":
+            continue
+        if name not in by_env:
+            raise _unknown("environment variable", name, by_env)
+        if not text.strip() and not by_env[name].secret:  # how compose files pass on a variable that nobody set
+            continue
+        values[by_env[name].name] = by_env[name].from_text(text)
+    return values
+
+
+def _from_file(path: str | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OptionError(
+            f"The configuration file {path} cannot be read: {error.strerror}.", "Give --config an existing TOML file."
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise OptionError(f"{path} is not valid TOML: {error}.", "Mend that line.") from None
+    values = {}
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        if isinstance(value, dict):
+            raise OptionError(
+                f"{path} has a table [{key}], but options stand for themselves.",
+                f"Write the keys below it at the beginning of the file, without [{key}].",
+            )
+        if name not in OPTIONS:
+            raise _unknown(f"key in {path}", key, OPTIONS)
+        values[name] = OPTIONS[name].from_toml(value)
+    return values
+
+
+def _unknown(what: str, name: str, known: Mapping[str, Any]) -> OptionError:
+    near = nearest(name, known)
+    fix = f"Did you mean {near}?" if near else "`oarlock config show` lists all of them."
+    fix = vllm_flags.what_holds(name) or fix
+    return OptionError(f"Unknown {what}: {name}.", fix)
+
+
+def as_table(loaded: LoadedSettings) -> list[tuple[str, str, str]]:
+    """(name, value, origin) of every option, secrets hidden: what `oarlock config show` prints."""
+    rows = []
+    for item in fields(Settings):
+        value = getattr(loaded.settings, item.name)
+        described = OPTIONS[item.name]
+        if described.secret and value:
+            shown = f"({len(value) if described.many else 1} hidden)"
+        elif value is None or value == ():
+            shown = "automatic"
+        elif isinstance(value, tuple):
+            shown = ", ".join(value)
+        else:
+            shown = str(value).lower() if described.kind is bool else str(value)
+        rows.append((item.name, shown, loaded.origins.get(item.name, "default")))
+    return rows
+
+
+def as_markdown() -> str:
+    """The table of the documentation."""
+    lines = ["| flag | environment and TOML | type | default | what it does |", "|---|---|---|---|---|"]
+    for described in OPTIONS.values():
+        flags = f"`{described.flag}`" + (f", `{described.short}`" if described.short else "")
+        kind = described.type_name.replace("|", " \\| ")
+        names = f"`{described.env}`, `{described.name}`"
+        lines.append(f"| {flags} | {names} | {kind} | {described.default_text} | {described.help} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,111 @@
+"""What a person sees at the start: progress on one line, then the last lines with everything needed to use it.
+
+Knows words and terminals; the numbers come from `EngineInfo`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from typing import TextIO
+
+from engine.types import EngineInfo
+from server.config.options import format_size
+
+_TYPICAL_CONTEXT = 4096
+_PLAIN_STEP = 0.25  # without a terminal, a line per quarter is enough
+
+
+class Progress:
+    """Phase and percent: one rewritten line on a terminal, few lines elsewhere. Remembers how long each phase took."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._tty = self._stream.isatty()
+        self._phase = "starting"  # until somebody says more: imports, processes
+        self._shown = -1.0
+        self._detail = ""
+        self._since = time.monotonic()
+        self.seconds: dict[str, float] = {}
+
+    def __call__(self, phase: str, fraction: float, detail: str = "") -> None:
+        if phase != self._phase:
+            self._close_phase()
+            self._phase, self._shown, self._detail = phase, -1.0, ""
+        if not self._is_news(fraction, detail):
+            return
+        self._shown, self._detail = fraction, detail
+        text = f"{phase} {fraction:4.0%}{f' ({detail})' if detail else ''}"
+        if self._tty:  # a line that wraps could not be rewritten
+            text = text[: shutil.get_terminal_size().columns - 1]
+        self._stream.write(f"\r\x1b[K{text}" if self._tty else f"{text}\n")
+        self._stream.flush()
+
+    def _is_news(self, fraction: float, detail: str) -> bool:
+        if self._tty and detail != self._detail:
+            return True
+        if fraction <= self._shown:
+            return False
+        return fraction >= 1.0 or fraction - self._shown >= (0.01 if self._tty else _PLAIN_STEP)
+
+    def finish(self) -> None:
+        self._close_phase()
+        self._phase = ""
+        if self._tty:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+
+    def _close_phase(self) -> None:
+        now = time.monotonic()
+        if self._phase:
+            self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + now - self._since
+        self._since = now
+
+
+def banner(
+    url: str, names: tuple[str, ...], info: EngineInfo, max_len: int, chat: bool, seconds: dict[str, float], key: bool
+) -> str:
+    """The last lines of a start."""
+    blocks = info.num_blocks - 1
+    tokens = blocks * info.block_size
+    context = min(_TYPICAL_CONTEXT, max_len)
+    users = _plural(tokens // context, "user")
+    label = "4k" if context == _TYPICAL_CONTEXT else f"{context} tokens"
+    phases = ", ".join(f"{phase} {took:.1f} s" for phase, took in seconds.items() if took >= 0.05)
+    compute = f"{info.dtype} on {info.device} x {info.tensor_parallel_size}"
+    per_rank = format_size(info.weight_bytes_per_rank)
+    total = sum(seconds.values())
+    lines = [
+        f"  URL      {url}",
+        f"  model    {', '.join(names)} ({info.architecture}, {_count(info.num_parameters)} parameters)",
+        f"  compute  {compute}, attention {info.attention_backend}, weights {per_rank} per rank",
+        f"  KV       {blocks} blocks of {info.block_size} = {tokens} tokens = {users} at {label}",
+        f"  steps    of up to {info.max_num_batched_tokens} tokens, called hung after {info.step_timeout_s:g} s",
+        f"  started  in {total:.1f} s{f' ({phases})' if phases else ''}",
+        "  try      " + _curl(url, chat, key),
+    ]
+    return "\n".join(["Oarlock is ready.", *lines])
+
+
+def _curl(url: str, chat: bool, key: bool) -> str:
+    """A line that works when pasted."""
+    auth = " -H 'Authorization: Bearer KEY'" if key else ""
+    head = f"curl -s {url}/v1/{'chat/completions' if chat else 'completions'} -H 'Content-Type: application/json'{auth}"
+    if chat:
+        body = {"messages": [{"role": "user", "content": "What does os.path.join do?"}], "temperature": 0}
+    else:
+        body = {"prompt": "import os\n", "max_tokens": 32, "temperature": 0}
+    return f"{head} -d '{json.dumps(body)}'"
+
+
+def _plural(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
+def _count(number: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.1f}{unit}"
+    return str(number)

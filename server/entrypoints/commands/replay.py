@@ -1,0 +1,36 @@
+"""`oarlock replay FILE`: feed a recording to ranks, without engine or server, and compare their answers.
+
+Knows the command's own arguments. The work is done by `engine.replay`, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from server.entrypoints.child_process import run_program
+
+HELP = "replay a recording of `serve --record` and compare every token"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="what `oarlock serve --record FILE` wrote")
+    parser.add_argument(
+        "-tp", "--tensor-parallel-size", type=int, metavar="N", help="ranks to replay with (default: as recorded)"
+    )
+    parser.add_argument("--model", metavar="PATH", help="where the same checkpoint lies here (default: as recorded)")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        metavar="X",
+        help="largest difference of a logprob that passes (default: 0 with the recorded number of ranks; with "
+        "another, logprobs are reported and not judged)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    words = []
+    for name in ("tensor_parallel_size", "model", "tolerance"):
+        value = getattr(arguments, name)
+        if value is not None:
+            words.append(f"--{name.replace('_', '-')}={value}")
+    return run_program("engine.replay", [*words, "--", arguments.file])

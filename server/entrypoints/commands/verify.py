@@ -1,0 +1,53 @@
+"""`oarlock verify MODEL`: compare every layer with transformers, on as many ranks as serve, and name what differs.
+
+Knows the command's own arguments and where a model lies. The work is done by `workers.verify`, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from server.entrypoints.child_process import run_program
+
+HELP = "compare a model's numbers, layer by layer, with transformers' own"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", help="hub id or directory of the checkpoint (default: the demo model)"
+    )
+    parser.add_argument("-tp", "--tensor-parallel-size", metavar="N", default="1", help="ranks (default 1)")
+    parser.add_argument(
+        "--dtype", metavar="TYPE", default="auto",
+        help="auto, float32, bfloat16 or float16; float32 is the sharpest check (default auto: the model's own)",
+    )  # fmt: skip
+    parser.add_argument("--device", metavar="DEVICE", default="auto", help="auto, cpu or cuda (default auto)")
+    parser.add_argument("--prompts", metavar="FILE", help="one prompt per line (default: a few of our own)")
+    parser.add_argument("--output", metavar="FILE.json", help="write the whole report, every tensor of every layer")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import asyncio
+
+    from engine.errors import StartupError
+    from server.config.model_path import resolve
+    from server.config.settings import make_settings
+    from server.entrypoints.banner import Progress
+
+    size = arguments.tensor_parallel_size
+    if not size.isdecimal():
+        raise StartupError(f"--tensor-parallel-size is {size!r}.", "Give a whole number of ranks, at least 1.")
+    # As the server would be told, so that a hub id is checked as it would be there before it is fetched.
+    values = {"model": arguments.model, "tensor_parallel_size": int(size)}
+    settings = make_settings(values | {"dtype": arguments.dtype, "device": arguments.device})
+    progress = Progress()
+    try:
+        model = asyncio.run(resolve(settings, progress))
+    finally:
+        progress.finish()
+    words = [f"--tensor-parallel-size={size}"]
+    for name in ("dtype", "device", "prompts", "output"):
+        value = getattr(arguments, name)
+        if value is not None:
+            words.append(f"--{name}={value}")
+    return run_program("workers.verify", [*words, "--", model])

@@ -1,0 +1,303 @@
+"""The life of one server process: bind, answer probes, load, serve, drain, leave with a code that says how it went.
+
+The only owner of signals and the owner of `ServerState`. Exit codes: 0 clean; 2 usage; 3 bad configuration or
+model; 4 out of memory at start; 5 a worker died; 6 a worker hung; 7 the drain timed out with requests lost; 128 + n
+second signal n.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from engine.config import EngineConfig
+from engine.errors import EngineDeadError, StartupError
+from server.api.app import create_app
+from server.api.uvicorn_server import HttpServer, bind, raise_descriptor_limit, url_of, warn_if_exposed
+from server.config import model_path as model_files
+from server.config.generation_config import GenerationConfig
+from server.config.settings import Settings
+from server.entrypoints import banner
+from server.errors import HttpError
+from server.llm.async_llm import Engine
+from server.observability import logs
+from server.observability.metrics import HttpCounters
+from server.protocol.large_body.reader import LARGE_BODIES
+from server.serving.base import connect
+from server.serving.server_state import STALL_LIMIT_S, Phase, ServerState
+from server.tokenizer.tokenizer import Tokenizer
+
+EXIT_WORKER_DIED = 5
+EXIT_DRAIN_TIMED_OUT = 7
+_LAST_WORDS_S = 2.0  # for open streams to carry their error event to the client
+_CLOSE_ENGINE_S = 5.0
+_REAP_S = 4.0
+_LIVENESS_S = 0.25
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_log = logs.logger("supervisor")
+
+
+class RunningEngine(Engine, Protocol):
+    """What the supervisor needs of `engine.client.EngineClient`."""
+
+    dead: asyncio.Event  # its process has ended, and `exit_code` says how
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    @property
+    def last_progress_age_s(self) -> float: ...
+
+    @property
+    def exit_code(self) -> int | None: ...
+
+    @property
+    def death_cause(self) -> str | None: ...
+
+    async def close(self, timeout: float, /) -> None: ...
+
+
+StartEngine = Callable[[EngineConfig, Callable[[str, float], None]], Awaitable[RunningEngine]]
+
+
+class Supervisor:
+    """One server, from the bound socket to the exit code."""
+
+    def __init__(self, settings: Settings, listener: socket.socket, start_engine: StartEngine | None = None) -> None:
+        self.settings = settings
+        self.state = ServerState(stall_limit_s=min(STALL_LIMIT_S, settings.step_timeout or STALL_LIMIT_S))
+        self.counters = HttpCounters()
+        self._start_engine = start_engine or _start_engine
+        self._listener = listener
+        self._url = url_of(listener)
+        self._server = HttpServer(create_app(settings, self.state, self.counters), listener)
+        self._progress = banner.Progress()
+        self._engine: RunningEngine | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._generation_config = GenerationConfig()
+        self._abort = asyncio.Event()
+        self._signal = 0
+        self._reapers: list[threading.Timer] = []
+
+    async def run(self) -> int:
+        """Serve until told to stop. Raises `StartupError` when the start fails."""
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._on_signal, number)
+        http = asyncio.create_task(self._server.run_until_stopped())
+        try:
+            return await self._live()
+        finally:
+            await self._shut_down(http)
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)
+            for reaper in self._reapers:
+                reaper.cancel()
+
+    async def _live(self) -> int:
+        self.state.phase = Phase.LOADING
+        loading = asyncio.create_task(self._load())
+        await _first(loading, self.state.stop.wait())
+        if not loading.done():
+            loading.cancel()
+            await asyncio.wait((loading,), timeout=_CLOSE_ENGINE_S)
+            return 0
+        engine = loading.result()
+        self._announce(engine)
+        dead = asyncio.create_task(_until_dying(engine))
+        try:
+            await _first(dead, self.state.stop.wait())
+            if dead.done():
+                return await self._on_death(engine)
+            return await self._drain(engine, dead)
+        finally:
+            dead.cancel()
+
+    async def _load(self) -> RunningEngine:
+        """Find the checkpoint, then read the tokenizer and start the engine side by side."""
+        path = await model_files.resolve(self.settings, self._on_progress)
+        config = self.settings.engine_config(path)
+        self._generation_config = GenerationConfig.load(path, self.settings.generation_config)
+        tokenizer = asyncio.create_task(asyncio.to_thread(Tokenizer.load, path))
+        engine = asyncio.ensure_future(self._start_engine(config, self._on_progress))
+        try:
+            self._tokenizer = await tokenizer  # much faster, and a missing file should not cost a whole load
+            self._engine = await engine
+        except BaseException:
+            engine.cancel()
+            await asyncio.wait((engine,), timeout=_CLOSE_ENGINE_S)
+            raise
+        return self._engine
+
+    def _on_progress(self, phase: str, fraction: float, detail: str = "") -> None:
+        self.state.loading_step, self.state.loading_fraction, self.state.loading_detail = phase, fraction, detail
+        self._progress(phase, fraction, detail)
+
+    def _announce(self, engine: RunningEngine) -> None:
+        assert self._tokenizer is not None
+        self._progress.finish()
+        self.state.heartbeat = engine
+        service = connect(self.settings, self.state, self.counters, engine, self._tokenizer, self._generation_config)
+        # What was made so far stays for good: a full collection that looks through it holds every answer up.
+        gc.collect()
+        gc.freeze()
+        self.state.phase = Phase.READY
+        info = engine.info
+        if self._tokenizer.vocab_size > info.vocab_size:
+            sizes = {"tokenizer": self._tokenizer.vocab_size, "model": info.vocab_size}
+            _log.warning(logs.event("tokenizer_larger_than_model", **sizes))
+        config = self._generation_config
+        if config.sampling or config.max_new_tokens:
+            told = dict(config.sampling) | ({"max_new_tokens": config.max_new_tokens} if config.max_new_tokens else {})
+            _log.info(logs.event("sampling_defaults", source=config.source, **told))
+        exposed = warn_if_exposed(self.settings.host, self.settings.has_api_keys)
+        if exposed:
+            _log.warning(logs.event("exposed", warning=exposed))
+        _log.info(
+            logs.event("ready", url=self._url, dtype=info.dtype, device=info.device, ranks=info.tensor_parallel_size)
+        )
+        names = model_files.served_names(self.settings)
+        chat = self._tokenizer.template.exists
+        key = self.settings.has_api_keys
+        print(banner.banner(self._url, names, info, service.max_len, chat, self._progress.seconds, key), flush=True)
+
+    async def _on_death(self, engine: RunningEngine) -> int:
+        """Every open request gets its error, then the process leaves with the cause in its code."""
+        self.state.phase = Phase.DEAD
+        self._leave_within(8.0, engine.exit_code or EXIT_WORKER_DIED)
+        _log.error(logs.event("engine_dead", cause=engine.death_cause or "its process has ended"))
+        await self._last_words(EngineDeadError(engine.death_cause or "The engine has stopped."))
+        with contextlib.suppress(TimeoutError):  # how it ended is known once its process is gone
+            async with asyncio.timeout(_REAP_S):
+                await engine.dead.wait()
+        return engine.exit_code or EXIT_WORKER_DIED
+
+    async def _drain(self, engine: RunningEngine, dead: asyncio.Task[None]) -> int:
+        """Refuse what is new, finish what runs. A second signal, a death or the time limit ends the patience."""
+        self.state.phase = Phase.DRAINING
+        running = self.state.num_in_flight
+        self._leave_within(self.settings.drain_timeout + 10.0, EXIT_DRAIN_TIMED_OUT)
+        _log.info(logs.event("draining", requests=running, timeout_s=self.settings.drain_timeout))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.settings.drain_timeout):
+                await _first(self.state.idle.wait(), self._abort.wait(), asyncio.shield(dead))
+        if self._abort.is_set():
+            await self._last_words(_stopped_error())
+            return 128 + self._signal
+        if dead.done():
+            return await self._on_death(engine)
+        lost = self.state.num_in_flight
+        if lost:
+            _log.error(logs.event("drain_timed_out", requests_lost=lost))
+            await self._last_words(_stopped_error())
+            return EXIT_DRAIN_TIMED_OUT
+        return 0
+
+    async def _last_words(self, error: Exception) -> None:
+        """Let every open request end with an error that its client can read."""
+        if self.state.service is not None:
+            self.state.service.fail_all(error)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await self.state.idle.wait()
+
+    async def _shut_down(self, http: asyncio.Task[None]) -> None:
+        self._progress.finish()
+        if self.state.phase is not Phase.DEAD:
+            self.state.phase = Phase.DRAINING
+        self._server.should_exit = True
+        self._server.force_exit = self._abort.is_set()
+        await asyncio.wait((http,), timeout=_CLOSE_ENGINE_S)
+        if self._engine is not None:
+            await self._engine.close(0.5 if self._abort.is_set() else _CLOSE_ENGINE_S)
+        if self._tokenizer is not None:
+            self._tokenizer.close()
+        LARGE_BODIES.close()
+        self._listener.close()
+        _log.info(logs.event("stopped"))
+
+    def _leave_within(self, seconds: float, code: int) -> None:
+        """A second, dumb timer: the process ends even if the clean-up hangs. Children follow: they read end-of-file."""
+        reaper = threading.Timer(seconds, _leave, (code,))
+        reaper.daemon = True
+        reaper.start()
+        self._reapers.append(reaper)
+
+    def _on_signal(self, number: int) -> None:
+        if self._signal:
+            self._leave_within(2.0, 128 + number)
+            self._abort.set()
+        self._signal = number
+        self.state.drain()
+
+
+def serve(settings: Settings) -> int:
+    """Bind, run and return the exit code. Raises `StartupError`."""
+    logs.configure(settings.log_level)
+    raise_descriptor_limit()
+    listener = bind(settings.host, settings.port)
+
+    async def run() -> int:
+        return await Supervisor(settings, listener).run()
+
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(run())
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:  # optional: the standard loop serves as well, a little slower
+        return None
+    return uvloop.new_event_loop
+
+
+async def _start_engine(config: EngineConfig, on_progress: Callable[[str, float], None]) -> RunningEngine:
+    from engine.client import EngineClient
+
+    try:
+        return await EngineClient.start(config, on_progress)
+    except OSError as error:  # its process went away in the middle of a word
+        raise StartupError(
+            f"The engine process could not be started ({error}).", "The lines above say why.", EXIT_WORKER_DIED
+        ) from None
+
+
+async def _until_dying(engine: RunningEngine) -> None:
+    """Until the engine can serve no more. Its process may need seconds to end after that; clients should not wait."""
+    while engine.is_alive and not engine.dead.is_set():
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LIVENESS_S):
+                await engine.dead.wait()
+
+
+async def _first(*awaitables: Awaitable[Any]) -> None:
+    """Wait until one is done; cancel those of the others that were made here."""
+    tasks = [asyncio.ensure_future(item) for item in awaitables]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task, given in zip(tasks, awaitables, strict=True):
+            if task is not given:
+                task.cancel()
+
+
+def _leave(code: int) -> None:
+    sys.stderr.write("the clean-up took too long; leaving now\n")
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _stopped_error() -> HttpError:
+    return HttpError(503, "The server is shutting down and could not finish this request.", code="server_draining")
+
+
+__all__ = ["StartupError", "Supervisor", "serve"]

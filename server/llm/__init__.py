@@ -1,0 +1,1 @@
+"""Prompts in, texts out, without HTTP: the offline `LLM`, and what the endpoints stand on."""

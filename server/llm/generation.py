@@ -1,0 +1,183 @@
+"""One answer of several choices while it runs: their pieces in one queue, one close, one deadline.
+
+Knows the engine's door and its events. Knows nothing of HTTP, JSON, prompts or parameters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Protocol
+
+from engine.errors import EngineError, RequestError
+from engine.stats import EngineStats
+from engine.types import EngineInfo, Request, TokenEvent
+from server.errors import DeadlineError
+from server.llm.output_processor import ABORT, TIMEOUT, Choice, Delta
+from server.llm.prompt_scores import parts_of
+from server.llm.submissions import Submissions
+
+VERDICT_TIMEOUT_S = 5.0  # how long a stream waits for the engine's first word before its 200 goes out
+
+
+class Engine(Protocol):
+    """What the service needs of `engine.client.EngineClient`."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    def new_request_id(self) -> int: ...
+
+    def generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]: ...
+
+    async def stats(self) -> EngineStats: ...
+
+    async def reset_prefix_cache(self) -> int: ...
+
+
+class Generation:
+    """All choices of one HTTP request, running. Closing it aborts what still runs."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        choices: list[Choice],
+        num_prompts: int,
+        on_close: Callable[..., None],
+        submissions: Submissions,
+        timeout_s: float | None = None,
+        spent_s: float = 0.0,
+    ) -> None:
+        self.choices = choices
+        self.arrival = time.monotonic()
+        self.first_token_at: float | None = None
+        self.closed = False
+        self.request_id = ""
+        self.client = ""  # for the log: who asked, without saying it
+        self.key_label: str | None = None  # for the counters
+        self._engine = engine
+        self.per_prompt = len(choices) // num_prompts
+        self._on_close = on_close
+        self._timeout_s = timeout_s
+        self._queue: asyncio.Queue[Delta | BaseException] = asyncio.Queue()
+        self._first: Delta | BaseException | None = None
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # of the choices at the engine, by index
+        self._submission = submissions.open([len(choice.request.prompt_token_ids) for choice in choices], self._send)
+        loop = asyncio.get_running_loop()
+        self._alarm = None if timeout_s is None else loop.call_later(max(0.0, timeout_s - spent_s), self._expire)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Each prompt once, however many choices share it."""
+        return sum(len(choice.request.prompt_token_ids) for choice in self.choices[:: self.per_prompt])
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(choice.num_cached_tokens for choice in self.choices[:: self.per_prompt])
+
+    async def verdict(self) -> None:
+        """Wait for the first word: a refusal is raised here, while it can still be a plain HTTP answer."""
+        try:
+            async with asyncio.timeout(VERDICT_TIMEOUT_S):
+                first = await self._queue.get()
+        except TimeoutError:
+            return  # long prompts and full queues take their time; from here on errors travel in the stream
+        if isinstance(first, BaseException):
+            raise first
+        self._first = first
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """Every piece of every choice, as they come. Raises what ended the generation, if it was no choice's end."""
+        open_choices = len(self.choices)
+        try:
+            while open_choices:
+                item = self._first if self._first is not None else await self._queue.get()
+                self._first = None
+                if isinstance(item, BaseException):
+                    raise item
+                if self.first_token_at is None and item.num_tokens:
+                    self.first_token_at = time.monotonic()
+                open_choices -= item.finish_reason is not None
+                yield item
+        finally:
+            self.close()
+
+    def fail(self, error: BaseException) -> None:
+        """End this generation with an error that its client gets to see."""
+        self._submission.close()
+        self._queue.put_nowait(error)
+
+    def abort(self) -> bool:
+        """End what still runs with what it has, as the operator wants it. False when nothing ran any more."""
+        return self._cut(ABORT)
+
+    def close(self) -> None:
+        """Abort what still runs. Never waits: a task that is being cancelled must be able to call it."""
+        if not self.closed:
+            self.closed = True
+            if self._alarm is not None:
+                self._alarm.cancel()
+            self._submission.close()
+            for task in self._tasks.values():
+                task.cancel()
+            self._on_close(self)
+
+    def _expire(self) -> None:
+        """The client's time is up. What runs ends with what it has; what never began is an error."""
+        if not any(choice.started for choice in self.choices):
+            self.fail(DeadlineError(self._timeout_s or 0.0))
+            return
+        self._cut(TIMEOUT)
+
+    def _cut(self, reason: str) -> bool:
+        self._submission.close()
+        running = [choice for choice in self.choices if not choice.finished]
+        for choice in running:
+            if choice.index in self._tasks:
+                self._tasks[choice.index].cancel()
+            self._queue.put_nowait(choice.cut(reason))
+        return bool(running)
+
+    def _send(self, index: int, has_place: bool) -> None:
+        def ended(_: asyncio.Task[None]) -> None:
+            del self._tasks[index]
+            self._submission.ended(index)
+
+        task = self._tasks[index] = asyncio.create_task(self._pump(self.choices[index], has_place))
+        task.add_done_callback(ended)  # also of one that is cancelled before it has begun
+
+    async def _pump(self, choice: Choice, has_place: bool) -> None:
+        try:
+            if choice.request.params.max_tokens == 0 and choice.request.params.prompt_logprobs is None:
+                self._queue.put_nowait(choice.echo_only())
+                return
+            request = replace(choice.request, has_place=True) if has_place else choice.request
+            async with aclosing(self._engine.generate(request)) as events:
+                async for event in events:
+                    if not choice.started:
+                        self._submission.begun(choice.index)
+                    for part in parts_of(event) if event.prompt_logprobs else (event,):
+                        delta = choice.push(part)
+                        if delta is not None and delta.error is not None:
+                            raise _failure(delta.error, delta.error_param)
+                        if delta is not None:
+                            self._queue.put_nowait(delta)
+                        if choice.finished:
+                            return
+                        if part is not event:  # a long prompt's scores: everyone else has a turn in between
+                            await asyncio.sleep(0)
+            raise EngineError("The engine's answer ended without a reason.")
+        except Exception as error:  # whatever it is, it belongs to this request's client
+            self.fail(error)
+
+
+def _failure(message: str, param: str | None) -> Exception:
+    """What ends a generation whose choice failed: the caller's mistake when one of the request's fields is at fault."""
+    return EngineError(message) if param is None else RequestError(message, param, "no_token_left")

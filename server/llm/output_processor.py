@@ -1,0 +1,164 @@
+"""One choice of an answer: token events in, pieces of text out. Exactly one piece, the last, says why it ended.
+
+Streams and plain answers are made of the same pieces, so they cannot differ. Knows text, stop strings and logprobs;
+knows nothing of HTTP or of the engine's inside.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.types import FinishReason, Request, TokenEvent
+from server.llm.prompt_scores import PromptReader, PromptScores, Scores, TokenScore
+from server.llm.stop_strings import StopFinder, StopSet
+from server.tokenizer.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one event added to one choice."""
+
+    index: int
+    text: str = ""
+    num_tokens: int = 0
+    scores: Scores = ()  # of the echoed prompt, then one for each token
+    token_ids: tuple[int, ...] = ()
+    prompt_scores: PromptScores | None = None  # with a choice's first pieces, when they were asked for
+    is_first: bool = False
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+    error_param: str | None = None  # the field of the request that is at fault
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the client wants to see of a choice."""
+
+    echo_text: str | None = None  # the text begins with it
+    echo_scores: bool = False  # the scores begin with the prompt's
+    prompt_scores: bool = False
+    shown: frozenset[int] = frozenset()  # special ids that count as text
+    include_stop: bool = False  # the stop string or stop token is part of the text
+
+
+_PLAIN = View()
+# The reasons to end that are the server's own: the client's time is up, or the operator has ended the request.
+TIMEOUT = "timeout"
+ABORT = FinishReason.ABORT.value
+
+
+class Choice:
+    """The text of one engine request as it grows."""
+
+    def __init__(self, index: int, request: Request, tokenizer: Tokenizer, stops: StopSet, view: View = _PLAIN) -> None:
+        self.index = index
+        self.request = request
+        self.view = view
+        self.num_tokens = 0
+        self.num_cached_tokens = 0
+        self.finish_reason: str | None = None
+        self.started = False  # its prompt is done
+        self._tokenizer = tokenizer
+        self._detokenizer = tokenizer.detokenizer(request.prompt_token_ids, view.shown)
+        self._finder = StopFinder(stops, view.include_stop)
+        self._num_characters = 0  # decoded so far: where the next token's text begins
+        self._opened = False  # its first piece has been made
+        wants_scores = view.echo_scores or view.prompt_scores
+        whole_prompt = tokenizer.detokenizer() if view.echo_scores else None
+        self._prompt = PromptReader(request.prompt_token_ids, whole_prompt) if wants_scores else None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def push(self, event: TokenEvent) -> Delta | None:
+        """Take in one event; None when there is nothing to show yet."""
+        delta = Delta(self.index)
+        if not self._opened:
+            self._open(event, delta)
+        if not self.started:
+            self._take_prompt(event, delta)
+        self._take_tokens(event, delta)
+        if not self.finished and event.finish_reason is not None:
+            self._finish(event, delta)
+        return delta if delta.num_tokens or delta.text or delta.prompt_scores or delta.scores or self.finished else None
+
+    def echo_only(self) -> Delta:
+        """The answer when nothing is to be generated or scored."""
+        self.started = self._opened = True
+        self.finish_reason = FinishReason.LENGTH.value
+        return Delta(self.index, self.view.echo_text or "", is_first=True, finish_reason=self.finish_reason)
+
+    def cut(self, reason: str) -> Delta:
+        """The last piece of a choice that the server ends: what was held back."""
+        delta = Delta(self.index, is_first=not self._opened)
+        if not self._opened and self.view.echo_text:
+            delta.text = self.view.echo_text
+        delta.text += self._finder.push(self._detokenizer.flush())[0] + self._finder.flush()
+        self.finish_reason = delta.finish_reason = reason
+        return delta
+
+    def _open(self, event: TokenEvent, delta: Delta) -> None:
+        self._opened = delta.is_first = True
+        self.num_cached_tokens = event.num_cached_tokens
+        if self.view.echo_text is not None:
+            delta.text = self.view.echo_text
+            self._num_characters = len(self.view.echo_text)
+
+    def _take_prompt(self, event: TokenEvent, delta: Delta) -> None:
+        """The scores of a prompt come in parts, the last of them with the first token or with the end."""
+        self.started = bool(event.token_ids) or event.finish_reason is not None
+        if self._prompt is not None:
+            scores = self._prompt.read(event.prompt_logprobs)
+            if self.view.echo_scores:
+                delta.scores = scores
+            if self.view.prompt_scores:
+                delta.prompt_scores = scores
+
+    def _take_tokens(self, event: TokenEvent, delta: Delta) -> None:
+        """Decode token by token: a stop string may end the choice in the middle of an event."""
+        min_tokens = self.request.params.min_tokens
+        last = len(event.token_ids) - 1
+        delta.token_ids = event.token_ids
+        scores = [*delta.scores] if event.logprobs else []
+        if event.logprobs:
+            delta.scores = scores
+        for position, token_id in enumerate(event.token_ids):
+            self.num_tokens += 1
+            delta.num_tokens += 1
+            if event.logprobs:
+                scores.append(TokenScore.of(event.logprobs[position], self._num_characters))
+            if event.stop_token_id is not None and position == last and not self.view.include_stop:
+                return  # a stop token is counted, not shown
+            text = self._detokenizer.push((token_id,))
+            self._num_characters += len(text)
+            if self.num_tokens <= min_tokens:
+                delta.text += text
+                continue
+            shown, found = self._finder.push(text)
+            delta.text += shown
+            if found is not None:
+                delta.token_ids = event.token_ids[: position + 1]
+                self._end(delta, FinishReason.STOP, found)
+                return
+
+    def _finish(self, event: TokenEvent, delta: Delta) -> None:
+        """The engine has ended the request: show what was held back."""
+        shown, found = self._finder.push(self._detokenizer.flush())
+        delta.text += shown
+        if found is not None:
+            self._end(delta, FinishReason.STOP, found)
+            return
+        delta.text += self._finder.flush()
+        reason = event.finish_reason or FinishReason.ERROR
+        if reason in (FinishReason.ERROR, FinishReason.ABORT):
+            delta.error, delta.error_param = event.error or "The engine gave this request up.", event.error_param
+            self._end(delta, FinishReason.ERROR, None)
+            return
+        asked_for = event.stop_token_id in self.request.params.stop_token_ids
+        self._end(delta, reason, event.stop_token_id if asked_for else None)
+
+    def _end(self, delta: Delta, reason: FinishReason, stop_reason: str | int | None) -> None:
+        self.finish_reason = delta.finish_reason = reason.value
+        delta.stop_reason = stop_reason

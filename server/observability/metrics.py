@@ -1,0 +1,174 @@
+"""Text exposition for Prometheus: the engine's numbers under the field's usual names, and the HTTP layer's own.
+
+Label values come from closed sets. Knows names and formats; counts only what happens in this room.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from engine.stats import EngineStats, Histogram
+from engine.types import EngineInfo
+
+if TYPE_CHECKING:
+    from server.llm.generation import Generation
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"})
+_LABELS = ["model_name", "engine"]
+_GAUGES = {
+    "vllm:num_requests_running": ("num_requests_running", "Requests in the running batch."),
+    "vllm:num_requests_waiting": ("num_requests_waiting", "Requests waiting to be run."),
+    "vllm:kv_cache_usage_perc": ("kv_cache_usage", "Share of KV blocks in use, 0 to 1."),
+    "vllm:gpu_cache_usage_perc": ("kv_cache_usage", "The older name of vllm:kv_cache_usage_perc."),
+    "oarlock:num_waiting_tokens": ("num_waiting_tokens", "Prompt tokens waiting to be run."),
+    "oarlock:kv_blocks_total": ("num_blocks_total", "KV blocks that can be handed out."),
+    "oarlock:kv_blocks_free": ("num_blocks_free", "KV blocks that hold nothing worth keeping."),
+    "oarlock:kv_blocks_cached": ("num_blocks_cached", "KV blocks kept for a prefix hit."),
+    "oarlock:kv_blocks_held": ("num_blocks_held", "KV blocks of running requests."),
+}
+_COUNTERS = {
+    "vllm:prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    "vllm:prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    "vllm:gpu_prefix_cache_queries": ("prefix_cache_queries", "The older name of vllm:prefix_cache_queries."),
+    "vllm:gpu_prefix_cache_hits": ("prefix_cache_hits", "The older name of vllm:prefix_cache_hits."),
+    "vllm:num_preemptions": ("num_preemptions", "Requests preempted and recomputed."),
+    "oarlock:engine_prompt_tokens": ("prompt_tokens", "Prompt tokens the engine was given, per choice."),
+    "oarlock:engine_generation_tokens": ("generation_tokens", "Tokens sampled, those past a stop string included."),
+    "oarlock:requests_accepted": ("num_accepted", "Engine requests admitted."),
+    "oarlock:requests_rejected": ("num_rejected", "Engine requests refused at the door."),
+    "oarlock:nonfinite_logits": ("num_nonfinite", "Requests ended because the model's logits were not finite."),
+}
+_HISTOGRAMS = {
+    "vllm:time_to_first_token_seconds": ("time_to_first_token_s", "Time to first token."),
+    "vllm:inter_token_latency_seconds": ("inter_token_latency_s", "Time between tokens."),
+    "vllm:request_time_per_output_token_seconds": ("time_per_output_token_s", "Mean time per token of a request."),
+    "vllm:e2e_request_latency_seconds": ("e2e_latency_s", "Whole time of a request."),
+    "vllm:request_queue_time_seconds": ("queue_time_s", "Time spent waiting."),
+    "vllm:request_prefill_time_seconds": ("prefill_time_s", "Time spent on the prompt."),
+    "vllm:request_decode_time_seconds": ("decode_time_s", "Time spent on the answer."),
+    "vllm:request_prompt_tokens": ("request_prompt_tokens", "Prompt tokens per request."),
+    "vllm:request_generation_tokens": ("request_generation_tokens", "Answer tokens per request."),
+    "vllm:iteration_tokens_total": ("iteration_tokens", "Tokens of one step."),
+    "oarlock:step_seconds": ("step_time_s", "Time of one step."),
+}
+
+
+_BY_KEY = {
+    "oarlock:key_requests": "Requests that began to be answered, by API key.",
+    "oarlock:key_prompt_tokens": "Prompt tokens by API key, as usage reports them.",
+    "oarlock:key_generation_tokens": "Answer tokens by API key, as usage reports them.",
+}
+
+
+class HttpCounters:
+    """What the HTTP layer counts: answers by route and status, and tokens exactly as usage reports them."""
+
+    def __init__(self) -> None:
+        self.routes: frozenset[str] = frozenset()
+        self.responses: dict[tuple[str, str, int], int] = {}
+        self.finished = dict.fromkeys(("stop", "length", "timeout", "abort", "error"), 0)
+        self.ignored_parameters = 0
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.by_key: dict[str, list[int]] = {}  # label -> answers begun, prompt tokens, answer tokens
+
+    def count(self, method: str, path: str, status: int) -> None:
+        route = path if path in self.routes else "other"
+        key = (method if method in _METHODS else "other", route, status)
+        self.responses[key] = self.responses.get(key, 0) + 1
+
+    def finish(self, generation: Generation) -> None:
+        """A generation has ended, however it did. What was refused before it began counts nothing."""
+        started = [choice for choice in generation.choices if choice.started]
+        if started:
+            self.prompt_tokens += generation.prompt_tokens
+            self.generation_tokens += generation.completion_tokens
+            if generation.key_label is not None:
+                numbers = (1, generation.prompt_tokens, generation.completion_tokens)
+                before = self.by_key.get(generation.key_label, [0, 0, 0])
+                self.by_key[generation.key_label] = [old + new for old, new in zip(before, numbers, strict=True)]
+        for choice in started:
+            self.finished[choice.finish_reason or "abort"] += 1
+
+
+class _Snapshot(Collector):
+    """One scrape."""
+
+    def __init__(
+        self, stats: EngineStats, info: EngineInfo | None, http: HttpCounters, model: str, started: float
+    ) -> None:
+        self._stats, self._info, self._http, self._started = stats, info, http, started
+        self._values = [model, "0"]
+
+    def collect(self) -> Iterator[Metric]:
+        for name, (attribute, text) in _GAUGES.items():
+            yield self._gauge(name, text, getattr(self._stats, attribute))
+        for name, (attribute, text) in _COUNTERS.items():
+            yield self._counter(name, text, getattr(self._stats, attribute))
+        for name, (attribute, text) in _HISTOGRAMS.items():
+            yield self._histogram(name, text, getattr(self._stats, attribute))
+        yield self._counter("vllm:prompt_tokens", "Prompt tokens, as usage reports them.", self._http.prompt_tokens)
+        yield self._counter("vllm:generation_tokens", "Answer tokens, as usage has them.", self._http.generation_tokens)
+        finished = CounterMetricFamily(
+            "vllm:request_success", "Choices ended, by reason.", labels=[*_LABELS, "finished_reason"]
+        )
+        for reason, number in self._http.finished.items():
+            finished.add_metric([*self._values, reason], number)
+        yield finished
+        ignored = "Request parameters that nobody here knows."
+        yield self._counter("oarlock:ignored_parameters", ignored, self._http.ignored_parameters)
+        yield from self._of_keys()
+        if self._info is not None:
+            sizes = [str(self._info.block_size), str(self._info.num_blocks)]
+            info = GaugeMetricFamily(
+                "vllm:cache_config_info", "KV cache sizes.", labels=[*_LABELS, "block_size", "num_gpu_blocks"]
+            )
+            info.add_metric([*self._values, *sizes], 1)
+            yield info
+        answers = CounterMetricFamily(
+            "oarlock:http_responses", "HTTP answers.", labels=["model_name", "method", "route", "status"]
+        )
+        for (method, route, status), number in sorted(self._http.responses.items()):
+            answers.add_metric([self._values[0], method, route, str(status)], number)
+        yield answers
+        yield self._gauge("process_start_time_seconds", "Unix time of the start.", self._started)
+
+    def _of_keys(self) -> Iterator[Metric]:
+        """The same tokens by the label of the API key; there are as many as the operator gave."""
+        for position, (name, text) in enumerate(_BY_KEY.items()):
+            family = CounterMetricFamily(name, text, labels=[*_LABELS, "key"])
+            for label, numbers in sorted(self._http.by_key.items()):
+                family.add_metric([*self._values, label], numbers[position])
+            yield family
+
+    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(name, text, labels=_LABELS)
+        family.add_metric(self._values, value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
+        family = CounterMetricFamily(name, text, labels=_LABELS)
+        family.add_metric(self._values, value)
+        return family
+
+    def _histogram(self, name: str, text: str, data: Histogram) -> HistogramMetricFamily:
+        family = HistogramMetricFamily(name, text, labels=_LABELS)
+        bounds = [*(str(float(bound)) for bound in data.bounds), "+Inf"]
+        buckets = list(zip(bounds, itertools.accumulate(data.counts), strict=True))
+        family.add_metric(self._values, buckets, data.sum)
+        return family
+
+
+def exposition(stats: EngineStats, info: EngineInfo | None, http: HttpCounters, model: str, started: float) -> bytes:
+    """The whole page. Before the engine is there, its numbers are zero."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Snapshot(stats, info, http, model, started))
+    return generate_latest(registry)

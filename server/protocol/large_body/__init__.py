@@ -1,0 +1,1 @@
+"""Reading a large body in a process of its own, so that the event loop goes on."""

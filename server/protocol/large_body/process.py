@@ -1,0 +1,108 @@
+"""The process that reads large bodies: `python -m server.protocol.large_body.process --fd N`, started by `reader.py`.
+
+Back goes what is wrong with a body, or the body as it has been found right: unknown fields left out, long texts and
+lists of ids beside it. Nothing that a body does to time or memory happens to the server. The end of the socket ends it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import io
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import from_json
+
+from engine.errors import RequestError
+from server.protocol.admin import AbortRequest
+from server.protocol.base import Wire
+from server.protocol.chat_completion import ChatRequest
+from server.protocol.large_body.detached import Leaf, detach
+from server.protocol.request_body import parse_any, unknown_parameters
+from server.protocol.sampling import CompletionRequest
+from server.protocol.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
+
+SCHEMAS: dict[str, type[Wire]] = {
+    schema.__name__: schema
+    for schema in (
+        AbortRequest,
+        ChatRequest,
+        CompletionRequest,
+        DetokenizeRequest,
+        TokenizeChatRequest,
+        TokenizeRequest,
+    )
+}
+MAX_REST_BYTES = 2**20  # of a body without its long texts and ids: the server reads that much at once
+_SHOWN = 65  # characters of an unknown name: longer ones are never repeated
+_NICENESS = 5  # answers that are being written come first
+_MIN_MEMORY_BYTES = 2 << 30
+_MEMORY_PER_BYTE = 128  # what `[[],[],…` becomes, twice
+
+
+def main(argv: Sequence[str]) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to everybody; the parent decides
+    parser = argparse.ArgumentParser(prog="server.protocol.large_body.process")
+    parser.add_argument("--fd", type=int, required=True)
+    os.nice(_NICENESS)
+    gc.disable()  # a body is a tree; looking for cycles in millions of objects takes longer than reading them
+    with socket.socket(fileno=parser.parse_args(argv).fd) as sock, sock.makefile("rwb") as stream:
+        while line := stream.readline():
+            asked = json.loads(line)
+            _limit_memory(asked["size"])
+            body = stream.read(asked["size"])
+            try:
+                _answer(stream, [SCHEMAS[name] for name in asked["schemas"]], body, asked["strict"])
+            except RequestError as error:
+                _say(stream, problem=error.message, param=error.param, code=error.code)
+            except MemoryError:
+                _say(stream, problem="The body has more objects and lists than this server reads.")
+            stream.flush()
+            gc.collect()
+    return 0
+
+
+def _answer(stream: io.BufferedIOBase, schemas: list[type[Wire]], body: bytes, is_strict: bool) -> None:
+    """Raises `RequestError`."""
+    parsed = parse_any(schemas, body)
+    unknown = unknown_parameters(parsed, is_strict)
+    schema = type(parsed)
+    value: dict[str, Any] = {name: item for name, item in from_json(body).items() if name in schema.model_fields}
+    leaves: list[Leaf] = detach(value, parsed)
+    rest = json.dumps(value, ensure_ascii=False).encode()
+    if len(rest) > MAX_REST_BYTES:
+        raise RequestError(
+            f"Without its texts and token ids the body has {len(rest)} bytes, at most {MAX_REST_BYTES} are read. "
+            "Send fewer messages, parts or tools."
+        )
+    described = [leaf.described() for leaf in leaves]
+    names = [name[:_SHOWN] for name in unknown]
+    _say(stream, schema=schema.__name__, unknown=names, rest=len(rest), leaves=described)
+    stream.write(rest)
+    for leaf in leaves:
+        stream.write(leaf.data)
+
+
+def _say(stream: io.BufferedIOBase, **message: Any) -> None:
+    stream.write(json.dumps(message).encode() + b"\n")
+
+
+def _limit_memory(size: int) -> None:
+    if sys.platform != "linux":
+        return
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    allowed = taken + max(_MIN_MEMORY_BYTES, size * _MEMORY_PER_BYTE)
+    resource.setrlimit(resource.RLIMIT_AS, (allowed if hard == resource.RLIM_INFINITY else min(allowed, hard), hard))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,143 @@
+"""Bodies that take long to read are read by a process of their own, so that nobody else waits for them.
+
+The process is started with the first of them and started again when it was lost. One body is read at a time. Knows the
+process's lines, not what bodies mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from engine.errors import RequestError
+from engine.python_child import start_python
+from server.observability.logs import event, logger
+from server.protocol.base import Wire
+from server.protocol.large_body.detached import attach, value_of
+
+READ_TIMEOUT_S = 60.0  # for one body; 16 MiB of texts or ids take about a second
+_SMALL = 64 * 1024  # bytes: not worth a look
+_AT_ONCE_MS = 15.0  # what the event loop may spend on one body
+_MS_PER_BYTE = 8e-6
+_MS_PER_ITEM = 5e-4
+_log = logger("bodies")
+
+
+def takes_long(body: bytes) -> bool:
+    """Whether reading it would hold up the event loop; commas and brackets tell how many things it may hold."""
+    if len(body) <= _SMALL:
+        return False
+    left_ms = _AT_ONCE_MS - len(body) * _MS_PER_BYTE
+    return left_ms < 0 or sum(map(body.count, (b",", b"[", b"{"))) * _MS_PER_ITEM > left_ms
+
+
+class _Lost(Exception):
+    """The process has ended in the middle of a body."""
+
+
+class LargeBodies:
+    """One process and the one thread that talks to it."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "large-bodies")
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._reading: object = None
+
+    async def read(self, schemas: Sequence[type[Wire]], body: bytes, is_strict: bool) -> tuple[Any, list[str]]:
+        """What `parse_any` and `unknown_parameters` return. Raises `RequestError`. Who cancels it ends the work."""
+        work = object()
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._pool, self._read, work, schemas, body, is_strict)
+        except asyncio.CancelledError:
+            with self._lock:
+                if self._reading is work:
+                    self._stop()
+            raise
+
+    def close(self) -> None:
+        """Nothing is left; the next body would start it anew."""
+        with self._lock:
+            self._stop()
+
+    def _read(self, work: object, schemas: Sequence[type[Wire]], body: bytes, is_strict: bool) -> tuple[Any, list[str]]:
+        asked = {"schemas": [schema.__name__ for schema in schemas], "strict": is_strict, "size": len(body)}
+        with self._lock:
+            if self._socket is None:
+                self._start()
+            sock, self._reading = self._socket, work
+        assert sock is not None
+        try:
+            sock.sendall(json.dumps(asked).encode() + b"\n")
+            sock.sendall(body)
+            answer = json.loads(_line(sock))
+            if "problem" in answer:
+                raise RequestError(answer["problem"], answer.get("param"), answer.get("code"))
+            rest = bytes(_exactly(sock, answer["rest"]))
+            long = [(path, kind, _exactly(sock, size)) for path, kind, size in answer["leaves"]]
+        except (OSError, _Lost) as error:
+            with self._lock:
+                if self._socket is sock:  # else it was stopped here: nobody waits for this body any more
+                    self._stop()
+                    _log.warning(event("body_process_lost", cause=type(error).__name__, bytes=len(body)))
+            reason = "takes too long" if isinstance(error, TimeoutError) else "takes too much memory"
+            raise RequestError(f"The body {reason} to read: it has too many fields, objects or lists.") from None
+        finally:
+            self._reading = None
+        schema = next(schema for schema in schemas if schema.__name__ == answer["schema"])
+        parsed = schema.model_validate_json(rest)
+        for path, kind, data in long:
+            attach(parsed, path, value_of(kind, data))
+        return parsed, answer["unknown"]
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            fd = theirs.fileno()
+            self._process = start_python(["-m", "server.protocol.large_body.process", "--fd", str(fd)], pass_fds=(fd,))
+        ours.settimeout(READ_TIMEOUT_S)
+        self._socket = ours
+        _log.info(event("body_process_started", pid=self._process.pid))
+
+    def _stop(self) -> None:
+        sock, self._socket = self._socket, None
+        process, self._process = self._process, None
+        if sock is not None:
+            sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for it
+            sock.close()
+        if process is not None:
+            process.kill()
+            process.wait()
+
+
+def _line(sock: socket.socket) -> bytes:
+    """Up to the line's end and no further: read in pieces, looked at before they are taken."""
+    parts: list[bytes] = []
+    while seen := sock.recv(1 << 16, socket.MSG_PEEK):
+        end = seen.find(b"\n")
+        parts.append(sock.recv(len(seen) if end < 0 else end + 1))
+        if end >= 0:
+            return b"".join(parts)
+    raise _Lost
+
+
+def _exactly(sock: socket.socket, size: int) -> memoryview:
+    data = memoryview(bytearray(size))
+    filled = 0
+    while filled < size:
+        count = sock.recv_into(data[filled:], min(size - filled, 1 << 20))
+        if not count:
+            raise _Lost
+        filled += count
+    return data
+
+
+LARGE_BODIES = LargeBodies()

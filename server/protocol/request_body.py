@@ -1,0 +1,170 @@
+"""Raw bytes to a checked request: size limit, read deadline, content type, strict parsing, named fields.
+
+Every way to send nonsense ends here in one `RequestError` that names the field and never repeats a large input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import from_json
+from starlette.requests import ClientDisconnect, Request
+
+from engine.errors import RequestError
+from server.errors import ClientGoneError, HttpError
+from server.protocol.base import FieldError, Wire
+from server.protocol.sampling import NEUTRAL_VALUES
+
+READ_TIMEOUT_S = 30.0
+_ParsedT = TypeVar("_ParsedT", bound=Wire)
+_HEADER_SAFE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MAX_REPORTED = 32
+_MAX_UNKNOWN = 256
+
+
+async def read_json(request: Request, max_size: int) -> bytes:
+    """The body's bytes, once they are all here."""
+    _check_content_type(request)
+    too_large = HttpError(
+        413,
+        f"The request body is larger than {max_size} bytes. Send less, or raise --max-body-size.",
+        code="body_too_large",
+        headers={"Connection": "close"},
+    )
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > max_size:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(READ_TIMEOUT_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > max_size:
+                    raise too_large
+    except TimeoutError:
+        message = f"The body did not arrive within {READ_TIMEOUT_S:.0f} seconds."
+        raise HttpError(408, message, headers={"Connection": "close"}) from None
+    except ClientDisconnect:
+        raise ClientGoneError from None
+    return bytes(body)
+
+
+def _check_content_type(request: Request) -> None:
+    kind, _, parameters = request.headers.get("content-type", "").partition(";")
+    kind = kind.strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise HttpError(415, "The body must be JSON: send the header 'Content-Type: application/json'.")
+    charset = re.search(r"charset\s*=\s*\"?([\w-]+)", parameters.lower())
+    if charset and charset[1] not in ("utf-8", "utf8", "us-ascii"):
+        raise HttpError(415, "The body must be encoded in UTF-8.")
+    encoding = request.headers.get("content-encoding", "identity").lower()
+    if encoding not in ("", "identity"):
+        raise HttpError(415, "Compressed bodies are not accepted: send the JSON as it is.")
+
+
+def parse(schema: type[_ParsedT], body: bytes) -> _ParsedT:
+    """A checked request. Raises `RequestError` that names the first wrong field."""
+    try:
+        parsed = schema.model_validate_json(body)
+    except ValidationError as error:
+        raise _request_error(error) from None
+    _WHOLE_BODY.decode(body.decode())
+    _refuse_unsupported(parsed)
+    return parsed
+
+
+def parse_any(schemas: Sequence[type[_ParsedT]], body: bytes) -> _ParsedT:
+    """The same for a body that has the second of two forms when it has `messages`."""
+    has_two_forms = len(schemas) > 1 and b"messages" in body
+    return parse(schemas[1] if has_two_forms and _has_messages(body) else schemas[0], body)
+
+
+def _has_messages(body: bytes) -> bool:
+    """What is no JSON has no fields; that is said by whoever parses it."""
+    try:
+        value = from_json(body)
+    except ValueError:
+        return False
+    return isinstance(value, dict) and "messages" in value
+
+
+def unknown_parameters(parsed: Wire, strict: bool) -> list[str]:
+    """Names of fields that nobody here knows, sorted. Raises `RequestError` for the first when `strict`."""
+    unknown = sorted({name for name in parsed.unknown_fields() if name not in NEUTRAL_VALUES})
+    if len(unknown) > _MAX_UNKNOWN:
+        raise RequestError(f"The body has {len(unknown)} unknown fields, at most {_MAX_UNKNOWN} are tolerated.")
+    if unknown and strict:
+        shown = [name[:64] for name in unknown[:_MAX_REPORTED]]
+        message = f"Unknown parameters: {', '.join(shown)}. This server refuses what it would ignore; leave them out."
+        raise RequestError(message, shown[0], "unknown_parameter")
+    return unknown
+
+
+def ignored_header(unknown: list[str]) -> dict[str, str]:
+    """The header that reports them: harmless names, a bounded number, and how many more there are."""
+    shown = [name for name in unknown if _HEADER_SAFE.fullmatch(name)][:_MAX_REPORTED]
+    hidden = len(unknown) - len(shown)
+    value = ", ".join([*shown, f"+{hidden}"] if hidden else shown)
+    return {"X-Ignored-Parameters": value} if value else {}
+
+
+def _refuse_unsupported(parsed: Wire) -> None:
+    """A field that means something elsewhere may only say what asks for nothing."""
+    extra = parsed.model_extra or {}
+    for name in sorted(NEUTRAL_VALUES.keys() & extra.keys()):
+        if not any(_same(extra[name], neutral) for neutral in NEUTRAL_VALUES[name]):
+            message = f"'{name}' is not supported here. Leave it out."
+            raise RequestError(message, name, "unsupported_parameter")
+
+
+def _no_field_twice(pairs: list[tuple[str, Any]]) -> None:
+    """Parsers differ in which of two equal names counts, so a proxy and this server might read two requests."""
+    if len(dict(pairs)) == len(pairs):
+        return
+    (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+    message = f"The body is not valid JSON: '{name[:64]}' is given twice in one object."
+    raise RequestError(message, None, "invalid_json")
+
+
+def _finite(text: str) -> None:
+    """Raises `RequestError` for what is no number, or one beyond all floats."""
+    if not math.isfinite(float(text)):
+        raise RequestError("The body is not valid JSON: NaN and Infinity are not numbers.", None, "invalid_json")
+
+
+# The strict parser reads only fields that are declared, and of equal names the last. This one reads all, keeps nothing.
+_WHOLE_BODY = json.JSONDecoder(
+    object_pairs_hook=_no_field_twice, parse_float=_finite, parse_int=str, parse_constant=_finite
+)
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    """Equal, and a switch is not a number."""
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def _request_error(error: ValidationError) -> RequestError:
+    """One sentence for the first problem. The input itself is never repeated."""
+    problems = error.errors(include_url=False, include_input=False)
+    first = problems[0]
+    path = [part for part in first["loc"] if not str(part).startswith("form:")]
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:]
+    own = first.get("ctx", {}).get("error")
+    if isinstance(own, FieldError):  # inside a conversation, the place says more than the field
+        return RequestError(str(own), where if path and path[0] == own.param == "messages" else own.param)
+    if first["type"] == "json_invalid":
+        return RequestError(f"The body is not valid JSON: {first['ctx']['error']}.", None, "invalid_json")
+    if not path:
+        return RequestError("The body must be a JSON object.", None, "invalid_json")
+    message = first["msg"][:1].lower() + first["msg"][1:]
+    param = where if path[0] == "messages" else str(path[0])
+    if first["type"] == "missing":
+        return RequestError(f"'{where}' is required.", param)
+    return RequestError(f"'{where}' is wrong: {message}.", param)

@@ -1,0 +1,64 @@
+"""The wire types of the token endpoints: text or a conversation to ids, ids to text.
+
+Strict like all bodies. Knows JSON; knows no tokenizer.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, create_model
+
+from server.protocol.base import MAX_PROMPT_IDS, TokenId, Wire
+from server.protocol.chat_completion import ChatRequest
+
+# Of a chat request, what shapes its prompt. The rest would be accepted and ignored, so it is not a field here.
+_SHAPES_THE_PROMPT = (
+    "messages",
+    "tools",
+    "tool_choice",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+    "reasoning_effort",
+    "documents",
+    "add_special_tokens",
+)
+
+
+class TokenFields(Wire):
+    """What both kinds of input have in common."""
+
+    model: Annotated[str, Field(max_length=512)] | None = Field(None, description="one of the served names")
+    return_token_strs: bool | None = Field(False, description="`token_strs`: the text of each token")
+
+
+class TokenizeRequest(TokenFields):
+    """`POST /tokenize` of a text."""
+
+    prompt: str = Field(description="the text; `messages` instead tokenizes a conversation")
+    add_special_tokens: bool | None = Field(True, description="false: no beginning-of-sequence token")
+
+
+_chat_fields: dict[str, Any] = {
+    name: (ChatRequest.model_fields[name].rebuild_annotation(), ChatRequest.model_fields[name])
+    for name in _SHAPES_THE_PROMPT
+    if name in ChatRequest.model_fields
+}
+TokenizeChatRequest = create_model(
+    "TokenizeChatRequest", __base__=TokenFields, __doc__="`POST /tokenize` of a conversation.", **_chat_fields
+)
+
+
+class DetokenizeRequest(Wire):
+    """`POST /detokenize`."""
+
+    model: Annotated[str, Field(max_length=512)] | None = Field(None, description="one of the served names")
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_PROMPT_IDS, fail_fast=True)] = Field(
+        description="token ids; special tokens are written by name"
+    )
+
+
+def as_chat(asked: Wire) -> ChatRequest:
+    """The chat request whose prompt is asked for."""
+    return ChatRequest.model_construct(**{name: getattr(asked, name) for name in _chat_fields})

@@ -1,0 +1,133 @@
+"""The JSON of chat answers: messages and their deltas, calls, thoughts, logprobs with the true bytes of every token.
+
+Knows field names and their order; knows nothing of sockets or of the engine.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from server.chat.events import Arguments, CallStart, Content, Event, Reasoning, merged
+from server.chat.message_parser import AnswerShape, MessageReader
+from server.json_text import dumps, json_text
+from server.llm.generation import Generation
+from server.llm.output_processor import Delta
+from server.llm.prompt_scores import Scores, TokenScore
+from server.serving.response_writer import AnswerFormat, Details, Head, finite, usage
+from server.tokenizer.tokenizer import Tokenizer
+
+
+class ChatFormat(AnswerFormat):
+    """`chat.completion` and its chunks."""
+
+    _has_one_prompt = True
+
+    def __init__(
+        self, head: Head, tokenizer: Tokenizer, generation: Generation, details: Details, shape: AnswerShape
+    ) -> None:
+        super().__init__(head, tokenizer, generation, details)
+        self._is_plain = shape.is_plain
+        self._readers = [MessageReader(shape) for _ in generation.choices]
+        self._num_calls = [0] * len(generation.choices)
+
+    def opening(self, num_choices: int) -> Iterable[bytes]:
+        role = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
+        return [f"{self._start}{index},{role}{self._ending()}".encode() for index in range(num_choices)]
+
+    def chunk(self, delta: Delta) -> bytes | None:
+        """The events that a piece becomes: one, or more when it holds several things."""
+        if self._is_plain:
+            return super().chunk(delta)
+        self._counted += delta.num_tokens
+        reader = self._readers[delta.index]
+        pieces = [self._event_piece(delta.index, event) for event in reader.read(delta)]
+        if not (pieces or delta.scores or delta.finish_reason or self._has_extras):
+            return None
+        finish = {"finish_reason": reader.finish_reason(delta), "stop_reason": delta.stop_reason}
+        if not pieces:
+            pieces = ['"delta":{"content":""}' if delta.scores else '"delta":{}']
+        if len(pieces) == 1:
+            return self._event(replace(delta, **finish), pieces[0])
+        # What belongs to the tokens goes out with the first, the end with the last.
+        parts = [Delta(delta.index) for _ in pieces]
+        parts[0] = replace(delta, finish_reason=None, stop_reason=None)
+        parts[-1] = replace(parts[-1], **finish)
+        return b"".join(map(self._event, parts, pieces))
+
+    def _event_piece(self, index: int, event: Event) -> str:
+        """The member `delta` for one thing that was read."""
+        if isinstance(event, Content):
+            return f'"delta":{{"content":{json_text(event.text)}}}'
+        if isinstance(event, Reasoning):
+            text = json_text(event.text)
+            return f'"delta":{{"reasoning_content":{text},"reasoning":{text}}}'
+        if isinstance(event, CallStart):
+            self._num_calls[index] += 1
+            call = {"index": self._num_calls[index] - 1, **_call(event.name, "")}
+        else:
+            call = {"index": self._num_calls[index] - 1, "function": {"arguments": event.text}}
+        return f'"delta":{{"tool_calls":[{dumps(call)}]}}'
+
+    def _piece(self, delta: Delta) -> str:
+        if not delta.text and not delta.scores:
+            return '"delta":{}'
+        return f'"delta":{{"content":{json_text(delta.text)}}}'
+
+    def _choice(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def _whole_choice(self, index: int, pieces: Sequence[Delta]) -> dict[str, Any]:
+        whole = super()._whole_choice(index, pieces)
+        if not self._is_plain:
+            reader = self._readers[index]
+            events = merged([event for piece in pieces for event in reader.read(piece)])
+            whole["message"] = _message(events)
+            whole["finish_reason"] = reader.finish_reason(pieces[-1])
+        return whole
+
+    def _usage(self, generation: Generation) -> dict[str, Any]:
+        thoughts = sum(reader.reasoning_tokens for reader in self._readers)
+        return {**usage(generation), "completion_tokens_details": {"reasoning_tokens": thoughts}}
+
+    def _make_columns(self) -> dict[str, Callable[[TokenScore], Any]]:
+        return {"content": self._content}
+
+    def _content(self, score: TokenScore) -> dict[str, Any]:
+        top = [self._entry(token_id, logprob) for token_id, logprob in score.top[: self._details.logprobs]]
+        return {**self._entry(score.token_id, score.logprob or 0.0), "top_logprobs": top}
+
+    def _logprobs(self, scores: Scores) -> dict[str, Any]:
+        return {**super()._logprobs(scores), "refusal": None}
+
+    def _whole_logprobs(self, pieces: Sequence[Delta]) -> dict[str, Any]:
+        return {**super()._whole_logprobs(pieces), "refusal": None}
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        data = self._tokenizer.token_bytes(token_id)
+        name = f"token_id:{token_id}" if self._details.tokens_as_ids else data.decode("utf-8", "replace")
+        return {"token": name, "logprob": finite(logprob), "bytes": list(data)}
+
+
+def _call(name: str, arguments: str) -> dict[str, Any]:
+    """A call under an id of its own."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+
+
+def _message(events: Sequence[Event]) -> dict[str, Any]:
+    """A whole message. `content` is null only when there are calls instead."""
+    content = "".join(event.text for event in events if isinstance(event, Content))
+    thoughts = "".join(event.text for event in events if isinstance(event, Reasoning))
+    calls: list[dict[str, Any]] = []
+    for event in events:
+        if isinstance(event, CallStart):
+            calls.append(_call(event.name, ""))
+        elif isinstance(event, Arguments):
+            calls[-1]["function"]["arguments"] += event.text
+    message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+    if thoughts:
+        message |= {"reasoning_content": thoughts, "reasoning": thoughts}
+    return message | ({"tool_calls": calls} if calls else {})

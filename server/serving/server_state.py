@@ -1,0 +1,88 @@
+"""What the whole server is doing: starting, loading, ready, draining or dead. One owner, many readers.
+
+Every refusal names the state. Knows nothing of HTTP; the engine appears only as "did it make progress lately".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from server.llm.async_llm import GenerationService
+
+STALL_LIMIT_S = 30.0
+
+
+class Phase(StrEnum):
+    """The life of a server, in order."""
+
+    STARTING = "starting"
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+class Heartbeat(Protocol):
+    """What readiness needs to know of an engine."""
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    @property
+    def last_progress_age_s(self) -> float: ...
+
+
+@dataclass
+class ServerState:
+    """Written by the supervisor, but for who comes and goes and for `drain`."""
+
+    stall_limit_s: float = STALL_LIMIT_S
+    phase: Phase = Phase.STARTING
+    loading_step: str = "starting"
+    loading_fraction: float = 0.0
+    loading_detail: str = ""  # of a download: bytes, speed, time left
+    started_at: float = field(default_factory=time.time)
+    heartbeat: Heartbeat | None = None
+    service: GenerationService | None = None
+    num_in_flight: int = 0  # requests accepted and not yet answered to their last byte
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    stop: asyncio.Event = field(default_factory=asyncio.Event)  # the supervisor waits for it
+
+    def __post_init__(self) -> None:
+        self.idle.set()
+
+    def enter(self) -> None:
+        """A request was accepted."""
+        self.num_in_flight += 1
+        self.idle.clear()
+
+    def leave(self) -> None:
+        """An accepted request has had its answer, or its client has left."""
+        self.num_in_flight -= 1
+        if not self.num_in_flight:
+            self.idle.set()
+
+    def drain(self) -> None:
+        """Let nothing new in, and have the supervisor finish what is open and leave. A second call changes nothing."""
+        if self.phase is Phase.READY:
+            self.phase = Phase.DRAINING
+        self.stop.set()
+
+    def why_not_ready(self) -> str | None:
+        """None: requests can be served. Else one sentence."""
+        if self.phase in (Phase.STARTING, Phase.LOADING):
+            detail = f" ({self.loading_detail})" if self.loading_detail else ""
+            return f"The model is loading: {self.loading_step}, {self.loading_fraction:.0%}{detail}."
+        if self.phase is Phase.DRAINING:
+            return "The server is shutting down; running requests are being finished."
+        heartbeat = self.heartbeat
+        if self.phase is Phase.DEAD or heartbeat is None or not heartbeat.is_alive:
+            return "The engine has stopped; the server is about to exit."
+        if heartbeat.last_progress_age_s > self.stall_limit_s:
+            return f"No rank has made progress for {heartbeat.last_progress_age_s:.0f} seconds."
+        return None

@@ -1,0 +1,161 @@
+"""An answer as server-sent events, and an answer in one piece; both stop when the client leaves.
+
+Knows events, pings, time limits and disconnects; the JSON inside comes from `answers`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from itertools import chain
+from typing import Any, TypeVar
+
+from sse_starlette.event import ServerSentEvent
+from sse_starlette.sse import AppStatus, EventSourceResponse, SendTimeoutError
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from server.errors import ClientGoneError, describe, error_bytes
+from server.llm.generation import Generation
+from server.llm.output_processor import Delta
+from server.observability.logs import event, logger
+from server.serving.response_writer import DONE, AnswerFormat
+
+PING_INTERVAL_S = 15
+_WHOLE_CHARACTERS = 1 << 20  # of a plain answer that is sent in one piece, with its length
+SEND_TIMEOUT_S = 60.0  # a client that reads nothing for so long has left
+_T = TypeVar("_T")
+_log = logger("streaming")
+
+# The library would cut every open stream at the first SIGTERM; the supervisor drains instead.
+AppStatus.disable_automatic_graceful_drain()
+
+
+class EventStream(EventSourceResponse):
+    """One generation as events. However it ends, the generation is closed with it."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        form: AnswerFormat,
+        include_usage: bool,
+        headers: Mapping[str, str],
+        request_id: str,
+    ) -> None:
+        super().__init__(
+            _events(generation, form, include_usage, request_id),
+            headers={"Cache-Control": "no-cache", **headers},
+            media_type="text/event-stream",
+            ping=PING_INTERVAL_S,
+            sep="\n",
+            ping_message_factory=lambda: ServerSentEvent(comment="ping", sep="\n"),
+            data_sender_callable=self._watch_reader,
+        )
+        self._generation = generation
+        self._request_id = request_id
+        self._send_began: float | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def timed_send(message: Message) -> None:
+            self._send_began = time.monotonic()
+            await send(message)
+            self._send_began = None
+
+        try:
+            await super().__call__(scope, receive, timed_send)
+        except SendTimeoutError:
+            _log.warning(event("slow_client_dropped", request_id=self._request_id, seconds=SEND_TIMEOUT_S))
+            abort = scope.get("state", {}).get("abort_connection")
+            if abort is not None:
+                abort()
+        finally:
+            self._generation.close()
+
+    async def _send_with_timeout(self, send: Send, message: Message) -> None:
+        """The library arms a timer for every chunk; one watcher per stream does the same at a fraction of the cost."""
+        await send(message)
+
+    async def _watch_reader(self) -> None:
+        while True:
+            await asyncio.sleep(SEND_TIMEOUT_S / 4)
+            if self._send_began is not None and time.monotonic() - self._send_began > SEND_TIMEOUT_S:
+                raise SendTimeoutError
+
+
+async def _events(
+    generation: Generation, form: AnswerFormat, include_usage: bool, request_id: str
+) -> AsyncIterator[bytes]:
+    """The chunks, then usage if asked for, then the end mark. An error is one event before the end mark."""
+    for opening in form.opening(len(generation.choices)):
+        yield opening
+    try:
+        async for delta in generation.deltas():
+            chunk = form.chunk(delta)
+            if chunk is not None:
+                yield chunk
+            if not delta.num_tokens:  # one of many parts of a long prompt's scores
+                await asyncio.sleep(0)
+        if include_usage:
+            yield form.usage_chunk(generation)
+    except Exception as error:  # the 200 is out: the client can only be told inside the stream
+        answer = describe(error)
+        unexpected = answer.status == 500 and answer.code is None
+        line = event("stream_failed", request_id=request_id, status=answer.status, cause=type(error).__name__)
+        _log.log(logging.ERROR if answer.status >= 500 else logging.INFO, line, exc_info=unexpected)
+        yield b"data: " + error_bytes(answer) + b"\n\n"
+    yield DONE
+
+
+async def whole_response(parts: Iterator[str], headers: Mapping[str, str]) -> Response:
+    """A JSON body, written part by part with a turn for everyone else in between. A large one is sent like that too."""
+    written: list[str] = []
+    size = 0
+    for part in parts:
+        if written:
+            await asyncio.sleep(0)
+        written.append(part)
+        size += len(part)
+        if size > _WHOLE_CHARACTERS:
+            rest = _in_turns(chain(("".join(written),), parts))
+            return StreamingResponse(rest, 200, headers, "application/json")
+    return Response("".join(written), 200, headers, "application/json")
+
+
+async def _in_turns(parts: Iterator[str]) -> AsyncIterator[str]:
+    for part in parts:
+        yield part
+        await asyncio.sleep(0)
+
+
+async def collect(generation: Generation) -> list[list[Delta]]:
+    """Every choice's pieces, complete."""
+    pieces: list[list[Delta]] = [[] for _ in generation.choices]
+    async for delta in generation.deltas():
+        pieces[delta.index].append(delta)
+    return pieces
+
+
+async def until_disconnect(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+    """The result of `work`, or `ClientGoneError` as soon as the client closes the connection.
+
+    The framework does not cancel a plain handler, so the two are raced. The body must have been read before.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGoneError
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

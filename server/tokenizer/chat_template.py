@@ -1,0 +1,152 @@
+"""Conversations to text by the checkpoint's own Jinja template, with the names that published templates expect.
+
+Renders inside `template_sandbox`. Knows which variables Hugging Face templates are written for; knows nothing of tokens
+or of HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from functools import cached_property
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+
+from engine.errors import RequestError, StartupError
+from server.tokenizer.jinja_sandbox import Sandbox, TemplateLimitError
+
+MAX_SECONDS = 2.0  # of this thread's own CPU time: a busy machine does not make a template slow
+_TOOL_USE = "tool_use"
+_MAX_TRIAL = 64 * 1024  # characters around a few words
+
+
+class ChatTemplate:
+    """The checkpoint's templates, compiled, or the knowledge that it has none."""
+
+    def __init__(
+        self, source: str | Mapping[str, str] | None, names: dict[str, str], max_seconds: float = MAX_SECONDS
+    ) -> None:
+        sources = {"default": source} if isinstance(source, str) else dict(source or {})
+        self._names = names
+        self._max_seconds = max_seconds
+        self._sandbox = _sandbox()
+        self._templates: dict[str, jinja2.Template] = {}
+        self.source = sources.get(_TOOL_USE) or sources.get("default") or ""  # of the one that knows about tools
+        for name in ("default", _TOOL_USE):
+            if name not in sources:
+                continue
+            try:
+                self._templates[name] = self._sandbox.from_string(sources[name])
+            except jinja2.TemplateError as error:
+                raise StartupError(
+                    f"The chat template of the checkpoint is not valid Jinja: {error}.",
+                    "Mend chat_template.jinja, or remove it to serve completions only.",
+                ) from None
+
+    @staticmethod
+    def from_config(config: dict[str, Any], names: dict[str, str]) -> ChatTemplate:
+        """The template in a tokenizer configuration: a text, or several with names (`default`, `tool_use`)."""
+        source = config.get("chat_template")
+        if isinstance(source, list):
+            source = {item["name"]: item["template"] for item in source}
+        return ChatTemplate(source, names)
+
+    @property
+    def exists(self) -> bool:
+        return bool(self._templates)
+
+    @cached_property
+    def takes_system(self) -> bool:
+        """There is a role `system`: some templates refuse it, some drop it in silence."""
+        return self._shows("system", "user")
+
+    @cached_property
+    def takes_runs(self) -> bool:
+        """Turns of one role may follow each other."""
+        return self._shows("user", "user", "assistant", "assistant", "user")
+
+    def _shows(self, *roles: str) -> bool:
+        """Whether such turns are accepted and written, each of them."""
+        turns = [{"role": role, "content": f"turn{number}"} for number, role in enumerate(roles)]
+        try:
+            text = self.render(turns, True, _MAX_TRIAL)
+        except RequestError:
+            return False
+        return all(turn["content"] in text for turn in turns)
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool,
+        max_size: int,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text. Raises `RequestError` when the template refuses, runs too long or writes too much.
+
+        `variables` are the caller's own, such as `enable_thinking`; they never replace the ones named here.
+        """
+        template = self._templates.get(_TOOL_USE if tools else "default") or self._templates.get("default")
+        if template is None:
+            raise RequestError(
+                "This model has no chat template. Use /v1/completions with a prompt of your own.", "messages"
+            )
+        given = {
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            with self._sandbox.limits(self._max_seconds, max_size):
+                return self._sandbox.collect(template.generate({**self._names, **(variables or {}), **given}))
+        except TemplateLimitError:
+            raise RequestError(
+                "The chat template takes too long or writes too much on this input.", "messages"
+            ) from None
+        except jinja2.TemplateError as error:
+            message = f"The chat template refuses these messages: {str(error)[:300]}"
+            raise RequestError(message, "messages") from None
+        except Exception as error:  # the checkpoint's code, not ours: whatever it trips over is about this input
+            message = f"The chat template fails on these messages ({type(error).__name__})."
+            raise RequestError(message, "messages") from None
+
+
+class _Generation(Extension):
+    """`{% generation %} … {% endgeneration %}` marks the assistant's words for training; here it is its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _sandbox() -> Sandbox:
+    """The names that published templates expect, and no others."""
+    sandbox = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    sandbox.filters["tojson"] = _to_json
+    names: dict[str, Any] = sandbox.globals  # typed by Jinja as what it puts there itself
+    names |= {"raise_exception": _raise, "strftime_now": _now}
+    return sandbox
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Jinja's own filter escapes HTML; a prompt must not."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)

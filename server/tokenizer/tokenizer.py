@@ -1,0 +1,278 @@
+"""Text to ids and back, and chat templates, from the files of a checkpoint. Loaded once; used from a small thread pool.
+
+Reads `tokenizer.json` with the `tokenizers` library alone, so that the frontend needs neither torch nor transformers;
+a checkpoint without that file is converted by transformers. Never runs code from the checkpoint: templates are rendered
+in Jinja's immutable sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tokenizers
+
+from engine.errors import StartupError
+from server.config.checkpoint_json import read_json
+from server.tokenizer.chat_template import ChatTemplate
+from server.tokenizer.detokenizer import BytesDetokenizer, Detokenizer, TokenBytes, WindowDetokenizer, token_bytes_for
+from server.tokenizer.text_pieces import TextPieces, pieces_for
+
+_T = TypeVar("_T")
+_MAX_RENDERED = 64 * 1024  # characters a template may add to four times its input
+_DECODED_AT_ONCE = 1 << 14  # ids; joining the bytes of a million would hold the interpreter's lock for too long
+_LONG = 256 * 1024  # about a quarter of a second's work
+_PIECE = 64 * 1024  # characters of a long text that are tokenized in one go
+_SAMPLE = "a"
+# As the families that were trained to fill in the middle name them.
+_FILL_IN_MARKS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # noqa: RUF001
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),
+)
+
+
+class TooManyTokensError(Exception):
+    """A text has more tokens than the caller has room for. It was not tokenized to its end."""
+
+    def __init__(self, at_least: int) -> None:
+        super().__init__(f"at least {at_least} tokens")
+        self.at_least = at_least
+
+
+class Tokenizer:
+    """One checkpoint's tokenizer. The synchronous methods are for threads; the `a…` ones for the event loop."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
+        self.backend = backend
+        backend.no_truncation()
+        backend.no_padding()
+        written = backend.to_str()
+        described = json.loads(written)
+        # Of all that turns text into ids: vocabulary and rules, special tokens, the chat template.
+        self.digest = hashlib.sha256(f"{written}{json.dumps(config, sort_keys=True)}".encode()).hexdigest()
+        self._special = frozenset(item["id"] for item in described["added_tokens"] if item["special"])
+        self._bytes = token_bytes_for(backend, described["decoder"], self._special)
+        self._names = _special_names(config)
+        self.eos_token_ids = self._ids_of(self._names.get("eos_token"))  # one, or none
+        self.bos = list(self._ids_of(self._names.get("bos_token")))  # one id, or none
+        self._add_bos = config.get("add_bos_token")
+        self._marks = self._find_marks()
+        self._pieces = pieces_for(described) if self._marks is not None else TextPieces()
+        self.template = ChatTemplate.from_config(config, self._names)
+        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
+        self._slow_lane = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer-long")
+        self._uncut_lane = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer-uncut")
+
+    @staticmethod
+    def load(directory: str | Path) -> Tokenizer:
+        """Read the tokenizer of a checkpoint directory. Raises `StartupError`."""
+        path = Path(directory)
+        config = read_json(path / "tokenizer_config.json")
+        template_file = path / "chat_template.jinja"
+        if template_file.is_file():
+            config["chat_template"] = template_file.read_text(encoding="utf-8")
+        return Tokenizer(_read_backend(path), config)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return self._special
+
+    @property
+    def fill_in_marks(self) -> tuple[int, int, int] | None:
+        """The ids before the prompt, between prompt and suffix, and behind the suffix; None without such tokens."""
+        for names in _FILL_IN_MARKS:
+            before, between, after = (self.backend.token_to_id(name) for name in names)
+            if before is not None and between is not None and after is not None:
+                return before, between, after
+        return None
+
+    @property
+    def opening(self) -> list[int]:
+        """The ids that `encode` puts before a text, such as a BOS."""
+        return self._with_bos(self._marks[0] if self._marks else [], "")
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of `text`, with the marks that the checkpoint puts around a plain text (such as a BOS)."""
+        # Only the batch form works without the interpreter's lock: a long text must not hold up the event loop.
+        ids = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return self._with_bos(ids, text) if add_special_tokens else ids
+
+    def _with_bos(self, ids: list[int], text: str) -> list[int]:
+        """The ids of a text and its marks, with a BOS exactly if the configuration says so."""
+        if not self.bos or self._add_bos is None:
+            return ids
+        if self._add_bos and ids[:1] != self.bos:
+            return [*self.bos, *ids]
+        if not self._add_bos and ids[:1] == self.bos and not text.startswith(self._names["bos_token"]):
+            return ids[1:]
+        return ids
+
+    def _find_marks(self) -> tuple[list[int], list[int]] | None:
+        """The ids that stand before and behind every text; None if they cannot be told from the text's own."""
+        plain, whole = (self.backend.encode(_SAMPLE, add_special_tokens=marks).ids for marks in (False, True))
+        for start in range(len(whole) - len(plain) + 1):
+            if plain and whole[start : start + len(plain)] == plain:
+                return whole[:start], whole[start + len(plain) :]
+        return None
+
+    def render_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
+        """The ids of a conversation. Raises `RequestError` when the template refuses it."""
+        size = sum(len(message.get("content") or "") for message in messages)
+        text = self.template.render(messages, add_generation_prompt, max_size=4 * size + _MAX_RENDERED)
+        return self.encode(text, add_special_tokens=False)
+
+    async def aencode(
+        self, text: str, add_special_tokens: bool = True, *, most: int | None = None, last: int | None = None
+    ) -> list[int]:
+        """What `encode` returns, made by this tokenizer's threads; cancelling ends the work on a long text.
+
+        `most`: raises `TooManyTokensError` as soon as it is certain that the text has more. `last`: only so many ids
+        from the end are wanted; of a long text no others are looked for, but some may come.
+        """
+        if len(text) <= _PIECE or self._marks is None:
+            whole = partial(self.encode, text, add_special_tokens=add_special_tokens)
+            return await self.run(whole, len(text), is_uncut=len(text) > _LONG)
+        least = 0 if most is None else await self.run(lambda: self._pieces.least_tokens(text), len(text))
+        if most is not None and least > most:
+            raise TooManyTokensError(least)
+        places = await self.run(lambda: list(self._pieces.pieces(text, _PIECE)), len(text))
+        if last is not None:
+            places.reverse()
+        parts: list[list[int]] = []
+        count = 0
+        for start, end in places:  # piece by piece: those who share the lane take turns
+            work = partial(self.encode, text[start:end], add_special_tokens=False)
+            parts.append(await self.run(work, len(text), is_uncut=end - start > _LONG))
+            count += len(parts[-1])
+            if most is not None and count > most:
+                raise TooManyTokensError(max(count, least))
+            if last is not None and count >= last:
+                break
+        if last is not None:
+            parts.reverse()
+        ids = list(chain.from_iterable(parts))
+        if not add_special_tokens:
+            return ids
+        before, behind = self._marks
+        if len(parts) < len(places):  # the beginning is not wanted
+            return [*ids, *behind]
+        return self._with_bos([*before, *ids, *behind], text)
+
+    def detokenizer(self, prompt_ids: Sequence[int] = (), shown: frozenset[int] = frozenset()) -> Detokenizer:
+        """The incremental decoder of one sequence that goes on from `prompt_ids`. `shown`: special ids that count."""
+        if self._bytes is not None:
+            return BytesDetokenizer(self._bytes, prompt_ids, shown)
+        return WindowDetokenizer(self.backend, prompt_ids, shown & self._special)
+
+    def decode(self, ids: Sequence[int], shown: frozenset[int] = frozenset()) -> str:
+        """The whole text of `ids`, as a stream of pieces would have shown it."""
+        detokenizer = self.detokenizer((), shown)
+        pieces = [
+            detokenizer.push(ids[start : start + _DECODED_AT_ONCE]) for start in range(0, len(ids), _DECODED_AT_ONCE)
+        ]
+        return "".join(pieces) + detokenizer.flush()
+
+    async def atext(self, ids: Sequence[int]) -> str:
+        """The text of `ids` with special tokens by name: what the model sees, for people."""
+        return await self.run(lambda: self.decode(ids, self._special), len(ids))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The true bytes of one token; the name, for special ones."""
+        if self._bytes is not None:
+            return self._bytes(token_id)
+        if token_id in self._special:
+            return (self.backend.id_to_token(token_id) or "").encode()
+        return self.backend.decode([token_id], skip_special_tokens=False).encode()
+
+    def token_text(self, token_id: int) -> str:
+        """One token for people and for dictionary keys; a piece of a character is shown as `bytes:\\xe4\\xb8`."""
+        data = self.token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def close(self) -> None:
+        for pool in (self._pool, self._slow_lane, self._uncut_lane):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _ids_of(self, token: str | None) -> tuple[int, ...]:
+        token_id = self.backend.token_to_id(token) if token else None
+        return () if token_id is None else (token_id,)
+
+    async def run(self, work: Callable[[], _T], size: int, *, is_uncut: bool = False) -> _T:
+        """The result of slow work with this tokenizer, done by its threads.
+
+        `size`: characters or ids of the input. Megabytes queue behind each other, not before a line; what cannot be cut
+        into pieces (`is_uncut`) not before those that can.
+        """
+        pool = self._uncut_lane if is_uncut else self._pool if size < _LONG else self._slow_lane
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
+
+
+# From any of these transformers can build a fast tokenizer.
+_VOCABULARY_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
+
+
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        return _convert(path)
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception for every kind of damage
+        raise StartupError(
+            f"The tokenizer {file} cannot be read: {str(error)[:200]}.", "Fetch that file of the checkpoint again."
+        ) from None
+
+
+def _convert(path: Path) -> tokenizers.Tokenizer:
+    """A checkpoint with only a SentencePiece model, or a vocabulary and merges, by way of transformers."""
+    if not any((path / name).is_file() for name in _VOCABULARY_FILES):  # transformers would make up an empty one
+        raise StartupError(
+            f"{path} has no tokenizer.json, nor any other vocabulary of a tokenizer.",
+            "Put the checkpoint's tokenizer.json beside its weights.",
+        )
+    from transformers import AutoTokenizer  # slow to import, and needed by few checkpoints
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
+        return _checked(getattr(loaded, "backend_tokenizer", None))
+    except Exception as error:  # anything may be wrong with a foreign folder
+        raise StartupError(
+            f"{path} has no tokenizer.json and its tokenizer cannot be converted: {str(error)[:200]}.",
+            "Put the checkpoint's tokenizer.json beside its weights.",
+        ) from None
+
+
+def _checked(backend: object) -> tokenizers.Tokenizer:
+    if not isinstance(backend, tokenizers.Tokenizer):
+        raise TypeError("it has no fast form")
+    return backend
+
+
+def _special_names(config: dict[str, Any]) -> dict[str, str]:
+    """`bos_token`, `eos_token` … as plain strings: what chat templates refer to."""
+    names = {}
+    for key, value in config.items():
+        if key.endswith("_token") and isinstance(value, dict):
+            value = value.get("content")
+        if key.endswith("_token") and isinstance(value, str):
+            names[key] = value
+    return names
+
+
+__all__ = ["TokenBytes", "Tokenizer", "TooManyTokensError"]

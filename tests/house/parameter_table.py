@@ -1,0 +1,68 @@
+"""The table of the documentation: endpoint, parameter, range, default, behaviour, all read from the code.
+
+Builds an application without an engine and reads its OpenAPI document. Knows Markdown.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from server.api.app import application
+from server.api.openapi.capabilities import endpoints
+from server.api.openapi.wording import behaviour, default_words, range_words
+from server.config.settings import Settings
+from server.observability.metrics import HttpCounters
+from server.serving.server_state import ServerState
+
+# Bodies that another endpoint's section already shows.
+_SAME_BODY = {
+    "/v1/completions/render": "/v1/completions",
+    "/v1/chat/completions/render": "/v1/chat/completions",
+    "/v1/tokenize": "/tokenize",
+    "/v1/detokenize": "/detokenize",
+}
+
+
+def as_markdown() -> str:
+    """Routes first, then the parameters of each body."""
+    document = application(Settings(), ServerState(), HttpCounters()).openapi()
+    found = endpoints(document)
+    lines = ["| route | |", "|---|---|"]
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            lines.append(f"| {method.upper()} `{path}` | {_cell(operation.get('summary', ''))} |")
+    shared = found["/v1/completions"]["parameters"].keys() & found["/v1/chat/completions"]["parameters"].keys()
+    both = {
+        name: told
+        for name, told in found["/v1/completions"]["parameters"].items()
+        if name in shared and told == found["/v1/chat/completions"]["parameters"][name]
+    }
+    lines += ["", "### `/v1/completions` and `/v1/chat/completions`", "", *_table(both)]
+    for path, entry in found.items():
+        if "parameters" not in entry or path in _SAME_BODY:
+            continue
+        is_generating = path in ("/v1/completions", "/v1/chat/completions")
+        own = {name: told for name, told in entry["parameters"].items() if not (is_generating and name in both)}
+        also = [other for other, shown in _SAME_BODY.items() if shown == path]
+        lines += ["", f"### `{path}`" + (", and the same for " if also else "") + ", ".join(f"`{i}`" for i in also), ""]
+        lines += _table(own)
+        if is_generating and entry["refused"]:
+            lines += ["", _refused(entry["refused"])]
+    return "\n".join(lines) + "\n"
+
+
+def _table(parameters: dict[str, Any]) -> list[str]:
+    lines = ["| parameter | range | default | behaviour |", "|---|---|---|---|"]
+    for name, told in parameters.items():
+        cells = (range_words(told), default_words(told), behaviour(told))
+        lines.append(f"| `{name}` | {' | '.join(map(_cell, cells))} |")
+    return lines
+
+
+def _refused(refused: dict[str, list[Any]]) -> str:
+    names = ", ".join(f"`{name}`" for name in refused)
+    return f"Known and not supported here; any value but the one that asks for nothing is a 400: {names}."
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")

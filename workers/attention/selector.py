@@ -1,0 +1,34 @@
+"""Which attention backend serves: an ordered list, a sentence for each refusal, and no surprise fallbacks by name."""
+
+from collections.abc import Callable
+
+from workers.attention.avx512 import Avx512Backend
+from workers.attention.backend import AttentionBackend, KVSpec
+from workers.attention.reference import ReferenceBackend
+from workers.attention.torch_backend import CpuBackend
+from workers.errors import StartupError
+
+# Fastest first; the reference serves whatever nobody else does.
+BACKENDS: tuple[type[AttentionBackend], ...] = (Avx512Backend, CpuBackend, ReferenceBackend)
+
+
+def choose(spec: KVSpec, name: str, log: Callable[[str], None]) -> AttentionBackend:
+    """The first backend that can serve `spec`, or the one called `name`; one line to `log` per refusal and choice.
+
+    Raises `StartupError` when `name` is unknown or cannot serve: whoever names a backend does not want another.
+    """
+    named = [backend for backend in BACKENDS if name in ("auto", backend.name)]
+    if not named:
+        known = ", ".join(["auto", *(backend.name for backend in BACKENDS)])
+        raise StartupError(f"There is no attention backend {name!r}.", f"Use one of: {known}.")
+    for backend in named:
+        reason = backend.why_not(spec)
+        if reason is None:
+            log(f"attention_backend={backend.name}")
+            return backend(spec)
+        log(f"attention_backend_refused={backend.name} reason={reason!r}")
+        if name != "auto":
+            raise StartupError(f"Attention backend {name!r} cannot serve here: {reason}.", "Use 'auto'.")
+    raise StartupError(
+        f"No attention backend can serve {spec.dtype} on {spec.device}.", "Choose another --dtype or --device."
+    )

@@ -1,0 +1,125 @@
+"""The tensor-parallel group as a value: layers take it in their constructor and never read a global.
+
+The only module that imports `torch.distributed`. On one x86 host CPU ranks exchange through shared memory
+(`shm_all_reduce.py`), with gloo beside it as the judge and the fallback; CUDA ranks use NCCL.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from workers.distributed.shm_all_reduce import SharedMemoryGroup
+from workers.distributed.shm_layout import Flags
+from workers.errors import StartupError
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """How the ranks of one host find each other. Nothing listens beyond loopback and nothing has a name on disk."""
+
+    rank: int
+    size: int
+    port: int  # of rank 0's store, on 127.0.0.1
+    listen_fd: int | None  # rank 0 only: the socket already bound to `port`
+    memory_fd: int  # shared memory for CPU collectives
+    buffer_bytes: int
+    timeout_s: float
+
+
+class TensorParallel:
+    """`rank` of `size` identical processes. Reductions add in rank order, so every rank ends with the same bits."""
+
+    def __init__(
+        self, rank: int = 0, size: int = 1, shared: SharedMemoryGroup | None = None, flags: Flags | None = None
+    ) -> None:
+        """`flags`: where to say which collective this rank has come to, if `shared` does not do it."""
+        self.rank = rank
+        self.size = size
+        self._shared = shared
+        self._flags = flags
+        self._collectives = 0
+
+    @staticmethod
+    def solo() -> TensorParallel:
+        """A group of one: every collective is the identity. It makes each layer testable without processes."""
+        return TensorParallel()
+
+    @staticmethod
+    def join(meeting: Rendezvous, device: torch.device, *, shared_memory: bool = True) -> TensorParallel:
+        """Meet the other ranks. Blocks until all are there, at most `meeting.timeout_s`."""
+        if "GLOO_SOCKET_IFNAME" not in os.environ:
+            os.environ["GLOO_SOCKET_IFNAME"] = loopback_interface()
+        timeout = timedelta(seconds=meeting.timeout_s)
+        store = dist.TCPStore(
+            "127.0.0.1",
+            meeting.port,
+            meeting.size,
+            is_master=meeting.rank == 0,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=meeting.listen_fd,
+        )
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=meeting.rank,
+            world_size=meeting.size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+        if device.type == "cpu" and shared_memory and SharedMemoryGroup.supported():
+            shared = SharedMemoryGroup(
+                meeting.memory_fd, meeting.rank, meeting.size, meeting.buffer_bytes, meeting.timeout_s
+            )
+            return TensorParallel(meeting.rank, meeting.size, shared)
+        return TensorParallel(meeting.rank, meeting.size, flags=Flags(meeting.memory_fd, meeting.size))
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over ranks of `x` (any shape), bitwise the same on every rank. May reuse `x`'s memory."""
+        if self.size > 1:
+            if self._shared is None:
+                self._come_to_next()
+                dist.all_reduce(x)
+            else:
+                x = self._shared.all_reduce(x.contiguous())
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Every rank's `x` (equal shapes), stacked in rank order: [size, *x.shape]."""
+        if self.size == 1:
+            return x.unsqueeze(0)
+        if self._shared is not None:
+            return self._shared.all_gather(x)
+        self._come_to_next()
+        out = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
+        dist.all_gather(list(out.unbind(0)), x.contiguous())
+        return out
+
+    def leave(self) -> None:
+        """Give the group's sockets back. The group cannot be used afterwards."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _come_to_next(self) -> None:
+        self._collectives += 1
+        if self._flags is not None:
+            self._flags[self.rank] = self._collectives
+
+
+def loopback_interface() -> str:
+    """The name of the interface that has 127.0.0.1: `lo` on Linux, `lo0` on macOS. Raises `StartupError`."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.family == socket.AF_INET and address.address == "127.0.0.1" for address in addresses):
+            return name
+    raise StartupError(
+        "No network interface has the address 127.0.0.1, over which ranks meet.",
+        "Bring the loopback interface up, or name another interface in GLOO_SOCKET_IFNAME.",
+    )

@@ -1,0 +1,210 @@
+"""A ring of fixed slots in anonymous shared memory: one writer, N readers, no copying, no pickling.
+
+    header   N reader counters, one cache line each: the newest message the reader has finished with
+    slots    num_slots x slot_bytes
+
+The writer fills a slot in place and wakes each reader with one byte through its pipe; a blocked reader costs nothing.
+A message may come in two parts: the reader is woken for the first, and waits for the rest only when it needs it.
+The memory has no name, so no crash can leave a segment behind; the pipe's end-of-file tells a reader that the writer
+is gone. Message n lives in slot n % num_slots and may be overwritten once every reader has finished it.
+
+Does not know what the bytes mean.
+"""
+
+import contextlib
+import mmap
+import os
+import select
+import tempfile
+from collections.abc import Generator
+from dataclasses import asdict, dataclass
+
+from workers.distributed.memory_order import STORES_KEEP_ORDER, fence
+
+_LINE = 64  # bytes; one counter per cache line, so that readers do not disturb each other
+_PAGE = 4096
+# what the byte says
+_WHOLE, _FIRST_PART, _REST = b"\1", b"\2", b"\3"
+
+
+class ChannelClosedError(Exception):
+    """The other side is gone."""
+
+
+def anonymous_memory(size: int) -> int:
+    """A file descriptor of `size` zeroed bytes that no path leads to; it can be inherited and mapped elsewhere."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("oarlock", os.MFD_CLOEXEC)
+    else:  # not Linux: an unlinked temporary file maps just as well
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    os.ftruncate(fd, size)
+    return fd
+
+
+@dataclass(frozen=True, slots=True)
+class RingLayout:
+    """What both sides must agree on; travels as JSON."""
+
+    num_readers: int
+    slot_bytes: int
+    num_slots: int = 4
+
+    def __post_init__(self) -> None:
+        if self.slot_bytes % _PAGE:
+            raise ValueError(f"slot_bytes must be a multiple of {_PAGE}, got {self.slot_bytes}")
+
+    @property
+    def header_bytes(self) -> int:
+        return (self.num_readers * _LINE + _PAGE - 1) // _PAGE * _PAGE
+
+    @property
+    def total_bytes(self) -> int:
+        return self.header_bytes + self.num_slots * self.slot_bytes
+
+    def to_fields(self) -> dict[str, int]:
+        return asdict(self)
+
+    @staticmethod
+    def holding(message_bytes: int, num_readers: int) -> "RingLayout":
+        """The layout whose slots hold messages of up to `message_bytes`."""
+        return RingLayout(num_readers, (message_bytes + _PAGE - 1) // _PAGE * _PAGE)
+
+
+class _Mapping:
+    """The shared pages, seen from either side."""
+
+    def __init__(self, memory_fd: int, layout: RingLayout) -> None:
+        self.layout = layout
+        self._map = mmap.mmap(memory_fd, layout.total_bytes)
+        self._bytes = memoryview(self._map)
+        self._counters = self._bytes[: layout.num_readers * _LINE].cast("Q")
+
+    def slot(self, message: int) -> memoryview:
+        start = self.layout.header_bytes + message % self.layout.num_slots * self.layout.slot_bytes
+        return self._bytes[start : start + self.layout.slot_bytes]
+
+    def finished(self, reader: int) -> int:
+        return self._counters[reader * _LINE // 8]
+
+    def set_finished(self, reader: int, message: int) -> None:
+        self._counters[reader * _LINE // 8] = message
+
+    def close(self) -> None:
+        self._counters.release()
+        self._bytes.release()
+        # An array over a slot may still be alive in the caller; the pages then go with the process.
+        with contextlib.suppress(BufferError):
+            self._map.close()
+
+
+class RingWriter:
+    """The writing side. Owns the wake pipes' write ends."""
+
+    def __init__(self, memory_fd: int, wake_fds: list[int], layout: RingLayout) -> None:
+        self._pages = _Mapping(memory_fd, layout)
+        self._wake_fds = wake_fds
+        self._message = 0
+
+    @contextlib.contextmanager
+    def send(self, *, rest_follows: bool = False) -> Generator[memoryview]:
+        """Yields the next slot to fill; on leaving, every reader is woken. With `rest_follows`, `send_rest` comes next.
+
+        Raises `RuntimeError` when a reader still holds the slot (more messages in flight than slots), and
+        `ChannelClosedError` when a reader is gone.
+        """
+        message = self._message + 1
+        for reader in range(len(self._wake_fds)):
+            if self._pages.finished(reader) + self._pages.layout.num_slots < message:
+                raise RuntimeError(f"reader {reader} has not finished message {message - self._pages.layout.num_slots}")
+        if not STORES_KEEP_ORDER:
+            fence()  # the slot is written after the counters were read
+        slot = self._pages.slot(message)
+        try:
+            yield slot
+        finally:
+            slot.release()
+        self._message = message
+        self._wake(_FIRST_PART if rest_follows else _WHOLE)
+
+    @contextlib.contextmanager
+    def send_rest(self) -> Generator[memoryview]:
+        """Yields the slot of the last message again; on leaving, readers may go on to what is written there now."""
+        slot = self._pages.slot(self._message)
+        try:
+            yield slot
+        finally:
+            # A log that keeps the traceback of a failure in here keeps arrays over the slot.
+            with contextlib.suppress(BufferError):
+                slot.release()
+        self._wake(_REST)
+
+    def _wake(self, word: bytes) -> None:
+        for reader, fd in enumerate(self._wake_fds):
+            try:
+                os.write(fd, word)
+            except OSError as error:
+                raise ChannelClosedError(f"reader {reader} is gone") from error
+
+    def finished(self, reader: int) -> int:
+        """The newest message that `reader` has finished with."""
+        return self._pages.finished(reader)
+
+    @property
+    def sent(self) -> int:
+        return self._message
+
+    def close(self) -> None:
+        for fd in self._wake_fds:
+            os.close(fd)
+        self._wake_fds = []
+        self._pages.close()
+
+
+class RingReader:
+    """One reading side. `wake_fd` can be given to `select` to wait for several things at once."""
+
+    def __init__(self, memory_fd: int, wake_fd: int, reader: int, layout: RingLayout) -> None:
+        self._pages = _Mapping(memory_fd, layout)
+        self.wake_fd = wake_fd
+        self._reader = reader
+        self._message = 0
+        self._lacks_rest = False
+
+    @contextlib.contextmanager
+    def recv(self, timeout_s: float | None = None) -> Generator[memoryview]:
+        """Blocks for the next message and yields its slot; on leaving, the slot may be overwritten.
+
+        Raises `ChannelClosedError` when the writer is gone and `TimeoutError` after `timeout_s`.
+        """
+        self.wait_for_rest(timeout_s)  # of the message before, if nobody needed it
+        self._lacks_rest = self._next_word(timeout_s) == _FIRST_PART
+        self._message += 1
+        slot = self._pages.slot(self._message)
+        try:
+            yield slot
+        finally:
+            # Arrays over the slot may outlive this block; releasing the view itself would raise for them.
+            with contextlib.suppress(BufferError):
+                slot.release()
+            if not STORES_KEEP_ORDER:
+                fence()  # the counter is written after the slot was read
+            self._pages.set_finished(self._reader, self._message)
+
+    def wait_for_rest(self, timeout_s: float | None = None) -> None:
+        """Blocks until the message that `recv` yielded is whole, as most are from the start. Raises like `recv`."""
+        if self._lacks_rest:
+            self._next_word(timeout_s)
+            self._lacks_rest = False
+
+    def _next_word(self, timeout_s: float | None) -> bytes:
+        if timeout_s is not None and not select.select([self.wake_fd], [], [], timeout_s)[0]:
+            raise TimeoutError(f"no message within {timeout_s} s")
+        word = os.read(self.wake_fd, 1)
+        if not word:
+            raise ChannelClosedError("the writer is gone")
+        return word
+
+    def close(self) -> None:
+        os.close(self.wake_fd)
+        self._pages.close()

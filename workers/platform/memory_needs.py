@@ -1,0 +1,86 @@
+"""What a rank needs of memory, as arithmetic that can be shown, and the refusal when there is not as much. Torch-free.
+
+Knows sizes of weights and of a step's tensors, as close as they matter beside each other. Does not allocate.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from workers.errors import StartupError
+from workers.platform.host_memory import free_host_bytes, human_bytes
+
+if TYPE_CHECKING:
+    from workers.config import WorkerConfig
+    from workers.layers.decoder_spec import DecoderSpec
+
+OUT_OF_MEMORY = 4  # exit code
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# How allocators say it: torch's on the CPU in two spellings, CUDA's, the system's own.
+_SAYINGS = ("can't allocate memory", "not enough memory", "out of memory", "cannot allocate memory", "bad_alloc")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed: torch raises its own kinds of `RuntimeError`, numpy a `MemoryError`."""
+    if isinstance(error, MemoryError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError | OSError | ImportError) and any(saying in text for saying in _SAYINGS)
+
+
+def weight_bytes(spec: DecoderSpec, dtype: str) -> int:
+    """Of the whole model, over all ranks."""
+    return spec.num_parameters * ITEM_BYTES[dtype]
+
+
+def step_bytes(config: WorkerConfig, spec: DecoderSpec) -> int:
+    """The tensors of the largest step that live at the same time, on one rank: a few rows of hidden size, the MLP's,
+    and float32 logits of the rows that ask."""
+    size, item = config.tensor_parallel_size, ITEM_BYTES[config.dtype]
+    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    row = 4 * spec.hidden_size + (heads + 3 * spec.intermediate_size) // size
+    rows_of_logits = min(config.max_num_batched_tokens, 128)
+    return config.max_num_batched_tokens * row * item + rows_of_logits * spec.vocab_size // size * 4
+
+
+def check_weights_fit(config: WorkerConfig, spec: DecoderSpec, dtype: str) -> None:
+    """On the CPU, where all ranks share the memory. Raises `StartupError` (exit code 4) with the arithmetic."""
+    need, free = weight_bytes(spec, dtype), free_host_bytes()
+    if need > free:
+        raise StartupError(
+            f"Not enough memory for the weights: {spec.num_parameters:,} parameters in {dtype} need "
+            f"{human_bytes(need)}, and {human_bytes(free)} is free.",
+            _smaller(dtype, "Free memory") + ".",
+            OUT_OF_MEMORY,
+        )
+
+
+def out_of_memory(
+    config: WorkerConfig, spec: DecoderSpec, doing: str, kv_bytes: int | None, free_bytes: int
+) -> StartupError:
+    """An allocation failed while `doing`. `kv_bytes`: of KV memory, once it is known."""
+    parts = [
+        f"{human_bytes(weight_bytes(spec, config.dtype) // config.tensor_parallel_size)} of weights ({config.dtype})",
+        f"about {human_bytes(step_bytes(config, spec))} for a step of {config.max_num_batched_tokens} tokens",
+    ]
+    if kv_bytes is not None:
+        parts.append(f"{human_bytes(kv_bytes)} of KV memory")
+    ranks = "" if config.tensor_parallel_size == 1 else f" of {config.tensor_parallel_size}"
+    first = "Lower --kv-cache-memory, --max-model-len or --max-num-batched-tokens"
+    if config.device == "cuda":
+        fix = (
+            f"{first}, or use more ranks (--tensor-parallel-size), a lower --gpu-memory-utilization or a smaller model."
+        )
+    else:
+        fix = f"{_smaller(config.dtype, first)}."
+    return StartupError(
+        f"Out of memory while {doing}: each rank{ranks} needs {', '.join(parts)}, and {human_bytes(free_bytes)} is "
+        "free.",
+        fix,
+        OUT_OF_MEMORY,
+    )
+
+
+def _smaller(dtype: str, first: str) -> str:
+    sixteen = ", or --dtype bfloat16, which is half as large" if dtype == "float32" else ""
+    return f"{first}, use a smaller model{sixteen}"

@@ -1,0 +1,145 @@
+"""What requests change about their raw logits before a token is chosen: bias, then penalties, then masks.
+
+Works on one rank's shard alone: every change to an id needs that id's logit and the step's numbers, nothing else. Only
+the entries named in the step are touched, and whole rows only where there is a mask. What was there comes back for rows
+that report logprobs, which are of the raw logits.
+
+Knows tensors and the step's sections. Does not know why an id is banned, nor how a token is chosen.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.kernels.cpu import build
+from workers.protocol import StepMetadata
+
+
+@dataclass(slots=True)
+class Adjusted:
+    """How to take the changes back, in reverse order."""
+
+    entries: list[tuple[Tensor, Tensor]]  # places in the flat logits, int64 [n], and what stood there
+    rows: Tensor  # int64 [R]   masked rows that report logprobs
+    raw_rows: Tensor  # float32 [R, V]
+
+    def undo(self, x: Tensor) -> None:
+        """Rows of `x` that report logprobs are raw again; masked ones that report none are not."""
+        for places, before in reversed(self.entries):
+            x.view(-1).index_copy_(0, places, before)
+        x.index_copy_(0, self.rows, self.raw_rows)
+
+
+def adjust(x: Tensor, step: StepMetadata, first_id: int, reporting: np.ndarray) -> Adjusted | None:
+    """Change `x`, this rank's contiguous float32 [L, V] from id `first_id` on.
+
+    `reporting` bool [L]: rows that want logprobs. None when no row asks for anything.
+    """
+    has_mask = len(step.mask_rows) > 0
+    if not (has_mask or len(step.bias_rows) or len(step.penalty_rows)):
+        return None
+    kept = step.mask_rows[reporting[step.mask_rows]]
+    rows = torch.from_numpy(kept).to(x.device, torch.int64)
+    done = Adjusted([], rows, x[rows])
+    if len(step.bias_rows):
+        _add_bias(x, step, first_id, done)
+    if len(step.penalty_rows):
+        _penalise(x, step, first_id, done)
+    if has_mask:
+        _mask(x, step, first_id)
+    return done
+
+
+def _add_bias(x: Tensor, step: StepMetadata, first_id: int, done: Adjusted) -> None:
+    ours, places = _places(x, step.bias_rows, step.bias_ids - first_id)
+    logits = x.view(-1)
+    done.entries.append((places, logits.index_select(0, places)))
+    # an id may be biased and banned: additions commute
+    logits.index_add_(0, places, _moved(step.bias_values[ours], x, torch.float32))
+
+
+def _penalise(x: Tensor, step: StepMetadata, first_id: int, done: Adjusted) -> None:
+    """Repetition first, then frequency and presence; in float64, rounded once."""
+    lengths = np.diff(step.history_starts)
+    ours, places = _places(x, np.repeat(step.penalty_rows, lengths), step.history_ids - first_id)
+
+    def column(values: np.ndarray) -> Tensor:
+        return _moved(np.repeat(values, lengths)[ours], x, torch.float64)
+
+    before = x.view(-1).index_select(0, places)
+    done.entries.append((places, before))
+    logits = before.double()
+    if (step.repetition != 1).any():
+        factor = column(step.repetition)
+        logits = logits.clamp(min=0).div_(factor).add_(logits.clamp(max=0).mul_(factor))
+    if step.frequency.any() or step.presence.any():
+        counts = _moved(step.history_counts[ours], x, torch.float64)
+        logits -= column(step.frequency) * counts
+        logits -= column(step.presence) * (counts > 0)
+    x.view(-1).index_copy_(0, places, logits.float())
+
+
+def _places(x: Tensor, rows: np.ndarray, local_ids: np.ndarray) -> tuple[slice | np.ndarray, Tensor]:
+    """Which entries are of ids that this rank has, and where those stand in its flat logits: int64 [n]."""
+    width = x.shape[1]
+    ours: slice | np.ndarray = slice(None)
+    if len(local_ids) and (local_ids.min() < 0 or local_ids.max() >= width):
+        ours = np.flatnonzero((local_ids >= 0) & (local_ids < width))
+    return ours, _moved(rows[ours].astype(np.int64) * width + local_ids[ours], x, torch.int64)
+
+
+def _mask(x: Tensor, step: StepMetadata, first_id: int) -> None:
+    """-inf for every id whose bit is not set; NaN stays, so that a broken row is still seen."""
+    if x.device.type == "cpu" and build.why_not() is None:
+        words = np.ascontiguousarray(step.mask_bits)
+        rows = np.ascontiguousarray(step.mask_rows)
+        build.library().oarlock_mask(
+            ctypes.c_void_p(x.data_ptr()), ctypes.c_long(x.stride(0)),
+            ctypes.c_void_p(rows.ctypes.data), ctypes.c_void_p(words.ctypes.data),
+            *map(ctypes.c_long, (len(rows), words.shape[1], first_id, x.shape[1])),
+        )  # fmt: skip
+    else:
+        mask_plainly(x, step, first_id)
+
+
+def mask_plainly(x: Tensor, step: StepMetadata, first_id: int) -> None:
+    """The same from torch's and numpy's operations: every device, and the judge of the kernel."""
+    first_word, last_word = first_id // 32, -(-(first_id + x.shape[1]) // 32)
+    bits = step.mask_bits[:, first_word:last_word]  # [G, W]   fewer words than ids: beyond the vocabulary
+    allowed = _bits_here(bits) if x.device.type == "cpu" else _bits_there(bits, x.device)
+    allowed = allowed[:, first_id % 32 :][:, : x.shape[1]]  # [G, up to V]
+    width = allowed.shape[1]
+    if x.device.type == "cpu":
+        # A row at a time stays in the cache, and arithmetic has no branch to mispredict: 1/1 - 1 = 0, 1/0 - 1 = inf.
+        for row, ones in zip(step.mask_rows.tolist(), allowed, strict=True):
+            x[row, :width].sub_(ones.float().reciprocal_().sub_(1))
+    else:
+        rows = torch.from_numpy(step.mask_rows).to(x.device, torch.int64)
+        x[rows, :width] = x[rows, :width] - allowed.float().reciprocal_().sub_(1)
+
+
+def _bits_here(words: np.ndarray) -> Tensor:
+    """uint32 [G, W] -> 0 or 1 each, uint8 [G, 32 W]: numpy has a loop for it."""
+    return torch.from_numpy(np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=1, bitorder="little"))
+
+
+def _bits_there(words: np.ndarray, device: torch.device) -> Tensor:
+    """The same on a device, to which only the words travel."""
+    moved = torch.from_numpy(np.ascontiguousarray(words).view(np.int32)).to(device)
+    return (moved.unsqueeze(2) >> torch.arange(32, device=device, dtype=torch.int32)).bitwise_and_(1).flatten(1)
+
+
+def bans_all(step: StepMetadata, row: int, vocab_size: int) -> bool:
+    """Whether bias and mask together ban every id in `row` of the L rows."""
+    allowed = np.ones(vocab_size, np.uint8)
+    for words in step.mask_bits[step.mask_rows == row]:
+        allowed &= np.unpackbits(words.astype("<u4").view(np.uint8), bitorder="little")[:vocab_size]
+    allowed[step.bias_ids[(step.bias_rows == row) & (step.bias_values == -np.inf)]] = 0
+    return not allowed.any()
+
+
+def _moved(array: np.ndarray, x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.from_numpy(array).to(x.device, dtype)

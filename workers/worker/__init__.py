@@ -1,0 +1,1 @@
+"""One rank: its process, the model runner, and the executors that start and drive ranks."""

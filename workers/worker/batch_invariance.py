@@ -1,0 +1,199 @@
+"""Whether this machine keeps the promise that a token's numbers do not depend on its company: tried out at the start.
+
+A model with the same weights but only one layer of each kind gets one prompt in several ways: whole and alone, beside
+others, cut into chunks, decoded token by token, decoded among many. Every way must give the same bits. It is a sample:
+the tests compare whole answers, this finds the processor or library whose kernels round by the shape of the batch.
+
+Knows the decoder, a backend and steps. Does not know which kernels they use, or requests.
+"""
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.attention.backend import AttentionBackend, LayerKV
+from workers.attention.forward_batch import Batch
+from workers.attention.reference import ReferenceBackend
+from workers.models.decoder import Decoder
+from workers.protocol import NULL_BLOCK, StepMetadata
+
+PROMPT = 67  # tokens: two blocks of columns and a bit, an odd number
+OTHERS = 31
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`reason` is one sentence for the log: what was found, either way."""
+
+    batch_invariant: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some tokens of one sequence in a step."""
+
+    token_ids: Sequence[int]
+    start: int  # position of the first
+    table: Sequence[int]  # blocks; only the null block for company, whose results nobody reads
+
+
+class _Trial:
+    """One prompt in blocks of its own, and steps that hold some of it."""
+
+    def __init__(
+        self, model: Decoder, kv: list[LayerKV], backend: AttentionBackend, block_size: int, length: int
+    ) -> None:
+        layers = one_of_each_kind(model)
+        self.model = model.with_layers(layers)
+        self.kv = [kv[layer] for layer in layers]
+        self.backend = backend
+        self.block_size = block_size
+        self.draw = random.Random(0)
+        self.prompt = self._tokens(length)
+        self.table = range(NULL_BLOCK + 1, NULL_BLOCK + 2 + (length - 1) // block_size)
+
+    def whole(self) -> Tensor:
+        """The prompt in one step of its own: [length, hidden]."""
+        return self._run([self._own(0, len(self.prompt))])[0]
+
+    def beside_others(self) -> Tensor:
+        before = [self._other(1, context) for context in (1, 5, 40)]
+        parts = [*before, self._own(0, len(self.prompt)), self._other(9, 9), self._other(3, 20)]
+        return self._run(parts)[len(before)]
+
+    def in_chunks(self) -> Tensor:
+        cuts = [0, *(cut for cut in (5, 11, 28, 36) if cut < len(self.prompt)), len(self.prompt)]
+        return torch.cat([self._run([self._own(a, b)])[0] for a, b in pairwise(cuts)])
+
+    def decoded(self, count: int, others: int) -> Tensor:
+        """The last `count` tokens one by one, after the rest of the prompt."""
+        first = max(0, len(self.prompt) - count)
+        results = [self._run([self._own(0, first)])[0]] if first else []
+        for position in range(first, len(self.prompt)):
+            company = [self._other(1, 1 + 3 * number) for number in range(others)]
+            place = others // 2
+            parts = [*company[:place], self._own(position, position + 1), *company[place:]]
+            results.append(self._run(parts)[place])
+        return torch.cat(results)
+
+    def _own(self, start: int, stop: int) -> _Part:
+        return _Part(self.prompt[start:stop], start, self.table)
+
+    def _other(self, count: int, context: int) -> _Part:
+        return _Part(self._tokens(count), context - count, [NULL_BLOCK] * (1 + (context - 1) // self.block_size))
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.draw.randrange(self.model.spec.vocab_size) for _ in range(count)]
+
+    def _run(self, parts: list[_Part]) -> list[Tensor]:
+        """Results of one step, for each part: [tokens, hidden]."""
+        batch = Batch.from_step(_step(parts, self.block_size), self.model.place.device)
+        hidden = self.model(batch, self.kv, self.backend, self.backend.prepare(batch))  # [T, hidden]
+        return list(hidden.split([len(part.token_ids) for part in parts]))
+
+
+def batch_invariance(
+    model: Decoder,
+    kv: list[LayerKV],
+    backend: AttentionBackend,
+    *,
+    num_blocks: int,
+    block_size: int,
+    max_len: int,
+) -> Verdict:
+    """Try it. Every rank of a group must call this at the same point: layers meet in their sums.
+
+    Uses the first blocks of `kv`, which must hold nothing yet that anybody needs.
+    """
+    device = model.place.device
+    if device.type != "cpu":
+        return Verdict(False, f"on {device.type} the libraries choose kernels by the shape of the batch")
+    if isinstance(backend, ReferenceBackend):
+        return Verdict(
+            False, "reference attention adds up in an order that torch chooses by shape, and promises nothing"
+        )
+    started = time.monotonic()
+    length = min(PROMPT, max_len, (num_blocks - 1) * block_size)
+    trial = _Trial(model, kv, backend, block_size, length)
+    whole = trial.whole()
+    ways = {
+        "a prompt beside others": trial.beside_others,
+        "a prompt in chunks": trial.in_chunks,
+        "tokens decoded alone": lambda: trial.decoded(4, 0),
+        f"a token decoded among {OTHERS} others": lambda: trial.decoded(1, OTHERS),
+    }
+    faults = [_difference(name, whole, way()) for name, way in ways.items()]
+    faults.append(_logits_fault(model, whole))
+    found = [fault for fault in faults if fault is not None]
+    if found:
+        return Verdict(False, f"{found[0]}, with {backend.name} attention in {_name(model)}")
+    spent = time.monotonic() - started
+    return Verdict(True, f"{length} tokens gave the same bits in {len(ways) + 1} ways ({spent:.2f} s)")
+
+
+def one_of_each_kind(model: Decoder) -> list[int]:
+    """The first layer of each window and rotation."""
+    spec = model.spec
+    kinds = [(spec.windows[layer], spec.rope_of(layer)) for layer in range(spec.num_layers)]
+    return [layer for layer, kind in enumerate(kinds) if kinds.index(kind) == layer]
+
+
+def _logits_fault(model: Decoder, hidden: Tensor) -> str | None:
+    """One row of logits alone against the same among others. (A large vocabulary makes every row count.)"""
+    some = hidden[-min(5, len(hidden)) :]
+    alone = model.compute_logits(some[-1:].contiguous())
+    return _difference("a row of logits among others", alone, model.compute_logits(some)[-1:])
+
+
+def _difference(name: str, expected: Tensor, found: Tensor) -> str | None:
+    """None if they are the same bits, else a sentence with the size of the difference."""
+    if torch.equal(expected, found):
+        return None
+    gaps = (expected.double() - found.double()).nan_to_num(posinf=0.0, neginf=0.0).abs()
+    share = f"{int((expected != found).sum())} of {expected.numel()} numbers"
+    return f"{name}: {share} differ from those of the prompt alone, by {float(gaps.max()):.1e} at most"
+
+
+def _name(model: Decoder) -> str:
+    return str(model.place.dtype).removeprefix("torch.")
+
+
+def _step(parts: list[_Part], block_size: int) -> StepMetadata:
+    """A step of these parts that asks for no logits."""
+    positions = [np.arange(part.start, part.start + len(part.token_ids)) for part in parts]
+    tables = np.full((len(parts), max(len(part.table) for part in parts)), NULL_BLOCK, np.int32)
+    for row, part in enumerate(parts):
+        tables[row, : len(part.table)] = part.table
+    slots = [
+        tables[row, p // block_size].astype(np.int64) * block_size + p % block_size for row, p in enumerate(positions)
+    ]
+    counts = [len(part.token_ids) for part in parts]
+    ints, floats = np.empty(0, np.int32), np.empty(0, np.float32)
+    return StepMetadata(
+        step_id=0,
+        token_ids=np.array([token for part in parts for token in part.token_ids], np.int32),
+        positions=np.concatenate(positions).astype(np.int32),
+        slot_mapping=np.concatenate(slots),
+        query_start_loc=np.cumsum([0, *counts]).astype(np.int32),
+        seq_lens=np.array([part.start + len(part.token_ids) for part in parts], np.int32),
+        block_tables=tables,
+        logits_indices=ints,
+        target_ids=ints,
+        sample_positions=ints,
+        temperature=floats,
+        top_p=floats,
+        top_k=ints,
+        min_p=floats,
+        seeds=np.empty(0, np.int64),
+        num_logprobs=ints,
+        bias_rows=ints,
+        bias_ids=ints,
+        bias_values=floats,
+    )

@@ -1,0 +1,86 @@
+"""How many KV blocks a rank can have: bytes in, blocks out, and a refusal that shows its arithmetic.
+
+Knows memory limits of the machine and the exact price of a block. Does not know page layouts (the attention backend
+owns them) or who uses which block (the engine does).
+"""
+
+import torch
+
+from workers.attention.backend import KVSpec
+from workers.config import WorkerConfig
+from workers.errors import StartupError
+from workers.layers.decoder_spec import DecoderSpec
+from workers.platform.host_memory import free_host_bytes, human_bytes
+from workers.platform.memory_needs import OUT_OF_MEMORY
+
+# Of the memory that is free once the weights are loaded: the machine has other work, and the page cache serves too.
+CPU_SHARE = 0.25
+# Block 0 is the null block, and a backend may keep one page that is never written.
+RESERVED_BLOCKS = 2
+
+
+def available_kv_bytes(config: WorkerConfig, device: torch.device) -> int:
+    """Bytes this rank may spend on KV memory, asked once its weights are loaded. An explicit size wins."""
+    if config.kv_cache_bytes is not None:
+        return config.kv_cache_bytes
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        # What lies above the utilisation is left for activations, libraries and other processes.
+        return max(0, int(config.gpu_memory_utilization * total) - (total - free))
+    return int(free_host_bytes() * CPU_SHARE) // config.tensor_parallel_size
+
+
+def free_bytes(device: torch.device) -> int:
+    """What is left of the memory that tensors on `device` are made of."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
+
+
+def blocks_that_fit(spec: KVSpec, config: WorkerConfig, available_bytes: int) -> int:
+    """Blocks to allocate, the null block included: at least one full sequence's, else `StartupError` (exit code 4).
+
+    Measured host memory is not taken beyond what `max_num_seqs` full sequences can use; an explicit size and device
+    memory, which nobody else wants, are used whole, because spare blocks keep prefixes for later requests.
+    """
+    assert config.max_model_len is not None, "preflight resolves the context length"
+    per_sequence = -(-config.max_model_len // spec.block_size)
+    fitting = available_bytes // spec.bytes_per_block
+    if fitting < per_sequence + RESERVED_BLOCKS:
+        raise _too_small(spec, config, available_bytes, per_sequence)
+    blocks = fitting - RESERVED_BLOCKS + 1
+    if config.kv_cache_bytes is None and spec.device.type == "cpu":
+        blocks = min(blocks, config.max_num_seqs * per_sequence + 1)
+    return blocks
+
+
+def check_given_size(config: WorkerConfig, spec: DecoderSpec) -> None:
+    """Whether `--kv-cache-memory` holds one sequence, as far as that can be known before a rank starts."""
+    assert config.kv_cache_bytes is not None, "only a given size can be checked beforehand"
+    kv_spec = KVSpec(
+        num_layers=spec.num_layers,
+        num_kv_heads=max(1, spec.num_kv_heads // config.tensor_parallel_size),
+        head_dim=spec.head_dim,
+        block_size=config.block_size,
+        dtype=getattr(torch, config.dtype),
+        device=torch.device(config.device),
+    )
+    blocks_that_fit(kv_spec, config, config.kv_cache_bytes)
+
+
+def _too_small(spec: KVSpec, config: WorkerConfig, available: int, per_sequence: int) -> StartupError:
+    need = (per_sequence + RESERVED_BLOCKS) * spec.bytes_per_block
+    largest = max(0, (available // spec.bytes_per_block - RESERVED_BLOCKS) * spec.block_size)
+    if config.kv_cache_bytes is not None:
+        source = "--kv-cache-memory gives"
+    elif spec.device.type == "cuda":
+        source = f"--gpu-memory-utilization {config.gpu_memory_utilization} leaves"
+    else:
+        source = f"{CPU_SHARE:.0%} of free memory shared by {config.tensor_parallel_size} rank(s) is"
+    cause = (
+        f"Not enough KV memory for one sequence of {config.max_model_len} tokens: it needs {human_bytes(need)} per "
+        f"rank ({per_sequence} + {RESERVED_BLOCKS} blocks x {spec.block_size} tokens x {spec.bytes_per_token} bytes = "
+        f"2 x {spec.num_layers} layers x {spec.num_kv_heads} KV heads x {spec.head_dim} x {spec.dtype.itemsize} bytes "
+        f"a token), and {source} {human_bytes(available)}."
+    )
+    shorter = f"lower --max-model-len to {largest} or less" if largest else "free memory or use a smaller model"
+    return StartupError(cause, f"Raise --kv-cache-memory to {-(-need // 2**20)}MiB or {shorter}.", OUT_OF_MEMORY)

@@ -1,0 +1,78 @@
+"""How far ranks have come while they load, and which of them is stuck when nothing moves any more.
+
+Knows the messages of a rank that starts. Does not know processes or channels.
+"""
+
+from collections.abc import Sequence
+
+from workers.config import WorkerInfo
+from workers.distributed.shm_layout import last_of
+from workers.errors import StartupError
+
+HUNG = 6  # exit code
+
+# In the order in which every rank goes through them, as its messages are called or name them.
+PHASES = ("starting", "joining", "loading", "loaded", "allocating", "timing", "ready")
+_DOING = {
+    "starting": "importing its libraries",
+    "joining": "meeting the other ranks",
+    "loading": "reading the weights",
+    "loaded": "waiting for the other ranks",
+    "allocating": "allocating KV memory and trying the model out",
+    "timing": "timing a few steps",
+    "ready": "waiting for the other ranks",
+}
+
+
+class Loading:
+    """`hear` takes the messages in; the rest tells what follows from them."""
+
+    def __init__(self, size: int) -> None:
+        self._phases = ["starting"] * size
+        self._fractions = [0.0] * size
+        self._blocks: dict[int, int] = {}
+        self.infos: dict[int, WorkerInfo] = {}
+
+    def hear(self, rank: int, message: dict) -> None:
+        """Raises `StartupError` when the rank has failed."""
+        kind = message["kind"]
+        if kind == "failed":
+            raise StartupError(message["cause"], message["fix"], int(message["exit_code"]))
+        if kind == "phase":
+            self._phases[rank] = message["name"]
+        elif kind == "progress":
+            self._fractions[rank] = float(message["fraction"])
+        elif kind == "loaded":
+            self._phases[rank] = kind
+            self._blocks[rank] = int(message["num_blocks"])
+        elif kind == "ready":
+            self._phases[rank] = kind
+            self.infos[rank] = WorkerInfo.from_json(message["info"])
+
+    @property
+    def fraction(self) -> float:
+        """Of the weights, read by the slowest rank."""
+        return min(self._fractions)
+
+    @property
+    def num_blocks(self) -> int | None:
+        """The smallest number of KV blocks that any rank has room for, once all have said theirs."""
+        return min(self._blocks.values()) if len(self._blocks) == len(self._phases) else None
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.infos) == len(self._phases)
+
+    def stuck(self, collectives: Sequence[int], timeout_s: float) -> StartupError:
+        """What to say when nothing was heard for `timeout_s`. `collectives`: the newest each rank has come to."""
+        phases = [PHASES.index(phase) for phase in self._phases]
+        last = last_of(phases, collectives)
+        rank = phases.index(min(phases)) if last is None else last
+        phase = self._phases[rank]
+        share = f" ({self._fractions[rank]:.0%} read)" if phase == "loading" else ""
+        others = "" if last is not None else "; other ranks are as far"
+        return StartupError(
+            f"rank {rank} has made no progress for {timeout_s:g} s while {_DOING[phase]}{share}{others}.",
+            "If the model or Python's packages lie on a network file system, see whether it answers; then start again.",
+            HUNG,
+        )

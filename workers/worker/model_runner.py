@@ -1,0 +1,266 @@
+"""One rank's model: load it, size its KV memory, execute steps.
+
+Knows tensors. Does not know processes, channels, requests or why a step looks the way it does.
+"""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from workers.attention.forward_batch import Batch
+from workers.attention.selector import choose
+from workers.config import WorkerConfig, WorkerInfo
+from workers.distributed.parallel_state import TensorParallel
+from workers.kernels.cpu.in_use import kernels_in_use
+from workers.models.decoder import Decoder
+from workers.platform.memory_needs import is_out_of_memory, out_of_memory
+from workers.preflight import read_spec
+from workers.protocol import StepMetadata, StepOutput
+from workers.sampling.sampler import Sampler
+from workers.step_cost import StepCost
+from workers.weights.checkpoint import Checkpoint
+from workers.weights.dummy import DummyWeights
+from workers.weights.reader import WeightReader
+from workers.worker.batch_invariance import batch_invariance
+from workers.worker.kv_cache_size import available_kv_bytes, blocks_that_fit, free_bytes
+from workers.worker.step_timing import null_step, time_steps
+
+logger = logging.getLogger("oarlock.runner")
+
+# Rows of logits that exist at once: prompt scoring may ask for thousands of them, 600 KB each at a vocabulary of 152 k.
+MAX_LOGITS_ROWS = 128
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Runner:
+    """`load`, then `allocate`, then `execute` as often as you like."""
+
+    def __init__(self, config: WorkerConfig, tp: TensorParallel) -> None:
+        """`config` must be resolved (see `workers.preflight`)."""
+        self.config = config
+        self.tp = tp
+        self.device = device_of(config, tp.rank)
+        self.dtype = DTYPES[config.dtype]
+        if self.device.type == "cpu" and config.num_threads:
+            torch.set_num_threads(config.num_threads)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.spec = read_spec(config.model_path, config.max_model_len, tied=config.tie_word_embeddings)
+        self._load_seconds = 0.0
+        self.step_cost: StepCost | None = None
+        self.num_blocks: int | None = None
+
+    def load(self, on_progress: Callable[[float], None]) -> None:
+        """Read this rank's slice of every weight. `on_progress` gets the fraction read so far, some of them often: it
+        also says that something moves."""
+        started = time.monotonic()
+        with self._memory_for("reading the weights"):
+            self._load(on_progress)
+        self._load_seconds = time.monotonic() - started
+
+    def _load(self, on_progress: Callable[[float], None]) -> None:
+        done = 0.0
+
+        def report(fraction: float) -> None:
+            nonlocal done
+            done = fraction
+            on_progress(fraction)
+
+        self.model = Decoder(self.spec, self.tp, self.dtype, self.device)
+        if self.config.load_format == "dummy":
+            self.model.load(DummyWeights(self.config.seed), report)
+        else:
+            checkpoint = Checkpoint.open(Path(self.config.model_path))
+            with WeightReader(
+                checkpoint, check_finite=self.config.check_weights, on_read=lambda: on_progress(done)
+            ) as weights:
+                self.model.load(weights, report)
+        self.kv_spec = self.model.kv_spec(self.config.block_size, self.device)
+        self.backend = choose(self.kv_spec, self.config.attention_backend, logger.info)
+        self.sampler = Sampler(self.tp, self.model.vocab_start, self.model.vocab_local, self.spec.vocab_size)
+
+    def num_blocks_that_fit(self) -> int:
+        """How many KV blocks this rank has room for. Raises `StartupError` when one sequence would not fit."""
+        if self.config.num_kv_blocks is not None:
+            return self.config.num_kv_blocks
+        return blocks_that_fit(self.kv_spec, self.config, available_kv_bytes(self.config, self.device))
+
+    def allocate(self, num_blocks: int) -> None:
+        """Create the pages and run one small step, so that the first request does not pay for lazy initialisation.
+
+        Then see whether this machine keeps the promise of batch invariance.
+        """
+        self.num_blocks = num_blocks
+        block_size, max_len = self.config.block_size, self.config.max_model_len
+        assert max_len is not None
+        with self._memory_for("allocating KV memory"):
+            self.kv = self.backend.allocate(num_blocks)
+        with self._memory_for("trying the model out"), torch.inference_mode():
+            self.execute(null_step(2, 2, 1, block_size))
+            self.invariance = batch_invariance(
+                self.model,
+                self.kv,
+                self.backend,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                max_len=max_len,
+            )
+
+    def time_steps(self) -> StepCost:
+        """What steps cost here; every rank must ask at the same point. Valid after `allocate`, before any request."""
+        assert self.config.max_model_len is not None
+        with self._memory_for("timing a few steps"):
+            self.step_cost = time_steps(
+                self.execute,
+                self._largest_of_all,
+                max_tokens=self.config.max_num_batched_tokens,
+                max_model_len=self.config.max_model_len,
+                block_size=self.config.block_size,
+            )
+        return self.step_cost
+
+    @contextmanager
+    def _memory_for(self, doing: str) -> Generator[None]:
+        """Whatever way an allocator has of saying that there is no memory becomes a `StartupError` with the sums."""
+        try:
+            yield
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            kv_bytes = None if self.num_blocks is None else self.num_blocks * self.kv_spec.bytes_per_block
+            raise out_of_memory(self.config, self.spec, doing, kv_bytes, free_bytes(self.device)) from error
+
+    def _largest_of_all(self, number: float) -> float:
+        mine = torch.tensor([number], dtype=torch.float64, device=self.device)
+        return float(self.tp.all_gather(mine).max())
+
+    def info(self) -> WorkerInfo:
+        """What the group reports upwards. Valid after `allocate`."""
+        config = self.config
+        assert config.max_model_len is not None and self.num_blocks is not None
+        return WorkerInfo(
+            num_blocks=self.num_blocks,
+            block_size=config.block_size,
+            max_model_len=config.max_model_len,
+            vocab_size=self.spec.vocab_size,
+            tensor_parallel_size=self.tp.size,
+            device=self.device.type,
+            dtype=config.dtype,
+            attention_backend=self.backend.name,
+            architecture=self.spec.architecture,
+            num_parameters=self.model.num_parameters,
+            weight_bytes_per_rank=self.model.weight_bytes,
+            kv_bytes_per_token_per_rank=self.kv_spec.bytes_per_token,
+            load_seconds=round(self._load_seconds, 3),
+            sliding_window=self.spec.longest_window,
+            kernels=kernels_in_use(self.device),
+            batch_invariant=self.invariance.batch_invariant,
+            batch_invariant_reason=self.invariance.reason,
+            step_cost=self.step_cost,
+        )
+
+    @torch.inference_mode()
+    def execute(self, step: StepMetadata, await_masks: Callable[[], None] | None = None) -> StepOutput | None:
+        """Run one step. Rank 0 returns the answer, the others None; every rank makes the same collective calls.
+
+        `await_masks` returns as soon as `step.mask_bits` are complete; without it they are.
+        """
+        if step.num_seqs == 0:
+            return empty_output(step.step_id) if self.tp.rank == 0 else None
+        batch = Batch.from_step(step, self.device)
+        plan = self.backend.prepare(batch)
+        hidden = self.model(batch, self.kv, self.backend, plan)  # [T, hidden_size]
+        if batch.num_logits == 0:
+            return empty_output(step.step_id) if self.tp.rank == 0 else None
+        parts = []
+        for start in range(0, batch.num_logits, MAX_LOGITS_ROWS):
+            stop = min(start + MAX_LOGITS_ROWS, batch.num_logits)
+            logits = self.model.compute_logits(hidden[batch.logits_indices[start:stop]])  # float32 [L, vocab_local]
+            if await_masks is not None:
+                await_masks()
+            parts.append(self.sampler.sample(logits, rows_of(step, start, stop)))
+        answers = [part for part in parts if part is not None]
+        return joined(answers) if answers else None
+
+
+def device_of(config: WorkerConfig, rank: int) -> torch.device:
+    """The device of `rank`: its own GPU, or the CPU."""
+    return torch.device("cuda", rank) if config.device == "cuda" else torch.device("cpu")
+
+
+def rows_of(step: StepMetadata, start: int, stop: int) -> StepMetadata:
+    """The same step with logits rows `start` to `stop` only."""
+    if start == 0 and stop == len(step.logits_indices):
+        return step
+    cut = {
+        name: getattr(step, name)[start:stop]
+        for name in (
+            "logits_indices",
+            "target_ids",
+            "sample_positions",
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "seeds",
+            "num_logprobs",
+        )
+    }
+    first, last = np.searchsorted(step.bias_rows, (start, stop))
+    first_penalty, last_penalty = np.searchsorted(step.penalty_rows, (start, stop))
+    first_mask, last_mask = np.searchsorted(step.mask_rows, (start, stop))
+    history = step.history_starts[first_penalty : last_penalty + 1]
+    return dataclasses.replace(
+        step,
+        **cut,
+        bias_rows=step.bias_rows[first:last] - start,
+        bias_ids=step.bias_ids[first:last],
+        bias_values=step.bias_values[first:last],
+        penalty_rows=step.penalty_rows[first_penalty:last_penalty] - start,
+        repetition=step.repetition[first_penalty:last_penalty],
+        frequency=step.frequency[first_penalty:last_penalty],
+        presence=step.presence[first_penalty:last_penalty],
+        history_starts=history - history[0],
+        history_ids=step.history_ids[history[0] : history[-1]],
+        history_counts=step.history_counts[history[0] : history[-1]],
+        mask_rows=step.mask_rows[first_mask:last_mask] - start,
+        mask_bits=step.mask_bits[first_mask:last_mask],
+    )
+
+
+def empty_output(step_id: int) -> StepOutput:
+    """The answer to a step in which no row asked for logits."""
+    return StepOutput(step_id=step_id, token_ids=np.empty(0, np.int32), finite=np.empty(0, np.uint8))
+
+
+def joined(parts: list[StepOutput]) -> StepOutput:
+    """One answer from those of consecutive row chunks. Chunks that wanted fewer top logprobs are padded with id -1."""
+    if len(parts) == 1:
+        return parts[0]
+    width = max(-1 if part.top_ids is None else part.top_ids.shape[1] for part in parts)
+    token_ids = np.concatenate([part.token_ids for part in parts])
+    finite = np.concatenate([part.finite for part in parts])
+    if width < 0:
+        return StepOutput(parts[0].step_id, token_ids, finite)
+    rows = len(token_ids)
+    logprobs = np.zeros(rows, np.float32)
+    ranks = np.zeros(rows, np.int32)
+    top_ids = np.full((rows, width), -1, np.int32)
+    top_logprobs = np.full((rows, width), -np.inf, np.float32)
+    start = 0
+    for part in parts:
+        here = slice(start, start + len(part.token_ids))
+        start = here.stop
+        if part.logprobs is None or part.ranks is None or part.top_ids is None or part.top_logprobs is None:
+            continue  # no row of this chunk wanted them
+        columns = part.top_ids.shape[1]
+        logprobs[here], ranks[here] = part.logprobs, part.ranks
+        top_ids[here, :columns], top_logprobs[here, :columns] = part.top_ids, part.top_logprobs
+    return StepOutput(parts[0].step_id, token_ids, finite, logprobs, ranks, top_ids, top_logprobs)

@@ -1,0 +1,276 @@
+"""N rank processes on this host: spawned without pickling, fed through one ring, watched through their sockets.
+
+group --steps--> ring --> rank 0 .. rank N-1          rank 0 --answers--> ring --> group
+group <--control (JSON lines)--> each rank            rank <--collectives--> rank (shared memory, gloo or NCCL)
+"""
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+from dataclasses import replace
+from typing import NoReturn
+
+from workers.config import LOADING_TIMEOUT_S, WorkerConfig, WorkerInfo
+from workers.distributed.control_channel import Control
+from workers.distributed.shm_layout import Flags, last_of, total_bytes
+from workers.distributed.shm_ring import ChannelClosedError, RingLayout, RingReader, RingWriter, anonymous_memory
+from workers.errors import StartupError, WorkerError
+from workers.executor import FillMasks, OnProgress
+from workers.protocol import (
+    StepMetadata,
+    StepOutput,
+    empty_step,
+    max_output_bytes,
+    max_step_bytes,
+    pack_step,
+    unpack_output,
+    unpack_step,
+)
+from workers.python_child import start_python
+from workers.step_cost import adapted
+from workers.worker.loading import Loading
+from workers.worker.worker_process import RankArguments
+
+logger = logging.getLogger("oarlock.group")
+
+_COLLECTIVE_BUFFER_BYTES = 4 << 20  # longer tensors go through in pieces
+_GRACE_S = 3.0  # for a rank to leave by itself
+_KILL_S = 5.0  # for the kernel to end a rank; one that waits for a dead network file system may never end
+
+
+class ProcessGroup:
+    """Starts the ranks in its constructor; raises `StartupError` with everything cleaned up when one cannot load."""
+
+    def __init__(
+        self, config: WorkerConfig, on_progress: OnProgress, *, loading_timeout_s: float = LOADING_TIMEOUT_S
+    ) -> None:
+        """`loading_timeout_s`: the longest time without a word of any rank."""
+        self.config = config
+        self._loading_timeout_s = loading_timeout_s
+        self._size = config.tensor_parallel_size
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._controls: list[Control] = []
+        self._step_id = 0
+        self._closed = False
+        try:
+            self._spawn()
+            self.info = self._load(on_progress)
+            if self.info.step_cost is not None:
+                self.config = adapted(config, self.info.step_cost)
+        except BaseException:
+            self.close(grace_s=0.0)
+            raise
+        logger.info("event=ranks_ready size=%d pids=%s", self._size, ",".join(map(str, self.rank_pids)))
+
+    @property
+    def rank_pids(self) -> tuple[int, ...]:
+        return tuple(process.pid for process in self._processes)
+
+    # -- start
+
+    def _spawn(self) -> None:
+        """Create all channels, then one process per rank that inherits its ends of them."""
+        step_layout = RingLayout.holding(max_step_bytes(self.config), self._size)
+        output_layout = RingLayout.holding(max_output_bytes(self.config), 1)
+        step_memory = anonymous_memory(step_layout.total_bytes)
+        output_memory = anonymous_memory(output_layout.total_bytes)
+        collective_memory = anonymous_memory(total_bytes(self._size, _COLLECTIVE_BUFFER_BYTES))
+        step_pipes = [os.pipe() for _ in range(self._size)]
+        output_pipe = os.pipe()
+        listener = socket.create_server(("127.0.0.1", 0))
+        self._steps = RingWriter(step_memory, [write for _, write in step_pipes], step_layout)
+        self._answers = RingReader(output_memory, output_pipe[0], 0, output_layout)
+        self._collectives = Flags(collective_memory, self._size)
+        for rank in range(self._size):
+            ours, theirs = Control.pair()
+            self._controls.append(ours)
+            first = rank == 0
+            arguments = RankArguments(
+                rank=rank,
+                parent_pid=os.getpid(),
+                control_fd=theirs.fileno(),
+                step_memory_fd=step_memory,
+                step_wake_fd=step_pipes[rank][0],
+                step_layout=step_layout.to_fields(),
+                output_memory_fd=output_memory,
+                output_wake_fd=output_pipe[1] if first else -1,
+                output_layout=output_layout.to_fields(),
+                collective_memory_fd=collective_memory,
+                collective_bytes=_COLLECTIVE_BUFFER_BYTES,
+                store_port=listener.getsockname()[1],
+                store_listen_fd=listener.fileno() if first else -1,
+                config=self.config.to_json(),
+            )
+            fds = [step_memory, output_memory, collective_memory, theirs.fileno(), step_pipes[rank][0]]
+            if first:
+                fds += [output_pipe[1], listener.fileno()]
+            self._processes.append(_spawn_rank(self.config, arguments, fds))
+            theirs.close()
+            os.close(step_pipes[rank][0])
+        listener.close()
+        for fd in (step_memory, output_memory, collective_memory, output_pipe[1]):
+            os.close(fd)  # the ranks have their own; ours would keep a dead rank's pipe open
+
+    def _load(self, on_progress: OnProgress) -> WorkerInfo:
+        """Follow all ranks through loading; they agree on the smallest number of blocks any of them has room for."""
+        loading = Loading(self._size)
+        while not loading.is_done:
+            for rank, message in self._next_messages(loading):
+                loading.hear(rank, message)
+                if message["kind"] == "progress":
+                    on_progress("loading", loading.fraction)
+                elif message["kind"] == "loaded" and loading.num_blocks is not None:
+                    for control in self._controls:
+                        control.send("allocate", num_blocks=loading.num_blocks)
+        return joint_info(loading.infos)
+
+    def _next_messages(self, loading: Loading) -> list[tuple[int, dict]]:
+        """Wait for control messages while loading. A rank that ends without a word is a `StartupError`, and so is
+        silence of all."""
+        ready = [control for control in self._controls if control.has_pending]
+        if not ready:
+            ready = select.select(self._controls, [], [], self._loading_timeout_s)[0]
+        if not ready:
+            self._ask_for_stacks()
+            raise loading.stuck(self._collectives.read(), self._loading_timeout_s)
+        messages = []
+        for control in ready:
+            rank = self._controls.index(control)
+            try:
+                messages.append((rank, control.recv()))
+            except ChannelClosedError:
+                raise StartupError(
+                    f"rank {rank} ended while loading ({_how_it_ended(self._processes[rank])}).",
+                    "If it was killed, the machine ran out of memory: use a smaller model or more ranks.",
+                    4,
+                ) from None
+        return messages
+
+    # -- steps
+
+    def submit(self, step: StepMetadata, fill_masks: FillMasks | None = None) -> None:
+        self._step_id = step.step_id
+        late = fill_masks is not None
+        try:
+            with self._steps.send(rest_follows=late) as slot:
+                pack_step(step, slot, without_masks=late)
+            if fill_masks is not None:
+                with self._steps.send_rest() as slot:
+                    fill_masks(unpack_step(slot).mask_bits)
+        except ChannelClosedError:
+            self._fail()
+
+    def collect(self) -> StepOutput:
+        deadline = time.monotonic() + self.config.step_timeout_s
+        waiting = [self._answers.wake_fd, *self._controls]
+        while True:
+            ready = select.select(waiting, [], [], max(0.0, deadline - time.monotonic()))[0]
+            if self._answers.wake_fd in ready:
+                try:
+                    with self._answers.recv() as slot:
+                        return unpack_output(slot)
+                except ChannelClosedError:
+                    self._fail()
+            if ready:
+                self._fail()
+            self._fail_hung()
+
+    def ping(self) -> None:
+        self.submit(empty_step(self._step_id))
+        self.collect()
+        deadline = time.monotonic() + self.config.step_timeout_s
+        while any(self._steps.finished(rank) < self._steps.sent for rank in range(self._size)):
+            if select.select(self._controls, [], [], 0.001)[0]:
+                self._fail()
+            if time.monotonic() > deadline:
+                self._fail_hung()
+
+    def fileno_for_death(self) -> list[int]:
+        return [control.fileno() for control in self._controls]
+
+    # -- end
+
+    def _fail(self) -> NoReturn:
+        """A rank is gone or has raised: find the first cause among what the ranks said."""
+        deadline = time.monotonic() + 0.2  # a rank's pipe may end a moment before its last words arrive
+        ended: tuple[int, str] | None = None
+        while time.monotonic() < deadline:
+            for control in select.select(self._controls, [], [], 0.05)[0]:
+                rank = self._controls.index(control)
+                try:
+                    message = control.recv()
+                except ChannelClosedError:
+                    ended = ended or (rank, _how_it_ended(self._processes[rank]))
+                    continue
+                if message["kind"] == "raised":
+                    raise WorkerError(rank, int(message["step_id"]), message["cause"])
+            if ended is not None:
+                break
+        rank, how = ended or (0, "its channel closed")
+        raise WorkerError(rank, self._step_id, how)
+
+    def _fail_hung(self) -> NoReturn:
+        """No answer in time. The others finish their steps, or wait in a collective, for the rank that hangs."""
+        finished = [self._steps.finished(rank) for rank in range(self._size)]
+        collectives = self._collectives.read()
+        last = last_of(finished, collectives)
+        cause = f"no answer within {self.config.step_timeout_s:g} s"
+        if last is None:
+            cause += f"; all ranks that have not answered are as far, at collective {min(collectives)}"
+        self._ask_for_stacks()
+        raise WorkerError(finished.index(min(finished)) if last is None else last, self._step_id, cause, hung=True)
+
+    def _ask_for_stacks(self) -> None:
+        """Each rank that still runs writes them to the log."""
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGUSR1)
+        time.sleep(0.2)
+
+    def close(self, grace_s: float = _GRACE_S) -> None:
+        """Close every channel, which is the ranks' word to leave; whoever stays longer than `grace_s` is killed."""
+        if self._closed:
+            return
+        self._closed = True
+        if hasattr(self, "_steps"):
+            self._steps.close()
+        deadline = time.monotonic() + grace_s
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            if process.poll() is None:
+                process.kill()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_KILL_S)
+        for control in self._controls:
+            control.close()
+        if hasattr(self, "_answers"):
+            self._answers.close()
+            self._collectives.close()
+
+
+def joint_info(infos: dict[int, WorkerInfo]) -> WorkerInfo:
+    """Rank 0's, with a promise only if every rank can make it, and else the reason of the first that cannot."""
+    for rank, info in sorted(infos.items()):
+        if not info.batch_invariant:
+            reason = f"rank {rank}: {info.batch_invariant_reason}"
+            return replace(infos[0], batch_invariant=False, batch_invariant_reason=reason)
+    return infos[0]
+
+
+def _spawn_rank(config: WorkerConfig, arguments: RankArguments, fds: list[int]) -> subprocess.Popen[bytes]:
+    threads = {"OMP_NUM_THREADS": str(config.num_threads)} if config.device == "cpu" and config.num_threads else {}
+    return start_python(["-m", "workers.worker.worker_process", arguments.to_json()], pass_fds=fds, environment=threads)
+
+
+def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
+    try:
+        status = process.wait(1.0)
+    except subprocess.TimeoutExpired:
+        return "it closed its channel"
+    return f"killed by signal {-status}" if status < 0 else f"exit status {status}"
