@@ -213,9 +213,9 @@ class EngineClient:
             self._writer.close()
             if cause is not None:
                 self.death_cause = self.death_cause or cause
-            self._tell_all()
+            self._fail_all()
         await asyncio.wait((self._watch_task,))
-        await self._bury()
+        await self._reap()
 
     def _receive(self, frame: Frame) -> None:
         if frame.kind == "events":
@@ -238,7 +238,7 @@ class EngineClient:
                 self._resets[number].set_result(num_blocks)
         elif frame.kind == "dead":
             self.death_cause, self.exit_code = messages.read_dead(frame)
-            self._tell_all()
+            self._fail_all()
         else:
             raise FrameError(f"the engine sent a {frame.kind!r} frame")
 
@@ -250,7 +250,7 @@ class EngineClient:
             del self._queues[request_id]
         queue.put_nowait(answer)
 
-    def _tell_all(self) -> None:
+    def _fail_all(self) -> None:
         """Nobody waits for an engine that is gone."""
         queues, self._queues = self._queues, {}
         for queue in queues.values():
@@ -280,13 +280,13 @@ class EngineClient:
                 silent_s, seen_s = 0.0, self._progress_s
         logger.error("event=engine_hung silent_s=%.1f limit_s=%g", silent_s, limit_s)
         self.death_cause, self.exit_code = f"the engine process has not been heard for {silent_s:.1f} s", _EXIT_HUNG
-        self._tell_all()
+        self._fail_all()
         for pid in self.info.rank_pids:  # nobody else's numbers: their parent, which hangs, has not collected them
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._process.kill()
 
-    async def _bury(self) -> None:
+    async def _reap(self) -> None:
         """Learn how the process ended; after that `dead` is set."""
         if not await self._ended(_REAP_S):
             self._process.kill()

@@ -37,7 +37,7 @@ class WorkerConfig:
     num_kv_blocks: int | None = None  # exactly so many, the null block included; None: what fits the memory
     gpu_memory_utilization: float = 0.9
     num_threads: int | None = None  # CPU threads of one rank; None: cores / ranks, at least one
-    attention_backend: str = "auto"  # auto | reference | cpu
+    attention_backend: str = "auto"  # auto | avx512 | torch | reference
     step_timeout_s: float = 120.0  # a step that takes longer is a hung rank
     raise_step_timeout: bool = False  # that is only the least
     log_level: str = "INFO"  # of the engine's and the ranks' logs, a name of the logging module

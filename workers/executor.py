@@ -20,7 +20,7 @@ from workers.protocol import StepMetadata, StepOutput
 from workers.step_cost import adapted
 
 if TYPE_CHECKING:
-    from workers.worker.model_runner import Runner
+    from workers.worker.model_runner import ModelRunner
 
 logger = logging.getLogger("oarlock.group")
 
@@ -28,7 +28,7 @@ OnProgress = Callable[[str, float], None]
 FillMasks = Callable[[np.ndarray], None]  # writes a step's `mask_bits`, every word of them
 
 
-class WorkerGroup(Protocol):
+class Executor(Protocol):
     """N ranks that act as one. `submit` and `collect` alternate; both raise `WorkerError` once the group is lost."""
 
     info: WorkerInfo
@@ -56,7 +56,7 @@ class WorkerGroup(Protocol):
         """End every rank. Idempotent."""
 
 
-def start_group(config: WorkerConfig, *, inline: bool, on_progress: OnProgress) -> WorkerGroup:
+def start_group(config: WorkerConfig, *, inline: bool, on_progress: OnProgress) -> Executor:
     """Check the configuration, start the ranks and load the model.
 
     Raises `StartupError` with a cause and a fix; what can be known from headers and numbers is checked before any
@@ -64,23 +64,23 @@ def start_group(config: WorkerConfig, *, inline: bool, on_progress: OnProgress) 
     """
     resolved = preflight(config)
     if inline and resolved.tensor_parallel_size == 1:
-        return InlineGroup(resolved, on_progress)
-    from workers.worker.multiproc_executor import ProcessGroup
+        return UniProcExecutor(resolved, on_progress)
+    from workers.worker.multiproc_executor import MultiprocExecutor
 
-    return ProcessGroup(resolved, on_progress)
+    return MultiprocExecutor(resolved, on_progress)
 
 
-class InlineGroup:
+class UniProcExecutor:
     """One rank in the calling process. A hung step hangs the caller too: the layer above watches the clock."""
 
     rank_pids: tuple[int, ...] = ()
 
     def __init__(self, config: WorkerConfig, on_progress: OnProgress) -> None:
         from workers.distributed.parallel_state import TensorParallel
-        from workers.worker.model_runner import Runner
+        from workers.worker.model_runner import ModelRunner
 
         self.config = config
-        self._runner: Runner | None = Runner(config, TensorParallel.solo())
+        self._runner: ModelRunner | None = ModelRunner(config, TensorParallel.solo())
         self._runner.load(lambda fraction: on_progress("loading", fraction))
         self._runner.allocate(self._runner.num_blocks_that_fit())
         self.config = adapted(config, self._runner.time_steps())

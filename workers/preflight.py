@@ -33,7 +33,7 @@ _CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "dtype": ("auto", "bfloat16", "float16", "float32"),
     "load_format": ("auto", "safetensors", "dummy"),
-    "attention_backend": ("auto", "avx512", "cpu", "reference"),
+    "attention_backend": ("auto", "avx512", "torch", "reference"),
 }
 _DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float32"}
 _MAX_BLOCK_SIZE = 1024

@@ -9,26 +9,26 @@ from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
 from engine.errors import INTERNAL, WorkerError
-from engine.input_batch.input_batch import BuiltStep, StepBuilder
+from engine.input_batch.input_batch import BuiltStep, InputBatch
 from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.sequence import SchedulerOutput, Sequence, StepResult, Work
+from engine.scheduler.sequence import ModelRunnerOutput, ScheduledTokens, SchedulerOutput, Sequence
 from engine.types import TokenEvent
 from workers.protocol import StepOutput
 
 if TYPE_CHECKING:
-    from workers.executor import WorkerGroup
+    from workers.executor import Executor
 
 logger = logging.getLogger("oarlock.engine")
 
 
-class Stepper:
+class EngineCore:
     """`begin` decides a step and hands it to the ranks, `finish` takes their answer in. They alternate."""
 
-    def __init__(self, config: EngineConfig, group: "WorkerGroup", clock: Callable[[], float]) -> None:
+    def __init__(self, config: EngineConfig, group: "Executor", clock: Callable[[], float]) -> None:
         info = group.info
         self.group = group
         self.scheduler = Scheduler(config, info)
-        self._builder = StepBuilder(
+        self._builder = InputBatch(
             max_num_seqs=self.scheduler.max_num_seqs,
             max_model_len=info.max_model_len,
             block_size=info.block_size,
@@ -69,7 +69,7 @@ class Stepper:
             )
         now = self._clock()
         self.scheduler.stats.step_time_s.observe(now - self._begun_s)
-        return self.scheduler.commit(output, _as_lists(answer), now)
+        return self.scheduler.update_from_output(output, _as_lists(answer), now)
 
     def take_events(self) -> list[TokenEvent]:
         """Terminal events of requests that failed outside `finish`."""
@@ -93,7 +93,7 @@ class Stepper:
         if event is not None:
             self._events.append(event)
 
-    def _fits(self, work: Work, output: SchedulerOutput) -> bool:
+    def _fits(self, work: ScheduledTokens, output: SchedulerOutput) -> bool:
         """Whether `work` can be built on its own."""
         row = work.seq.row
         alone = SchedulerOutput(
@@ -110,9 +110,9 @@ class Stepper:
         return True
 
 
-def _as_lists(answer: StepOutput) -> StepResult:
+def _as_lists(answer: StepOutput) -> ModelRunnerOutput:
     """Plain lists: the scheduler reads single numbers, which numpy makes slow."""
-    result = StepResult(answer.token_ids.tolist(), answer.finite.tolist(), answer=answer)
+    result = ModelRunnerOutput(answer.token_ids.tolist(), answer.finite.tolist(), answer=answer)
     if answer.logprobs is not None:
         assert answer.ranks is not None and answer.top_ids is not None and answer.top_logprobs is not None
         result.logprobs = answer.logprobs.tolist()

@@ -14,17 +14,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
-from engine.core.engine_core import Stepper
+from engine.core.engine_core import EngineCore
 from engine.errors import INTERNAL, QueueFullError, RequestError, UnavailableError, WorkerError
 from engine.ipc import messages
-from engine.ipc.frame_socket import Link, LinkClosedError
+from engine.ipc.frame_socket import FrameSocket, LinkClosedError
 from engine.ipc.frames import Frame, FrameError
 from engine.stats import EngineStats
 from engine.types import FinishReason, Request, TokenEvent
 
 if TYPE_CHECKING:
-    from engine.structured_output.manager import GrammarDesk
-    from workers.executor import WorkerGroup
+    from engine.structured_output.manager import StructuredOutputManager
+    from workers.executor import Executor
 
 logger = logging.getLogger("oarlock.engine")
 
@@ -39,20 +39,20 @@ STOPPING = "The server is shutting down; this request was not completed."
 _LAST_WORDS_S = 2.0
 
 
-class EngineCore:
+class EngineLoop:
     """Owns the step and the link. `run` returns the process's exit code; the group is left for the caller to close."""
 
     def __init__(
         self,
         config: EngineConfig,
-        group: "WorkerGroup",
-        link: Link,
+        group: "Executor",
+        link: FrameSocket,
         *,
-        grammars: "GrammarDesk | None" = None,
+        grammars: "StructuredOutputManager | None" = None,
         wake_fd: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.stepper = Stepper(config, group, clock)
+        self.stepper = EngineCore(config, group, clock)
         self.scheduler = self.stepper.scheduler
         self.busy_since: float | None = None  # read by a watchdog thread: when the running step or ping began
         self._group = group

@@ -21,22 +21,22 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
-from engine.core.event_loop import EXIT_BUG, EXIT_OK, EXIT_RANK_DIED, EXIT_RANK_HUNG, EngineCore
+from engine.core.event_loop import EXIT_BUG, EXIT_OK, EXIT_RANK_DIED, EXIT_RANK_HUNG, EngineLoop
 from engine.core.logs import log_to_stderr
 from engine.errors import StartupError, WorkerError
 from engine.ipc import messages
-from engine.ipc.frame_socket import Link
+from engine.ipc.frame_socket import FrameSocket
 from engine.ipc.frames import Frame, FrameError, FrameReader
 from engine.ipc.parent_death import die_with_parent
 from engine.replay.fingerprint import numbers_digest
 from engine.replay.recorder import RecordingGroup
 from engine.replay.recording import RecordingWriter
-from engine.structured_output.manager import GrammarDesk
+from engine.structured_output.manager import StructuredOutputManager
 from engine.types import EngineInfo
 from workers.config import LOADING_TIMEOUT_S
 
 if TYPE_CHECKING:
-    from workers.executor import WorkerGroup
+    from workers.executor import Executor
 
 logger = logging.getLogger("oarlock.engine")
 
@@ -44,7 +44,7 @@ _LEAVE_S = 5.0  # for clean-up; then the process ends whatever hangs
 _ORPHAN_S = 1.0  # the same when nobody is left to wait for it; the ranks notice by themselves
 _WATCH_S = 1.0
 
-StartGroup = Callable[..., "WorkerGroup"]
+StartGroup = Callable[..., "Executor"]
 
 
 def main(
@@ -101,7 +101,7 @@ def _serve(sock: socket.socket, start_group: StartGroup, loading_timeout_s: floa
     return code
 
 
-def _start(config: EngineConfig, start_group: StartGroup, on_progress: Callable[[str, float], None]) -> "WorkerGroup":
+def _start(config: EngineConfig, start_group: StartGroup, on_progress: Callable[[str, float], None]) -> "Executor":
     """The ranks, loaded; recorded if asked to. A file that cannot be made is known before the model is read."""
     writer = None if config.record_path is None else RecordingWriter(config.record_path)
     try:
@@ -125,11 +125,11 @@ def _startup_failure(error: Exception) -> StartupError:
     return StartupError(cause, "The log has the traceback; please report it.", EXIT_BUG)
 
 
-def _loop(sock: socket.socket, config: EngineConfig, group: "WorkerGroup", grammars: GrammarDesk) -> int:
+def _loop(sock: socket.socket, config: EngineConfig, group: "Executor", grammars: StructuredOutputManager) -> int:
     sock.sendall(messages.ready(engine_info(config, group)))
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
-    core = EngineCore(config, group, Link(sock), grammars=grammars, wake_fd=wake_read)
+    core = EngineLoop(config, group, FrameSocket(sock), grammars=grammars, wake_fd=wake_read)
     signal.set_wakeup_fd(wake_write)
     signal.signal(signal.SIGTERM, lambda *_: core.stop())
     _Watchdog(core, config.worker.step_timeout_s, is_inline=not group.rank_pids).start()
@@ -142,7 +142,7 @@ def _loop(sock: socket.socket, config: EngineConfig, group: "WorkerGroup", gramm
     return core.run()
 
 
-def engine_info(config: EngineConfig, group: "WorkerGroup") -> EngineInfo:
+def engine_info(config: EngineConfig, group: "Executor") -> EngineInfo:
     info, worker = group.info, config.worker
     return EngineInfo(
         max_model_len=info.max_model_len,
@@ -203,17 +203,17 @@ class _Opening(threading.Thread):
     def __init__(self, model_path: str) -> None:
         super().__init__(name="grammars", daemon=True)
         self._model_path = model_path
-        self._desk: GrammarDesk | None = None
+        self._desk: StructuredOutputManager | None = None
         self._error: Exception | None = None
         self.start()
 
     def run(self) -> None:
         try:
-            self._desk = GrammarDesk.open(self._model_path)
+            self._desk = StructuredOutputManager.open(self._model_path)
         except Exception as error:
             self._error = error
 
-    def result(self) -> GrammarDesk:
+    def result(self) -> StructuredOutputManager:
         self.join()
         if self._desk is None:
             raise self._error or RuntimeError("the tokens were not read")
@@ -275,7 +275,7 @@ class _Watchdog(threading.Thread):
     A group of processes reports its own hung rank and gets some time to say so first.
     """
 
-    def __init__(self, core: EngineCore, step_timeout_s: float, *, is_inline: bool) -> None:
+    def __init__(self, core: EngineLoop, step_timeout_s: float, *, is_inline: bool) -> None:
         super().__init__(name="watchdog", daemon=True)
         self._core = core
         self._limit_s = step_timeout_s if is_inline else step_timeout_s + 2 * _LEAVE_S

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.input_batch.late_masks import LateMasks
-from engine.input_batch.sampling_metadata import NO_BIAS, choice_sections, wanted_until
-from engine.scheduler.sequence import SchedulerOutput, Sequence, Work
+from engine.input_batch.late_masks import GrammarBitmask
+from engine.input_batch.sampling_metadata import NO_BIAS, build_sampling_metadata, wanted_until
+from engine.scheduler.sequence import ScheduledTokens, SchedulerOutput, Sequence
 from workers.protocol import NULL_BLOCK, StepMetadata
 
 _NO_LOGPROBS = -1
@@ -21,10 +21,10 @@ class BuiltStep(NamedTuple):
     """A step for the ranks, and what writes its `mask_bits` once they have it; None when those are complete."""
 
     step: StepMetadata
-    masks: LateMasks | None
+    masks: GrammarBitmask | None
 
 
-class StepBuilder:
+class InputBatch:
     """Builds `StepMetadata` from `SchedulerOutput`. The arrays of a step are its own: later steps leave them alone."""
 
     def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
@@ -91,7 +91,7 @@ class StepBuilder:
         self._plain_from[row] = wanted_until(seq)
 
     def _logits_columns(
-        self, work: list[Work], rows: np.ndarray, seq_lens: np.ndarray, query_start_loc: np.ndarray
+        self, work: list[ScheduledTokens], rows: np.ndarray, seq_lens: np.ndarray, query_start_loc: np.ndarray
     ) -> tuple[np.ndarray, dict[str, Any]]:
         """The engine's row of each of the L rows, and the sections over L: which tokens, and how each is sampled."""
         if any(item.num_scored for item in work):
@@ -104,7 +104,9 @@ class StepBuilder:
         targets = np.full(len(rows), _SAMPLE, np.int32)
         return rows, self._columns(rows, last, targets, positions, self._num_logprobs[rows])
 
-    def _scoring_columns(self, work: list[Work], query_start_loc: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
+    def _scoring_columns(
+        self, work: list[ScheduledTokens], query_start_loc: np.ndarray
+    ) -> tuple[np.ndarray, dict[str, Any]]:
         """The same when prompt tokens are scored: several rows of logits per sequence."""
         rows: list[int] = []
         indices: list[int] = []
@@ -154,8 +156,8 @@ class StepBuilder:
         }
 
     def _choices(
-        self, work: list[Work], rows: np.ndarray, columns: dict[str, Any]
-    ) -> tuple[dict[str, np.ndarray], LateMasks | None]:
+        self, work: list[ScheduledTokens], rows: np.ndarray, columns: dict[str, Any]
+    ) -> tuple[dict[str, np.ndarray], GrammarBitmask | None]:
         """Bias, penalties and masks of the rows of logits that ask for any."""
         more = (columns["target_ids"] == _SAMPLE) & (columns["sample_positions"] < self._plain_from[rows])  # [L]
         if not more.any():
@@ -163,10 +165,10 @@ class StepBuilder:
         indices = np.flatnonzero(more)
         seq_of_row = {item.seq.row: item.seq for item in work}
         asking = zip(indices.tolist(), rows[indices].tolist(), strict=True)
-        return choice_sections([(index, seq_of_row[row]) for index, row in asking], self.vocab_size)
+        return build_sampling_metadata([(index, seq_of_row[row]) for index, row in asking], self.vocab_size)
 
 
-def _concatenated(work: list[Work]) -> list[int]:
+def _concatenated(work: list[ScheduledTokens]) -> list[int]:
     token_ids: list[int] = []
     for item in work:
         token_ids += item.seq.token_ids[item.start : item.start + item.num_tokens]

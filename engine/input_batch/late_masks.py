@@ -17,7 +17,7 @@ logger = logging.getLogger("oarlock.engine")
 _ALL = 0xFFFFFFFF
 
 
-class LateMasks:
+class GrammarBitmask:
     """Nothing else may touch the sequences from the step's submission until `fill` is through."""
 
     def __init__(self, masked: list[tuple[Sequence, list[int]]]) -> None:

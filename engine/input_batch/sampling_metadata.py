@@ -8,7 +8,7 @@ layout. Does not know which row of the engine's tables is whose.
 import numpy as np
 
 from engine.input_batch.history import TokenHistory
-from engine.input_batch.late_masks import LateMasks
+from engine.input_batch.late_masks import GrammarBitmask
 from engine.input_batch.logits_constraints import Constraints, penalises
 from engine.scheduler.sequence import Sequence
 from workers.protocol import mask_words
@@ -22,14 +22,14 @@ NO_BIAS = {"bias_rows": _NO_INTS, "bias_ids": _NO_INTS, "bias_values": np.empty(
 def wanted_until(seq: Sequence) -> int:
     """The first position from which on `seq` needs none of these sections."""
     params = seq.request.params
-    if seq.narrowed_by or penalises(params):
+    if seq.masked_by or penalises(params):
         return ALWAYS
     return seq.num_prompt_tokens + params.min_tokens if seq.stop_ids else 0
 
 
-def choice_sections(
+def build_sampling_metadata(
     rows: list[tuple[int, Sequence]], vocab_size: int
-) -> tuple[dict[str, np.ndarray], LateMasks | None]:
+) -> tuple[dict[str, np.ndarray], GrammarBitmask | None]:
     """Sections for `rows`: (index into the L rows, its sequence), in the order of the index.
 
     With them comes what writes `mask_bits`, unless they are complete.
@@ -58,7 +58,7 @@ def choice_sections(
     sections["mask_rows"] = np.array([index for index, _, _ in masked], np.int32)
     sections["mask_bits"] = bits = np.empty((len(masked), mask_words(vocab_size)), np.uint32)
     if any(seq.grammar_state is not None for _, seq, _ in masked):
-        return sections, LateMasks([(seq, bans) for _, seq, bans in masked])
+        return sections, GrammarBitmask([(seq, bans) for _, seq, bans in masked])
     for words, (_, seq, bans) in zip(bits, masked, strict=True):  # only copies
         assert seq.constraints is not None
         seq.constraints.fill_mask(seq, bans, words)

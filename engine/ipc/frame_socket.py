@@ -20,7 +20,7 @@ class LinkClosedError(Exception):
     """The frontend is gone."""
 
 
-class Link:
+class FrameSocket:
     """Buffers what the frontend has not yet read. `is_full` asks the loop to stop producing."""
 
     def __init__(

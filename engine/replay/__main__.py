@@ -21,7 +21,7 @@ from engine.replay.comparison import Comparison
 from engine.replay.fingerprint import layout, model_sums, versions
 from engine.replay.recording import STEP, Header, Recording
 from workers.config import WorkerConfig
-from workers.executor import WorkerGroup, start_group
+from workers.executor import Executor, start_group
 from workers.protocol import ProtocolError, StepMetadata, StepOutput, unpack_output, unpack_step
 
 EXIT_SAME, EXIT_DIFFERENT, EXIT_INTERRUPTED = 0, 1, 130
@@ -82,7 +82,7 @@ def replay(path: str, tensor_parallel_size: int | None, model: str | None, toler
     return _verdict(survey, comparison, failure)
 
 
-def _run(group: WorkerGroup, recording: Recording, survey: Survey, comparison: Comparison) -> str | None:
+def _run(group: Executor, recording: Recording, survey: Survey, comparison: Comparison) -> str | None:
     """Every step in order. Returns how a rank failed, if one did."""
     shown = 0.0
     try:

@@ -1,4 +1,4 @@
-"""Ranks whose steps and answers are written down on the way: a `WorkerGroup` around another one.
+"""Ranks whose steps and answers are written down on the way: a `Executor` around another one.
 
 A step is written before the ranks get it, so that the step that kills them is in the file. Serving never suffers from
 it: when the file reaches its limit or the disk is full, recording stops with a line in the log. Without `--record` none
@@ -17,7 +17,7 @@ from engine.replay.recording import ANSWER, END, STEP, Header, RecordingWriter
 from workers.protocol import StepMetadata, StepOutput, output_bytes, pack_output, pack_step, step_bytes
 
 if TYPE_CHECKING:
-    from workers.executor import FillMasks, WorkerGroup
+    from workers.executor import Executor, FillMasks
 
 logger = logging.getLogger("oarlock.engine")
 
@@ -27,7 +27,7 @@ _FIRST_BUFFER_BYTES = 1 << 16
 class RecordingGroup:
     """Does what `group` does, and remembers it. Closing it closes both."""
 
-    def __init__(self, group: "WorkerGroup", writer: RecordingWriter, limit_bytes: int | None) -> None:
+    def __init__(self, group: "Executor", writer: RecordingWriter, limit_bytes: int | None) -> None:
         self.info = group.info
         self.config = group.config
         self._group = group

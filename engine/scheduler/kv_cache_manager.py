@@ -17,7 +17,7 @@ NULL_BLOCK = 0
 _DIGEST_BYTES = 32
 
 
-class BlockManager:
+class KVCacheManager:
     """Reference counts, least-recently-freed order and a prefix cache over full blocks.
 
     With a sliding window, of all layers, a sequence gives back the blocks that none of its tokens to come will read:
@@ -72,7 +72,7 @@ class BlockManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def find(self, seq: Sequence, max_tokens: int) -> list[int]:
+    def get_computed_blocks(self, seq: Sequence, max_tokens: int) -> list[int]:
         """The blocks of the longest cached prefix of at most `max_tokens` tokens. Takes none of them.
 
         At least one token is always left to compute: a step must produce the logits that follow the prompt.
@@ -113,7 +113,7 @@ class BlockManager:
         assert not seq.block_ids
         if not self.may_enter(seq, reserve):
             return None
-        found = self.find(seq, max_tokens)
+        found = self.get_computed_blocks(seq, max_tokens)
         taken = sum(block != NULL_BLOCK and self._refs[block] == 0 for block in found)
         missing = self.blocks_for(seq.num_tokens) - len(found)
         if self.sliding_window is not None:
@@ -137,10 +137,10 @@ class BlockManager:
         seq.num_published_blocks = len(found)
         seq.num_freed_blocks = self._first_column(self.block_size * len(found))
         if self.sliding_window is None:
-            self.grow(seq, seq.num_tokens)
+            self.allocate_slots(seq, seq.num_tokens)
         return len(found) * self.block_size
 
-    def grow(self, seq: Sequence, num_tokens: int) -> list[int] | None:
+    def allocate_slots(self, seq: Sequence, num_tokens: int) -> list[int] | None:
         """Give `seq` blocks for `num_tokens` tokens in all. Returns the new ones; None, and no change, if too few."""
         missing = self.blocks_for(num_tokens) - len(seq.block_ids)
         if missing > self.num_available:
@@ -160,7 +160,7 @@ class BlockManager:
         seq.num_freed_blocks = columns.stop
         return columns
 
-    def publish(self, seq: Sequence, num_tokens: int) -> None:
+    def cache_blocks(self, seq: Sequence, num_tokens: int) -> None:
         """Let others find the full blocks of the first `num_tokens` tokens of `seq`. They are never written again.
 
         Ranks write the keys and values of a whole step before they read any: what a step computes may be shared within
@@ -177,7 +177,7 @@ class BlockManager:
                 self._digest[block] = digest
             seq.num_published_blocks = column + 1
 
-    def release(self, seq: Sequence) -> None:
+    def free(self, seq: Sequence) -> None:
         """`seq` holds nothing any more. Its last blocks will be evicted first: prefixes outlive their tails."""
         for block in reversed(seq.block_ids):
             if block != NULL_BLOCK:

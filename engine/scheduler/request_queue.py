@@ -16,7 +16,7 @@ def _key(seq: Sequence) -> tuple[float, int]:
     return seq.key
 
 
-class WaitingRoom:
+class RequestQueue:
     """Sequences in the order of their keys, bounded by requests and by prompt tokens."""
 
     def __init__(self, max_requests: int, max_tokens: int) -> None:

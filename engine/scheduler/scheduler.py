@@ -13,9 +13,16 @@ from dataclasses import dataclass, replace
 from engine.config import EngineConfig
 from engine.errors import INTERNAL, NO_TOKEN, NOT_FINITE, QueueFullError, RequestError
 from engine.scheduler.admission import Limits, check
-from engine.scheduler.kv_cache_manager import NULL_BLOCK, BlockManager
-from engine.scheduler.request_queue import WaitingRoom
-from engine.scheduler.sequence import GrammarState, SchedulerOutput, Sequence, Status, StepResult, Work
+from engine.scheduler.kv_cache_manager import NULL_BLOCK, KVCacheManager
+from engine.scheduler.request_queue import RequestQueue
+from engine.scheduler.sequence import (
+    GrammarState,
+    ModelRunnerOutput,
+    ScheduledTokens,
+    SchedulerOutput,
+    Sequence,
+    Status,
+)
 from engine.stats import EngineStats
 from engine.types import FinishReason, Request, ScoredTokens, TokenEvent, TokenLogprobs
 from workers.config import WorkerInfo
@@ -46,7 +53,7 @@ class Scheduler:
         worker = config.worker
         self.limits = Limits.of(info)
         self.stats = EngineStats()
-        self.blocks = BlockManager(
+        self.blocks = KVCacheManager(
             info.num_blocks,
             info.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
@@ -56,7 +63,7 @@ class Scheduler:
         self.max_num_batched_tokens = worker.max_num_batched_tokens
         # Every running sequence must be able to get its one token, or decodes would starve each other.
         self.max_num_seqs = min(worker.max_num_seqs, worker.max_num_batched_tokens)
-        self._waiting = WaitingRoom(config.max_waiting_requests, config.max_waiting_tokens)
+        self._waiting = RequestQueue(config.max_waiting_requests, config.max_waiting_tokens)
         self._running: list[Sequence] = []  # in the order they came in
         self._open: dict[int, Sequence] = {}
         self._free_rows = list(range(self.max_num_seqs - 1, -1, -1))
@@ -106,7 +113,10 @@ class Scheduler:
             raise
 
     def abort(self, request_id: int, now: float) -> TokenEvent | None:
-        """End a request whose caller went away. Safe at any time: a step in flight for it is ignored by `commit`."""
+        """End a request whose caller went away.
+
+        Safe at any time: `update_from_output` ignores a step in flight for it.
+        """
         seq = self._open.get(request_id)
         return None if seq is None else self._finish(seq, FinishReason.ABORT, now)
 
@@ -124,7 +134,7 @@ class Scheduler:
         return self.take_events() + [event for event in events if event is not None]
 
     def take_events(self) -> list[TokenEvent]:
-        """Terminal events of requests that failed outside `commit`."""
+        """Terminal events of requests that failed outside `update_from_output`."""
         events, self._events = self._events, []
         return events
 
@@ -151,7 +161,7 @@ class Scheduler:
         self.stats.iteration_tokens.observe(self.max_num_batched_tokens - budget.tokens)
         return output
 
-    def commit(self, output: SchedulerOutput, result: StepResult, now: float) -> list[TokenEvent]:
+    def update_from_output(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> list[TokenEvent]:
         """Take a step's answer in: append tokens, share full blocks, decide ends. Whoever left meanwhile is ignored."""
         events = []
         row = 0
@@ -168,12 +178,12 @@ class Scheduler:
                 events.append(event)
         return events
 
-    def withdraw(self, output: SchedulerOutput, unfit: list[Work], now: float) -> None:
+    def withdraw(self, output: SchedulerOutput, unfit: list[ScheduledTokens], now: float) -> None:
         """Take `unfit` work out of a step that no rank has seen yet; its sequences end by the engine's fault.
 
         What it would have computed can be found no more, and who has found it already, in this very step, waits again.
         """
-        kept: list[Work] = []
+        kept: list[ScheduledTokens] = []
         missing: set[int] = set()  # blocks
         for work in output.work:
             seq, column = work.seq, work.start // self.blocks.block_size
@@ -204,7 +214,7 @@ class Scheduler:
                 continue
             try:
                 if start < len(seq.block_ids) * block_size or self._grow(seq, output):
-                    work.append(Work(seq, start, 1, seq.samples))
+                    work.append(ScheduledTokens(seq, start, 1, seq.samples))
             except Exception:
                 self._events.append(self._contain(seq, "schedule", now))
         if output.num_preempted:
@@ -214,7 +224,7 @@ class Scheduler:
     def _grow(self, seq: Sequence, output: SchedulerOutput) -> bool:
         """One more block for `seq`, taken from the youngest if need be. False when `seq` was itself the youngest."""
         self._free_unread(seq, output)
-        while (new := self.blocks.grow(seq, seq.num_computed_tokens + 1)) is None:
+        while (new := self.blocks.allocate_slots(seq, seq.num_computed_tokens + 1)) is None:
             victim = max(self._running, key=lambda other: other.key)
             self._preempt(victim)
             output.num_preempted += 1
@@ -235,7 +245,7 @@ class Scheduler:
         start, column, size = seq.num_computed_tokens, len(seq.block_ids), self.blocks.block_size
         room = max(0, self.blocks.num_available - (len(self._running) - 1))
         num_tokens = min(num_tokens, (column + room) * size - start)
-        self.blocks.grow(seq, start + num_tokens)
+        self.blocks.allocate_slots(seq, start + num_tokens)
         _add_blocks(output, seq, column)
         return num_tokens
 
@@ -261,9 +271,9 @@ class Scheduler:
             num_scored = max(0, min(start + num_tokens, score_to) - score_from)
         if num_tokens <= 0:
             return
-        self.blocks.publish(seq, start + num_tokens)
+        self.blocks.cache_blocks(seq, start + num_tokens)
         wants_logits = start + num_tokens == seq.num_tokens and seq.samples
-        output.work.append(Work(seq, start, num_tokens, wants_logits, score_from, num_scored))
+        output.work.append(ScheduledTokens(seq, start, num_tokens, wants_logits, score_from, num_scored))
         budget.tokens -= num_tokens
 
     def _admit(self, output: SchedulerOutput, budget: _Budget, now: float) -> None:
@@ -317,7 +327,7 @@ class Scheduler:
 
     # -- the answer to a step
 
-    def _advance(self, work: Work, result: StepResult, first: int, now: float) -> TokenEvent | None:
+    def _advance(self, work: ScheduledTokens, result: ModelRunnerOutput, first: int, now: float) -> TokenEvent | None:
         seq, params = work.seq, work.seq.request.params
         last = first + work.num_scored
         states = result.finite[first : last + work.wants_logits]
@@ -325,7 +335,7 @@ class Scheduler:
             return self._end_broken(seq, states, now)
         seq.num_computed_tokens = work.start + work.num_tokens
         if seq.num_computed_tokens // self.blocks.block_size > seq.num_published_blocks:
-            self.blocks.publish(seq, seq.num_computed_tokens)
+            self.blocks.cache_blocks(seq, seq.num_computed_tokens)
         scored: Scores = ()
         if work.num_scored:
             seq.num_scored_tokens += work.num_scored
@@ -341,12 +351,12 @@ class Scheduler:
     def _end_broken(self, seq: Sequence, states: list[int], now: float) -> TokenEvent | None:
         """The model's numbers are at fault, or else the fields of the request, which ban every token."""
         if NONFINITE not in states:
-            return self.fail(seq.request_id, NO_TOKEN, now, seq.narrowed_by)
+            return self.fail(seq.request_id, NO_TOKEN, now, seq.masked_by)
         self.stats.num_nonfinite += 1
         self.blocks.forget(seq)  # its KV may be spoilt: nobody else shall find it
         return self.fail(seq.request_id, NOT_FINITE, now)
 
-    def _accept(self, seq: Sequence, result: StepResult, row: int, now: float, scored: Scores) -> TokenEvent:
+    def _accept(self, seq: Sequence, result: ModelRunnerOutput, row: int, now: float, scored: Scores) -> TokenEvent:
         """The sampled token becomes the sequence's; it may be its last."""
         params, token = seq.request.params, result.token_ids[row]
         is_stop = token in seq.stop_ids  # none is sampled before `min_tokens`: they were banned
@@ -390,7 +400,7 @@ class Scheduler:
             self._leave_running(seq)
         else:
             self._waiting.remove(seq)
-            self.blocks.release(seq)  # it holds none, unless it failed on its way in
+            self.blocks.free(seq)  # it holds none, unless it failed on its way in
         seq.status = Status.FINISHED
         del self._open[seq.request_id]
         self.stats.saw_end(seq, reason, now)
@@ -414,7 +424,7 @@ class Scheduler:
 
     def _leave_running(self, seq: Sequence) -> None:
         self._running.remove(seq)
-        self.blocks.release(seq)
+        self.blocks.free(seq)
         self._free_rows.append(seq.row)
         seq.row = -1
         seq.status = Status.WAITING
@@ -446,7 +456,7 @@ class Scheduler:
         assert self._waiting.num_tokens == sum(seq.num_prompt_tokens for seq in self._waiting)
 
 
-def _logprobs(result: StepResult, row: int, num_top: int) -> TokenLogprobs:
+def _logprobs(result: ModelRunnerOutput, row: int, num_top: int) -> TokenLogprobs:
     assert result.logprobs is not None and result.ranks is not None
     top: tuple[tuple[int, float], ...] = ()
     if num_top:

@@ -3,9 +3,9 @@
 A grammar's state lives here too, from the door to the end of its sequence:
 
     Scheduler.add(request, now, grammar_state)    made outside; without one, a request with a grammar cannot run
-    LateMasks.fill                                `fill_mask` for each step in which a token is sampled, maybe twice,
+    GrammarBitmask.fill                           `fill_mask` for each step in which a token is sampled, maybe twice,
                                                   maybe in another thread while this one is busy with the step
-    Scheduler.commit                              `accept` once per sampled token, unless the token is a stop token
+    Scheduler.update_from_output                  `accept` once per sampled token, unless the token is a stop token
     preemption                                    nothing: the state is kept, recomputed tokens are not accepted again
     end, failure, abort                           nothing: the state goes with the sequence
 
@@ -147,7 +147,7 @@ class Sequence:
         return self.request.params.max_tokens > 0
 
     @property
-    def narrowed_by(self) -> str | None:
+    def masked_by(self) -> str | None:
         """The field by which the request itself may leave no token to choose; of several the strictest."""
         params = self.request.params
         if params.grammar is not None:
@@ -166,7 +166,7 @@ class Sequence:
 
 
 @dataclass(slots=True)
-class Work:
+class ScheduledTokens:
     """Some tokens of one sequence: `token_ids[start : start + num_tokens]`.
 
     Its rows of logits are, in this order: `num_scored` prompt tokens from position `score_from` on, each predicting its
@@ -190,14 +190,14 @@ class SchedulerOutput:
     """The decision for one step."""
 
     step_id: int
-    work: list[Work]
+    work: list[ScheduledTokens]
     new_blocks: list[tuple[int, int, int]] = field(default_factory=list)  # (row, column, block id)
     new_rows: list[Sequence] = field(default_factory=list)  # sequences whose row was not theirs in the last step
     num_preempted: int = 0
 
 
 @dataclass(slots=True)
-class StepResult:
+class ModelRunnerOutput:
     """The ranks' answer as plain lists, one entry per row of logits in the order of the work."""
 
     token_ids: list[int]

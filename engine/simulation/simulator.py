@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from engine.config import EngineConfig, WorkerConfig
-from engine.core.engine_core import Stepper
+from engine.core.engine_core import EngineCore
 from engine.errors import QueueFullError, RequestError
 from engine.types import FinishReason, Request, SamplingParams, TokenEvent
 from workers.config import WorkerInfo
@@ -210,7 +210,7 @@ def simulate(trace: Iterable[Arrival], config: SimulationConfig, watch: Watch | 
     arrivals = [(arrival.time_s, number, arrival) for number, arrival in enumerate(trace, 1)]
     ends = [0, *(len(arrival.prompt_token_ids) + arrival.num_output_tokens - 1 for _, _, arrival in arrivals)]
     group = _CostGroup(worker, _info(config), config.cost, clock, np.array(ends, np.int64))
-    stepper = Stepper(config.engine, group, clock)
+    stepper = EngineCore(config.engine, group, clock)
     scheduler, watch = stepper.scheduler, watch or Watch()
     heapq.heapify(arrivals)
     peak_usage, max_running, max_preempted = 0.0, 0, 0
@@ -237,7 +237,7 @@ def simulate(trace: Iterable[Arrival], config: SimulationConfig, watch: Watch | 
 
 
 def _report(
-    stepper: Stepper,
+    stepper: EngineCore,
     watch: Watch,
     duration_s: float,
     num_tokens_computed: int,

@@ -23,7 +23,7 @@ from pathlib import Path
 from engine.errors import INTERNAL, EngineError, RequestError, UnavailableError
 from engine.structured_output.compile_jobs import GrammarJobs, Key, key_of
 from engine.structured_output.compiler import Compiled, Compiler, GrammarError
-from engine.structured_output.matcher import MatcherState
+from engine.structured_output.matcher import GrammarMatcher
 from engine.structured_output.sandbox import TOO_LONG
 from engine.structured_output.sandbox_client import Forge, ForgeLostError
 from engine.types import Grammar, Request
@@ -56,7 +56,7 @@ class Outcome:
 
     request: Request
     arrival_s: float
-    state: MatcherState | None
+    state: GrammarMatcher | None
     error: RequestError | EngineError | None
 
 
@@ -66,7 +66,7 @@ class _Parked:
     arrival_s: float
 
 
-class GrammarDesk:
+class StructuredOutputManager:
     """All methods belong to the engine's loop. Nothing in it waits."""
 
     def __init__(self, tokenizer_file: Path, compiler: Compiler | None, missing: str = "") -> None:
@@ -87,7 +87,7 @@ class GrammarDesk:
         os.set_blocking(self._wake_write, False)
 
     @staticmethod
-    def open(model_path: str) -> "GrammarDesk":
+    def open(model_path: str) -> "StructuredOutputManager":
         """With the tokens of a checkpoint. One without usable tokens is served all the same, but not with grammars."""
         file = Path(model_path) / "tokenizer.json"
         begun = time.monotonic()
@@ -96,9 +96,9 @@ class GrammarDesk:
         except ValueError as error:
             logger.warning('event=grammars_unavailable cause="%s"', error)
             missing = "this server cannot bind answers to a form, because it cannot read the model's tokenizer.json"
-            return GrammarDesk(file, None, missing)
+            return StructuredOutputManager(file, None, missing)
         logger.info("event=grammar_tokens_ready seconds=%.3f", time.monotonic() - begun)
-        return GrammarDesk(file, compiler)
+        return StructuredOutputManager(file, compiler)
 
     def fileno(self) -> int:
         """Readable when `take` has something."""
@@ -113,7 +113,7 @@ class GrammarDesk:
         """Of the prompts of those who wait here."""
         return self._num_parked_tokens
 
-    def enter(self, request: Request, now: float) -> MatcherState | None:
+    def enter(self, request: Request, now: float) -> GrammarMatcher | None:
         """The state of a request whose grammar is known; None: it waits here.
 
         Raises `RequestError`, and `QueueFullError` when too many grammars wait already.
@@ -199,10 +199,10 @@ class GrammarDesk:
             return Outcome(request, parked.arrival_s, None, _refusal(_grammar(request), result))
         return Outcome(request, parked.arrival_s, self._state(request, result), None)
 
-    def _state(self, request: Request, compiled: Compiled) -> MatcherState:
+    def _state(self, request: Request, compiled: Compiled) -> GrammarMatcher:
         assert self._compiler is not None
         params = request.params
-        return MatcherState(self._compiler, compiled, (*params.eos_token_ids, *params.stop_token_ids))
+        return GrammarMatcher(self._compiler, compiled, (*params.eos_token_ids, *params.stop_token_ids))
 
     def _keep(self, key: Key, result: Compiled | str) -> None:
         self._kept[key] = result

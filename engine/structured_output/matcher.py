@@ -23,7 +23,7 @@ class BrokenGrammarError(Exception):
     """The matcher gave up: a limit on the work of one token, or a token that its own mask forbids."""
 
 
-class MatcherState:
+class GrammarMatcher:
     """A `GrammarState` (see `sequence.py`)."""
 
     def __init__(self, compiler: Compiler, compiled: Compiled, end_ids: Iterable[int]) -> None:

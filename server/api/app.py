@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from server.api.middleware import Guard
+from server.api.middleware import ApiMiddleware
 from server.api.openapi.document import build, with_defaults
 from server.api.routes import admin, completions, health, metrics, models, render
 from server.api.routes import chat_completions as chat
@@ -19,7 +19,7 @@ from server.config.api_keys import load_admin_key, load_keys
 from server.config.settings import Settings
 from server.errors import HttpError, error_response
 from server.observability.metrics import HttpCounters
-from server.serving.base import Serving
+from server.serving.base import OpenAIServing
 from server.serving.server_state import ServerState
 from server.version import VERSION
 
@@ -55,7 +55,7 @@ def create_app(settings: Settings, state: ServerState, counters: HttpCounters | 
     keys = load_keys(settings.api_key, settings.api_key_file)
     admin_key = load_admin_key(settings.admin_api_key, keys)
     hosts = AllowedHosts(settings.host, settings.allowed_hosts)
-    return Guard(app, state, counters, keys, admin_key, hosts, is_loopback(settings.host))
+    return ApiMiddleware(app, state, counters, keys, admin_key, hosts, is_loopback(settings.host))
 
 
 def application(settings: Settings, state: ServerState, counters: HttpCounters) -> FastAPI:
@@ -65,7 +65,7 @@ def application(settings: Settings, state: ServerState, counters: HttpCounters) 
     for module in (completions, chat, render, tokens, models, about, health, metrics, admin):
         app.include_router(module.router)
     app.add_exception_handler(HTTPException, _framework_error)
-    serving = app.state.serving = Serving(settings, state, counters)
+    serving = app.state.serving = OpenAIServing(settings, state, counters)
     app.openapi = lambda: with_defaults(build(app), serving.sampling_defaults)  # type: ignore[method-assign]
     return app
 

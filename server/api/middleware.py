@@ -15,7 +15,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.config.allowed_hosts import AllowedHosts
-from server.config.api_keys import Key, KeyRing
+from server.config.api_keys import ApiKeys, Key
 from server.errors import HttpError, describe, error_response, retry_after
 from server.observability.logs import event, logger
 from server.observability.metrics import HttpCounters
@@ -29,7 +29,7 @@ _LOADING_RETRY_S = 5.0
 _log = logger("http")
 
 
-class Guard:
+class ApiMiddleware:
     """The outermost layer of the application."""
 
     def __init__(
@@ -37,8 +37,8 @@ class Guard:
         app: ASGIApp,
         state: ServerState,
         counters: HttpCounters,
-        keys: KeyRing,
-        admin: KeyRing,
+        keys: ApiKeys,
+        admin: ApiKeys,
         hosts: AllowedHosts,
         is_local: bool,
     ) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from engine.types import FinishReason
 from server.chat.events import CallStart, Content, Event, merged
-from server.chat.reasoning_parser import ReasoningSplitter
+from server.chat.reasoning_parser import ReasoningParser
 from server.chat.tool_choice import ToolPlan
 from server.llm.output_processor import Delta
 
@@ -30,12 +30,12 @@ class AnswerShape:
         return not (self.may_think or self.is_thinking or self.tools)
 
 
-class MessageReader:
+class MessageParser:
     """One choice's message as it grows."""
 
     def __init__(self, shape: AnswerShape) -> None:
         thinks = shape.may_think or shape.is_thinking
-        self._splitter = ReasoningSplitter(shape.is_thinking) if thinks else None
+        self._splitter = ReasoningParser(shape.is_thinking) if thinks else None
         self._tools = shape.tools.reader() if shape.tools else None
         self._is_named = shape.tools is not None and shape.tools.is_named
         self._only_calls = shape.tools is not None and shape.tools.must_call

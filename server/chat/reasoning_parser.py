@@ -12,7 +12,7 @@ OPEN, CLOSE = "<think>", "</think>"
 _START, _INSIDE, _BEHIND, _ANSWER = range(4)
 
 
-class ReasoningSplitter:
+class ReasoningParser:
     """The state of one answer. Holds back no more than a piece of a mark and the white space before it."""
 
     def __init__(self, is_open: bool) -> None:

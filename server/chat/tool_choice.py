@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.errors import RequestError
 from server.chat.tool_parsers import grammar
-from server.chat.tool_parsers.base import HermesReader, ToolReader
+from server.chat.tool_parsers.base import HermesToolParser, ToolParser
 from server.chat.tool_parsers.registry import ToolFormat
 from server.protocol.chat_completion import ChatRequest
 from server.protocol.chat_messages import AllowedChoice, NamedChoice, Tool
@@ -31,9 +31,9 @@ class ToolPlan:
     def for_template(self) -> list[dict[str, Any]]:
         return [tool.for_template() for tool in self.shown]
 
-    def reader(self) -> ToolReader:
+    def reader(self) -> ToolParser:
         """Reads the calls in one answer."""
-        make = self.form.reader or HermesReader
+        make = self.form.reader or HermesToolParser
         return make(frozenset(tool.function.name for tool in self.callable), self.parallel)
 
     @property

@@ -27,7 +27,7 @@ class Key:
         return self.digest.hex()[:16]
 
 
-class KeyRing:
+class ApiKeys:
     """All keys of one server."""
 
     def __init__(self, keys: Iterable[tuple[str, str]]) -> None:
@@ -44,19 +44,19 @@ class KeyRing:
         return matches[0] if matches and scheme.lower() == b"bearer" else None
 
 
-def load_keys(given: Iterable[str], file: str | None) -> KeyRing:
+def load_keys(given: Iterable[str], file: str | None) -> ApiKeys:
     """The keys given one by one, then those of the file. Raises `StartupError`."""
     keys = [(f"key-{number}", key) for number, key in enumerate(given, 1)]
     if file is not None:
         keys += _read(Path(file), len(keys))
-    return KeyRing(keys)
+    return ApiKeys(keys)
 
 
-def load_admin_key(given: str | None, others: KeyRing) -> KeyRing:
+def load_admin_key(given: str | None, others: ApiKeys) -> ApiKeys:
     """The operator's one key, or a ring without any. Raises `StartupError` when a client's key would open as much."""
     if given is not None and others.find(b"Bearer " + given.encode()) is not None:
         raise StartupError("The admin key is one of the API keys, too.", "Give --admin-api-key a key of its own.")
-    return KeyRing([] if given is None else [("admin", given)])
+    return ApiKeys([] if given is None else [("admin", given)])
 
 
 def _read(path: Path, already: int) -> list[tuple[str, str]]:

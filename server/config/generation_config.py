@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_mod
 
 from engine.errors import StartupError
 from server.config.checkpoint_json import read_json
-from server.protocol.base import INT32_MAX, WHOLE, Wire
+from server.protocol.base import INT32_MAX, WHOLE, StrictModel
 from server.protocol.sampling import SamplingFields
 
 FILE = "generation_config.json"
@@ -24,7 +24,7 @@ AUTO, NEUTRAL = "auto", "vllm"
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _fields: dict[str, Any] = {name: (SamplingFields.model_fields[name].rebuild_annotation(), None) for name in _SAMPLING}
 _fields["max_new_tokens"] = (Annotated[int, Field(ge=1, le=INT32_MAX), WHOLE] | None, None)
-_Sampling = create_model("_Sampling", __base__=Wire, **_fields)
+_Sampling = create_model("_Sampling", __base__=StrictModel, **_fields)
 _EndTokens = TypeAdapter(list[int], config=ConfigDict(strict=True))
 
 

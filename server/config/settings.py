@@ -192,7 +192,7 @@ class Settings:
         "auto",
         group=_PARALLEL,
         example="reference",
-        choices=("auto", "avx512", "cpu", "reference"),
+        choices=("auto", "avx512", "torch", "reference"),
         help="reference: slow and obviously right",
     )
     step_timeout: float | None = option(

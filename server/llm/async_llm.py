@@ -17,9 +17,9 @@ from engine.errors import ContextLengthError, RequestError
 from engine.types import Grammar, Request, SamplingParams
 from server.config.generation_config import GenerationConfig
 from server.llm.generation import Engine, Generation
-from server.llm.output_processor import Choice, View
+from server.llm.output_processor import Choice, OutputOptions
 from server.llm.resolve import bad_word_ids, check_ids, sampling_params
-from server.llm.stop_strings import StopSet
+from server.llm.stop_strings import StopStrings
 from server.llm.structured_output import constraint_of
 from server.llm.submissions import Submissions
 from server.protocol.sampling import CompletionRequest, SamplingFields
@@ -31,7 +31,7 @@ _MANY_IDS = 1000  # whose check is work that others should not wait for a thousa
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ProcessedRequest:
     """The choices of one request, ready to run."""
 
     choices: list[Choice]
@@ -40,7 +40,7 @@ class Plan:
     spent_s: float = 0.0  # of it, on the plan itself
 
 
-class GenerationService:
+class AsyncLLM:
     """Plans generations, starts them, and knows those that are open."""
 
     def __init__(
@@ -65,7 +65,7 @@ class GenerationService:
         ends = dict.fromkeys((*self.generation_config.eos_token_ids, *tokenizer.eos_token_ids))
         self.eos_token_ids = tuple(token_id for token_id in ends if 0 <= token_id < info.vocab_size)
 
-    async def plan_completion(self, request: CompletionRequest) -> Plan:
+    async def plan_completion(self, request: CompletionRequest) -> ProcessedRequest:
         """The choices of a completion, prompt by prompt."""
         prompts = [await self._prompt_ids(prompt, request.max_tokens or 0, request) for prompt in request.prompts]
         echoes = None
@@ -92,7 +92,7 @@ class GenerationService:
         eos = () if ignore_eos else params.eos_token_ids or self.eos_token_ids
         given = replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room), eos_token_ids=eos)
         request = Request(self.engine.new_request_id(), prompt_ids, given, has_place=True)
-        return self.open_plan(Plan([Choice(0, request, self.tokenizer, StopSet(stops))], 1))
+        return self.start(ProcessedRequest([Choice(0, request, self.tokenizer, StopStrings(stops))], 1))
 
     def fail_all(self, error: BaseException) -> None:
         """End every open generation with an error."""
@@ -119,7 +119,7 @@ class GenerationService:
         grammar: Grammar | None = None,
         shown: frozenset[int] = frozenset(),
         param: str = "prompt",
-    ) -> Plan:
+    ) -> ProcessedRequest:
         """One engine request for each prompt and choice. `shown`: special ids that count as text.
 
         Without `max_tokens` the answer may take what the context has room for. `param` names the field that a prompt
@@ -132,12 +132,12 @@ class GenerationService:
         common = self._common(request, logprobs, scored, grammar, banned)
         if request.skip_special_tokens is False:
             shown = self.tokenizer.special_ids
-        stops = StopSet(request.stops)
+        stops = StopStrings(request.stops)
         salt = (request.cache_salt or "").encode()
         choices: list[Choice] = []
         for index, given in enumerate(prompts):
             prompt_ids = self._fitted(given, request, max_tokens, param)
-            view = View(
+            view = OutputOptions(
                 echo_text=None if echoes is None else echoes[index],
                 echo_scores=echo_scores is not None,
                 prompt_scores=request.prompt_logprobs is not None,
@@ -152,9 +152,9 @@ class GenerationService:
                 choices.append(Choice(len(choices), asked, self.tokenizer, stops, view))
         if scored is not None:
             _check_scores(choices, scored, "logprobs" if request.prompt_logprobs is None else "prompt_logprobs")
-        return Plan(choices, len(prompts), request.timeout)
+        return ProcessedRequest(choices, len(prompts), request.timeout)
 
-    def open_plan(self, plan: Plan) -> Generation:
+    def start(self, plan: ProcessedRequest) -> Generation:
         """Run it."""
         limit = (plan.timeout_s, plan.spent_s)
         generation = Generation(self.engine, plan.choices, plan.num_prompts, self._closed, self.submissions, *limit)

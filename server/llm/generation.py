@@ -82,7 +82,7 @@ class Generation:
     def cached_tokens(self) -> int:
         return sum(choice.num_cached_tokens for choice in self.choices[:: self.per_prompt])
 
-    async def verdict(self) -> None:
+    async def wait_first_event(self) -> None:
         """Wait for the first word: a refusal is raised here, while it can still be a plain HTTP answer."""
         try:
             async with asyncio.timeout(VERDICT_TIMEOUT_S):

@@ -22,7 +22,7 @@ from server.config import model_path as model_files
 from server.config.generation_config import GenerationConfig
 from server.config.options import OptionError
 from server.config.settings import Settings, make_settings
-from server.llm.async_llm import GenerationService
+from server.llm.async_llm import AsyncLLM
 from server.llm.output_processor import Choice
 from server.llm.prompt_scores import TokenScore
 from server.serving.sse import collect
@@ -186,12 +186,12 @@ async def _cancel_others() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _start(settings: Settings) -> tuple[EngineClient, GenerationService]:
+async def _start(settings: Settings) -> tuple[EngineClient, AsyncLLM]:
     path = await model_files.resolve(settings, _silent)
     generation_config = GenerationConfig.load(path, settings.generation_config)
     tokenizer = await asyncio.to_thread(Tokenizer.load, path)
     engine = await EngineClient.start(settings.engine_config(path), _silent)
-    return engine, GenerationService(engine, tokenizer, generation_config)
+    return engine, AsyncLLM(engine, tokenizer, generation_config)
 
 
 def _silent(phase: str, fraction: float, detail: str = "") -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from engine.types import FinishReason, Request, TokenEvent
 from server.llm.prompt_scores import PromptReader, PromptScores, Scores, TokenScore
-from server.llm.stop_strings import StopFinder, StopSet
+from server.llm.stop_strings import StopStringMatcher, StopStrings
 from server.tokenizer.tokenizer import Tokenizer
 
 
@@ -32,7 +32,7 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class OutputOptions:
     """What the client wants to see of a choice."""
 
     echo_text: str | None = None  # the text begins with it
@@ -42,7 +42,7 @@ class View:
     include_stop: bool = False  # the stop string or stop token is part of the text
 
 
-_PLAIN = View()
+_PLAIN = OutputOptions()
 # The reasons to end that are the server's own: the client's time is up, or the operator has ended the request.
 TIMEOUT = "timeout"
 ABORT = FinishReason.ABORT.value
@@ -51,7 +51,9 @@ ABORT = FinishReason.ABORT.value
 class Choice:
     """The text of one engine request as it grows."""
 
-    def __init__(self, index: int, request: Request, tokenizer: Tokenizer, stops: StopSet, view: View = _PLAIN) -> None:
+    def __init__(
+        self, index: int, request: Request, tokenizer: Tokenizer, stops: StopStrings, view: OutputOptions = _PLAIN
+    ) -> None:
         self.index = index
         self.request = request
         self.view = view
@@ -61,7 +63,7 @@ class Choice:
         self.started = False  # its prompt is done
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer(request.prompt_token_ids, view.shown)
-        self._finder = StopFinder(stops, view.include_stop)
+        self._finder = StopStringMatcher(stops, view.include_stop)
         self._num_characters = 0  # decoded so far: where the next token's text begins
         self._opened = False  # its first piece has been made
         wants_scores = view.echo_scores or view.prompt_scores

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-class StopSet:
+class StopStrings:
     """Stop strings with their failure tables: built once per request, shared by its choices."""
 
     def __init__(self, stops: Iterable[str]) -> None:
@@ -22,10 +22,10 @@ class StopSet:
         return bool(self.stops)
 
 
-class StopFinder:
+class StopStringMatcher:
     """The state of one text. `push` returns what may be shown now and the stop string found, if any."""
 
-    def __init__(self, stops: StopSet, include: bool = False) -> None:
+    def __init__(self, stops: StopStrings, include: bool = False) -> None:
         self._set = stops
         self._include = include  # the match itself is shown, so that nothing need ever be held back
         self._matched = [0] * len(stops.stops)  # per stop string: how much of it the text ends with

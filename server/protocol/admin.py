@@ -9,10 +9,10 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from server.protocol.base import FieldError, Wire
+from server.protocol.base import FieldError, StrictModel
 
 
-class AbortRequest(Wire):
+class AbortRequest(StrictModel):
     """`POST /admin/abort`."""
 
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(

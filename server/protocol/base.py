@@ -55,7 +55,7 @@ class FieldError(ValueError):
         self.param = param
 
 
-class Wire(BaseModel):
+class StrictModel(BaseModel):
     """Strict, and `null` means the default everywhere."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow", protected_namespaces=())
@@ -72,9 +72,9 @@ class Wire(BaseModel):
         yield from (prefix + name for name in self.model_extra or ())
         for name in type(self).model_fields:
             value = getattr(self, name)
-            items = value if isinstance(value, list) and value and isinstance(value[0], Wire) else (value,)
+            items = value if isinstance(value, list) and value and isinstance(value[0], StrictModel) else (value,)
             for item in items:
-                if isinstance(item, Wire):
+                if isinstance(item, StrictModel):
                     yield from item.unknown_fields(f"{prefix}{name}.")
 
 

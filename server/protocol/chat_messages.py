@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from server.protocol.base import FieldError, Wire
+from server.protocol.base import FieldError, StrictModel
 
 MAX_PARTS = 1024
 MAX_CALLS = 128
@@ -48,7 +48,7 @@ JsonObject = Annotated[dict[str, Any], AfterValidator(plain_json)]
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 
 
-class TextPart(Wire):
+class TextPart(StrictModel):
     """The one kind of content part that a text model can read; a refusal is an assistant's own text."""
 
     type: Annotated[str, Field(max_length=64), AfterValidator(_text_type)]
@@ -71,14 +71,14 @@ Content = Annotated[
 ]
 
 
-class CalledFunction(Wire):
+class CalledFunction(StrictModel):
     """What an earlier answer called, with the arguments as the text they came as."""
 
     name: ToolName
     arguments: str
 
 
-class ToolCall(Wire):
+class ToolCall(StrictModel):
     """One call in an assistant's message."""
 
     id: Annotated[str, Field(min_length=1, max_length=256)]
@@ -86,7 +86,7 @@ class ToolCall(Wire):
     function: CalledFunction
 
 
-class ChatMessage(Wire):
+class ChatMessage(StrictModel):
     """One turn of a conversation."""
 
     role: Annotated[Literal["developer", "system", "user", "assistant", "tool"], BeforeValidator(_role)]
@@ -126,7 +126,7 @@ class ChatMessage(Wire):
         return self.reasoning_content if self.reasoning_content is not None else self.reasoning
 
 
-class FunctionDefinition(Wire):
+class FunctionDefinition(StrictModel):
     """What can be called."""
 
     name: ToolName
@@ -142,7 +142,7 @@ class FunctionDefinition(Wire):
         return self
 
 
-class Tool(Wire):
+class Tool(StrictModel):
     """One tool; functions are the only kind."""
 
     type: Literal["function"]
@@ -154,27 +154,27 @@ class Tool(Wire):
         return {"type": self.type, "function": described}
 
 
-class FunctionName(Wire):
+class FunctionName(StrictModel):
     """A function by name."""
 
     name: str
 
 
-class NamedChoice(Wire):
+class NamedChoice(StrictModel):
     """This tool must be called."""
 
     type: Literal["function"]
     function: FunctionName
 
 
-class AllowedTools(Wire):
+class AllowedTools(StrictModel):
     """Some of the tools, and whether one of them must be called."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedChoice], Field(min_length=1, max_length=MAX_CALLS)]
 
 
-class AllowedChoice(Wire):
+class AllowedChoice(StrictModel):
     """Only some of the tools may be called."""
 
     type: Literal["allowed_tools"]

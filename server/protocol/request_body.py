@@ -19,11 +19,11 @@ from starlette.requests import ClientDisconnect, Request
 
 from engine.errors import RequestError
 from server.errors import ClientGoneError, HttpError
-from server.protocol.base import FieldError, Wire
+from server.protocol.base import FieldError, StrictModel
 from server.protocol.sampling import NEUTRAL_VALUES
 
 READ_TIMEOUT_S = 30.0
-_ParsedT = TypeVar("_ParsedT", bound=Wire)
+_ParsedT = TypeVar("_ParsedT", bound=StrictModel)
 _HEADER_SAFE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_REPORTED = 32
 _MAX_UNKNOWN = 256
@@ -95,7 +95,7 @@ def _has_messages(body: bytes) -> bool:
     return isinstance(value, dict) and "messages" in value
 
 
-def unknown_parameters(parsed: Wire, strict: bool) -> list[str]:
+def unknown_parameters(parsed: StrictModel, strict: bool) -> list[str]:
     """Names of fields that nobody here knows, sorted. Raises `RequestError` for the first when `strict`."""
     unknown = sorted({name for name in parsed.unknown_fields() if name not in NEUTRAL_VALUES})
     if len(unknown) > _MAX_UNKNOWN:
@@ -115,7 +115,7 @@ def ignored_header(unknown: list[str]) -> dict[str, str]:
     return {"X-Ignored-Parameters": value} if value else {}
 
 
-def _refuse_unsupported(parsed: Wire) -> None:
+def _refuse_unsupported(parsed: StrictModel) -> None:
     """A field that means something elsewhere may only say what asks for nothing."""
     extra = parsed.model_extra or {}
     for name in sorted(NEUTRAL_VALUES.keys() & extra.keys()):

@@ -31,8 +31,8 @@ from server.protocol.base import (
     Penalty,
     Prompt,
     Stop,
+    StrictModel,
     TokenId,
-    Wire,
 )
 from server.protocol.structured_output import (
     Alternatives,
@@ -44,7 +44,7 @@ from server.protocol.structured_output import (
 )
 
 
-class StreamOptions(Wire):
+class StreamOptions(StrictModel):
     """Options that only a stream has."""
 
     include_usage: bool | None = Field(False, description="a last chunk without choices carries `usage`")
@@ -54,7 +54,7 @@ class StreamOptions(Wire):
     )
 
 
-class SamplingFields(Wire):
+class SamplingFields(StrictModel):
     """What completions and chat have in common."""
 
     model: Annotated[str, Field(max_length=512)] | None = Field(
@@ -307,5 +307,5 @@ __all__ = [
     "FieldError",
     "SamplingFields",
     "StreamOptions",
-    "Wire",
+    "StrictModel",
 ]

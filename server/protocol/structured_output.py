@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from server.protocol.base import FieldError, Wire
+from server.protocol.base import FieldError, StrictModel
 
 MAX_SCHEMA_CHARACTERS = 64 * 1024
 MAX_SCHEMA_DEPTH = 64
@@ -90,7 +90,7 @@ Alternatives = Annotated[
 GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
 
 
-class _Closed(Wire):
+class _Closed(StrictModel):
     """No other keys than those declared."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid", protected_namespaces=())

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, create_model
 
-from server.protocol.base import MAX_PROMPT_IDS, TokenId, Wire
+from server.protocol.base import MAX_PROMPT_IDS, StrictModel, TokenId
 from server.protocol.chat_completion import ChatRequest
 
 # Of a chat request, what shapes its prompt. The rest would be accepted and ignored, so it is not a field here.
@@ -26,7 +26,7 @@ _SHAPES_THE_PROMPT = (
 )
 
 
-class TokenFields(Wire):
+class TokenFields(StrictModel):
     """What both kinds of input have in common."""
 
     model: Annotated[str, Field(max_length=512)] | None = Field(None, description="one of the served names")
@@ -50,7 +50,7 @@ TokenizeChatRequest = create_model(
 )
 
 
-class DetokenizeRequest(Wire):
+class DetokenizeRequest(StrictModel):
     """`POST /detokenize`."""
 
     model: Annotated[str, Field(max_length=512)] | None = Field(None, description="one of the served names")
@@ -59,6 +59,6 @@ class DetokenizeRequest(Wire):
     )
 
 
-def as_chat(asked: Wire) -> ChatRequest:
+def as_chat(asked: StrictModel) -> ChatRequest:
     """The chat request whose prompt is asked for."""
     return ChatRequest.model_construct(**{name: getattr(asked, name) for name in _chat_fields})

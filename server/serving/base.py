@@ -26,29 +26,29 @@ from server.config.generation_config import GenerationConfig
 from server.config.model_path import served_names
 from server.config.settings import Settings
 from server.errors import ClientGoneError, DeadlineError, HttpError, ModelNotFoundError, describe, error_response
-from server.llm.async_llm import GenerationService, Plan
+from server.llm.async_llm import AsyncLLM, ProcessedRequest
 from server.llm.generation import Engine, Generation
 from server.observability.logs import event, logger
 from server.observability.metrics import HttpCounters
-from server.protocol.base import MAX_TIMEOUT_S, Wire
+from server.protocol.base import MAX_TIMEOUT_S, StrictModel
 from server.protocol.chat_completion import ChatRequest
 from server.protocol.large_body.reader import LARGE_BODIES, takes_long
 from server.protocol.request_body import ignored_header, parse_any, read_json, unknown_parameters
 from server.protocol.sampling import CompletionRequest
-from server.serving.chat_completion import ChatFormat
+from server.serving.chat_completion import ChatCompletionWriter
 from server.serving.chat_plan import plan_chat
-from server.serving.response_writer import AnswerFormat, CompletionFormat, Details, Head
+from server.serving.response_writer import CompletionWriter, Details, Head, ResponseWriter
 from server.serving.server_state import ServerState
 from server.serving.sse import EventStream, collect, until_disconnect, whole_response
 from server.tokenizer.tokenizer import Tokenizer
 from server.version import VERSION
 
 STATS_TIMEOUT_S = 2.0
-_ParsedT = TypeVar("_ParsedT", bound=Wire)
+_ParsedT = TypeVar("_ParsedT", bound=StrictModel)
 _log = logger("requests")
 
 
-class Serving:
+class OpenAIServing:
     """One per application; routes find it at `request.app.state.serving`."""
 
     def __init__(self, settings: Settings, state: ServerState, counters: HttpCounters) -> None:
@@ -59,11 +59,11 @@ class Serving:
         self._last_stats = EngineStats()
 
     @staticmethod
-    def of(request: Request) -> Serving:
+    def of(request: Request) -> OpenAIServing:
         return request.app.state.serving
 
     @property
-    def service(self) -> GenerationService:
+    def service(self) -> AsyncLLM:
         service = self.state.service
         if service is None:
             raise HttpError(503, "The server is not ready.", code="server_loading")
@@ -114,14 +114,14 @@ class Serving:
         asked.timeout = self._time_limit(request, asked.timeout)
         asked.cache_salt = salt_of(request.scope, asked.cache_salt)
         plan, shape = await until_disconnect(request, self._planned(asked))
-        generation = self.service.open_plan(plan)
+        generation = self.service.start(plan)
         try:
             generation.request_id = request_id = request_id_of(request.scope)
             generation.client = client_of(request.scope, asked.user)
             generation.key_label = label_of(request.scope)
             form = self._format(asked, model, request_id, generation, shape)
             if asked.stream:
-                await until_disconnect(request, generation.verdict())
+                await until_disconnect(request, generation.wait_first_event())
                 return EventStream(generation, form, self._tells_usage(asked), headers, request_id)
             pieces = await until_disconnect(request, collect(generation))
             return await whole_response(form.whole(pieces, generation), headers)
@@ -129,7 +129,7 @@ class Serving:
             generation.close()
             raise
 
-    async def _planned(self, asked: CompletionRequest | ChatRequest) -> tuple[Plan, AnswerShape]:
+    async def _planned(self, asked: CompletionRequest | ChatRequest) -> tuple[ProcessedRequest, AnswerShape]:
         """The plan, made within the time limit. Raises `DeadlineError`."""
         begun = time.monotonic()
         try:
@@ -162,7 +162,7 @@ class Serving:
         request_id: str,
         generation: Generation,
         shape: AnswerShape,
-    ) -> AnswerFormat:
+    ) -> ResponseWriter:
         created, fingerprint, tokenizer = int(time.time()), self.fingerprint(), self.service.tokenizer
         details = Details(
             logprobs=asked.logprobs if isinstance(asked, CompletionRequest) else _chat_logprobs(asked),
@@ -175,10 +175,10 @@ class Serving:
         )
         if isinstance(asked, CompletionRequest):
             head = Head(f"cmpl-{request_id}", "text_completion", created, model, fingerprint)
-            return CompletionFormat(head, tokenizer, generation, details)
+            return CompletionWriter(head, tokenizer, generation, details)
         kind = "chat.completion.chunk" if asked.stream else "chat.completion"
         head = Head(f"chatcmpl-{request_id}", kind, created, model, fingerprint)
-        return ChatFormat(head, tokenizer, generation, details, shape)
+        return ChatCompletionWriter(head, tokenizer, generation, details, shape)
 
     async def engine_numbers(self) -> tuple[EngineStats, EngineInfo | None]:
         """The engine's statistics; the last ones known when it does not answer in time."""
@@ -200,9 +200,9 @@ def connect(
     engine: Engine,
     tokenizer: Tokenizer,
     generation_config: GenerationConfig | None = None,
-) -> GenerationService:
+) -> AsyncLLM:
     """Put a running engine behind the routes. The state decides when they open."""
-    service = GenerationService(engine, tokenizer, generation_config, strict_max_tokens=settings.strict_max_tokens)
+    service = AsyncLLM(engine, tokenizer, generation_config, strict_max_tokens=settings.strict_max_tokens)
     service.on_finish.append(counters.finish)
     if settings.enable_log_requests:
         service.on_finish.append(_log_generation)

@@ -11,16 +11,16 @@ from dataclasses import replace
 from typing import Any
 
 from server.chat.events import Arguments, CallStart, Content, Event, Reasoning, merged
-from server.chat.message_parser import AnswerShape, MessageReader
+from server.chat.message_parser import AnswerShape, MessageParser
 from server.json_text import dumps, json_text
 from server.llm.generation import Generation
 from server.llm.output_processor import Delta
 from server.llm.prompt_scores import Scores, TokenScore
-from server.serving.response_writer import AnswerFormat, Details, Head, finite, usage
+from server.serving.response_writer import Details, Head, ResponseWriter, finite, usage
 from server.tokenizer.tokenizer import Tokenizer
 
 
-class ChatFormat(AnswerFormat):
+class ChatCompletionWriter(ResponseWriter):
     """`chat.completion` and its chunks."""
 
     _has_one_prompt = True
@@ -30,7 +30,7 @@ class ChatFormat(AnswerFormat):
     ) -> None:
         super().__init__(head, tokenizer, generation, details)
         self._is_plain = shape.is_plain
-        self._readers = [MessageReader(shape) for _ in generation.choices]
+        self._readers = [MessageParser(shape) for _ in generation.choices]
         self._num_calls = [0] * len(generation.choices)
 
     def opening(self, num_choices: int) -> Iterable[bytes]:

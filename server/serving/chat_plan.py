@@ -12,7 +12,7 @@ from server.chat.answer_grammar import answer_grammar
 from server.chat.message_parser import AnswerShape
 from server.chat.prompt import render_prompt
 from server.chat.reasoning_parser import CLOSE, OPEN
-from server.llm.async_llm import GenerationService, Plan
+from server.llm.async_llm import AsyncLLM, ProcessedRequest
 from server.llm.structured_output import constraint_of
 from server.protocol.chat_completion import ChatRequest
 from server.tokenizer.tokenizer import Tokenizer
@@ -22,11 +22,11 @@ from server.tokenizer.tokenizer import Tokenizer
 class ChatPlan:
     """The choices of one chat turn, ready to run, and how to read their text."""
 
-    plan: Plan
+    plan: ProcessedRequest
     shape: AnswerShape
 
 
-async def plan_chat(service: GenerationService, request: ChatRequest) -> ChatPlan:
+async def plan_chat(service: AsyncLLM, request: ChatRequest) -> ChatPlan:
     """Everything that can be refused is refused here. Raises `RequestError`."""
     tokenizer = service.tokenizer
 

@@ -67,7 +67,7 @@ class Details:
     keep: int | None = None  # the best so many choices of each prompt; None: all
 
 
-class AnswerFormat(ABC):
+class ResponseWriter(ABC):
     """One generation as JSON: chunks for a stream, one body for a plain answer."""
 
     _has_one_prompt = False  # then what belongs to it stands beside the choices, else with each of them
@@ -243,7 +243,7 @@ def _mean_logprob(pieces: Sequence[Delta]) -> float:
     return sum(finite(logprob) for logprob in scores if logprob is not None) / max(1, generated)
 
 
-class CompletionFormat(AnswerFormat):
+class CompletionWriter(ResponseWriter):
     """`text_completion`."""
 
     def opening(self, num_choices: int) -> Iterable[bytes]:

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from server.llm.async_llm import GenerationService
+    from server.llm.async_llm import AsyncLLM
 
 STALL_LIMIT_S = 30.0
 
@@ -48,7 +48,7 @@ class ServerState:
     loading_detail: str = ""  # of a download: bytes, speed, time left
     started_at: float = field(default_factory=time.time)
     heartbeat: Heartbeat | None = None
-    service: GenerationService | None = None
+    service: AsyncLLM | None = None
     num_in_flight: int = 0  # requests accepted and not yet answered to their last byte
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     stop: asyncio.Event = field(default_factory=asyncio.Event)  # the supervisor waits for it

@@ -22,7 +22,7 @@ from server.errors import ClientGoneError, describe, error_bytes
 from server.llm.generation import Generation
 from server.llm.output_processor import Delta
 from server.observability.logs import event, logger
-from server.serving.response_writer import DONE, AnswerFormat
+from server.serving.response_writer import DONE, ResponseWriter
 
 PING_INTERVAL_S = 15
 _WHOLE_CHARACTERS = 1 << 20  # of a plain answer that is sent in one piece, with its length
@@ -40,7 +40,7 @@ class EventStream(EventSourceResponse):
     def __init__(
         self,
         generation: Generation,
-        form: AnswerFormat,
+        form: ResponseWriter,
         include_usage: bool,
         headers: Mapping[str, str],
         request_id: str,
@@ -86,7 +86,7 @@ class EventStream(EventSourceResponse):
 
 
 async def _events(
-    generation: Generation, form: AnswerFormat, include_usage: bool, request_id: str
+    generation: Generation, form: ResponseWriter, include_usage: bool, request_id: str
 ) -> AsyncIterator[bytes]:
     """The chunks, then usage if asked for, then the end mark. An error is one event before the end mark."""
     for opening in form.opening(len(generation.choices)):

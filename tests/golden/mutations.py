@@ -20,7 +20,7 @@ from workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from workers.layers.linear import RowParallelLinear
 from workers.layers.norm import RMSNorm
 from workers.layers.rotary import RotaryTable, rotate
-from workers.models.post_norm_layer import SandwichBlock
+from workers.models.post_norm_layer import PostNormDecoderLayer
 from workers.weights.reader import WeightReader
 
 # -- the KV cache
@@ -328,10 +328,10 @@ def norm_offset_forgotten(patch: MonkeyPatch) -> None:
 
 
 def norms_after_half_blocks_left_out(patch: MonkeyPatch) -> None:
-    original = SandwichBlock.__call__
+    original = PostNormDecoderLayer.__call__
 
-    def patched(self: SandwichBlock, *arguments: Any) -> Tensor:
+    def patched(self: PostNormDecoderLayer, *arguments: Any) -> Tensor:
         self.attention_post_norm = self.mlp_post_norm = lambda x: x.clone()
         return original(self, *arguments)
 
-    patch.setattr(SandwichBlock, "__call__", patched)
+    patch.setattr(PostNormDecoderLayer, "__call__", patched)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tests.unit.workers.attention_cases import Seq, batch_of, tables_for
 from workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec
-from workers.attention.forward_batch import Batch
+from workers.attention.forward_batch import ForwardBatch
 from workers.attention.selector import BACKENDS
 
 HEADS, KV_HEADS, WIDTH, BLOCK = 14, 2, 64, 32  # Qwen2.5-0.5B, which has 24 such layers
@@ -41,7 +41,11 @@ SHAPES = [
 
 
 def backend_variant(
-    backend: AttentionBackend, batch: Batch, blocks: int, layer: AttentionSpec, qkv: tuple[Tensor, Tensor, Tensor]
+    backend: AttentionBackend,
+    batch: ForwardBatch,
+    blocks: int,
+    layer: AttentionSpec,
+    qkv: tuple[Tensor, Tensor, Tensor],
 ) -> Callable[[], object]:
     """One layer of `backend`, with the plan made once per 24 layers, as in a step."""
     q, k, v = qkv
@@ -58,7 +62,7 @@ def backend_variant(
     return run
 
 
-def sdpa_variant(batch: Batch, blocks: int, layer: AttentionSpec, q: Tensor, gqa: bool) -> Callable[[], object]:
+def sdpa_variant(batch: ForwardBatch, blocks: int, layer: AttentionSpec, q: Tensor, gqa: bool) -> Callable[[], object]:
     """Gather each sequence's pages, then SDPA: in one call if all sequences have one query and one length."""
     k_pages = torch.randn(blocks, BLOCK, KV_HEADS, WIDTH).to(q.dtype)
     v_pages = torch.randn(blocks, BLOCK, KV_HEADS, WIDTH).to(q.dtype)
@@ -144,7 +148,7 @@ def main() -> None:
             times = measure(seqs, getattr(torch, args.dtype), args.rounds)
             cells = []
             for name, values in times.items():
-                ratios = sorted(value / ours for value, ours in zip(values, times["cpu"], strict=True))
+                ratios = sorted(value / ours for value, ours in zip(values, times["torch"], strict=True))
                 cells.append(f"{name} {min(values):9.1f} us {ratios[len(ratios) // 2]:6.2f} x")
             print(f"{title:24}" + " | ".join(cells), flush=True)
 

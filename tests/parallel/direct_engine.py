@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from engine.config import EngineConfig
-from engine.core.engine_core import Stepper
+from engine.core.engine_core import EngineCore
 from engine.scheduler.sequence import GrammarState
 from engine.types import Request, TokenEvent, TokenLogprobs
 from workers.config import WorkerInfo
-from workers.executor import FillMasks, WorkerGroup
+from workers.executor import Executor, FillMasks
 from workers.protocol import StepMetadata, StepOutput
 
 
@@ -32,7 +32,7 @@ class Answer:
 class _Limited:
     """A group that reports something else than it has, fewer KV blocks for one."""
 
-    def __init__(self, group: WorkerGroup, info: WorkerInfo) -> None:
+    def __init__(self, group: Executor, info: WorkerInfo) -> None:
         self._group = group
         self.info = info
         self.rank_pids = group.rank_pids
@@ -49,7 +49,7 @@ class DirectEngine:
 
     def __init__(
         self,
-        group: WorkerGroup,
+        group: Executor,
         *,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
@@ -68,7 +68,7 @@ class DirectEngine:
         self.num_steps = 0
         self.num_cached_tokens = 0
         self.most_blocks_held = 0
-        self._stepper = Stepper(config, _Limited(group, info), lambda: self.now)
+        self._stepper = EngineCore(config, _Limited(group, info), lambda: self.now)
         self.scheduler = self._stepper.scheduler
 
     def run(

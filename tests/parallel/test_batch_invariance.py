@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from engine.types import Request, SamplingParams
 from tests.parallel.direct_engine import Answer, DirectEngine
 from workers.config import WorkerConfig
-from workers.executor import WorkerGroup, start_group
+from workers.executor import Executor, start_group
 from workers.platform import processor
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "oarlock-demo"
@@ -24,7 +24,7 @@ SHARED = "Q: What does os.getcwd do?\nA: Return a string representing the curren
 COUNTS = {"bfloat16": 200 if processor.here().multiplies("bfloat16") else 40, "float32": 200}
 
 
-def start(dtype: str, size: int = 1) -> WorkerGroup:
+def start(dtype: str, size: int = 1) -> Executor:
     config = WorkerConfig(
         str(DEMO),
         device="cpu",
@@ -62,7 +62,7 @@ def make_requests(count: int) -> list[Request]:
 
 
 @pytest.fixture(scope="module", params=["bfloat16", "float32"])
-def group(request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
+def group(request: pytest.FixtureRequest) -> Iterator[Executor]:
     started = start(request.param)
     if request.param == "float32" and started.info.attention_backend != "avx512":
         pytest.skip(f"float32 is promised with avx512 attention only, here: {started.info.batch_invariant_reason}")
@@ -71,12 +71,12 @@ def group(request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
 
 
 @pytest.fixture(scope="module")
-def requests(group: WorkerGroup) -> list[Request]:
+def requests(group: Executor) -> list[Request]:
     return make_requests(COUNTS[group.config.dtype])
 
 
 @pytest.fixture(scope="module")
-def alone(group: WorkerGroup, requests: list[Request]) -> dict[int, Answer]:
+def alone(group: Executor, requests: list[Request]) -> dict[int, Answer]:
     """Every request with the engine to itself."""
     answers = run_alone(group, requests)
     assert all(answer.error is None for answer in answers.values())
@@ -84,7 +84,7 @@ def alone(group: WorkerGroup, requests: list[Request]) -> dict[int, Answer]:
     return answers
 
 
-def run_alone(group: WorkerGroup, requests: list[Request]) -> dict[int, Answer]:
+def run_alone(group: Executor, requests: list[Request]) -> dict[int, Answer]:
     engine = DirectEngine(group)
     answers: dict[int, Answer] = {}
     for request in requests:
@@ -98,21 +98,19 @@ def differences(answers: dict[int, Answer], alone: dict[int, Answer]) -> list[in
     return [number for number, answer in answers.items() if answer != alone[number]]
 
 
-def test_among_31_others(group: WorkerGroup, requests: list[Request], alone: dict[int, Answer]) -> None:
+def test_among_31_others(group: Executor, requests: list[Request], alone: dict[int, Answer]) -> None:
     engine = DirectEngine(group)
     assert differences(engine.run(requests), alone) == []
     assert engine.num_steps < sum(request.params.max_tokens for request in requests) / 8  # they did run together
 
 
-def test_others_join_and_leave_at_any_step(
-    group: WorkerGroup, requests: list[Request], alone: dict[int, Answer]
-) -> None:
+def test_others_join_and_leave_at_any_step(group: Executor, requests: list[Request], alone: dict[int, Answer]) -> None:
     engine = DirectEngine(group, max_num_seqs=24)
     answers = engine.run(reversed(requests), arrives_at=lambda number: number // 3 + number % 7)
     assert differences(answers, alone) == []
 
 
-def test_after_a_prefix_hit(group: WorkerGroup, requests: list[Request], alone: dict[int, Answer]) -> None:
+def test_after_a_prefix_hit(group: Executor, requests: list[Request], alone: dict[int, Answer]) -> None:
     engine = DirectEngine(group, enable_prefix_caching=True)
     assert differences(engine.run(requests), alone) == []
     hits = engine.num_cached_tokens
@@ -120,7 +118,7 @@ def test_after_a_prefix_hit(group: WorkerGroup, requests: list[Request], alone: 
     assert engine.num_cached_tokens - hits > 16 * len(requests)  # more than the beginning they share
 
 
-def test_beside_equal_prompts(group: WorkerGroup, requests: list[Request], alone: dict[int, Answer]) -> None:
+def test_beside_equal_prompts(group: Executor, requests: list[Request], alone: dict[int, Answer]) -> None:
     """Three of each: the second and third read what the first computes in the same step."""
     some = [r for r in requests[:20] if r.params.prompt_logprobs is None]
     copies = [replace(r, request_id=r.request_id + 1000 * copy) for r in some for copy in range(3)]
@@ -130,7 +128,7 @@ def test_beside_equal_prompts(group: WorkerGroup, requests: list[Request], alone
     assert engine.num_cached_tokens > 16 * 2 * len(copies) * 2 // 3
 
 
-def test_after_preemption(group: WorkerGroup, requests: list[Request], alone: dict[int, Answer]) -> None:
+def test_after_preemption(group: Executor, requests: list[Request], alone: dict[int, Answer]) -> None:
     """Longer answers, so that sequences that were let in outgrow the pool."""
     some = [replace(r, params=replace(r.params, max_tokens=40)) for r in requests[:: len(requests) // 13]]
     engine = DirectEngine(group, num_blocks=24)
@@ -143,7 +141,7 @@ def test_after_preemption(group: WorkerGroup, requests: list[Request], alone: di
 
 @pytest.mark.parametrize("budget", [16, 23])
 def test_with_its_prompt_in_many_chunks(
-    group: WorkerGroup, requests: list[Request], alone: dict[int, Answer], budget: int
+    group: Executor, requests: list[Request], alone: dict[int, Answer], budget: int
 ) -> None:
     some = requests[:: 1 if budget == 23 else 4]
     engine = DirectEngine(group, max_num_seqs=min(budget, 16), max_num_batched_tokens=budget)
@@ -151,7 +149,7 @@ def test_with_its_prompt_in_many_chunks(
     assert differences(answers, {r.request_id: alone[r.request_id] for r in some}) == []
 
 
-def test_the_start_says_so(group: WorkerGroup) -> None:
+def test_the_start_says_so(group: Executor) -> None:
     assert group.info.batch_invariant, group.info.batch_invariant_reason
 
 

@@ -15,7 +15,7 @@ from tests.golden.tiny_models import make_tiny
 from tests.parallel.direct_engine import DirectEngine
 from tests.parallel.test_process_group import config_for, start, step_of
 from workers.errors import WorkerError
-from workers.executor import InlineGroup, WorkerGroup, start_group
+from workers.executor import Executor, UniProcExecutor, start_group
 from workers.protocol import StepMetadata, mask_words
 
 PROMPT = [5, 9, 17, 3, 8, 21, 2]
@@ -27,7 +27,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=["inline", 1, 2])
-def group(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
+def group(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Executor]:
     if request.param == "inline":
         made = start_group(config_for(checkpoint), inline=True, on_progress=lambda phase, fraction: None)
     else:
@@ -36,13 +36,13 @@ def group(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[WorkerGr
     made.close()
 
 
-def masked_step(group: WorkerGroup, step_id: int) -> StepMetadata:
+def masked_step(group: Executor, step_id: int) -> StepMetadata:
     """A step whose bits are garbage still."""
     bits = np.full((1, mask_words(group.info.vocab_size)), 0xAAAAAAAA, np.uint32)
     return dataclasses.replace(step_of(step_id, PROMPT, 0), mask_rows=np.zeros(1, np.int32), mask_bits=bits)
 
 
-def test_a_slow_mask_still_decides(group: WorkerGroup) -> None:
+def test_a_slow_mask_still_decides(group: Executor) -> None:
     group.submit(step_of(1, PROMPT, 0))
     free = group.collect().token_ids.tolist()
     for number, only in enumerate([token for token in (3, 31, 32, 77, 200) if [token] != free], 2):
@@ -59,7 +59,7 @@ def test_a_slow_mask_still_decides(group: WorkerGroup) -> None:
     group.ping()
 
 
-def test_masks_in_time_or_late_give_the_same_numbers(group: WorkerGroup) -> None:
+def test_masks_in_time_or_late_give_the_same_numbers(group: Executor) -> None:
     bits = np.random.default_rng(1).integers(0, 2**32, (1, mask_words(group.info.vocab_size)), dtype=np.uint32)
     group.submit(dataclasses.replace(masked_step(group, 1), mask_bits=bits))
     whole = group.collect()
@@ -74,7 +74,7 @@ def test_an_inline_rank_runs_the_model_before_the_masks_and_samples_after(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = start_group(config_for(checkpoint), inline=True, on_progress=lambda phase, fraction: None)
-    assert isinstance(group, InlineGroup) and group._runner is not None
+    assert isinstance(group, UniProcExecutor) and group._runner is not None
     runner, log, begun = group._runner, [], threading.Event()
     decoder = type(runner.model)
     forward, sample = decoder.__call__, runner.sampler.sample
@@ -167,7 +167,7 @@ class EverySecond:
         return False
 
 
-def test_grammars_through_the_engine_and_one_that_breaks(group: WorkerGroup) -> None:
+def test_grammars_through_the_engine_and_one_that_breaks(group: Executor) -> None:
     engine = DirectEngine(group)
     states = {1: EverySecond(), 2: EverySecond(broken_after=2)}
     requests = [

@@ -15,11 +15,11 @@ import pytest
 from tests.golden.tiny_models import make_tiny
 from workers.config import WorkerConfig
 from workers.errors import StartupError, WorkerError
-from workers.executor import InlineGroup, WorkerGroup, start_group
+from workers.executor import Executor, UniProcExecutor, start_group
 from workers.preflight import preflight
 from workers.protocol import StepMetadata
 from workers.python_child import start_python
-from workers.worker.multiproc_executor import ProcessGroup
+from workers.worker.multiproc_executor import MultiprocExecutor
 
 BLOCK = 16
 
@@ -44,7 +44,7 @@ def config_for(checkpoint: Path, **changes: object) -> WorkerConfig:
     return base.with_(**changes)
 
 
-def start(checkpoint: Path, size: int, **changes: object) -> WorkerGroup:
+def start(checkpoint: Path, size: int, **changes: object) -> Executor:
     config = config_for(checkpoint, tensor_parallel_size=size, **changes)
     return start_group(config, inline=False, on_progress=lambda phase, fraction: None)
 
@@ -76,7 +76,7 @@ def step_of(step_id: int, tokens: list[int], start: int, num_logprobs: int = 5) 
     )
 
 
-def generate(group: WorkerGroup, prompt: list[int], count: int) -> tuple[list[int], np.ndarray]:
+def generate(group: Executor, prompt: list[int], count: int) -> tuple[list[int], np.ndarray]:
     tokens, known, logprobs = list(prompt), 0, []
     for step_id in range(1, count + 1):
         group.submit(step_of(step_id, tokens[known:], known))
@@ -92,12 +92,12 @@ def test_ranks_answer_like_one(checkpoint: Path) -> None:
     prompt = [5, 9, 17, 3, 8, 21, 2]
     config = config_for(checkpoint)
     inline = start_group(config, inline=True, on_progress=lambda phase, fraction: None)
-    assert isinstance(inline, InlineGroup)
+    assert isinstance(inline, UniProcExecutor)
     expected, expected_logprobs = generate(inline, prompt, 20)
     inline.close()
     for size in (1, 2):
         group = start(checkpoint, size)
-        assert isinstance(group, ProcessGroup)
+        assert isinstance(group, MultiprocExecutor)
         try:
             group.ping()
             tokens, logprobs = generate(group, prompt, 20)
@@ -193,7 +193,7 @@ def test_a_rank_that_says_nothing_while_loading_is_named_with_what_it_does(
     monkeypatch.setattr("workers.worker.multiproc_executor.start_python", silent)
     config = preflight(config_for(checkpoint, tensor_parallel_size=2))
     with pytest.raises(StartupError, match=r"rank 1 has made no progress for 2 s while reading the weights") as caught:
-        ProcessGroup(config, lambda phase, fraction: None, loading_timeout_s=2)
+        MultiprocExecutor(config, lambda phase, fraction: None, loading_timeout_s=2)
     assert caught.value.exit_code == 6
 
 

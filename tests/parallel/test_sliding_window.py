@@ -9,13 +9,13 @@ from engine.types import Request, SamplingParams
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.direct_engine import Answer, DirectEngine
 from workers.config import WorkerConfig
-from workers.executor import WorkerGroup, start_group
+from workers.executor import Executor, start_group
 
 WINDOW, BLOCK = 24, 8
 
 
-@pytest.fixture(scope="module", params=["reference", "cpu"])
-def group(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
+@pytest.fixture(scope="module", params=["reference", "torch"])
+def group(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
     config = WorkerConfig(
         str(make_tiny(tmp_path_factory.mktemp("model"), "mistral", sliding_window=WINDOW)),
         device="cpu",
@@ -44,7 +44,7 @@ REQUESTS = [
 
 
 @pytest.fixture(scope="module")
-def expected(group: WorkerGroup) -> dict[int, Answer]:
+def expected(group: Executor) -> dict[int, Answer]:
     """With every block kept."""
     engine = DirectEngine(group, info=replace(group.info, sliding_window=None))
     answers = engine.run(REQUESTS)
@@ -53,7 +53,7 @@ def expected(group: WorkerGroup) -> dict[int, Answer]:
     return answers
 
 
-def test_blocks_outside_the_window_are_given_back(group: WorkerGroup, expected: dict[int, Answer]) -> None:
+def test_blocks_outside_the_window_are_given_back(group: Executor, expected: dict[int, Answer]) -> None:
     assert group.info.sliding_window == WINDOW
     engine = DirectEngine(group, enable_prefix_caching=True)
     assert engine.run(REQUESTS) == expected
@@ -64,7 +64,7 @@ def test_blocks_outside_the_window_are_given_back(group: WorkerGroup, expected: 
     assert [answer.token_ids for answer in again.values()] == [answer.token_ids for answer in expected.values()]
 
 
-def test_a_pool_that_is_too_small_gives_the_same_tokens(group: WorkerGroup, expected: dict[int, Answer]) -> None:
+def test_a_pool_that_is_too_small_gives_the_same_tokens(group: Executor, expected: dict[int, Answer]) -> None:
     engine = DirectEngine(group, num_blocks=24)
     answers = engine.run([replace(r, params=replace(r.params, logprobs=None)) for r in REQUESTS])
     assert [answer.token_ids for answer in answers.values()] == [answer.token_ids for answer in expected.values()]

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig, WorkerConfig
-from engine.input_batch.input_batch import StepBuilder
+from engine.input_batch.input_batch import InputBatch
 from engine.ipc import messages
 from engine.ipc.frames import FrameReader
 from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.sequence import StepResult
+from engine.scheduler.sequence import ModelRunnerOutput
 from engine.types import Request, SamplingParams
 from workers.config import WorkerInfo
 
@@ -37,7 +37,7 @@ def test_a_decode_step_of_32_sequences_that_ask_for_more(name: str, capsys: pyte
     worker = WorkerConfig("none", max_num_seqs=num_seqs, max_num_batched_tokens=32_768, block_size=BLOCK_SIZE)
     info = replace(_info(num_seqs * 32 + 1), vocab_size=VOCAB)
     scheduler = Scheduler(EngineConfig(worker, max_waiting_requests=num_seqs), info)
-    builder = StepBuilder(max_num_seqs=num_seqs, max_model_len=MAX_LEN, block_size=BLOCK_SIZE, vocab_size=VOCAB)
+    builder = InputBatch(max_num_seqs=num_seqs, max_model_len=MAX_LEN, block_size=BLOCK_SIZE, vocab_size=VOCAB)
     for number in range(num_seqs):
         prompt = tuple(number * 1000 + index for index in range(10, PROMPT + 10))
         scheduler.add(Request(number, prompt, SamplingParams(max_tokens=500, **CHOICES[name])), 0.0)
@@ -48,7 +48,7 @@ def test_a_decode_step_of_32_sequences_that_ask_for_more(name: str, capsys: pyte
         began = time.thread_time()
         step = builder.build(output).step
         times.append(time.thread_time() - began)
-        scheduler.commit(output, StepResult([5] * num_seqs, [True] * num_seqs), 1.0)
+        scheduler.update_from_output(output, ModelRunnerOutput([5] * num_seqs, [True] * num_seqs), 1.0)
         sizes = {
             "penalties": len(step.history_ids) / (PROMPT + (count > 0)),
             "logit_bias": len(step.bias_ids) / 1024,
@@ -64,7 +64,7 @@ def test_a_decode_step_of_32_sequences_that_ask_for_more(name: str, capsys: pyte
 def test_a_decode_step_of_many_sequences(num_seqs: int, capsys: pytest.CaptureFixture[str]) -> None:
     worker = WorkerConfig("none", max_num_seqs=num_seqs, max_num_batched_tokens=8192, block_size=BLOCK_SIZE)
     scheduler = Scheduler(EngineConfig(worker, max_waiting_requests=num_seqs), _info(num_seqs * 32 + 1))
-    builder = StepBuilder(max_num_seqs=num_seqs, max_model_len=MAX_LEN, block_size=BLOCK_SIZE, vocab_size=1000)
+    builder = InputBatch(max_num_seqs=num_seqs, max_model_len=MAX_LEN, block_size=BLOCK_SIZE, vocab_size=1000)
     for number in range(num_seqs):
         prompt = tuple((number * 7 + index) % 1000 for index in range(PROMPT))
         scheduler.add(Request(number, prompt, SamplingParams(max_tokens=500)), 0.0)
@@ -77,7 +77,7 @@ def test_a_decode_step_of_many_sequences(num_seqs: int, capsys: pytest.CaptureFi
         step = builder.build(output).step
         built = time.thread_time()
         rows = len(step.logits_indices)
-        events = scheduler.commit(output, StepResult([5] * rows, [True] * rows), 1.0)
+        events = scheduler.update_from_output(output, ModelRunnerOutput([5] * rows, [True] * rows), 1.0)
         committed = time.thread_time()
         frame = messages.events(events)
         encoded = time.thread_time()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from workers.attention.backend import AttentionSpec, KVSpec, LayerKV
-from workers.attention.forward_batch import Batch
+from workers.attention.forward_batch import ForwardBatch
 from workers.kernels.cpu import build
 
 _GROUP = 16  # positions that lie side by side in a page
@@ -69,10 +69,10 @@ class Avx512Backend:
             for _ in range(spec.num_layers)
         ]
 
-    def prepare(self, batch: Batch) -> _Plan:
+    def prepare(self, batch: ForwardBatch) -> _Plan:
         return _Plan(batch.block_tables.numpy(), batch.query_start_loc.numpy(), batch.seq_lens.numpy(), {})
 
-    def write(self, kv: LayerKV, k: Tensor, v: Tensor, batch: Batch) -> None:
+    def write(self, kv: LayerKV, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
         spec = self.spec
         slots = batch.slot_mapping
         assert k.stride(2) == v.stride(2) == 1 and k.stride(1) == v.stride(1) == spec.head_dim and slots.is_contiguous()
@@ -85,10 +85,10 @@ class Avx512Backend:
         rows, heads, width = q.shape
         spec = self.spec
         assert q.stride(2) == 1 and q.stride(1) == width
-        fold = heads // spec.num_kv_heads
-        starts = plan.tile_starts.get(fold)
+        num_queries_per_kv = heads // spec.num_kv_heads
+        starts = plan.tile_starts.get(num_queries_per_kv)
         if starts is None:
-            starts = plan.tile_starts[fold] = _tile_starts(plan.query_start_loc, fold)
+            starts = plan.tile_starts[num_queries_per_kv] = _tile_starts(plan.query_start_loc, num_queries_per_kv)
         out = torch.empty((rows, heads * width), dtype=q.dtype)
         self._attend(
             q.data_ptr(), out.data_ptr(), kv.k.data_ptr(), kv.v.data_ptr(), plan.tables.ctypes.data,
@@ -99,7 +99,7 @@ class Avx512Backend:
         return out
 
 
-def _tile_starts(query_start_loc: np.ndarray, fold: int) -> np.ndarray:
+def _tile_starts(query_start_loc: np.ndarray, num_queries_per_kv: int) -> np.ndarray:
     """Tiles of the sequences before each one, and of all: int32 [S + 1]."""
-    tiles = -(-np.diff(query_start_loc) * fold // _TILE_ROWS)
+    tiles = -(-np.diff(query_start_loc) * num_queries_per_kv // _TILE_ROWS)
     return np.concatenate([[0], np.cumsum(tiles)]).astype(np.int32)

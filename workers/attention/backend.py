@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from workers.attention.forward_batch import Batch
+from workers.attention.forward_batch import ForwardBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +64,10 @@ class AttentionBackend(Protocol):
     def allocate(self, num_blocks: int) -> list[LayerKV]:
         """Zeroed pages for every layer, block 0 (the null block) included."""
 
-    def prepare(self, batch: Batch) -> Any:
+    def prepare(self, batch: ForwardBatch) -> Any:
         """Once per step, outside the layer loop: everything that does not depend on the layer."""
 
-    def write(self, kv: LayerKV, k: Tensor, v: Tensor, batch: Batch) -> None:
+    def write(self, kv: LayerKV, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
         """Store `k`, `v` [T, num_kv_heads, head_dim] at `batch.slot_mapping`.
 
         A block is filled from its first slot on: writing that slot says that whatever else the block held is over.

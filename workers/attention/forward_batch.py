@@ -13,7 +13,7 @@ from workers.protocol import StepMetadata
 
 
 @dataclass(slots=True)
-class Batch:
+class ForwardBatch:
     """Inputs of one forward pass."""
 
     num_tokens: int
@@ -33,7 +33,7 @@ class Batch:
         return len(self.query_lens)
 
     @staticmethod
-    def from_step(step: StepMetadata, device: torch.device) -> "Batch":
+    def from_step(step: StepMetadata, device: torch.device) -> "ForwardBatch":
         """Copy a step to `device`. On the CPU, arrays that need no widening stay views of the step's buffer."""
 
         def widened(array) -> Tensor:
@@ -43,7 +43,7 @@ class Batch:
             return torch.from_numpy(array).to(device, non_blocking=True)
 
         starts = step.query_start_loc.tolist()
-        return Batch(
+        return ForwardBatch(
             num_tokens=step.num_tokens,
             num_logits=len(step.logits_indices),
             query_lens=[end - start for start, end in pairwise(starts)],

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from workers.attention.backend import AttentionSpec, KVSpec, LayerKV
-from workers.attention.forward_batch import Batch
+from workers.attention.forward_batch import ForwardBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class ReferenceBackend:
 
         return [LayerKV(pages(), pages()) for _ in range(spec.num_layers)]
 
-    def prepare(self, batch: Batch) -> list[_Sequence]:
+    def prepare(self, batch: ForwardBatch) -> list[_Sequence]:
         size = self.spec.block_size
         plan = []
         start = 0
@@ -55,7 +55,7 @@ class ReferenceBackend:
             start += query_len
         return plan
 
-    def write(self, kv: LayerKV, k: Tensor, v: Tensor, batch: Batch) -> None:
+    def write(self, kv: LayerKV, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
         kv.k.flatten(0, 1).index_copy_(0, batch.slot_mapping, k)
         kv.v.flatten(0, 1).index_copy_(0, batch.slot_mapping, v)
 

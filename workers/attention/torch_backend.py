@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from workers.attention.backend import AttentionSpec, KVSpec, LayerKV
-from workers.attention.forward_batch import Batch
+from workers.attention.forward_batch import ForwardBatch
 from workers.protocol import NULL_BLOCK
 
 # Columns come in multiples of this many tokens, counted from position 0: whatever the block size, a sequence sees the
@@ -121,7 +121,7 @@ class _Scratch:
 class CpuBackend:
     """Pages are `[blocks + 1, kv_heads, block_size, head_dim]`; the last one stays zero."""
 
-    name: ClassVar[str] = "cpu"
+    name: ClassVar[str] = "torch"
 
     def __init__(self, spec: KVSpec) -> None:
         self.spec = spec
@@ -148,12 +148,12 @@ class CpuBackend:
             for _ in range(spec.num_layers)
         ]
 
-    def prepare(self, batch: Batch) -> _Plan:
+    def prepare(self, batch: ForwardBatch) -> _Plan:
         return _Plan(batch.block_tables.numpy(), batch.query_lens, batch.context_lens)
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def write(self, kv: LayerKV, k: Tensor, v: Tensor, batch: Batch) -> None:
+    def write(self, kv: LayerKV, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
         writes = self._writes
         if writes is None or writes.slots is not batch.slot_mapping:
             writes = self._writes = self._writes_of(batch)
@@ -163,7 +163,7 @@ class CpuBackend:
         kv.k.view(-1, width).index_copy_(0, writes.rows, k.reshape(-1, width))
         kv.v.view(-1, width).index_copy_(0, writes.rows, v.reshape(-1, width))
 
-    def _writes_of(self, batch: Batch) -> _Writes:
+    def _writes_of(self, batch: ForwardBatch) -> _Writes:
         size, heads = self.spec.block_size, self.spec.num_kv_heads
         slots = batch.slot_mapping
         head = torch.arange(heads)

@@ -22,7 +22,7 @@ from workers.errors import StartupError
 
 
 @dataclass(frozen=True, slots=True)
-class Rendezvous:
+class RendezvousInfo:
     """How the ranks of one host find each other. Nothing listens beyond loopback and nothing has a name on disk."""
 
     rank: int
@@ -53,7 +53,7 @@ class TensorParallel:
         return TensorParallel()
 
     @staticmethod
-    def join(meeting: Rendezvous, device: torch.device, *, shared_memory: bool = True) -> TensorParallel:
+    def join(meeting: RendezvousInfo, device: torch.device, *, shared_memory: bool = True) -> TensorParallel:
         """Meet the other ranks. Blocks until all are there, at most `meeting.timeout_s`."""
         if "GLOO_SOCKET_IFNAME" not in os.environ:
             os.environ["GLOO_SOCKET_IFNAME"] = loopback_interface()

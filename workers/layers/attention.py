@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from workers.attention.backend import AttentionBackend, AttentionSpec, LayerKV
-from workers.attention.forward_batch import Batch
+from workers.attention.forward_batch import ForwardBatch
 from workers.layers.decoder_spec import DecoderSpec
 from workers.layers.linear import QKVParallelLinear, RowParallelLinear
 from workers.layers.norm import HeadNorm
@@ -53,7 +53,7 @@ class Attention:
         residual: Tensor | None,
         cos: Tensor,
         sin: Tensor,
-        batch: Batch,
+        batch: ForwardBatch,
         kv: LayerKV,
         backend: AttentionBackend,
         plan: Any,

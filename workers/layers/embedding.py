@@ -69,13 +69,13 @@ class VocabParallelHead:
         return 0 if self.shares_memory else self.local * self.hidden * self.place.dtype.itemsize
 
     def load(self, weights: WeightSource) -> None:
-        self.product = matmul(load_vocab_shard(self, weights), wide=True)
+        self.product = matmul(load_vocab_shard(self, weights), float32_output=True)
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
         """Use the embedding's weight. Our kernel's packed form serves both; oneDNN's does not give rows back, so there
         it is a second form in memory of its own: the plain one would take half as long again at each step."""
         assert embedding.weight is not None
-        self.product = matmul(embedding.weight, wide=True)
+        self.product = matmul(embedding.weight, float32_output=True)
         if isinstance(self.product, Avx512Matmul):
             embedding.share(self.product)
         self.shares_memory = isinstance(self.product, Avx512Matmul) or holds_weight(self.product)

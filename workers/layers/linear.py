@@ -112,7 +112,7 @@ class RowParallelLinear:
             weights.take(f"{self.name}.bias", self.place.empty(0), shape=(self.outputs,))
         # Ranks' parts travel in float32 where the product can give them so: rounding each of them would add an error
         # that one rank does not have.
-        self.product = matmul(weight, bias, wide=self.place.tp.size > 1)
+        self.product = matmul(weight, bias, float32_output=self.place.tp.size > 1)
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
         if self.place.tp.size == 1:

@@ -33,7 +33,7 @@ _ROWS_HINT = 32  # for the layout that is chosen while packing; any number of ro
 class Matmul(Protocol):
     """`x @ weight.T + bias (+ plus)`."""
 
-    def __call__(self, x: Tensor, plus: Tensor | None = None) -> Tensor: ...
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor: ...
 
 
 class GatedMatmul(Protocol):
@@ -49,9 +49,9 @@ class PlainMatmul:
         self.weight = weight  # [N, K]
         self.bias = bias  # [N]
 
-    def __call__(self, x: Tensor, plus: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         y = F.linear(x, self.weight, self.bias)
-        return y if plus is None else y.add_(plus)
+        return y if residual is None else y.add_(residual)
 
 
 class PackedMatmul:
@@ -66,16 +66,16 @@ class PackedMatmul:
         self.ends = [min(start + block, columns) for start in self.starts]
         self.blocks = [_pack(weight[:, start:end]) for start, end in zip(self.starts, self.ends, strict=True)]
 
-    def __call__(self, x: Tensor, plus: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         pointwise = torch.ops.mkldnn._linear_pointwise
         if len(self.blocks) == 1:
-            if plus is None:
+            if residual is None:
                 return pointwise(x, self.blocks[0], self.bias, "none", [], "")
-            return pointwise.binary(x, plus, self.blocks[0], self.bias, "add")
+            return pointwise.binary(x, residual, self.blocks[0], self.bias, "add")
         y = pointwise(x[:, : self.ends[0]], self.blocks[0], self.bias, "none", [], "")
         for start, end, packed in zip(self.starts[1:], self.ends[1:], self.blocks[1:], strict=True):
             y = pointwise.binary(x[:, start:end], y, packed, None, "add")
-        return y if plus is None else y.add_(plus)
+        return y if residual is None else y.add_(residual)
 
 
 class PlainGatedMatmul:
@@ -114,11 +114,13 @@ class PackedGatedMatmul:
         return pointwise.binary(x, gate, self.up.blocks[0], self.up.bias, "mul")
 
 
-def matmul(weight: Tensor, bias: Tensor | None = None, *, wide: bool = False) -> Matmul:
-    """The best product for this weight; the caller should let go of `weight`. `wide`: float32 results where sums are
-    float32 anyway, for a caller who would widen them."""
+def matmul(weight: Tensor, bias: Tensor | None = None, *, float32_output: bool = False) -> Matmul:
+    """The best product for this weight; the caller should let go of `weight`.
+
+    `float32_output`: float32 results where sums are float32 anyway, for a caller who would widen them.
+    """
     if can_serve(weight):
-        return Avx512Matmul(weight, bias, wide=wide)
+        return Avx512Matmul(weight, bias, float32_output=float32_output)
     kind = PackedMatmul if can_pack(weight.dtype, weight.device.type) else PlainMatmul
     product = kind(weight, bias)
     return Doubled(product) if _asks_for_two(product, weight, kind, bias is None, adds=True) else product

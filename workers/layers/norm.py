@@ -76,5 +76,5 @@ class HeadNorm:
 
     def __call__(self, qk: Tensor) -> Tensor:
         if self.has_kernel:
-            return avx512_elementwise.rms_norm(qk, self.weight, self.eps, wide=True)
+            return avx512_elementwise.rms_norm(qk, self.weight, self.eps, float32_output=True)
         return F.rms_norm(qk.float(), (self.head_dim,), None, self.eps).mul_(self.weight)

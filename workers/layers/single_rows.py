@@ -25,8 +25,8 @@ class Doubled:
     def __init__(self, product: Callable[..., Tensor]) -> None:
         self.product = product
 
-    def __call__(self, x: Tensor, plus: Tensor | None = None) -> Tensor:
-        rest = () if plus is None else (plus,)
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        rest = () if residual is None else (residual,)
         if x.shape[0] != 1:
             return self.product(x, *rest)
         return self.product(*(part.expand(2, -1).contiguous() for part in (x, *rest)))[:1]
@@ -44,13 +44,15 @@ def needs_company(product: Callable[..., Tensor], weight: Tensor, *kind: Any, ad
         sums: list[Tensor | None] = [None]
         if adds:
             sums.append(torch.ones((_ROWS, weight.shape[0]), dtype=weight.dtype))
-        _verdicts[key] = any(_differs(product, x, plus, 1) and not _differs(product, x, plus, 2) for plus in sums)
+        _verdicts[key] = any(
+            _differs(product, x, residual, 1) and not _differs(product, x, residual, 2) for residual in sums
+        )
     return _verdicts[key]
 
 
-def _differs(product: Callable[..., Tensor], x: Tensor, plus: Tensor | None, rows: int) -> bool:
+def _differs(product: Callable[..., Tensor], x: Tensor, residual: Tensor | None, rows: int) -> bool:
     def result(part: slice) -> Tensor:
-        return product(x[part]) if plus is None else product(x[part], plus[part])
+        return product(x[part]) if residual is None else product(x[part], residual[part])
 
     whole = result(slice(None))
     cuts = [slice(start, start + rows) for start in range(0, _ROWS, rows)]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec, LayerKV
-from workers.attention.forward_batch import Batch
+from workers.attention.forward_batch import ForwardBatch
 from workers.distributed.parallel_state import TensorParallel
 from workers.layers.attention import Attention
 from workers.layers.decoder_spec import DecoderSpec, is_ignorable
@@ -22,7 +22,7 @@ from workers.layers.mlp import GatedMLP
 from workers.layers.norm import RMSNorm
 from workers.layers.placement import Placement
 from workers.layers.rotary import RotaryTable
-from workers.models.post_norm_layer import SandwichBlock
+from workers.models.post_norm_layer import PostNormDecoderLayer
 from workers.weights.source import WeightSource
 
 
@@ -54,7 +54,7 @@ class Block:
         hidden: Tensor,
         cos: Tensor,
         sin: Tensor,
-        batch: Batch,
+        batch: ForwardBatch,
         kv: LayerKV,
         backend: AttentionBackend,
         plan: Any,
@@ -71,7 +71,7 @@ class Decoder:
         self.place = place = Placement(tp, dtype, device)
         vocab, hidden = spec.vocab_size, spec.hidden_size
         self.embedding = VocabParallelEmbedding("model.embed_tokens", vocab, hidden, place, spec.embedding_scale)
-        block = SandwichBlock if spec.post_norms else Block
+        block = PostNormDecoderLayer if spec.post_norms else Block
         self.blocks = [block(f"model.layers.{i}", spec, i, place) for i in range(spec.num_layers)]
         self.norm = RMSNorm("model.norm", hidden, spec.rms_norm_eps, place, spec.norm_offset)
         self.head = VocabParallelHead("lm_head", vocab, hidden, place, spec.logit_softcap)
@@ -133,7 +133,7 @@ class Decoder:
             yield from block.parts
         yield self.norm
 
-    def __call__(self, batch: Batch, kv: list[LayerKV], backend: AttentionBackend, plan: Any) -> Tensor:
+    def __call__(self, batch: ForwardBatch, kv: list[LayerKV], backend: AttentionBackend, plan: Any) -> Tensor:
         """One step: [T, hidden], the final norm applied."""
         longest = max(batch.context_lens)
         angles = [table(batch.positions, longest) for table in self.rotary.values()]  # once per step, for all layers

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from workers.attention.backend import AttentionBackend, LayerKV
-from workers.attention.forward_batch import Batch
+from workers.attention.forward_batch import ForwardBatch
 from workers.layers.attention import Attention
 from workers.layers.decoder_spec import DecoderSpec
 from workers.layers.mlp import GatedMLP
@@ -17,7 +17,7 @@ from workers.layers.norm import RMSNorm
 from workers.layers.placement import Placement
 
 
-class SandwichBlock:
+class PostNormDecoderLayer:
     """[T, hidden] -> [T, hidden]."""
 
     def __init__(self, name: str, spec: DecoderSpec, layer: int, place: Placement) -> None:
@@ -41,7 +41,7 @@ class SandwichBlock:
         hidden: Tensor,
         cos: Tensor,
         sin: Tensor,
-        batch: Batch,
+        batch: ForwardBatch,
         kv: LayerKV,
         backend: AttentionBackend,
         plan: Any,

@@ -25,7 +25,7 @@ from workers.verify.names import LAYER, tensor_names
 from workers.verify.request import Request, Text
 from workers.verify.steps import blocks_needed, steps_of
 from workers.verify.taps import TappedDecoder
-from workers.worker.model_runner import Runner
+from workers.worker.model_runner import ModelRunner
 from workers.worker.worker_process import die_with_parent, join, log_to_stderr
 
 PROBES = ("o_proj_partial", "mlp_partial", "gate_up_mirrored")
@@ -34,7 +34,7 @@ PROBES = ("o_proj_partial", "mlp_partial", "gate_up_mirrored")
 def run_rank(config: WorkerConfig, tp: TensorParallel, folder: Path, say: Callable[[str], None]) -> None:
     """Feed the text in `folder` and leave `rank-R-*.safetensors` and, from rank 0, `tokens.json` there."""
     request, text = Request.read(folder), Text.read(folder)
-    runner = Runner(config, tp)
+    runner = ModelRunner(config, tp)
     runner.load(lambda fraction: None)
     runner.allocate(blocks_needed(text, config.block_size))
     tapped = TappedDecoder(runner.model, probe=True) if request.record else None

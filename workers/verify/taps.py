@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from workers.attention.backend import AttentionBackend, AttentionSpec, LayerKV
-from workers.attention.forward_batch import Batch
+from workers.attention.forward_batch import ForwardBatch
 from workers.models.decoder import Decoder
 
 Record = Callable[[str, Tensor], None]
@@ -62,7 +62,7 @@ class TappedDecoder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.decoder, name)
 
-    def __call__(self, batch: Batch, kv: list[LayerKV], backend: AttentionBackend, plan: Any) -> Tensor:
+    def __call__(self, batch: ForwardBatch, kv: list[LayerKV], backend: AttentionBackend, plan: Any) -> Tensor:
         self.steps.append({})
         listening = _TappedBackend(backend, self._record)
         return self.decoder(batch, kv, listening, plan)  # ty: ignore[invalid-argument-type]
@@ -186,7 +186,7 @@ class _TappedBackend:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def write(self, kv: LayerKV, k: Tensor, v: Tensor, batch: Batch) -> None:
+    def write(self, kv: LayerKV, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
         self._written = k  # which layer this is the backend hears in the call that follows
         self._inner.write(kv, k, v, batch)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from workers.attention.backend import AttentionBackend, LayerKV
-from workers.attention.forward_batch import Batch
+from workers.attention.forward_batch import ForwardBatch
 from workers.attention.reference import ReferenceBackend
 from workers.models.decoder import Decoder
 from workers.protocol import NULL_BLOCK, StepMetadata
@@ -94,7 +94,7 @@ class _Trial:
 
     def _run(self, parts: list[_Part]) -> list[Tensor]:
         """Results of one step, for each part: [tokens, hidden]."""
-        batch = Batch.from_step(_step(parts, self.block_size), self.model.place.device)
+        batch = ForwardBatch.from_step(_step(parts, self.block_size), self.model.place.device)
         hidden = self.model(batch, self.kv, self.backend, self.backend.prepare(batch))  # [T, hidden]
         return list(hidden.split([len(part.token_ids) for part in parts]))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from workers.attention.forward_batch import Batch
+from workers.attention.forward_batch import ForwardBatch
 from workers.attention.selector import choose
 from workers.config import WorkerConfig, WorkerInfo
 from workers.distributed.parallel_state import TensorParallel
@@ -39,7 +39,7 @@ MAX_LOGITS_ROWS = 128
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class Runner:
+class ModelRunner:
     """`load`, then `allocate`, then `execute` as often as you like."""
 
     def __init__(self, config: WorkerConfig, tp: TensorParallel) -> None:
@@ -174,7 +174,7 @@ class Runner:
         """
         if step.num_seqs == 0:
             return empty_output(step.step_id) if self.tp.rank == 0 else None
-        batch = Batch.from_step(step, self.device)
+        batch = ForwardBatch.from_step(step, self.device)
         plan = self.backend.prepare(batch)
         hidden = self.model(batch, self.kv, self.backend, plan)  # [T, hidden_size]
         if batch.num_logits == 0:

@@ -43,7 +43,7 @@ _GRACE_S = 3.0  # for a rank to leave by itself
 _KILL_S = 5.0  # for the kernel to end a rank; one that waits for a dead network file system may never end
 
 
-class ProcessGroup:
+class MultiprocExecutor:
     """Starts the ranks in its constructor; raises `StartupError` with everything cleaned up when one cannot load."""
 
     def __init__(

@@ -1,7 +1,7 @@
 """The process of one rank: receive a step, execute it, answer (rank 0 only), until the pipe ends.
 
-`python -m workers.worker.worker_process '{"rank": 0, ...}'`, started by `multiproc_executor.py` with inherited descriptors.
-Decides nothing: everything it does follows from the bytes of the step.
+`python -m workers.worker.worker_process '{"rank": 0, ...}'`, started by `multiproc_executor.py` with inherited
+descriptors. Decides nothing: everything it does follows from the bytes of the step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from workers.protocol import pack_output, unpack_step
 
 if TYPE_CHECKING:
     from workers.distributed.parallel_state import TensorParallel
-    from workers.worker.model_runner import Runner
+    from workers.worker.model_runner import ModelRunner
 
 logger = logging.getLogger("oarlock.rank")
 
@@ -134,7 +134,7 @@ def join(arguments: Invitation, config: WorkerConfig) -> TensorParallel:
     # Imported late: torch takes seconds, and a parent that is already gone should be noticed before.
     import torch
 
-    from workers.distributed.parallel_state import Rendezvous, TensorParallel
+    from workers.distributed.parallel_state import RendezvousInfo, TensorParallel
     from workers.worker.model_runner import device_of
 
     device = device_of(config, arguments.rank)
@@ -142,7 +142,7 @@ def join(arguments: Invitation, config: WorkerConfig) -> TensorParallel:
         torch.set_num_threads(config.num_threads)
     if config.tensor_parallel_size == 1:
         return TensorParallel.solo()
-    meeting = Rendezvous(
+    meeting = RendezvousInfo(
         rank=arguments.rank,
         size=config.tensor_parallel_size,
         port=arguments.store_port,
@@ -155,15 +155,15 @@ def join(arguments: Invitation, config: WorkerConfig) -> TensorParallel:
     return TensorParallel.join(meeting, device)
 
 
-def start(arguments: RankArguments, control: Control) -> tuple[Runner, TensorParallel]:
+def start(arguments: RankArguments, control: Control) -> tuple[ModelRunner, TensorParallel]:
     """Join the other ranks, load this rank's slice and allocate its pages, in step with the group."""
     config = WorkerConfig.from_json(arguments.config)
-    from workers.worker.model_runner import Runner
+    from workers.worker.model_runner import ModelRunner
 
     control.send("phase", name="joining")
     tp = join(arguments, config)
     control.send("phase", name="loading")
-    runner = Runner(config, tp)
+    runner = ModelRunner(config, tp)
     last_report = 0.0
 
     def on_progress(fraction: float) -> None:
@@ -183,7 +183,7 @@ def start(arguments: RankArguments, control: Control) -> tuple[Runner, TensorPar
     return runner, tp
 
 
-def serve(arguments: RankArguments, control: Control, runner: Runner) -> None:
+def serve(arguments: RankArguments, control: Control, runner: ModelRunner) -> None:
     """The step loop. Ends when the group closes the ring; a failure is reported before the process goes down."""
     steps = RingReader(
         arguments.step_memory_fd, arguments.step_wake_fd, arguments.rank, RingLayout(**arguments.step_layout)

@@ -9,7 +9,7 @@ from typing import Any
 
 from server.protocol.base import MAX_CHOICES, MAX_PROMPTS, MAX_SEQUENCES
 from server.protocol.sampling import NEUTRAL_VALUES
-from server.serving.base import Serving
+from server.serving.base import OpenAIServing
 from server.version import VERSION
 
 # A schema's own word for each limit, and ours.
@@ -28,7 +28,7 @@ _LIMITS = {
 }
 
 
-def capabilities(document: dict[str, Any], serving: Serving) -> dict[str, Any]:
+def capabilities(document: dict[str, Any], serving: OpenAIServing) -> dict[str, Any]:
     """The whole answer of `GET /v1/capabilities`."""
     settings, service, info = serving.settings, serving.service, serving.info
     config = service.generation_config

@@ -13,7 +13,7 @@ from server.api.openapi.document import describe
 from server.errors import HttpError
 from server.observability.logs import event, logger
 from server.protocol.admin import AbortRequest
-from server.serving.base import AnswerRoute, Serving
+from server.serving.base import AnswerRoute, OpenAIServing
 
 router = APIRouter(route_class=AnswerRoute)
 _log = logger("admin")
@@ -39,7 +39,7 @@ _DRAIN = describe(
 
 @router.post("/admin/abort", openapi_extra=_ABORT)
 async def abort(request: Request) -> Response:
-    serving = Serving.of(request)
+    serving = OpenAIServing.of(request)
     asked, headers = await serving.read(request, AbortRequest)
     service = serving.service
     if asked.request_id is None:
@@ -55,14 +55,14 @@ async def abort(request: Request) -> Response:
 
 @router.post("/admin/reset_prefix_cache", openapi_extra=_RESET)
 async def reset_prefix_cache(request: Request) -> Response:
-    num_blocks = await Serving.of(request).service.engine.reset_prefix_cache()
+    num_blocks = await OpenAIServing.of(request).service.engine.reset_prefix_cache()
     _log.info(event("admin_reset_prefix_cache", blocks=num_blocks))
     return JSONResponse({"reset": True, "blocks": num_blocks})
 
 
 @router.post("/admin/drain", openapi_extra=_DRAIN, status_code=202)
 async def drain(request: Request) -> Response:
-    state = Serving.of(request).state
+    state = OpenAIServing.of(request).state
     state.drain()
     num_open = state.num_in_flight - 1  # this request is none of them
     _log.info(event("admin_drain", open=num_open))

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from server.api.openapi.document import describe
 from server.protocol.chat_completion import ChatRequest
-from server.serving.base import AnswerRoute, Serving
+from server.serving.base import AnswerRoute, OpenAIServing
 
 router = APIRouter(route_class=AnswerRoute)
 _ABOUT = describe(
@@ -25,6 +25,6 @@ _ABOUT = describe(
 
 @router.post("/v1/chat/completions", openapi_extra=_ABOUT)
 async def create_chat_completion(request: Request) -> Response:
-    serving = Serving.of(request)
+    serving = OpenAIServing.of(request)
     asked, headers = await serving.read(request, ChatRequest)
     return await serving.answer(request, asked, headers)

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from server.api.openapi.document import describe
 from server.protocol.sampling import CompletionRequest
-from server.serving.base import AnswerRoute, Serving
+from server.serving.base import AnswerRoute, OpenAIServing
 
 router = APIRouter(route_class=AnswerRoute)
 _ABOUT = describe(
@@ -27,6 +27,6 @@ _ABOUT = describe(
 # The body is read raw and parsed strictly, so the framework only learns its schema for the OpenAPI document.
 @router.post("/v1/completions", openapi_extra=_ABOUT)
 async def create_completion(request: Request) -> Response:
-    serving = Serving.of(request)
+    serving = OpenAIServing.of(request)
     asked, headers = await serving.read(request, CompletionRequest)
     return await serving.answer(request, asked, headers)

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from server.api.openapi.document import describe
 from server.errors import retry_after
-from server.serving.base import AnswerRoute, Serving
+from server.serving.base import AnswerRoute, OpenAIServing
 from server.serving.server_state import Phase
 from server.version import VERSION
 
@@ -28,13 +28,13 @@ _READY = describe(
 
 @router.get("/health/live", openapi_extra=describe("200 as long as the process answers", "Health"))
 async def live(request: Request) -> Response:
-    return JSONResponse({"status": "live", "state": Serving.of(request).state.phase.value})
+    return JSONResponse({"status": "live", "state": OpenAIServing.of(request).state.phase.value})
 
 
 @router.get("/health", openapi_extra=_READY)
 @router.get("/health/ready", openapi_extra=_READY)
 async def ready(request: Request) -> Response:
-    state = Serving.of(request).state
+    state = OpenAIServing.of(request).state
     reason = state.why_not_ready()
     body: dict[str, Any] = {"status": "ok" if reason is None else "unavailable", "state": state.phase.value}
     if state.phase in (Phase.STARTING, Phase.LOADING):

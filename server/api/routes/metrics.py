@@ -8,14 +8,14 @@ from starlette.responses import Response
 
 from server.api.openapi.document import describe
 from server.observability.metrics import CONTENT_TYPE, exposition
-from server.serving.base import AnswerRoute, Serving
+from server.serving.base import AnswerRoute, OpenAIServing
 
 router = APIRouter(route_class=AnswerRoute)
 
 
 @router.get("/metrics", openapi_extra=describe("Prometheus text", "", media="text/plain"))
 async def metrics(request: Request) -> Response:
-    serving = Serving.of(request)
+    serving = OpenAIServing.of(request)
     stats, info = await serving.engine_numbers()
     page = exposition(stats, info, serving.counters, serving.model_names[0], serving.state.started_at)
     return Response(page, media_type=CONTENT_TYPE)

@@ -9,24 +9,24 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from server.api.openapi.document import describe
-from server.serving.base import AnswerRoute, Serving
+from server.serving.base import AnswerRoute, OpenAIServing
 
 router = APIRouter(route_class=AnswerRoute)
 
 
 @router.get("/v1/models", openapi_extra=describe("The served names; requests without one get the first", "ModelList"))
 async def list_models(request: Request) -> Response:
-    serving = Serving.of(request)
+    serving = OpenAIServing.of(request)
     return JSONResponse({"object": "list", "data": [_card(serving, name) for name in serving.model_names]})
 
 
 @router.get("/v1/models/{model:path}", openapi_extra=describe("One of them; ids may contain slashes", "Model"))
 async def retrieve_model(request: Request, model: str) -> Response:
-    serving = Serving.of(request)
+    serving = OpenAIServing.of(request)
     return JSONResponse(_card(serving, serving.check_model(model)))
 
 
-def _card(serving: Serving, name: str) -> dict[str, Any]:
+def _card(serving: OpenAIServing, name: str) -> dict[str, Any]:
     info = serving.info
     return {
         "id": name,

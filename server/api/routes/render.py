@@ -10,11 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.openapi.document import describe
-from server.llm.async_llm import Plan
+from server.llm.async_llm import ProcessedRequest
 from server.protocol.chat_completion import ChatRequest
 from server.protocol.json_pieces import numbers, pieces_of
 from server.protocol.sampling import CompletionRequest
-from server.serving.base import AnswerRoute, Serving
+from server.serving.base import AnswerRoute, OpenAIServing
 from server.serving.chat_plan import plan_chat
 from server.serving.sse import until_disconnect, whole_response
 
@@ -35,7 +35,7 @@ _CHAT = describe(
 
 @router.post("/v1/completions/render", openapi_extra=_COMPLETION)
 async def render_completion(request: Request) -> Response:
-    serving = Serving.of(request)
+    serving = OpenAIServing.of(request)
     asked, headers = await serving.read(request, CompletionRequest)
     model = serving.check_model(asked.model)
     plan = await until_disconnect(request, serving.service.plan_completion(asked))
@@ -44,14 +44,16 @@ async def render_completion(request: Request) -> Response:
 
 @router.post("/v1/chat/completions/render", openapi_extra=_CHAT)
 async def render_chat(request: Request) -> Response:
-    serving = Serving.of(request)
+    serving = OpenAIServing.of(request)
     asked, headers = await serving.read(request, ChatRequest)
     model = serving.check_model(asked.model)
     chat = await until_disconnect(request, plan_chat(serving.service, asked))
     return await _answer(serving, model, chat.plan, asked.stops, headers)
 
 
-async def _answer(serving: Serving, model: str, plan: Plan, stops: list[str], headers: dict[str, str]) -> Response:
+async def _answer(
+    serving: OpenAIServing, model: str, plan: ProcessedRequest, stops: list[str], headers: dict[str, str]
+) -> Response:
     per_prompt = len(plan.choices) // plan.num_prompts
     prompts = []
     for choice in plan.choices[::per_prompt]:

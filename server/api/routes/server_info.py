@@ -9,14 +9,14 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from server.api.openapi.capabilities import capabilities
 from server.api.openapi.docs_page import page
 from server.api.openapi.document import describe
-from server.serving.base import AnswerRoute, Serving
+from server.serving.base import AnswerRoute, OpenAIServing
 
 router = APIRouter(route_class=AnswerRoute)
 
 
 @router.get("/v1/capabilities", openapi_extra=describe("Parameters, ranges, limits and features", "Capabilities"))
 async def show_capabilities(request: Request) -> Response:
-    return JSONResponse(capabilities(request.app.openapi(), Serving.of(request)))
+    return JSONResponse(capabilities(request.app.openapi(), OpenAIServing.of(request)))
 
 
 @router.get(
@@ -34,7 +34,7 @@ async def show_capabilities(request: Request) -> Response:
     ),
 )
 async def load(request: Request) -> Response:
-    serving = Serving.of(request)
+    serving = OpenAIServing.of(request)
     stats, _ = await serving.engine_numbers()
     return JSONResponse(
         {

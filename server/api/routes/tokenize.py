@@ -15,7 +15,7 @@ from server.chat.prompt import render_prompt
 from server.protocol.base import MAX_PROMPT_IDS
 from server.protocol.json_pieces import InPieces, numbers, pieces_of
 from server.protocol.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest, as_chat
-from server.serving.base import AnswerRoute, Serving
+from server.serving.base import AnswerRoute, OpenAIServing
 from server.serving.sse import until_disconnect, whole_response
 from server.tokenizer.tokenizer import Tokenizer, TooManyTokensError
 
@@ -42,7 +42,7 @@ _DETOKENIZE = describe(
 @router.post("/tokenize", openapi_extra=_TOKENIZE)
 @router.post("/v1/tokenize", openapi_extra=_TOKENIZE)
 async def tokenize(request: Request) -> Response:
-    serving = Serving.of(request)
+    serving = OpenAIServing.of(request)
     service = serving.service
     asked, headers = await serving.read(request, TokenizeRequest, TokenizeChatRequest)
     serving.check_model(asked.model)
@@ -64,7 +64,7 @@ async def tokenize(request: Request) -> Response:
 @router.post("/detokenize", openapi_extra=_DETOKENIZE)
 @router.post("/v1/detokenize", openapi_extra=_DETOKENIZE)
 async def detokenize(request: Request) -> Response:
-    serving = Serving.of(request)
+    serving = OpenAIServing.of(request)
     asked, headers = await serving.read(request, DetokenizeRequest)
     serving.check_model(asked.model)
     serving.service.check_ids(asked.tokens, "tokens")

@@ -15,7 +15,7 @@ from server.chat.events import Arguments, CallStart, Content, Event, merged
 from server.chat.tool_parsers.call_parser import CallReader, NoCallError
 
 
-class ToolReader(ABC):
+class ToolParser(ABC):
     """The state of one answer: it either searches the text for marks, or follows a call character by character."""
 
     MARKS: tuple[str, ...]
@@ -135,7 +135,7 @@ class ToolReader(ABC):
         return shown
 
 
-class HermesReader(ToolReader):
+class HermesToolParser(ToolParser):
     """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as often as the model likes: Qwen, Hermes and others."""
 
     MARKS = ("<tool_call>", "</tool_call>")

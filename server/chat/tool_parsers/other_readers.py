@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from server.chat.events import Content, Event
-from server.chat.tool_parsers.base import ToolReader
+from server.chat.tool_parsers.base import ToolParser
 
 
-class LlamaReader(ToolReader):
+class LlamaToolParser(ToolParser):
     """`{"name": …, "parameters": {…}}` as the whole answer, or behind `<|python_tag|>`; several are cut by `;`."""
 
     MARKS = ("<|python_tag|>",)
@@ -55,7 +55,7 @@ class LlamaReader(ToolReader):
         return False
 
 
-class MistralReader(ToolReader):
+class MistralToolParser(ToolParser):
     """`[TOOL_CALLS]` and then a list of objects, or `name[ARGS]{…}` with one mark per call."""
 
     MARKS = ("[TOOL_CALLS]",)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from server.chat.tool_parsers.base import HermesReader, ToolReader
-from server.chat.tool_parsers.other_readers import LlamaReader, MistralReader
+from server.chat.tool_parsers.base import HermesToolParser, ToolParser
+from server.chat.tool_parsers.other_readers import LlamaToolParser, MistralToolParser
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,16 +17,16 @@ class ToolFormat:
     """One way of writing calls."""
 
     name: str
-    reader: type[ToolReader] | None  # None: nobody here can read it; forced calls are written the Hermes way
+    reader: type[ToolParser] | None  # None: nobody here can read it; forced calls are written the Hermes way
     marks: tuple[str, ...] = ()  # tokens that must be seen even where they are special ones
     in_template: bool = True  # False: the template knows nothing of tools, so the messages must say it all
 
 
-HERMES = ToolFormat("hermes", HermesReader, ("<tool_call>", "</tool_call>"))
-LLAMA = ToolFormat("llama3", LlamaReader, ("<|python_tag|>",))
-MISTRAL = ToolFormat("mistral", MistralReader, ("[TOOL_CALLS]",))
-MISTRAL_NAMED = ToolFormat("mistral_named", MistralReader, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"))
-GENERIC = ToolFormat("generic", HermesReader, ("<tool_call>", "</tool_call>"), in_template=False)
+HERMES = ToolFormat("hermes", HermesToolParser, ("<tool_call>", "</tool_call>"))
+LLAMA = ToolFormat("llama3", LlamaToolParser, ("<|python_tag|>",))
+MISTRAL = ToolFormat("mistral", MistralToolParser, ("[TOOL_CALLS]",))
+MISTRAL_NAMED = ToolFormat("mistral_named", MistralToolParser, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"))
+GENERIC = ToolFormat("generic", HermesToolParser, ("<tool_call>", "</tool_call>"), in_template=False)
 UNKNOWN = ToolFormat("unknown", None)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from server.protocol.base import Wire
+from server.protocol.base import StrictModel
 
 # Fields that hold them.
 _TEXTS = frozenset({"prompt", "suffix", "content", "text", "refusal", "reasoning", "reasoning_content", "arguments"})
@@ -36,12 +36,12 @@ class Leaf:
         return self.path, self.kind, len(self.data)
 
 
-def detach(value: dict[str, Any], parsed: Wire) -> list[Leaf]:
+def detach(value: dict[str, Any], parsed: StrictModel) -> list[Leaf]:
     """Take the long values out of the JSON of a checked body; a short one of the same kind stays in the place."""
     return list(_of_fields(value, parsed, []))
 
 
-def _of_fields(value: dict[str, Any], parsed: Wire, path: Path) -> Iterator[Leaf]:
+def _of_fields(value: dict[str, Any], parsed: StrictModel, path: Path) -> Iterator[Leaf]:
     for name in value.keys() & type(parsed).model_fields.keys():  # what is not declared stays where it is
         yield from _detached(value, name, getattr(parsed, name), [*path, name], name)
 
@@ -60,7 +60,7 @@ def _detached(container: Any, key: str | int, parsed: Any, path: Path, field: st
     elif isinstance(parsed, list):
         for index, item in enumerate(parsed):
             yield from _detached(value, index, item, [*path, index], field)
-    elif isinstance(parsed, Wire):
+    elif isinstance(parsed, StrictModel):
         yield from _of_fields(value, parsed, path)
 
 

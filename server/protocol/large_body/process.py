@@ -23,14 +23,14 @@ from pydantic_core import from_json
 
 from engine.errors import RequestError
 from server.protocol.admin import AbortRequest
-from server.protocol.base import Wire
+from server.protocol.base import StrictModel
 from server.protocol.chat_completion import ChatRequest
 from server.protocol.large_body.detached import Leaf, detach
 from server.protocol.request_body import parse_any, unknown_parameters
 from server.protocol.sampling import CompletionRequest
 from server.protocol.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 
-SCHEMAS: dict[str, type[Wire]] = {
+SCHEMAS: dict[str, type[StrictModel]] = {
     schema.__name__: schema
     for schema in (
         AbortRequest,
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _answer(stream: io.BufferedIOBase, schemas: list[type[Wire]], body: bytes, is_strict: bool) -> None:
+def _answer(stream: io.BufferedIOBase, schemas: list[type[StrictModel]], body: bytes, is_strict: bool) -> None:
     """Raises `RequestError`."""
     parsed = parse_any(schemas, body)
     unknown = unknown_parameters(parsed, is_strict)

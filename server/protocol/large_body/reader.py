@@ -18,7 +18,7 @@ from typing import Any
 from engine.errors import RequestError
 from engine.python_child import start_python
 from server.observability.logs import event, logger
-from server.protocol.base import Wire
+from server.protocol.base import StrictModel
 from server.protocol.large_body.detached import attach, value_of
 
 READ_TIMEOUT_S = 60.0  # for one body; 16 MiB of texts or ids take about a second
@@ -51,7 +51,7 @@ class LargeBodies:
         self._socket: socket.socket | None = None
         self._reading: object = None
 
-    async def read(self, schemas: Sequence[type[Wire]], body: bytes, is_strict: bool) -> tuple[Any, list[str]]:
+    async def read(self, schemas: Sequence[type[StrictModel]], body: bytes, is_strict: bool) -> tuple[Any, list[str]]:
         """What `parse_any` and `unknown_parameters` return. Raises `RequestError`. Who cancels it ends the work."""
         work = object()
         try:
@@ -68,7 +68,9 @@ class LargeBodies:
         with self._lock:
             self._stop()
 
-    def _read(self, work: object, schemas: Sequence[type[Wire]], body: bytes, is_strict: bool) -> tuple[Any, list[str]]:
+    def _read(
+        self, work: object, schemas: Sequence[type[StrictModel]], body: bytes, is_strict: bool
+    ) -> tuple[Any, list[str]]:
         asked = {"schemas": [schema.__name__ for schema in schemas], "strict": is_strict, "size": len(body)}
         with self._lock:
             if self._socket is None:

@@ -12,7 +12,7 @@ from choice_fakes import VOCAB, CountingGrammar, allowed_ids, choices_of, past_o
 from engine.config import EngineConfig, WorkerConfig
 from engine.core.engine_core import _as_lists
 from engine.errors import WorkerError
-from engine.input_batch.input_batch import StepBuilder
+from engine.input_batch.input_batch import InputBatch
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import SchedulerOutput
 from engine.types import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
@@ -269,7 +269,7 @@ class Driver:
         self.info = make_info(config, num_blocks, sliding_window)
         self.scheduler = Scheduler(config, self.info)
         self.group = FakeGroup(config, self.info, faults)
-        self.builder = StepBuilder(
+        self.builder = InputBatch(
             max_num_seqs=self.scheduler.max_num_seqs,
             max_model_len=self.info.max_model_len,
             block_size=self.info.block_size,
@@ -307,7 +307,7 @@ class Driver:
 
     def finish(self, output: SchedulerOutput) -> list[TokenEvent]:
         result = _as_lists(self.group.collect())
-        events = self.scheduler.commit(output, result, self.now)
+        events = self.scheduler.update_from_output(output, result, self.now)
         self.see(events)
         self.scheduler.audit()
         return events

@@ -3,7 +3,7 @@
 import pytest
 from engine_fakes import make_request
 
-from engine.scheduler.kv_cache_manager import BlockManager
+from engine.scheduler.kv_cache_manager import KVCacheManager
 from engine.scheduler.sequence import Sequence
 
 SIZE = 4
@@ -13,40 +13,40 @@ def sequence(prompt, salt: bytes = b"") -> Sequence:
     return Sequence(make_request(1, prompt, cache_salt=salt), key=(0.0, 1), max_len=1000, arrival_s=0.0)
 
 
-def pool(num_blocks: int = 9, caching: bool = True) -> BlockManager:
-    return BlockManager(num_blocks, SIZE, enable_prefix_caching=caching)
+def pool(num_blocks: int = 9, caching: bool = True) -> KVCacheManager:
+    return KVCacheManager(num_blocks, SIZE, enable_prefix_caching=caching)
 
 
-def compute(blocks: BlockManager, seq: Sequence) -> list[int]:
+def compute(blocks: KVCacheManager, seq: Sequence) -> list[int]:
     """Let `seq` hold and compute all it knows, and publish it."""
     num_cached = blocks.enter(seq, seq.num_tokens, 0)
-    blocks.publish(seq, seq.num_tokens)
+    blocks.cache_blocks(seq, seq.num_tokens)
     assert num_cached is not None and num_cached % SIZE == 0
     return list(seq.block_ids)
 
 
-def found(blocks: BlockManager, seq: Sequence, max_tokens: int) -> int:
+def found(blocks: KVCacheManager, seq: Sequence, max_tokens: int) -> int:
     """Tokens of the cached prefix."""
-    return len(blocks.find(seq, max_tokens)) * SIZE
+    return len(blocks.get_computed_blocks(seq, max_tokens)) * SIZE
 
 
 def test_the_null_block_is_never_handed_out() -> None:
     blocks = pool(5)
     seq = sequence(range(16))
-    assert blocks.grow(seq, 16) == [1, 2, 3, 4]
-    assert blocks.grow(seq, 17) is None
+    assert blocks.allocate_slots(seq, 16) == [1, 2, 3, 4]
+    assert blocks.allocate_slots(seq, 17) is None
     assert seq.block_ids == [1, 2, 3, 4]
     blocks.audit([seq])
     with pytest.raises(ValueError, match="null block"):
-        BlockManager(1, SIZE, enable_prefix_caching=True)
+        KVCacheManager(1, SIZE, enable_prefix_caching=True)
 
 
 def test_growth_takes_only_what_is_missing() -> None:
     blocks = pool()
     seq = sequence(range(5))
-    assert len(blocks.grow(seq, 5) or []) == 2
-    assert blocks.grow(seq, 8) == []
-    assert len(blocks.grow(seq, 9) or []) == 1
+    assert len(blocks.allocate_slots(seq, 5) or []) == 2
+    assert blocks.allocate_slots(seq, 8) == []
+    assert len(blocks.allocate_slots(seq, 9) or []) == 1
 
 
 def test_a_prefix_is_shared_while_held_and_after() -> None:
@@ -56,8 +56,8 @@ def test_a_prefix_is_shared_while_held_and_after() -> None:
     assert blocks.enter(second, 9, 0) == 8
     assert second.block_ids[:2] == held[:2]
     blocks.audit([first, second])
-    blocks.release(first)
-    blocks.release(second)
+    blocks.free(first)
+    blocks.free(second)
     blocks.audit([])
     assert (blocks.num_cached, blocks.num_free, blocks.num_held) == (2, 6, 0)
     assert blocks.enter(third, 9, 0) == 8
@@ -108,11 +108,11 @@ def test_free_blocks_go_first_then_the_least_recently_freed_prefix() -> None:
     blocks = pool(7)
     old, new = sequence(range(9)), sequence(range(50, 59))
     old_ids, new_ids = compute(blocks, old), compute(blocks, new)
-    blocks.release(old)
-    blocks.release(new)
+    blocks.free(old)
+    blocks.free(new)
     assert (blocks.num_cached, blocks.num_free) == (4, 2)
     taker = sequence(range(200, 216))
-    got = blocks.grow(taker, 16)
+    got = blocks.allocate_slots(taker, 16)
     assert got is not None
     # two that meant nothing, then the older prefix, its tail before its root
     assert set(got[:2]) == {old_ids[2], new_ids[2]}
@@ -127,13 +127,13 @@ def test_a_hit_renews_a_prefix() -> None:
     first, second = sequence(range(5)), sequence(range(50, 55))
     compute(blocks, first)
     compute(blocks, second)
-    blocks.release(first)
-    blocks.release(second)
+    blocks.free(first)
+    blocks.free(second)
     again = sequence(range(5))
     assert blocks.enter(again, 5, 0) == 4
-    blocks.release(again)
+    blocks.free(again)
     taker = sequence(range(200, 212))
-    blocks.grow(taker, 12)
+    blocks.allocate_slots(taker, 12)
     assert found(blocks, sequence(range(5)), 5) == 4
     assert found(blocks, sequence(range(50, 55)), 5) == 0
 
@@ -142,12 +142,12 @@ def test_twins_computed_side_by_side_are_published_once() -> None:
     blocks = pool()
     first, second = sequence(range(5)), sequence(range(5))
     for seq in (first, second):
-        blocks.grow(seq, 5)
-    blocks.publish(first, 5)
-    blocks.publish(second, 5)
+        blocks.allocate_slots(seq, 5)
+    blocks.cache_blocks(first, 5)
+    blocks.cache_blocks(second, 5)
     blocks.audit([first, second])
-    blocks.release(first)
-    blocks.release(second)
+    blocks.free(first)
+    blocks.free(second)
     blocks.audit([])
     assert blocks.num_cached == 1
 
@@ -166,13 +166,13 @@ class CountedLookups(dict):
         return super().__contains__(key)
 
 
-def blocked_pool() -> tuple[BlockManager, CountedLookups, Sequence, list[Sequence]]:
+def blocked_pool() -> tuple[KVCacheManager, CountedLookups, Sequence, list[Sequence]]:
     """A pool in which a long cached prefix cannot be used yet, because others hold what is missing."""
     blocks = pool(30)
     holders = [sequence(range(start, start + 10)) for start in (500, 600, 700)]
     cached = sequence(range(40))
     compute(blocks, cached)
-    blocks.release(cached)
+    blocks.free(cached)
     for holder in holders:
         compute(blocks, holder)
     blocks._published = lookups = CountedLookups(blocks._published)
@@ -193,8 +193,8 @@ def test_a_refusal_is_remembered_and_takes_nothing() -> None:
 def test_a_refused_sequence_enters_as_soon_as_there_is_room() -> None:
     blocks, lookups, waiting, holders = blocked_pool()
     assert blocks.enter(waiting, 100, 2) is None  # 25 blocks and 2 in reserve, of 20
-    blocks.release(holders[0])
-    blocks.release(holders[1])
+    blocks.free(holders[0])
+    blocks.free(holders[1])
     assert blocks.num_available == 26
     assert blocks.enter(waiting, 100, 2) is None and lookups.count == 11 + 1
     assert blocks.enter(waiting, 100, 1) == 40
@@ -206,7 +206,7 @@ def test_a_refused_sequence_enters_when_others_compute_what_it_missed() -> None:
     first, second = sequence(range(40)), sequence([*range(36), *range(100, 120)])
     assert blocks.enter(first, 40, 0) == 0
     assert blocks.enter(second, 56, 0) is None  # 14 blocks, of 5
-    blocks.publish(first, 40)
+    blocks.cache_blocks(first, 40)
     assert blocks.enter(second, 56, 0) == 36  # nine of them are shared
     blocks.audit([first, second])
 
@@ -218,7 +218,7 @@ def test_forgotten_blocks_are_found_by_nobody() -> None:
     blocks.forget(seq)
     blocks.audit([seq])
     assert found(blocks, sequence(range(9)), 9) == 0
-    blocks.release(seq)
+    blocks.free(seq)
     assert blocks.num_cached == 0
     blocks.audit([])
 
@@ -228,13 +228,13 @@ def test_after_a_reset_nothing_from_before_is_found() -> None:
     gone, holder = sequence(range(50, 59)), sequence(range(9))
     compute(blocks, gone)
     held = compute(blocks, holder)
-    blocks.release(gone)
+    blocks.free(gone)
     assert (blocks.num_cached, blocks.num_held) == (2, 3)
     assert blocks.reset_cache() == 4  # those in use can be found no more, either
     blocks.audit([holder])
     assert (holder.block_ids, blocks.num_cached, blocks.num_held) == (held, 0, 3)
     assert found(blocks, sequence(range(9)), 9) == found(blocks, sequence(range(50, 59)), 9) == 0
-    blocks.release(holder)
+    blocks.free(holder)
     blocks.audit([])
     assert (blocks.num_cached, blocks.num_free, blocks.reset_cache()) == (0, 12, 0)
     compute(blocks, gone)
@@ -245,7 +245,7 @@ def test_without_caching_nothing_is_kept() -> None:
     blocks = pool(caching=False)
     seq = sequence(range(9))
     compute(blocks, seq)
-    blocks.release(seq)
+    blocks.free(seq)
     assert (blocks.num_cached, blocks.num_free) == (0, 8)
     assert found(blocks, sequence(range(9)), 9) == 0
 

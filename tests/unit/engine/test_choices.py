@@ -4,7 +4,7 @@ import pytest
 from choice_fakes import VOCAB, CountingGrammar, choices_of
 from engine_fakes import Driver, FakeGroup, Faults, expected_tokens, make_config, make_info, make_request
 
-from engine.core.engine_core import Stepper
+from engine.core.engine_core import EngineCore
 from engine.errors import INTERNAL, NO_TOKEN, NOT_FINITE
 from engine.types import FinishReason, Grammar
 
@@ -93,7 +93,7 @@ def test_a_grammar_that_breaks_hurts_its_request_alone(monkeypatch: pytest.Monke
 
     config = make_config()
     group = FakeGroup(config, make_info(config))
-    stepper = Stepper(config, group, lambda: 0.0)
+    stepper = EngineCore(config, group, lambda: 0.0)
     state = CountingGrammar(Grammar("lark", "9"))
     monkeypatch.setattr(state, method, broken, raising=True)
     stepper.scheduler.add(make_request(1, [1, 2], grammar=Grammar("lark", "9")), 0.0, state)

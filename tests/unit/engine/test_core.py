@@ -11,10 +11,10 @@ import pytest
 from engine_fakes import FakeGroup, Faults, expected_tokens, make_config, make_info, make_request
 
 from engine.core import event_loop as core_module
-from engine.core.event_loop import EXIT_BUG, EXIT_OK, EXIT_RANK_DIED, EXIT_RANK_HUNG, EngineCore
+from engine.core.event_loop import EXIT_BUG, EXIT_OK, EXIT_RANK_DIED, EXIT_RANK_HUNG, EngineLoop
 from engine.errors import ContextLengthError, QueueFullError
 from engine.ipc import messages
-from engine.ipc.frame_socket import Link, LinkClosedError
+from engine.ipc.frame_socket import FrameSocket, LinkClosedError
 from engine.ipc.frames import Frame, FrameReader, encode
 from engine.types import FinishReason, TokenEvent
 
@@ -39,8 +39,8 @@ class House:
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # so that tests fill it soon
         self.group = FakeGroup(engine, make_info(engine, num_blocks), faults)
         self.wake_read, self.wake_write = os.pipe()
-        self.link = Link(theirs, full_bytes=full_bytes, clock=clock)
-        self.core = EngineCore(engine, self.group, self.link, wake_fd=self.wake_read, clock=clock)
+        self.link = FrameSocket(theirs, full_bytes=full_bytes, clock=clock)
+        self.core = EngineLoop(engine, self.group, self.link, wake_fd=self.wake_read, clock=clock)
         self.reader = FrameReader()
         self.frames: list[Frame] = []
 
@@ -314,7 +314,7 @@ def test_a_rank_that_dies_while_idle_is_found_at_once() -> None:
     group.fileno_for_death = lambda: [read]  # type: ignore[method-assign]
     ours, theirs = socket.socketpair()
     os.close(write)
-    assert EngineCore(engine, group, Link(theirs)).run() == EXIT_RANK_DIED
+    assert EngineLoop(engine, group, FrameSocket(theirs)).run() == EXIT_RANK_DIED
     (frame,) = FrameReader().feed(ours.recv(1 << 16))
     assert frame.kind == "dead"
     os.close(read)
@@ -409,7 +409,7 @@ def test_a_frontend_that_never_reads_is_as_good_as_gone() -> None:
 
 def test_a_link_says_when_its_reader_is_gone() -> None:
     ours, theirs = socket.socketpair()
-    link = Link(theirs)
+    link = FrameSocket(theirs)
     ours.close()
     with pytest.raises(LinkClosedError):
         link.receive()

@@ -9,7 +9,7 @@ import pytest
 from grammar_fakes import DEMO_TOKENIZER, END, NUM_IDS, allowed, decode, encode, random_walk
 
 from engine.structured_output.compiler import MAX_OBJECT_DEPTH, Compiler, GrammarError
-from engine.structured_output.matcher import MAX_DIGITS, BrokenGrammarError, MatcherState
+from engine.structured_output.matcher import MAX_DIGITS, BrokenGrammarError, GrammarMatcher
 from engine.types import Grammar
 
 
@@ -20,7 +20,7 @@ def compiler() -> Compiler:
 
 @pytest.fixture
 def state_of(compiler):
-    return lambda grammar, end_ids=(END,): MatcherState(compiler, compiler.compile(grammar), end_ids)
+    return lambda grammar, end_ids=(END,): GrammarMatcher(compiler, compiler.compile(grammar), end_ids)
 
 
 def schema(value) -> Grammar:
@@ -174,12 +174,12 @@ def test_a_full_store_is_renewed_for_all_that_share_it(compiler):
     """This expression needs hundreds of states for every token: whoever comes late must not find the store full."""
     compiled = compiler.compile(Grammar("regex", "[a-z ]*a[a-z ]{200}"))
     first = compiled.matcher
-    states = [MatcherState(compiler, compiled, ()) for _ in range(3)]
+    states = [GrammarMatcher(compiler, compiled, ()) for _ in range(3)]
     for seed, state in enumerate(states):
         ids, _ = random_walk(state, random.Random(seed), most=200)
         assert len(ids) == 200
     assert compiled.matcher is not first, "the case is too small to fill it"
-    assert len(allowed(MatcherState(compiler, compiled, (END,)))) > 100
+    assert len(allowed(GrammarMatcher(compiler, compiled, (END,)))) > 100
 
 
 REFUSED = [

@@ -9,17 +9,17 @@ import pytest
 from choice_fakes import CountingGrammar
 from engine_fakes import FakeGroup, expected_tokens, make_config, make_info, make_request
 
-from engine.core.event_loop import STOPPING, EngineCore
+from engine.core.event_loop import STOPPING, EngineLoop
 from engine.errors import QueueFullError, RequestError, UnavailableError
 from engine.ipc import messages
-from engine.ipc.frame_socket import Link
+from engine.ipc.frame_socket import FrameSocket
 from engine.ipc.frames import FrameReader
 from engine.structured_output.manager import Outcome
 from engine.types import FinishReason, Grammar
 
 
 class SlowDesk:
-    """Compiles nothing until it is told to; a `GrammarDesk` for the loop."""
+    """Compiles nothing until it is told to; a `StructuredOutputManager` for the loop."""
 
     def __init__(self) -> None:
         self.known: set[str] = set()
@@ -73,7 +73,7 @@ class House:
         self.ours, theirs = socket.socketpair()
         self.desk = SlowDesk()
         group = FakeGroup(engine, make_info(engine, 33))
-        self.core = EngineCore(engine, group, Link(theirs), grammars=self.desk)
+        self.core = EngineLoop(engine, group, FrameSocket(theirs), grammars=self.desk)
         self.reader = FrameReader()
         self.refused: dict[int, Exception] = {}
         self.events: dict[int, list] = {}

@@ -19,7 +19,7 @@ from engine.structured_output import manager as grammar_desk
 from engine.structured_output import sandbox as grammar_forge
 from engine.structured_output import sandbox_client as grammar_lanes
 from engine.structured_output.compiler import GrammarError
-from engine.structured_output.manager import GrammarDesk, Outcome
+from engine.structured_output.manager import Outcome, StructuredOutputManager
 from engine.types import Grammar
 
 CHAIN = "\n".join(["start: r0", *(f"r{i}: r{i + 1}" for i in range(4000)), 'r4000: "a"'])  # ends any stack
@@ -28,7 +28,7 @@ ENDLESS = json.dumps({"type": "integer", "multipleOf": 999_983})  # seconds of w
 
 @pytest.fixture(scope="module")
 def shared_desk():
-    desk = GrammarDesk.open(str(DEMO))
+    desk = StructuredOutputManager.open(str(DEMO))
     yield desk
     desk.close()
 
@@ -130,7 +130,7 @@ class SlowForge:
 @pytest.fixture
 def slow_desk():
     """Both lanes at work on the grammars of requests 1 and 2, with no end in sight."""
-    desk = GrammarDesk.open(str(DEMO))
+    desk = StructuredOutputManager.open(str(DEMO))
     desk._forge = SlowForge()
     for number in (1, 2):
         desk.enter(asked(number, "regex", f"{number}x"), 0.0)
@@ -253,7 +253,7 @@ def test_a_request_id_is_used_once(desk):
 
 
 def test_a_model_without_readable_tokens_is_served_without_grammars(tmp_path):
-    desk = GrammarDesk.open(str(tmp_path))
+    desk = StructuredOutputManager.open(str(tmp_path))
     with pytest.raises(RequestError, match=r"tokenizer\.json") as refusal:
         desk.enter(asked(1, "regex", "a"), 0.0)
     assert refusal.value.param == "guided_regex" and desk.take() == []

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.input_batch.history import TokenHistory
-from engine.input_batch.sampling_metadata import choice_sections
+from engine.input_batch.sampling_metadata import build_sampling_metadata
 from engine.scheduler.sequence import Sequence
 from engine.types import Request, SamplingParams
 
@@ -37,7 +37,7 @@ def test_the_choices_of_one_prompt_look_through_it_once() -> None:
             request = Request(number, (*prompt,) if number == 0 else seqs[0].request.prompt_token_ids, PENALISED)
             seqs.append(Sequence(request, key=(0.0, number), max_len=50_000, arrival_s=0.0))
         began = time.thread_time()
-        sections, _ = choice_sections([*enumerate(seqs)], 50_000)
+        sections, _ = build_sampling_metadata([*enumerate(seqs)], 50_000)
         spent = time.thread_time() - began
         assert len(sections["history_ids"]) == num_choices * len(prompt)
         return spent

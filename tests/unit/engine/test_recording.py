@@ -12,7 +12,7 @@ import pytest
 from choice_fakes import CountingGrammar
 from engine_fakes import FakeGroup, Faults, make_config, make_info, make_request
 
-from engine.core.engine_core import Stepper
+from engine.core.engine_core import EngineCore
 from engine.errors import StartupError
 from engine.replay import recorder
 from engine.replay.recorder import RecordingGroup
@@ -131,7 +131,7 @@ class Scene:
         config = replace(config, worker=config.worker.with_(model_path=str(path.parent)))
         self.fake = FakeGroup(config, make_info(config), faults)
         self.group = RecordingGroup(self.fake, RecordingWriter(str(path)), limit)
-        self.stepper = Stepper(config, self.group, lambda: 0.0)
+        self.stepper = EngineCore(config, self.group, lambda: 0.0)
 
     def serve(self, first: int = 1, count: int = 3) -> dict[int, list[int]]:
         tokens: dict[int, list[int]] = {}

@@ -5,8 +5,8 @@ import pytest
 from choice_fakes import CountingGrammar
 from engine_fakes import EOS, VOCAB, make_config, make_request
 
-from engine.input_batch.input_batch import StepBuilder
-from engine.scheduler.sequence import SchedulerOutput, Sequence, Work
+from engine.input_batch.input_batch import InputBatch
+from engine.scheduler.sequence import ScheduledTokens, SchedulerOutput, Sequence
 from engine.types import Grammar
 from workers.protocol import StepMetadata, max_step_bytes, pack_step, unpack_step
 
@@ -30,7 +30,7 @@ def running(row: int, prompt, blocks, *, generated=(), **params) -> Sequence:
     return seq
 
 
-def output_of(*work: Work, step_id: int = 1, new: bool = True) -> SchedulerOutput:
+def output_of(*work: ScheduledTokens, step_id: int = 1, new: bool = True) -> SchedulerOutput:
     seqs = [item.seq for item in work] if new else []
     blocks = [(seq.row, column, block) for seq in seqs for column, block in enumerate(seq.block_ids)]
     return SchedulerOutput(step_id, list(work), blocks, seqs)
@@ -40,7 +40,7 @@ class WholeSteps:
     """A builder whose steps have their masks already."""
 
     def __init__(self) -> None:
-        self._builder = StepBuilder(max_num_seqs=4, max_model_len=64, block_size=SIZE, vocab_size=VOCAB)
+        self._builder = InputBatch(max_num_seqs=4, max_model_len=64, block_size=SIZE, vocab_size=VOCAB)
 
     def build(self, output: SchedulerOutput) -> StepMetadata:
         step, masks = self._builder.build(output)
@@ -56,7 +56,11 @@ def test_a_mixed_step() -> None:
     decode = running(2, [1, 2, 3], [9, 4], generated=[7, 8], seed=-5, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1)
     chunk = running(0, range(10, 20), [5, 6, 7])
     whole = running(1, [30, 31], [8], logprobs=2, seed=2**62)
-    step = builder().build(output_of(Work(decode, 4, 1, True), Work(chunk, 3, 4, False), Work(whole, 0, 2, True)))
+    step = builder().build(
+        output_of(
+            ScheduledTokens(decode, 4, 1, True), ScheduledTokens(chunk, 3, 4, False), ScheduledTokens(whole, 0, 2, True)
+        )
+    )
     assert step.token_ids.tolist() == [8, 13, 14, 15, 16, 30, 31]
     assert step.positions.tolist() == [4, 3, 4, 5, 6, 0, 1]
     assert step.slot_mapping.tolist() == [4 * SIZE, 5 * SIZE + 3, 6 * SIZE, 6 * SIZE + 1, 6 * SIZE + 2, 32, 33]
@@ -79,7 +83,7 @@ def test_a_mixed_step() -> None:
     "params", [{"min_tokens": 1, "eos_token_ids": (EOS,)}, EVERYTHING], ids=["plain", "everything"]
 )
 def test_every_array_has_the_type_of_the_layout(params) -> None:
-    step = builder().build(output_of(Work(running(0, [1, 2], [3], **params), 0, 2, True)))
+    step = builder().build(output_of(ScheduledTokens(running(0, [1, 2], [3], **params), 0, 2, True)))
     buffer = memoryview(bytearray(max_step_bytes(make_config().worker)))
     pack_step(step, buffer)
     back = unpack_step(buffer)
@@ -92,7 +96,7 @@ def test_every_array_has_the_type_of_the_layout(params) -> None:
 def test_scored_rows_and_a_sampled_one() -> None:
     seq = running(3, [10, 11, 12, 13], [2], prompt_logprobs=1, logprobs=0)
     other = running(0, [5], [3])
-    work = Work(other, 0, 1, True), Work(seq, 1, 3, True, score_from=1, num_scored=2)
+    work = ScheduledTokens(other, 0, 1, True), ScheduledTokens(seq, 1, 3, True, score_from=1, num_scored=2)
     step = builder().build(output_of(*work))
     assert step.logits_indices.tolist() == [0, 1, 2, 3]
     assert step.target_ids.tolist() == [-1, 12, 13, -1]
@@ -102,7 +106,7 @@ def test_scored_rows_and_a_sampled_one() -> None:
 
 
 def test_a_chunk_without_logits_has_no_rows() -> None:
-    step = builder().build(output_of(Work(running(0, range(8), [1, 2]), 0, 4, False)))
+    step = builder().build(output_of(ScheduledTokens(running(0, range(8), [1, 2]), 0, 4, False)))
     assert len(step.logits_indices) == len(step.seeds) == 0
 
 
@@ -112,7 +116,7 @@ def test_bans_end_with_min_tokens() -> None:
     free = running(1, [1], [3])
     banned = []
     for count, token in enumerate([40, 41, 42]):
-        work = Work(free, 0, 1, True), Work(seq, 1 + count, 1, True)
+        work = ScheduledTokens(free, 0, 1, True), ScheduledTokens(seq, 1 + count, 1, True)
         step = made.build(output_of(*work, step_id=count + 1, new=count == 0))
         banned.append((step.bias_rows.tolist(), step.bias_ids.tolist()))
         assert np.isneginf(step.bias_values).all()
@@ -128,8 +132,12 @@ def test_what_some_rows_ask_for_stands_in_sections_of_its_own() -> None:
     everything = running(2, [1, 2, 1], [5], **EVERYTHING)
     present = running(0, [1, 2, 1], [6, 7], generated=[9, 8, 9], presence_penalty=1.0)
     masked = running(1, [1], [8], generated=[2], allowed_token_ids=(0, 31, 32, 63), bad_words=((2, 31), (1, 32)))
-    work = [Work(everything, 0, 3, True), Work(running(3, [4], [9]), 0, 1, True), Work(present, 5, 1, True)]
-    step = builder().build(output_of(*work, Work(masked, 1, 1, True)))
+    work = [
+        ScheduledTokens(everything, 0, 3, True),
+        ScheduledTokens(running(3, [4], [9]), 0, 1, True),
+        ScheduledTokens(present, 5, 1, True),
+    ]
+    step = builder().build(output_of(*work, ScheduledTokens(masked, 1, 1, True)))
     assert step.bias_rows.tolist() == [0, 0, 0, 3]
     assert step.bias_ids.tolist() == [9, 4, 5, 31], "the prompt completes no bad word"
     np.testing.assert_array_equal(step.bias_values, np.array([2.5, -np.inf, -np.inf, -np.inf], np.float32))
@@ -150,8 +158,8 @@ def test_sections_follow_the_sequence_from_step_to_step() -> None:
     seen = []
     for count, token in enumerate([7, 8, 8, 2]):
         start = 2 + count
-        step = made.build(output_of(Work(seq, start, 1, True), step_id=count + 1, new=count == 0))
-        again = made.build(output_of(Work(seq, start, 1, True), step_id=count + 1, new=count == 0))
+        step = made.build(output_of(ScheduledTokens(seq, start, 1, True), step_id=count + 1, new=count == 0))
+        again = made.build(output_of(ScheduledTokens(seq, start, 1, True), step_id=count + 1, new=count == 0))
         for name in step.__slots__:
             np.testing.assert_array_equal(getattr(again, name), getattr(step, name), err_msg=name)
         history = dict(zip(step.history_ids.tolist(), step.history_counts.tolist(), strict=True))
@@ -167,14 +175,16 @@ def test_sections_follow_the_sequence_from_step_to_step() -> None:
 
 def test_a_ban_wins_over_what_is_forced_and_then_nothing_is() -> None:
     seq = running(0, [1], [5], logit_bias=((3, 100.0),), min_tokens=2, stop_token_ids=(3,))
-    step = builder().build(output_of(Work(seq, 0, 1, True)))
+    step = builder().build(output_of(ScheduledTokens(seq, 0, 1, True)))
     assert step.bias_ids.tolist() == [3] and np.isneginf(step.bias_values).all()
     assert bits(step.mask_bits[0]) == list(range(VOCAB))
 
 
 def test_scored_rows_are_not_chosen_from() -> None:
     seq = running(3, [10, 11, 12], [2], prompt_logprobs=1, **EVERYTHING)
-    step = builder().build(output_of(Work(running(0, [5], [3]), 0, 1, True), Work(seq, 0, 3, True, 0, 2)))
+    step = builder().build(
+        output_of(ScheduledTokens(running(0, [5], [3]), 0, 1, True), ScheduledTokens(seq, 0, 3, True, 0, 2))
+    )
     assert step.target_ids.tolist() == [-1, 11, 12, -1]
     assert set(step.bias_rows.tolist()) == set(step.penalty_rows.tolist()) == set(step.mask_rows.tolist()) == {3}
 
@@ -182,15 +192,18 @@ def test_scored_rows_are_not_chosen_from() -> None:
 def test_a_grammar_narrows_what_is_allowed() -> None:
     seq = running(0, [1], [5], allowed_token_ids=(3, 4, 5, 6))
     seq.grammar_state = CountingGrammar(Grammar("lark", "9"))
-    assert bits(builder().build(output_of(Work(seq, 0, 1, True))).mask_bits[0]) == [3, 6]
+    assert bits(builder().build(output_of(ScheduledTokens(seq, 0, 1, True))).mask_bits[0]) == [3, 6]
 
 
 def test_a_row_forgets_its_last_owner() -> None:
     made = builder()
     last = running(0, range(12), [7, 8, 9], temperature=0.0, logprobs=3, **EVERYTHING)
-    made.build(output_of(Work(last, 0, 12, True)))
+    made.build(output_of(ScheduledTokens(last, 0, 12, True)))
     step = made.build(
-        output_of(Work(running(0, range(3), [5]), 0, 3, True), Work(running(1, range(9), [1, 2, 3]), 0, 9, True))
+        output_of(
+            ScheduledTokens(running(0, range(3), [5]), 0, 3, True),
+            ScheduledTokens(running(1, range(9), [1, 2, 3]), 0, 9, True),
+        )
     )
     assert step.block_tables.tolist() == [[5, 0, 0], [1, 2, 3]]
     assert step.temperature[0] == 1.0 and step.num_logprobs[0] == -1
@@ -200,10 +213,10 @@ def test_a_row_forgets_its_last_owner() -> None:
 def test_only_new_entries_are_written_and_building_twice_is_harmless() -> None:
     made = builder()
     seq = running(0, range(4), [6])
-    made.build(output_of(Work(seq, 0, 4, True)))
+    made.build(output_of(ScheduledTokens(seq, 0, 4, True)))
     seq.token_ids.append(50)
     seq.block_ids.append(3)
-    output = SchedulerOutput(2, [Work(seq, 4, 1, True)], [(0, 1, 3)])
+    output = SchedulerOutput(2, [ScheduledTokens(seq, 4, 1, True)], [(0, 1, 3)])
     first, second = made.build(output), made.build(output)
     assert first.block_tables.tolist() == second.block_tables.tolist() == [[6, 3]]
     assert first.slot_mapping.tolist() == second.slot_mapping.tolist() == [3 * SIZE]
@@ -211,12 +224,12 @@ def test_only_new_entries_are_written_and_building_twice_is_harmless() -> None:
 
 def test_a_step_keeps_its_numbers_when_the_tables_move_on() -> None:
     made = builder()
-    step = made.build(output_of(Work(running(0, range(4), [6], temperature=0.25), 0, 4, True)))
-    made.build(output_of(Work(running(0, range(4), [9], temperature=0.75), 0, 4, True), step_id=2))
+    step = made.build(output_of(ScheduledTokens(running(0, range(4), [6], temperature=0.25), 0, 4, True)))
+    made.build(output_of(ScheduledTokens(running(0, range(4), [9], temperature=0.75), 0, 4, True), step_id=2))
     assert step.block_tables.tolist() == [[6]] and step.temperature.tolist() == [0.25]
 
 
 @pytest.mark.parametrize("value", ["hot", None])
 def test_a_parameter_of_another_type_is_an_error_not_a_step(value) -> None:
     with pytest.raises((TypeError, ValueError)):
-        builder().build(output_of(Work(running(0, [1], [1], top_k=value), 0, 1, True)))
+        builder().build(output_of(ScheduledTokens(running(0, [1], [1], top_k=value), 0, 1, True)))

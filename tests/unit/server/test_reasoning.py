@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.chat.events import Content, Reasoning, merged
-from server.chat.reasoning_parser import ReasoningSplitter
+from server.chat.reasoning_parser import ReasoningParser
 
 R, C = Reasoning, Content
 
 
 def _split(is_open, pieces):
-    splitter = ReasoningSplitter(is_open)
+    splitter = ReasoningParser(is_open)
     events = [event for piece in pieces for event in splitter.push(piece, 1)]
     return merged([*events, *splitter.flush()]), splitter.num_tokens
 
@@ -42,7 +42,7 @@ def test_what_is_split(is_open, text, expected):
 
 
 def test_nothing_is_held_back_longer_than_needed():
-    splitter = ReasoningSplitter(True)
+    splitter = ReasoningParser(True)
     assert splitter.push("a\n") == [R("a")]
     assert splitter.push("b</thi") == [R("\nb")]
     assert splitter.push("s") == [R("</this")]

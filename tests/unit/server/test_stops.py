@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.llm.stop_strings import StopFinder, StopSet
+from server.llm.stop_strings import StopStringMatcher, StopStrings
 
 LETTERS = st.text("ab", max_size=24)
 STOPS = st.lists(st.text("ab", min_size=1, max_size=5), max_size=4)
@@ -32,7 +32,7 @@ def cut(text: str, cuts: list[int]) -> list[str]:
 @settings(max_examples=600, deadline=None)
 @given(LETTERS, STOPS, st.lists(st.integers(0, 100), max_size=8))
 def test_any_chunking_gives_the_naive_answer(text, stops, cuts):
-    finder = StopFinder(StopSet(stops))
+    finder = StopStringMatcher(StopStrings(stops))
     shown, found = "", None
     for piece in cut(text, cuts):
         emitted, found = finder.push(piece)
@@ -49,26 +49,26 @@ def test_any_chunking_gives_the_naive_answer(text, stops, cuts):
 
 
 def test_after_a_match_everything_is_swallowed():
-    finder = StopFinder(StopSet(["END"]))
+    finder = StopStringMatcher(StopStrings(["END"]))
     assert finder.push("one E") == ("one ", None)
     assert finder.push("ND two") == ("", "END")
     assert finder.push(" three") == ("", "END")
 
 
 def test_a_half_match_is_flushed_not_lost():
-    finder = StopFinder(StopSet(["</answer>"]))
+    finder = StopStringMatcher(StopStrings(["</answer>"]))
     assert finder.push("text </ans") == ("text ", None)
     assert finder.flush() == "</ans"
 
 
 def test_without_stop_strings_nothing_is_held():
-    assert StopFinder(StopSet([])).push("anything") == ("anything", None)
+    assert StopStringMatcher(StopStrings([])).push("anything") == ("anything", None)
 
 
 @pytest.mark.parametrize("text", ["a" * 20_000, "ab" * 10_000])
 def test_adversarial_stop_strings_stay_linear(text):
-    stops = StopSet([("a" * 1023) + "b", ("ab" * 511) + "b"])
-    finder = StopFinder(stops)
+    stops = StopStrings([("a" * 1023) + "b", ("ab" * 511) + "b"])
+    finder = StopStringMatcher(stops)
     shown = "".join(finder.push(character)[0] for character in text)
     assert shown + finder.flush() == text
 
@@ -76,7 +76,7 @@ def test_adversarial_stop_strings_stay_linear(text):
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 50])
 def test_a_match_that_is_to_be_shown_holds_nothing_back(size):
     text = "abcabd and abce then more"
-    finder, shown = StopFinder(StopSet(["abce", "zz"]), include=True), []
+    finder, shown = StopStringMatcher(StopStrings(["abce", "zz"]), include=True), []
     for start in range(0, len(text), size):
         piece, found = finder.push(text[start : start + size])
         shown.append(piece)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.chat.events import Arguments, CallStart, Content, merged
-from server.chat.tool_parsers.base import HermesReader
-from server.chat.tool_parsers.other_readers import LlamaReader, MistralReader
+from server.chat.tool_parsers.base import HermesToolParser
+from server.chat.tool_parsers.other_readers import LlamaToolParser, MistralToolParser
 
 NAMES = frozenset({"f", "get_weather"})
 F = CallStart("f")
@@ -83,7 +83,7 @@ MISTRAL = {
 }  # fmt: skip
 CASES = [
     pytest.param(reader, text, expected, id=f"{reader.__name__}, {name}")
-    for reader, cases in ((HermesReader, HERMES), (LlamaReader, LLAMA), (MistralReader, MISTRAL))
+    for reader, cases in ((HermesToolParser, HERMES), (LlamaToolParser, LLAMA), (MistralToolParser, MISTRAL))
     for name, (text, expected) in cases.items()
 ]
 
@@ -101,20 +101,22 @@ def test_what_is_read(reader, text, expected):
 
 
 def test_arguments_are_handed_out_as_they_come():
-    reader = HermesReader(NAMES)
+    reader = HermesToolParser(NAMES)
     assert reader.push('<tool_call>{"name": "f", "arg') == []
     assert reader.push('uments": {"a"') == [F, Arguments('{"a"')]
     assert reader.push(": 1") == [Arguments(": 1")]
 
 
-@pytest.mark.parametrize("reader", [HermesReader, LlamaReader, MistralReader])
+@pytest.mark.parametrize("reader", [HermesToolParser, LlamaToolParser, MistralToolParser])
 def test_without_parallel_calls_only_the_first_counts(reader):
     text = {
-        HermesReader: 'a<tool_call>{"name":"f"}</tool_call>b<tool_call>{"name":"f","arguments":{"x":1}}</tool_call>',
-        LlamaReader: '<|python_tag|>{"name":"f"};{"name":"f","parameters":{"x":1}}',
-        MistralReader: 'a[TOOL_CALLS][{"name":"f"},{"name":"f","arguments":{"x":1}}]',
+        HermesToolParser: (
+            'a<tool_call>{"name":"f"}</tool_call>b<tool_call>{"name":"f","arguments":{"x":1}}</tool_call>'
+        ),
+        LlamaToolParser: '<|python_tag|>{"name":"f"};{"name":"f","parameters":{"x":1}}',
+        MistralToolParser: 'a[TOOL_CALLS][{"name":"f"},{"name":"f","arguments":{"x":1}}]',
     }[reader]
-    before = [] if reader is LlamaReader else [Content("a")]
+    before = [] if reader is LlamaToolParser else [Content("a")]
     assert _read(reader(NAMES, parallel=False), [text]) == [*before, F, EMPTY]
     assert _read(reader(NAMES, parallel=False), list(text)) == [*before, F, EMPTY]
 
@@ -129,7 +131,7 @@ _WORDS = st.sampled_from(
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.sampled_from([HermesReader, LlamaReader, MistralReader]),
+    st.sampled_from([HermesToolParser, LlamaToolParser, MistralToolParser]),
     st.booleans(),
     st.lists(_WORDS, max_size=25).map("".join),
     st.data(),
@@ -146,14 +148,17 @@ def _long(kind, count):
     """(reader, text): inputs that would be expensive for a reader that starts over."""
     body = '{"name": "f", "arguments": {"a": "' + "x" * 40 + '"}}'
     return {
-        "many calls": (HermesReader, f"<tool_call>{body}</tool_call>\n" * count),
-        "one long call": (HermesReader, '<tool_call>{"name":"f","arguments":{"a":"' + "<tool_call" * 8 * count + '"}}'),
-        "many beginnings": (HermesReader, "<tool_call>{" * 8 * count),
-        "almost marks": (HermesReader, "<tool_cal" * 8 * count),
-        "white space": (LlamaReader, " \n" * 40 * count),
-        "many objects": (LlamaReader, ";".join([body] * count)),
-        "a long list": (MistralReader, "[TOOL_CALLS][" + ",".join([body] * count)),
-        "a long name": (MistralReader, "[TOOL_CALLS]" + "f" * 80 * count),
+        "many calls": (HermesToolParser, f"<tool_call>{body}</tool_call>\n" * count),
+        "one long call": (
+            HermesToolParser,
+            '<tool_call>{"name":"f","arguments":{"a":"' + "<tool_call" * 8 * count + '"}}',
+        ),
+        "many beginnings": (HermesToolParser, "<tool_call>{" * 8 * count),
+        "almost marks": (HermesToolParser, "<tool_cal" * 8 * count),
+        "white space": (LlamaToolParser, " \n" * 40 * count),
+        "many objects": (LlamaToolParser, ";".join([body] * count)),
+        "a long list": (MistralToolParser, "[TOOL_CALLS][" + ",".join([body] * count)),
+        "a long name": (MistralToolParser, "[TOOL_CALLS]" + "f" * 80 * count),
     }[kind]
 
 
@@ -187,9 +192,9 @@ def test_numbers_and_escapes_are_checked():
     bad = ["01", "1.", "+1", "tru", '"\\x"', '"\\u00g0"', "[1,]", '{"a"}', "{,}", "[1 2]", "nulll"]
     for value in good:
         text = f'<tool_call>{{"name":"f","arguments":{{"a":{value}}}}}</tool_call>'
-        events = _read(HermesReader(NAMES), [text])
+        events = _read(HermesToolParser(NAMES), [text])
         assert events == [F, Arguments(f'{{"a":{value}}}')]
         json.loads(events[1].text)
     for value in bad:
         text = f'<tool_call>{{"x":{value},"name":"f"}}</tool_call>'
-        assert _read(HermesReader(NAMES), [text]) == [Content(text)], value
+        assert _read(HermesToolParser(NAMES), [text]) == [Content(text)], value

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec, LayerKV
-from workers.attention.forward_batch import Batch
+from workers.attention.forward_batch import ForwardBatch
 from workers.protocol import NULL_BLOCK, StepMetadata
 
 # oneDNN takes bfloat16 on every processor with AVX512, but where it has no instructions for it, a row's bits depend on
@@ -39,7 +39,7 @@ def tables_for(seqs: list[Seq], block_size: int, seed: int = 0) -> tuple[np.ndar
     return tables, num_blocks
 
 
-def batch_of(tables: np.ndarray, seqs: list[Seq], block_size: int, device: torch.device) -> Batch:
+def batch_of(tables: np.ndarray, seqs: list[Seq], block_size: int, device: torch.device) -> ForwardBatch:
     """The batch that writes and attends the last `query` tokens of each sequence."""
     positions = np.concatenate([np.arange(seq.context - seq.query, seq.context) for seq in seqs]).astype(np.int32)
     owner = np.repeat(np.arange(len(seqs)), [seq.query for seq in seqs])
@@ -67,7 +67,7 @@ def batch_of(tables: np.ndarray, seqs: list[Seq], block_size: int, device: torch
         bias_ids=empty_i,
         bias_values=empty_f,
     )
-    return Batch.from_step(step, device)
+    return ForwardBatch.from_step(step, device)
 
 
 class Case:

@@ -7,10 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.config import EngineConfig, WorkerConfig
-from engine.core.engine_core import Stepper
+from engine.core.engine_core import EngineCore
 from engine.types import FinishReason, Request, SamplingParams, TokenEvent
 from tests.golden.tiny_models import make_tiny
-from workers.executor import WorkerGroup, start_group
+from workers.executor import Executor, start_group
 
 BLOCK_SIZE, MAX_LEN, VOCAB = 4, 64, 320
 PROMPTS = [[7, 8, 9, 7], [100, 3, 5, 100, 250, 9, 9], [20 + i for i in range(11)], [4]]
@@ -21,7 +21,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("model"), "qwen2")
 
 
-def group_with(checkpoint: Path, num_blocks: int) -> WorkerGroup:
+def group_with(checkpoint: Path, num_blocks: int) -> Executor:
     config = WorkerConfig(
         str(checkpoint),
         device="cpu",
@@ -37,17 +37,17 @@ def group_with(checkpoint: Path, num_blocks: int) -> WorkerGroup:
 
 
 @pytest.fixture(scope="module")
-def ample(checkpoint: Path) -> WorkerGroup:
+def ample(checkpoint: Path) -> Executor:
     return group_with(checkpoint, 200)
 
 
 @pytest.fixture(scope="module")
-def narrow(checkpoint: Path) -> WorkerGroup:
+def narrow(checkpoint: Path) -> Executor:
     return group_with(checkpoint, 20)
 
 
-def run(group: WorkerGroup, requests: list[Request]) -> tuple[dict[int, list[TokenEvent]], Stepper]:
-    stepper = Stepper(EngineConfig(group.config), group, lambda: 0.0)
+def run(group: Executor, requests: list[Request]) -> tuple[dict[int, list[TokenEvent]], EngineCore]:
+    stepper = EngineCore(EngineConfig(group.config), group, lambda: 0.0)
     events: dict[int, list[TokenEvent]] = {request.request_id: [] for request in requests}
     for request in requests:
         stepper.scheduler.add(request, 0.0)
@@ -67,7 +67,7 @@ def requests_with(params: SamplingParams) -> list[Request]:
     return [Request(number, tuple(prompt), params) for number, prompt in enumerate(PROMPTS)]
 
 
-def test_greedy_tokens_equal_those_of_transformers(checkpoint: Path, ample: WorkerGroup) -> None:
+def test_greedy_tokens_equal_those_of_transformers(checkpoint: Path, ample: Executor) -> None:
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
 
     def generate(**options) -> list[list[int]]:
@@ -112,7 +112,7 @@ def test_greedy_tokens_equal_those_of_transformers(checkpoint: Path, ample: Work
     ],
     ids=lambda params: ",".join(params),
 )
-def test_preemption_changes_no_token(params: dict, ample: WorkerGroup, narrow: WorkerGroup) -> None:
+def test_preemption_changes_no_token(params: dict, ample: Executor, narrow: Executor) -> None:
     requests = requests_with(SamplingParams(max_tokens=36, temperature=1.5, seed=3, logprobs=2, **params))
     alone, _ = run(ample, requests)
     crowded, stepper = run(narrow, requests)
@@ -125,7 +125,7 @@ def test_preemption_changes_no_token(params: dict, ample: WorkerGroup, narrow: W
 
 
 @pytest.mark.parametrize("top", [0, 20])
-def test_prefill_only_scores_are_those_of_transformers(checkpoint: Path, ample: WorkerGroup, top: int) -> None:
+def test_prefill_only_scores_are_those_of_transformers(checkpoint: Path, ample: Executor, top: int) -> None:
     params = SamplingParams(max_tokens=0, prompt_logprobs=top, presence_penalty=2.0, logit_bias=((3, 50.0),))
     events, stepper = run(ample, requests_with(params))
     assert stepper.scheduler.stats.step_id == 1, "one step for all of them, and none to decode"

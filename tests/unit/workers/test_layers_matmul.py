@@ -52,16 +52,16 @@ def test_packed_equals_plain(dtype, linear, gated, fewest, outputs, inputs, with
     bias = torch.randn(outputs).to(dtype) if with_bias else None
     packed, plain = linear(weight.clone(), bias), PlainMatmul(weight, bias)
     for rows in COUNTS:
-        x, plus = torch.randn(rows, inputs).to(dtype), torch.randn(rows, outputs).to(dtype) if with_plus else None
-        kept = None if plus is None else plus.clone()
-        ours = packed(x, plus)
+        x, residual = torch.randn(rows, inputs).to(dtype), torch.randn(rows, outputs).to(dtype) if with_plus else None
+        kept = None if residual is None else residual.clone()
+        ours = packed(x, residual)
         truth = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-        truth = truth if plus is None else truth + plus.double()
+        truth = truth if residual is None else truth + residual.double()
         limit = tolerance(dtype, truth.abs().max().item())
         assert (ours.double() - truth).abs().max() <= limit
-        assert (plain(x, plus).double() - truth).abs().max() <= 2 * limit  # rounds before it adds as well
-        if plus is not None and kept is not None:
-            assert torch.equal(plus, kept), "the residual must not be written to"
+        assert (plain(x, residual).double() - truth).abs().max() <= 2 * limit  # rounds before it adds as well
+        if residual is not None and kept is not None:
+            assert torch.equal(residual, kept), "the residual must not be written to"
 
 
 @pytest.mark.parametrize(("dtype", "linear", "gated", "fewest"), FORMS)
@@ -96,14 +96,14 @@ def test_rows_do_not_depend_on_their_company(dtype, linear, gated, fewest, threa
     try:
         for outputs, inputs in ((896, 1216), (64, 3200)):
             weight = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
-            x, plus = torch.randn(300, inputs).to(dtype), torch.randn(300, outputs).to(dtype)
+            x, residual = torch.randn(300, inputs).to(dtype), torch.randn(300, outputs).to(dtype)
             product, both = linear(weight, None), gated(weight, None, "silu")
-            whole, added, gate = product(x), product(x, plus), both(x)
+            whole, added, gate = product(x), product(x, residual), both(x)
             for rows in (fewest, 2, 7, 12, 13, 16, 33, 128, 257):
                 for start in (0, 300 - rows):
                     part = slice(start, start + rows)
                     assert torch.equal(product(x[part]), whole[part])
-                    assert torch.equal(product(x[part], plus[part]), added[part])
+                    assert torch.equal(product(x[part], residual[part]), added[part])
                     assert torch.equal(both(x[part]), gate[part])
     finally:
         torch.set_num_threads(before)
@@ -119,12 +119,14 @@ def test_a_row_alone_has_the_bits_that_it_has_beside_another(dtype, threads: int
     try:
         for outputs, inputs in ((896, 896), (1152, 896), (4864, 896), (9000, 256)):
             weight = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
-            x, plus = torch.randn(32, inputs).to(dtype), torch.randn(32, outputs).to(dtype)
+            x, residual = torch.randn(32, inputs).to(dtype), torch.randn(32, outputs).to(dtype)
             product, both = matmul(weight), gated_matmul(weight, None, "silu")
             for row in range(32):
                 one, two = slice(row, row + 1), slice(row // 2 * 2, row // 2 * 2 + 2)
                 assert torch.equal(product(x[one]), product(x[two])[row % 2 : row % 2 + 1])
-                assert torch.equal(product(x[one], plus[one]), product(x[two], plus[two])[row % 2 : row % 2 + 1])
+                assert torch.equal(
+                    product(x[one], residual[one]), product(x[two], residual[two])[row % 2 : row % 2 + 1]
+                )
                 assert torch.equal(both(x[one]), both(x[two])[row % 2 : row % 2 + 1])
     finally:
         torch.set_num_threads(before)

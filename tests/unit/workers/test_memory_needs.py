@@ -11,7 +11,7 @@ from workers.distributed.parallel_state import TensorParallel
 from workers.errors import StartupError
 from workers.platform.memory_needs import is_out_of_memory, weight_bytes
 from workers.preflight import preflight
-from workers.worker.model_runner import Runner
+from workers.worker.model_runner import ModelRunner
 
 CPU_SAYS = (
     "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
@@ -39,16 +39,16 @@ def test_other_mistakes_are_none(error: Exception) -> None:
 
 
 @pytest.fixture
-def runner(tmp_path: Path) -> Runner:
+def runner(tmp_path: Path) -> ModelRunner:
     config = WorkerConfig(str(make_tiny(tmp_path, "qwen2")), device="cpu", max_model_len=64, num_kv_blocks=8)
-    return Runner(preflight(config), TensorParallel.solo())
+    return ModelRunner(preflight(config), TensorParallel.solo())
 
 
 def refuse(*_: object) -> None:
     raise RuntimeError(CPU_SAYS)
 
 
-def test_weights_that_do_not_fit_are_told_with_the_sums(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_do_not_fit_are_told_with_the_sums(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.layers.placement.Placement.empty", refuse)
     with pytest.raises(
         StartupError, match=r"while reading the weights: .*KiB of weights \(float32\).*is free"
@@ -59,7 +59,7 @@ def test_weights_that_do_not_fit_are_told_with_the_sums(runner: Runner, monkeypa
     )
 
 
-def test_so_are_pages_and_the_first_steps(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_are_pages_and_the_first_steps(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     runner.load(lambda fraction: None)
     with monkeypatch.context() as patch:
         patch.setattr(runner.backend, "allocate", refuse)
@@ -76,13 +76,13 @@ def test_so_are_pages_and_the_first_steps(runner: Runner, monkeypatch: pytest.Mo
         runner.time_steps()
 
 
-def test_a_real_allocator_is_understood(runner: Runner) -> None:
+def test_a_real_allocator_is_understood(runner: ModelRunner) -> None:
     runner.load(lambda fraction: None)
     with pytest.raises(StartupError, match="while allocating KV memory") as error:
         runner.allocate(2**40)
     assert error.value.exit_code == 4
 
 
-def test_weights_are_counted_as_loaded(runner: Runner) -> None:
+def test_weights_are_counted_as_loaded(runner: ModelRunner) -> None:
     runner.load(lambda fraction: None)
     assert weight_bytes(runner.spec, "float32") == runner.model.weight_bytes

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.golden.paged_run import PagedRun, load_decoder, on_ranks
 from tests.golden.tiny_models import FAMILIES, make_tiny
 from workers.attention.backend import AttentionBackend, AttentionSpec, LayerKV
-from workers.attention.forward_batch import Batch
+from workers.attention.forward_batch import ForwardBatch
 from workers.attention.reference import ReferenceBackend
 from workers.attention.torch_backend import CpuBackend
 from workers.config import WorkerConfig
@@ -24,7 +24,7 @@ from workers.preflight import preflight, read_spec
 from workers.weights.checkpoint import SINGLE_FILE, Checkpoint
 from workers.weights.dummy import DummyWeights
 from workers.weights.reader import WeightReader
-from workers.worker.model_runner import Runner
+from workers.worker.model_runner import ModelRunner
 
 CPU = torch.device("cpu")
 
@@ -83,7 +83,7 @@ def test_longrope_is_loaded_for_the_length_it_serves(tmp_path: Path) -> None:
     config = WorkerConfig(str(path), device="cpu")
     assert preflight(config).max_model_len == 64
     for length, stretched in ((64, False), (65, True), (512, True)):
-        runner = Runner(preflight(config.with_(max_model_len=length)), TensorParallel.solo())
+        runner = ModelRunner(preflight(config.with_(max_model_len=length)), TensorParallel.solo())
         assert runner.spec.rope.stretched is stretched
     with pytest.raises(StartupError, match="513 is more than the model's 512 positions"):
         preflight(config.with_(max_model_len=513))
@@ -166,7 +166,7 @@ class SelfBackend(ReferenceBackend):
         own = kv.v.flatten(0, 1)[self.batch.slot_mapping]
         return own.repeat_interleave(layer.num_heads // layer.num_kv_heads, dim=1).flatten(1)
 
-    def prepare(self, batch: Batch) -> list:
+    def prepare(self, batch: ForwardBatch) -> list:
         self.batch = batch
         return []
 

@@ -9,11 +9,11 @@ from workers.distributed.parallel_state import TensorParallel
 from workers.preflight import preflight
 from workers.protocol import StepMetadata, empty_step
 from workers.worker import model_runner as runner_module
-from workers.worker.model_runner import Runner, rows_of
+from workers.worker.model_runner import ModelRunner, rows_of
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     checkpoint = make_tiny(tmp_path_factory.mktemp("model"), "qwen2")
     config = WorkerConfig(
         str(checkpoint),
@@ -26,7 +26,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
         kv_cache_bytes=1 << 20,
         num_threads=1,
     )
-    one = Runner(preflight(config), TensorParallel.solo())
+    one = ModelRunner(preflight(config), TensorParallel.solo())
     one.load(lambda fraction: None)
     one.allocate(one.num_blocks_that_fit())
     return one
@@ -63,7 +63,7 @@ def scoring_step(num_tokens: int) -> StepMetadata:
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 64, 128, 199])
-def test_chunks_of_rows_join_to_the_whole(runner: Runner, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+def test_chunks_of_rows_join_to_the_whole(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     step = scoring_step(200)
     monkeypatch.setattr(runner_module, "MAX_LOGITS_ROWS", 1000)
     whole = runner.execute(step)
@@ -108,6 +108,6 @@ def test_rows_carry_their_choices_along() -> None:
     np.testing.assert_array_equal(nothing.history_starts, [0])
 
 
-def test_a_heartbeat_is_answered_with_nothing(runner: Runner) -> None:
+def test_a_heartbeat_is_answered_with_nothing(runner: ModelRunner) -> None:
     output = runner.execute(empty_step(9))
     assert output is not None and output.step_id == 9 and len(output.token_ids) == 0

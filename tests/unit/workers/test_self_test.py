@@ -14,26 +14,26 @@ from workers.config import WorkerConfig, WorkerInfo
 from workers.distributed.parallel_state import TensorParallel
 from workers.preflight import preflight
 from workers.worker.batch_invariance import Verdict, batch_invariance, one_of_each_kind
-from workers.worker.model_runner import Runner
+from workers.worker.model_runner import ModelRunner
 from workers.worker.multiproc_executor import joint_info
 
 
 @pytest.fixture(scope="module", params=["qwen2", "mistral"])
-def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelRunner]:
     path = make_tiny(tmp_path_factory.mktemp("model"), request.param, head_dim=16)
     yield loaded(path, dtype="bfloat16")
 
 
-def loaded(path: Path, **changes: Any) -> Runner:
+def loaded(path: Path, **changes: Any) -> ModelRunner:
     base = WorkerConfig(str(path), device="cpu", max_model_len=128, kv_cache_bytes=1 << 20, num_threads=1)
-    runner = Runner(preflight(base.with_(**changes)), TensorParallel.solo())
+    runner = ModelRunner(preflight(base.with_(**changes)), TensorParallel.solo())
     runner.load(lambda share: None)
     runner.allocate(runner.num_blocks_that_fit())
     return runner
 
 
 @torch.inference_mode()
-def verdict_of(runner: Runner) -> Verdict:
+def verdict_of(runner: ModelRunner) -> Verdict:
     return batch_invariance(
         runner.model,
         runner.kv,
@@ -44,7 +44,7 @@ def verdict_of(runner: Runner) -> Verdict:
     )
 
 
-def test_sixteen_bits_keep_the_promise(runner: Runner) -> None:
+def test_sixteen_bits_keep_the_promise(runner: ModelRunner) -> None:
     assert runner.invariance.batch_invariant, runner.invariance.reason
     info = runner.info()
     assert info.batch_invariant and "same bits" in info.batch_invariant_reason
@@ -61,7 +61,7 @@ def test_sixteen_bits_keep_the_promise(runner: Runner) -> None:
     ],
 )
 def test_a_product_that_rounds_by_its_rows_is_found(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch, name: str, is_odd: Callable[[int], bool], said: str
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, name: str, is_odd: Callable[[int], bool], said: str
 ) -> None:
     """The planted fault: for some numbers of rows, the last bits are others."""
     block = runner.model.blocks[0]
@@ -73,7 +73,7 @@ def test_a_product_that_rounds_by_its_rows_is_found(
     assert verdict.reason.startswith(said) and "bfloat16" in verdict.reason
 
 
-def test_attention_that_differs_when_decoding_is_found(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_that_differs_when_decoding_is_found(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     real = runner.backend.attend
 
     def attend(q: Tensor, kv: LayerKV, plan: Any, layer: AttentionSpec) -> Tensor:
@@ -84,7 +84,7 @@ def test_attention_that_differs_when_decoding_is_found(runner: Runner, monkeypat
     assert not verdict.batch_invariant and "decoded alone" in verdict.reason
 
 
-def test_logits_that_depend_on_the_rows_are_found(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_that_depend_on_the_rows_are_found(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     real = runner.model.head.product
     monkeypatch.setattr(runner.model.head, "product", lambda x: real(x) * (1.01 if len(x) > 2 else 1))
     verdict = verdict_of(runner)
@@ -97,7 +97,7 @@ def test_reference_attention_promises_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("max_len", "num_blocks"), [(2, 3), (33, 4), (128, 2)])
-def test_small_pools_and_short_contexts_are_tested_too(runner: Runner, max_len: int, num_blocks: int) -> None:
+def test_small_pools_and_short_contexts_are_tested_too(runner: ModelRunner, max_len: int, num_blocks: int) -> None:
     with torch.inference_mode():
         verdict = batch_invariance(
             runner.model,
@@ -117,7 +117,7 @@ def test_each_kind_of_layer_is_tried(tmp_path: Path) -> None:
     assert kinds == set(runner.spec.windows) and len(kinds) == 2
 
 
-def test_a_group_promises_what_every_rank_can(runner: Runner) -> None:
+def test_a_group_promises_what_every_rank_can(runner: ModelRunner) -> None:
     good = runner.info()
     assert joint_info({0: good, 1: good}) == good
     bad = WorkerInfo.from_json(good.to_json().replace('"batch_invariant": true', '"batch_invariant": false'))

@@ -16,7 +16,7 @@ from workers.weights import reader as reader_module
 from workers.weights.checkpoint import SINGLE_FILE, Checkpoint
 from workers.weights.finite import first_not_finite
 from workers.weights.reader import WeightReader
-from workers.worker.model_runner import Runner
+from workers.worker.model_runner import ModelRunner
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BAD = [math.nan, math.inf, -math.inf]
@@ -116,5 +116,5 @@ def test_a_model_with_it_does_not_load(tmp_path: Path, name: str) -> None:
     save_file(weights, path / SINGLE_FILE, metadata={"format": "pt"})
     config = preflight(WorkerConfig(str(path), device="cpu", max_model_len=64, num_threads=1))
     with pytest.raises(StartupError, match=f"{name}' holds NaN"):
-        Runner(config, TensorParallel.solo()).load(lambda share: None)
-    Runner(config.with_(check_weights=False), TensorParallel.solo()).load(lambda share: None)
+        ModelRunner(config, TensorParallel.solo()).load(lambda share: None)
+    ModelRunner(config.with_(check_weights=False), TensorParallel.solo()).load(lambda share: None)

@@ -18,14 +18,16 @@ def can_serve(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype == torch.bfloat16 and device.type == "cpu" and build.why_not() is None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, wide: bool = False) -> Tensor:
-    """`x` bfloat16 [T, H, D] or [T, D], `weight` float32 [H, D] or [D] -> the same shape, float32 when `wide`."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, float32_output: bool = False) -> Tensor:
+    """`x` bfloat16 [T, H, D] or [T, D], `weight` float32 [H, D] or [D] -> the same shape."""
     heads = x.shape[1] if x.dim() == 3 else 1
     width = x.shape[-1]
     assert x.stride(-1) == 1 and (x.dim() == 2 or x.stride(1) == width) and weight.is_contiguous()
-    y = torch.empty_like(x, dtype=torch.float32 if wide else torch.bfloat16, memory_format=torch.contiguous_format)
+    y = torch.empty_like(
+        x, dtype=torch.float32 if float32_output else torch.bfloat16, memory_format=torch.contiguous_format
+    )
     _kernels()[0](
-        x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.shape[0], heads, width, x.stride(0), eps, wide
+        x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.shape[0], heads, width, x.stride(0), eps, float32_output
     )  # fmt: skip
     return y
 

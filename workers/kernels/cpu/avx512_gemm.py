@@ -30,25 +30,25 @@ def can_serve(weight: Tensor) -> bool:
 class Avx512Matmul:
     """`x @ weight.T + bias (+ plus)`, summed in float32 and rounded once; float32 results on request."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> None:
-        """`wide`: results stay float32. The weight it was made from is not kept."""
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, float32_output: bool = False) -> None:
+        """`float32_output`: results stay float32. The weight it was made from is not kept."""
         self.columns, self.inputs = weight.shape
         self.packed = _pack(weight, gated=False)
         self.bias = bias
-        self.wide = wide
+        self.float32_output = float32_output
         self._bias_at = None if bias is None else bias.data_ptr()
         self._gemm = _kernel()
 
-    def __call__(self, x: Tensor, plus: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         assert x.stride(1) == 1 and x.dtype == torch.bfloat16
         rows = x.shape[0]
-        y = torch.empty((rows, self.columns), dtype=torch.float32 if self.wide else torch.bfloat16)
-        epilogue = _FLOAT if self.wide else _PLAIN
-        if plus is not None:
-            assert plus.is_contiguous() and not self.wide
+        y = torch.empty((rows, self.columns), dtype=torch.float32 if self.float32_output else torch.bfloat16)
+        epilogue = _FLOAT if self.float32_output else _PLAIN
+        if residual is not None:
+            assert residual.is_contiguous() and not self.float32_output
             epilogue = _ADD
         self._gemm(
-            x.data_ptr(), self.packed.data_ptr(), self._bias_at, None if plus is None else plus.data_ptr(),
+            x.data_ptr(), self.packed.data_ptr(), self._bias_at, None if residual is None else residual.data_ptr(),
             y.data_ptr(), rows, self.columns, self.inputs, x.stride(0), self.columns, epilogue,
         )  # fmt: skip
         return y
