@@ -70,7 +70,7 @@ docs: $(TOOLS)
 	@$(BIN)/python -m tests.house.documents
 
 # Tests run two at a time. Threads that wait let go of their core: what runs beside them wants it.
-PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --max-worker-restart 0 --dist loadfile
 WITH_PROCESSES := tests/parallel tests/e2e tests/load
 
 check: lint

@@ -20,8 +20,13 @@ BODY = {"prompt": "x", "stream": True}
 
 
 @pytest.fixture
-def make_supervisor(make_stage):
-    """A supervisor on a free port around a fake engine that starts when `gate` opens."""
+def make_supervisor(make_stage, monkeypatch):
+    """A supervisor on a free port around a fake engine that starts when `gate` opens.
+
+    Its watchdog, which would end this process, fails the test instead.
+    """
+    left = []
+    monkeypatch.setattr("server.entrypoints.supervisor._leave", left.append)
 
     def make(*args, gate=None, error=None, drain_timeout=30.0, **options):
         engine = make_stage(*args, **options).engine
@@ -38,13 +43,20 @@ def make_supervisor(make_stage):
         settings = make_settings({"drain_timeout": drain_timeout, "log_level": "error", "admin_api_key": "boss"})
         return Supervisor(settings, listener, start), engine, url_of(listener)
 
-    return make
+    yield make
+    assert left == []
 
 
 async def _until(condition):
     async with asyncio.timeout(40):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+def _send(run, number):
+    """A signal to the supervisor, which must be there to take it: else it would end this process."""
+    assert not run.done()
+    signal.raise_signal(number)
 
 
 async def _ready(supervisor):
@@ -81,7 +93,7 @@ def test_probes_answer_while_the_model_loads(make_supervisor, capsys):
             stalled = await client.get(url + "/health/ready")
             assert stalled.status_code == 503
             assert "31 seconds" in stalled.json()["reason"]
-        signal.raise_signal(signal.SIGINT)
+        _send(run, signal.SIGINT)
         return await run, engine, url
 
     code, engine, url = asyncio.run(scenario())
@@ -102,7 +114,7 @@ def test_sigterm_lets_streams_finish_and_refuses_new_requests(make_supervisor):
         async with httpx.AsyncClient() as client:
             streams = [asyncio.create_task(_read(client, url)) for _ in range(5)]
             await _until(lambda: len(engine.requests) == 5)
-            signal.raise_signal(signal.SIGTERM)
+            _send(run, signal.SIGTERM)
             await _until(lambda: supervisor.state.phase is Phase.DRAINING)
             refused = await client.post(url + "/v1/completions", json=BODY)
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_draining")
@@ -134,7 +146,7 @@ def test_the_operator_drains_as_sigterm_does(make_supervisor):
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_draining")
             assert refused.headers["Retry-After"]
             assert (await client.get(url + "/health/ready")).status_code == 503
-            signal.raise_signal(signal.SIGTERM)  # the first: as patient as the drain that runs
+            _send(run, signal.SIGTERM)  # the first: as patient as the drain that runs
             await asyncio.sleep(0)
             assert not run.done()
             engine.resume.set()
@@ -153,7 +165,7 @@ def test_a_drain_that_runs_out_tells_the_clients_and_the_exit_code(make_supervis
         async with httpx.AsyncClient() as client:
             stream = asyncio.create_task(_read(client, url))
             await _until(lambda: len(engine.requests) == 1)
-            signal.raise_signal(signal.SIGTERM)
+            _send(run, signal.SIGTERM)
             lines = await stream
         assert lines[-1] == "data: [DONE]"
         assert json.loads(lines[-2][6:])["error"]["code"] == "server_draining"
@@ -172,9 +184,9 @@ def test_a_second_signal_ends_the_patience(make_supervisor, number, expected):
         async with httpx.AsyncClient() as client:
             stream = asyncio.create_task(_read(client, url))
             await _until(lambda: len(engine.requests) == 1)
-            signal.raise_signal(number)
+            _send(run, number)
             await _until(lambda: supervisor.state.phase is Phase.DRAINING)
-            signal.raise_signal(number)
+            _send(run, number)
             assert (await stream)[-1] == "data: [DONE]"
         return await run
 
@@ -217,7 +229,7 @@ def test_a_signal_while_loading_stops_the_load(make_supervisor):
         supervisor, _, _ = make_supervisor(gate=asyncio.Event())
         run = asyncio.create_task(supervisor.run())
         await _until(lambda: supervisor.state.loading_step == "loading weights")
-        signal.raise_signal(signal.SIGTERM)
+        _send(run, signal.SIGTERM)
         return await run
 
     assert asyncio.run(scenario()) == 0

@@ -16,7 +16,7 @@ from tests.e2e.running import DEMO, RunningServer, eventually, shared_memory
 
 WORKER_DIED, ENGINE_HUNG = 5, 6  # the documented statuses
 STEP_TIMEOUT_S = 3
-LONG, SHORT = 1500, 400  # tokens: never over before the test acts; over soon after it has acted
+LONG, SHORT = 1500, 300  # tokens: never over before the test acts; over soon after it has acted
 PATIENT = ("--drain-timeout", 120)
 
 
@@ -122,7 +122,7 @@ def test_ctrl_c_reaches_the_whole_group_and_is_still_an_orderly_end():
 
 def test_open_requests_finish_while_new_ones_are_refused():
     with RunningServer(DEMO, *PATIENT) as server:
-        (stream,) = open_streams(server, 1)
+        (stream,) = open_streams(server, 1, SHORT)
         server.send(signal.SIGTERM)
         eventually(lambda: server.client.get("/health").status_code == 503, 10, "the server drains")
         assert server.client.get("/health").json()["state"] == "draining"

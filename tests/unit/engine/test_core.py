@@ -198,7 +198,7 @@ def test_a_frontend_that_leaves_ends_the_loop(house: House) -> None:
 
 # -- one request's fault is one request's end
 
-_STAGES = ["read", "add", "enter", "grow", "build", "commit", "publish", "send", "poison"]
+_STAGES = ["read", "add", "enter", "allocate_slots", "build", "update_from_output", "cache_blocks", "send", "poison"]
 
 
 def inject(house: House, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,11 +222,11 @@ def inject(house: House, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
         broken(core_module.messages, "read_request", lambda frame: frame.head["id"] == 2)
     elif stage == "add":
         broken(scheduler, "add", lambda request, now: request.request_id == 2)
-    elif stage in ("enter", "grow", "publish"):
+    elif stage in ("enter", "allocate_slots", "cache_blocks"):
         broken(scheduler.blocks, stage, of_seq)
     elif stage == "build":
         broken(builder, "_assign", of_seq)
-    elif stage == "commit":
+    elif stage == "update_from_output":
         broken(scheduler, "_accept", of_seq)
     elif stage == "send":
         broken(core_module.messages, "_extra", lambda event, *_: event.request_id == 2 and not event.error)

@@ -401,7 +401,7 @@ def test_logits_that_are_not_finite_fail_one_request_and_spoil_no_cache() -> Non
     driver.check_idle()
 
 
-@pytest.mark.parametrize("method", ["enter", "grow", "publish"])
+@pytest.mark.parametrize("method", ["enter", "allocate_slots", "cache_blocks"])
 def test_a_mistake_with_one_sequence_fails_that_one(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     driver = Driver(make_config())
     real = getattr(driver.scheduler.blocks, method)
@@ -424,14 +424,14 @@ def test_growth_that_breaks_while_decoding_fails_that_one(monkeypatch: pytest.Mo
     for number in (1, 2):
         driver.add(make_request(number, range(number, number + 3), max_tokens=8))
     driver.step()
-    real = driver.scheduler.blocks.grow
+    real = driver.scheduler.blocks.allocate_slots
 
     def broken(seq, num_tokens):
         if seq.request_id == 2:
             raise RuntimeError("injected")
         return real(seq, num_tokens)
 
-    monkeypatch.setattr(driver.scheduler.blocks, "grow", broken)
+    monkeypatch.setattr(driver.scheduler.blocks, "allocate_slots", broken)
     driver.run().check_outputs()
     assert driver.ends[2].finish_reason is FinishReason.ERROR
     assert driver.ends[1].finish_reason is FinishReason.LENGTH

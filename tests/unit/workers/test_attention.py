@@ -168,7 +168,7 @@ def test_choose_prefers_the_fast_backend_and_says_why_not():
     kv, _ = specs()
     lines: list[str] = []
     assert choose(kv, "auto", lines.append).name == FAST[-1].name
-    assert choose(kv, "cpu", lines.append).name == "cpu"
+    assert choose(kv, "torch", lines.append).name == "torch"
     assert choose(kv, "reference", lines.append).name == "reference"
     odd = KVSpec(1, 2, 64, 16, torch.float64, CPU)
     assert choose(odd, "auto", lines.append).name == "reference"
@@ -176,7 +176,7 @@ def test_choose_prefers_the_fast_backend_and_says_why_not():
     for block, width, word in ((24, 64, "block size"), (16, 72, "heads"), (16, 272, "heads")):
         assert word in (Avx512Backend.why_not(KVSpec(1, 2, width, block, torch.bfloat16, CPU)) or "")
     with pytest.raises(StartupError, match="float64") as refused:
-        choose(odd, "cpu", lines.append)
+        choose(odd, "torch", lines.append)
     assert "auto" in refused.value.fix
     with pytest.raises(StartupError, match="flashier"):
         choose(kv, "flashier", lines.append)

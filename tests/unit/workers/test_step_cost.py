@@ -40,6 +40,7 @@ def test_every_running_sequence_gets_a_token() -> None:
 
 
 def test_what_the_operator_says_stays_with_a_warning_where_it_is_too_short(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING", logger="oarlock.group")
     own = config(lower_step_size=False, raise_step_timeout=False, step_timeout_s=20.0)
     assert adapted(own, SLOW) == own
     assert "event=step_timeout_too_short step_timeout_s=20 worst_step_s=" in caplog.text
