@@ -22,7 +22,8 @@ from server.llm.resolve import bad_word_ids, check_ids, sampling_params
 from server.llm.stop_strings import StopStrings
 from server.llm.structured_output import constraint_of
 from server.llm.submissions import Submissions
-from server.protocol.sampling import CompletionRequest, SamplingFields
+from server.protocol.completion import CompletionRequest
+from server.protocol.sampling import SamplingFields
 from server.tokenizer.tokenizer import Tokenizer, TooManyTokensError
 
 _WHOLE_CONTEXT = -1

@@ -20,13 +20,49 @@ from starlette.requests import ClientDisconnect, Request
 from engine.errors import RequestError
 from server.errors import ClientGoneError, HttpError
 from server.protocol.base import FieldError, StrictModel
-from server.protocol.sampling import NEUTRAL_VALUES
 
 READ_TIMEOUT_S = 30.0
 _ParsedT = TypeVar("_ParsedT", bound=StrictModel)
 _HEADER_SAFE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_REPORTED = 32
 _MAX_UNKNOWN = 256
+
+# Fields of the API that this server knows and does not support, with the values that ask for nothing. Any other value
+# is refused: a field is never accepted and ignored. An endpoint that declares a field reads it itself.
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "suffix": (None, ""),
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "parallel_tool_calls": (None, True, False),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "web_search_options": (None,),
+    "prediction": (None,),
+    "reasoning_effort": (None,),
+    "verbosity": (None, "medium"),
+    "spaces_between_special_tokens": (None, True),
+    "prompt_embeds": (None,),
+    "chat_template": (None,),
+    "chat_template_kwargs": (None, {}),
+    "add_generation_prompt": (None, True),
+    "continue_final_message": (None, False),
+    "add_special_tokens": (None, False),
+    "documents": (None, []),
+    "mm_processor_kwargs": (None, {}),
+    "logits_processors": (None, []),
+    "use_beam_search": (None, False),
+    # Constraints as other servers call them: an answer without them would look like one that keeps them.
+    "regex": (None,),
+    "ebnf": (None,),
+    "grammar": (None, ""),
+    "json_schema": (None,),
+    "guided_whitespace_pattern": (None,),
+    "length_penalty": (None, 1),
+}
 
 
 async def read_json(request: Request, max_size: int) -> bytes:

@@ -1,13 +1,12 @@
-"""The wire types of a completion, field for field, with every range and limit in the schema itself.
+"""The request fields that completions and chat completions share: sampling, stops, structured output, streaming.
 
-The sampling fields are shared with conversations (`chat_schemas`). Each field says in one sentence what it does: the
-OpenAPI document, `/v1/capabilities` and the table of the documentation are made from here. Knows JSON. Does not know
-the model, the tokenizer or the engine.
+Every range and limit is part of the schema. Each field's description is one sentence: the OpenAPI document,
+`/v1/capabilities` and the parameter table of the documentation are made from it.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -29,7 +28,6 @@ from server.protocol.base import (
     DecimalId,
     FieldError,
     Penalty,
-    Prompt,
     Stop,
     StrictModel,
     TokenId,
@@ -55,7 +53,7 @@ class StreamOptions(StrictModel):
 
 
 class SamplingFields(StrictModel):
-    """What completions and chat have in common."""
+    """The fields of both request types."""
 
     model: Annotated[str, Field(max_length=512)] | None = Field(
         None, description="one of the served names, echoed in the answer; without it the first; unknown: 404"
@@ -197,115 +195,3 @@ class SamplingFields(StrictModel):
     def num_generated(self) -> int:
         """Choices to generate for each prompt; the answer may keep fewer."""
         return self.n or 1
-
-
-class CompletionRequest(SamplingFields):
-    """`POST /v1/completions`."""
-
-    prompt: Prompt = Field(description="text, texts, token ids, or lists of token ids; choices go prompt by prompt")
-    max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX), WHOLE] | None = Field(
-        16,
-        description="a ceiling: cut to what the context has room for; 0 scores the prompt, with `echo` or "
-        "`prompt_logprobs` only, and costs no decoding",
-    )
-    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE] | None = Field(
-        None,
-        description="generate so many, answer with the `n` of the best mean log-probability; not with `stream`; "
-        "usage counts all",
-    )
-    echo: bool | None = Field(False, description="the text begins with the prompt, and so do the logprobs")
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = Field(
-        None,
-        description="natural logarithms of the raw distribution, before temperature, penalties and filters: each "
-        "token's own and the so many best",
-    )
-    suffix: str | None = Field(
-        None, description="text behind the answer; only for models with fill-in-the-middle tokens, not with `echo`"
-    )
-    add_special_tokens: bool | None = Field(True, description="false: no beginning-of-sequence token before a text")
-
-    @model_validator(mode="after")
-    def _fields_agree(self) -> CompletionRequest:
-        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
-            raise FieldError("max_tokens", "may be 0 only with echo or prompt_logprobs, where the prompt is the answer")
-        if (self.min_tokens or 0) > (self.max_tokens or 0):
-            raise FieldError("min_tokens", f"is {self.min_tokens}, more than max_tokens ({self.max_tokens})")
-        if self.best_of is not None and self.best_of < (self.n or 1):
-            raise FieldError("best_of", f"is {self.best_of}, less than n ({self.n})")
-        if self.num_generated > (self.n or 1) and self.stream:
-            raise FieldError("best_of", "is above n, which a stream cannot wait for; leave one of them out")
-        if self.num_prompts * self.num_generated > MAX_SEQUENCES:
-            name = "n" if self.best_of is None else "best_of"
-            raise FieldError(
-                name,
-                f"times the number of prompts ({self.num_prompts}) is above {MAX_SEQUENCES}; send several requests",
-            )
-        if self.suffix and self.echo:
-            raise FieldError("suffix", "cannot be combined with echo")
-        return self
-
-    @property
-    def num_generated(self) -> int:
-        return self.best_of or self.n or 1
-
-    @property
-    def num_prompts(self) -> int:
-        return len(self.prompts)
-
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        """One entry per prompt, whatever the form."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if isinstance(self.prompt[0], int):  # the first decides the form of them all
-            return [cast(list[int], self.prompt)]
-        return cast(list[str | list[int]], self.prompt)
-
-
-# Fields of the API that this server knows and does not support, with the values that ask for nothing. Any other value
-# is refused: a field is never accepted and ignored. An endpoint that declares a field reads it itself.
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "suffix": (None, ""),
-    "best_of": (None, 1),
-    "echo": (None, False),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "parallel_tool_calls": (None, True, False),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "web_search_options": (None,),
-    "prediction": (None,),
-    "reasoning_effort": (None,),
-    "verbosity": (None, "medium"),
-    "spaces_between_special_tokens": (None, True),
-    "prompt_embeds": (None,),
-    "chat_template": (None,),
-    "chat_template_kwargs": (None, {}),
-    "add_generation_prompt": (None, True),
-    "continue_final_message": (None, False),
-    "add_special_tokens": (None, False),
-    "documents": (None, []),
-    "mm_processor_kwargs": (None, {}),
-    "logits_processors": (None, []),
-    "use_beam_search": (None, False),
-    # Constraints as other servers call them: an answer without them would look like one that keeps them.
-    "regex": (None,),
-    "ebnf": (None,),
-    "grammar": (None, ""),
-    "json_schema": (None,),
-    "guided_whitespace_pattern": (None,),
-    "length_penalty": (None, 1),
-}
-
-__all__ = [
-    "INT32_MAX",
-    "MAX_LOGPROBS",
-    "NEUTRAL_VALUES",
-    "CompletionRequest",
-    "FieldError",
-    "SamplingFields",
-    "StreamOptions",
-    "StrictModel",
-]

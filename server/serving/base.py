@@ -32,9 +32,9 @@ from server.observability.logs import event, logger
 from server.observability.metrics import HttpCounters
 from server.protocol.base import MAX_TIMEOUT_S, StrictModel
 from server.protocol.chat_completion import ChatRequest
+from server.protocol.completion import CompletionRequest
 from server.protocol.large_body.reader import LARGE_BODIES, takes_long
 from server.protocol.request_body import ignored_header, parse_any, read_json, unknown_parameters
-from server.protocol.sampling import CompletionRequest
 from server.serving.chat_completion import ChatCompletionWriter
 from server.serving.chat_plan import plan_chat
 from server.serving.response_writer import CompletionWriter, Details, Head, ResponseWriter

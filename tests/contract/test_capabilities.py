@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from server.api.openapi.capabilities import parameters
-from server.protocol.sampling import NEUTRAL_VALUES
+from server.protocol.request_body import NEUTRAL_VALUES
 from server.protocol.tokenize import TokenizeRequest
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

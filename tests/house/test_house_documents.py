@@ -8,8 +8,9 @@ import pytest
 
 from server.api.routes import __path__ as folder
 from server.observability import metrics
-from server.protocol import chat_completion as chat_schemas
-from server.protocol import sampling as schemas
+from server.protocol.chat_completion import ChatRequest
+from server.protocol.completion import CompletionRequest
+from server.protocol.request_body import NEUTRAL_VALUES
 from tests.house import documents
 from tests.house.rules import ROOT
 
@@ -44,13 +45,13 @@ def test_every_route_is_documented():
     assert [path for path in routes() if f"`{path.replace(':path', '')}`" not in API] == []
 
 
-@pytest.mark.parametrize("schema", [schemas.CompletionRequest, chat_schemas.ChatRequest], ids=lambda s: s.__name__)
+@pytest.mark.parametrize("schema", [CompletionRequest, ChatRequest], ids=lambda s: s.__name__)
 def test_every_field_is_documented(schema):
     assert [name for name in schema.model_fields if f"`{name}`" not in API] == []
 
 
 def test_every_field_that_is_refused_is_documented():
-    assert [name for name in schemas.NEUTRAL_VALUES if f"`{name}`" not in API] == []
+    assert [name for name in NEUTRAL_VALUES if f"`{name}`" not in API] == []
 
 
 def test_every_metric_is_documented():

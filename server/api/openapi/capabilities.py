@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from server.protocol.base import MAX_CHOICES, MAX_PROMPTS, MAX_SEQUENCES
-from server.protocol.sampling import NEUTRAL_VALUES
+from server.protocol.request_body import NEUTRAL_VALUES
 from server.serving.base import OpenAIServing
 from server.version import VERSION
 

@@ -17,7 +17,7 @@ from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from server.api.openapi import response_schemas as answer_shapes
 from server.protocol.admin import AbortRequest
 from server.protocol.chat_completion import ChatRequest
-from server.protocol.sampling import CompletionRequest
+from server.protocol.completion import CompletionRequest
 from server.protocol.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 
 _REF = "#/components/schemas/"

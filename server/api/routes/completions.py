@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.openapi.document import describe
-from server.protocol.sampling import CompletionRequest
+from server.protocol.completion import CompletionRequest
 from server.serving.base import AnswerRoute, OpenAIServing
 
 router = APIRouter(route_class=AnswerRoute)

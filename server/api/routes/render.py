@@ -12,8 +12,8 @@ from starlette.responses import Response
 from server.api.openapi.document import describe
 from server.llm.async_llm import ProcessedRequest
 from server.protocol.chat_completion import ChatRequest
+from server.protocol.completion import CompletionRequest
 from server.protocol.json_pieces import numbers, pieces_of
-from server.protocol.sampling import CompletionRequest
 from server.serving.base import AnswerRoute, OpenAIServing
 from server.serving.chat_plan import plan_chat
 from server.serving.sse import until_disconnect, whole_response

@@ -25,9 +25,9 @@ from engine.errors import RequestError
 from server.protocol.admin import AbortRequest
 from server.protocol.base import StrictModel
 from server.protocol.chat_completion import ChatRequest
+from server.protocol.completion import CompletionRequest
 from server.protocol.large_body.detached import Leaf, detach
 from server.protocol.request_body import parse_any, unknown_parameters
-from server.protocol.sampling import CompletionRequest
 from server.protocol.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 
 SCHEMAS: dict[str, type[StrictModel]] = {

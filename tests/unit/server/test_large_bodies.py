@@ -11,9 +11,9 @@ import pytest
 
 from engine.errors import RequestError
 from server.protocol.chat_completion import ChatRequest
+from server.protocol.completion import CompletionRequest
 from server.protocol.large_body.reader import LargeBodies, takes_long
 from server.protocol.request_body import parse_any, unknown_parameters
-from server.protocol.sampling import CompletionRequest
 from server.protocol.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 
 LONG = "wörd 😀 \n" * 200

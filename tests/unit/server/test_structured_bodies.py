@@ -8,8 +8,8 @@ from engine.errors import RequestError
 from engine.types import Grammar
 from server.llm.structured_output import constraint_of
 from server.protocol.chat_completion import ChatRequest
+from server.protocol.completion import CompletionRequest
 from server.protocol.request_body import parse
-from server.protocol.sampling import CompletionRequest
 from server.protocol.structured_output import (
     MAX_ALTERNATIVES,
     MAX_GRAMMAR_CHARACTERS,
