@@ -1,22 +1,14 @@
-"""Every option of the server, described once. The only reader of the environment and of the TOML file.
-
-Order: flag > environment (`OARLOCK_*`) > file > default. Unknown names are errors that suggest the nearest. Knows
-nothing of argparse, HTTP or tensors; yields the frozen `EngineConfig` for the rooms below.
-"""
+"""Every option of the server, described once: the operator's settings, and the engine's configuration made of them."""
 
 from __future__ import annotations
 
-import os
-import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from engine.config import EngineConfig, WorkerConfig
-from server.config import vllm_flags
-from server.config.allowed_hosts import is_pattern
-from server.config.options import Option, OptionError, describe, nearest, option
+from server.config.option_checks import check_allowed_hosts, check_step_size, unknown_name
+from server.config.options import Option, describe, option
 
 # Where the operator leaves them to the machine: the most and the least of what follows from a measured step.
 MAX_NUM_BATCHED_TOKENS = 2048
@@ -262,7 +254,7 @@ class Settings:
         return bool(self.api_key or self.api_key_file)
 
     def engine_config(self, model_path: str) -> EngineConfig:
-        """The frozen configuration of the rooms below, for the resolved directory of the model."""
+        """The configuration of the engine, for the resolved directory of the model."""
         worker = WorkerConfig(
             model_path=model_path,
             device=self.device,
@@ -296,113 +288,16 @@ class Settings:
 OPTIONS: dict[str, Option] = describe(Settings)
 
 
-@dataclass(frozen=True)
-class LoadedSettings:
-    """Settings, and where each value came from: `flag`, `environment`, the file's name or `default`."""
-
-    settings: Settings
-    origins: Mapping[str, str] = field(default_factory=dict)
-
-
-def load_settings(
-    flags: Mapping[str, Any], environment: Mapping[str, str] | None = None, config_file: str | None = None
-) -> LoadedSettings:
-    """Merge the sources. `flags` holds only what was given, already parsed. Raises `OptionError`."""
-    environment = os.environ if environment is None else environment
-    config_file = config_file or environment.get("OARLOCK_CONFIG")
-    values: dict[str, Any] = {}
-    origins = dict.fromkeys(OPTIONS, "default")
-    layers = [(config_file or "", _from_file(config_file)), ("environment", _from_environment(environment))]
-    for origin, layer in [*layers, ("flag", dict(flags))]:
-        values |= layer
-        origins |= dict.fromkeys(layer, origin)
-    return LoadedSettings(make_settings(values), origins)
-
-
 def make_settings(values: Mapping[str, Any]) -> Settings:
     """Settings from typed values, each checked and all checked together. Raises `OptionError`."""
     for name, value in values.items():
         if name not in OPTIONS:
-            raise _unknown("option", name, OPTIONS)
+            raise unknown_name("option", name, OPTIONS)
         OPTIONS[name].check(value)
     settings = Settings(**values)
-    for pattern in settings.allowed_hosts:
-        if not is_pattern(pattern):
-            raise OptionError(
-                f"--allowed-hosts is {pattern[:80]!r}, but it must be a name or an address without scheme or port.",
-                "For example: --allowed-hosts llm.example.org '*.example.org'",
-            )
-    if settings.max_num_batched_tokens is not None and settings.max_num_batched_tokens < settings.max_num_seqs:
-        raise OptionError(
-            f"--max-num-batched-tokens ({settings.max_num_batched_tokens}) is below --max-num-seqs "
-            f"({settings.max_num_seqs}): a step could not give every running sequence a token.",
-            f"Raise --max-num-batched-tokens to at least {settings.max_num_seqs}, or lower --max-num-seqs.",
-        )
+    check_allowed_hosts(settings.allowed_hosts)
+    check_step_size(settings.max_num_batched_tokens, settings.max_num_seqs)
     return settings
-
-
-def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    by_env = {described.env: described for described in OPTIONS.values()}
-    values = {}
-    for name, text in environment.items():
-        if not name.startswith("OARLOCK_") or name == "OARLOCK_CONFIG":
-            continue
-        if name not in by_env:
-            raise _unknown("environment variable", name, by_env)
-        if not text.strip() and not by_env[name].secret:  # how compose files pass on a variable that nobody set
-            continue
-        values[by_env[name].name] = by_env[name].from_text(text)
-    return values
-
-
-def _from_file(path: str | None) -> dict[str, Any]:
-    if path is None:
-        return {}
-    try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise OptionError(
-            f"The configuration file {path} cannot be read: {error.strerror}.", "Give --config an existing TOML file."
-        ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise OptionError(f"{path} is not valid TOML: {error}.", "Mend that line.") from None
-    values = {}
-    for key, value in table.items():
-        name = key.replace("-", "_")
-        if isinstance(value, dict):
-            raise OptionError(
-                f"{path} has a table [{key}], but options stand for themselves.",
-                f"Write the keys below it at the beginning of the file, without [{key}].",
-            )
-        if name not in OPTIONS:
-            raise _unknown(f"key in {path}", key, OPTIONS)
-        values[name] = OPTIONS[name].from_toml(value)
-    return values
-
-
-def _unknown(what: str, name: str, known: Mapping[str, Any]) -> OptionError:
-    near = nearest(name, known)
-    fix = f"Did you mean {near}?" if near else "`oarlock config show` lists all of them."
-    fix = vllm_flags.what_holds(name) or fix
-    return OptionError(f"Unknown {what}: {name}.", fix)
-
-
-def as_table(loaded: LoadedSettings) -> list[tuple[str, str, str]]:
-    """(name, value, origin) of every option, secrets hidden: what `oarlock config show` prints."""
-    rows = []
-    for item in fields(Settings):
-        value = getattr(loaded.settings, item.name)
-        described = OPTIONS[item.name]
-        if described.secret and value:
-            shown = f"({len(value) if described.many else 1} hidden)"
-        elif value is None or value == ():
-            shown = "automatic"
-        elif isinstance(value, tuple):
-            shown = ", ".join(value)
-        else:
-            shown = str(value).lower() if described.kind is bool else str(value)
-        rows.append((item.name, shown, loaded.origins.get(item.name, "default")))
-    return rows
 
 
 def as_markdown() -> str:

@@ -5,7 +5,8 @@ import re
 import pytest
 
 from server.config.options import OptionError
-from server.config.settings import as_markdown, load_settings
+from server.config.settings import as_markdown
+from server.config.sources import load_settings
 from tests.house.rules import ROOT
 
 EXPECTED = {"cpu": ("cpu", 1), "1gpu": ("cuda", 1), "2gpu": ("cuda", 2)}

@@ -5,12 +5,15 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
+from server.config.options import OptionError
 from server.config.settings import OPTIONS
 from server.config.vllm_flags import FLAGS
+from server.entrypoints import commands
 from server.entrypoints.cli import main
 from server.protocol.base import MAX_LOGPROBS
 
@@ -159,24 +162,20 @@ def test_no_command_shows_help(capsys):
     assert "serve" in capsys.readouterr().out
 
 
-def test_commands_with_a_file_of_their_own_are_listed_parsed_and_run(monkeypatch, capsys):
-    import types
-
-    import server.entrypoints.cli as cli
-
+def test_each_command_of_the_folder_is_listed_parsed_and_run(monkeypatch, capsys):
     seen = []
 
     def run(arguments):
         seen.append(arguments.number)
-        raise cli.OptionError("It is wrong.", "Mend it.") if arguments.number == 7 else SystemExit(0)
+        raise OptionError("It is wrong.", "Mend it.") if arguments.number == 7 else SystemExit(0)
 
     command = types.SimpleNamespace(
         HELP="count things",
         add_arguments=lambda parser: parser.add_argument("--number", type=int, required=True),
         run=run,
     )
-    monkeypatch.setattr(cli, "_other_commands", lambda: ("count",))
-    monkeypatch.setattr(cli, "_command", lambda name: command)
+    monkeypatch.setattr(commands, "names", lambda: ("count",))
+    monkeypatch.setattr(commands, "load", lambda name: command)
     assert main(["count", "--number", "7"]) == 2
     assert capsys.readouterr().err == "error: It is wrong.\nfix: Mend it.\n"
     assert main(["count", "--nummber", "7"]) == 2

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from server.config.options import OptionError, format_size, parse_size
-from server.config.settings import OPTIONS, Settings, as_markdown, as_table, load_settings, make_settings
+from server.config.settings import OPTIONS, Settings, as_markdown, make_settings
+from server.config.sources import as_table, load_settings
 
 
 def _file(tmp_path, text):

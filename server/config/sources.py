@@ -1,0 +1,97 @@
+"""Where settings come from: flag > environment (`OARLOCK_*`) > TOML file > default.
+
+The only reader of the environment and of the file. Unknown names are errors that suggest the nearest.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from server.config.option_checks import unknown_name
+from server.config.options import OptionError
+from server.config.settings import OPTIONS, Settings, make_settings
+
+
+@dataclass(frozen=True)
+class LoadedSettings:
+    """Settings, and where each value came from: `flag`, `environment`, the file's name or `default`."""
+
+    settings: Settings
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+
+def load_settings(
+    flags: Mapping[str, Any], environment: Mapping[str, str] | None = None, config_file: str | None = None
+) -> LoadedSettings:
+    """Merge the sources. `flags` holds only what was given, already parsed. Raises `OptionError`."""
+    environment = os.environ if environment is None else environment
+    config_file = config_file or environment.get("OARLOCK_CONFIG")
+    values: dict[str, Any] = {}
+    origins = dict.fromkeys(OPTIONS, "default")
+    layers = [(config_file or "", _from_file(config_file)), ("environment", _from_environment(environment))]
+    for origin, layer in [*layers, ("flag", dict(flags))]:
+        values |= layer
+        origins |= dict.fromkeys(layer, origin)
+    return LoadedSettings(make_settings(values), origins)
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    by_env = {described.env: described for described in OPTIONS.values()}
+    values = {}
+    for name, text in environment.items():
+        if not name.startswith("OARLOCK_") or name == "OARLOCK_CONFIG":
+            continue
+        if name not in by_env:
+            raise unknown_name("environment variable", name, by_env)
+        if not text.strip() and not by_env[name].secret:  # how compose files pass on a variable that nobody set
+            continue
+        values[by_env[name].name] = by_env[name].from_text(text)
+    return values
+
+
+def _from_file(path: str | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OptionError(
+            f"The configuration file {path} cannot be read: {error.strerror}.", "Give --config an existing TOML file."
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise OptionError(f"{path} is not valid TOML: {error}.", "Mend that line.") from None
+    values = {}
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        if isinstance(value, dict):
+            raise OptionError(
+                f"{path} has a table [{key}], but options stand for themselves.",
+                f"Write the keys below it at the beginning of the file, without [{key}].",
+            )
+        if name not in OPTIONS:
+            raise unknown_name(f"key in {path}", key, OPTIONS)
+        values[name] = OPTIONS[name].from_toml(value)
+    return values
+
+
+def as_table(loaded: LoadedSettings) -> list[tuple[str, str, str]]:
+    """(name, value, origin) of every option, secrets hidden: what `oarlock config show` prints."""
+    rows = []
+    for item in fields(Settings):
+        value = getattr(loaded.settings, item.name)
+        described = OPTIONS[item.name]
+        if described.secret and value:
+            shown = f"({len(value) if described.many else 1} hidden)"
+        elif value is None or value == ():
+            shown = "automatic"
+        elif isinstance(value, tuple):
+            shown = ", ".join(value)
+        else:
+            shown = str(value).lower() if described.kind is bool else str(value)
+        rows.append((item.name, shown, loaded.origins.get(item.name, "default")))
+    return rows

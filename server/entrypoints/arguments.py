@@ -1,0 +1,129 @@
+"""Parsers of the command line. The flags of `serve` and `config` are generated from `Settings`.
+
+Knows argparse; a mistake is one line of cause and one of fix, never a page of usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, NoReturn
+
+from engine.errors import StartupError
+from server.config import vllm_flags
+from server.config.options import Option, OptionError, nearest
+from server.config.settings import OPTIONS
+from server.config.sources import LoadedSettings, load_settings
+
+EXIT_CONFIGURATION = 3
+_CONFIG_HELP = "TOML file with the same names (environment: OARLOCK_CONFIG)"
+
+
+class UsageError(Exception):
+    """The command line is wrong: one line of cause, one of fix."""
+
+    def __init__(self, cause: str, fix: str) -> None:
+        super().__init__(cause)
+        self.cause = cause
+        self.fix = fix
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises `UsageError` where argparse would print usage and exit."""
+
+    takes_settings = False  # and so flags of vLLM as well
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}.", f"`{self.prog} --help` lists what there is.")
+
+
+def parse(parser: Parser, command: Parser | None, words: list[str]) -> argparse.Namespace:
+    """Parse the whole command line, of which `command` parses a part. Raises `UsageError` and `OptionError`."""
+    if command is not None and not command.takes_settings:
+        parsed, unknown = parser.parse_known_args(words)
+        if unknown:
+            raise _unknown_flag(command, unknown[0])
+        return parsed
+    words, notes = vllm_flags.take_out(words)
+    parsed, unknown = parser.parse_known_args(words)
+    if unknown:
+        raise _unknown_setting(unknown[0])
+    parsed.notes = notes
+    return parsed
+
+
+def add_settings(parser: argparse.ArgumentParser, *, positional: bool) -> None:
+    """Add `--config` and a flag for every option. `positional`: MODEL is given without a flag."""
+    assert isinstance(parser, Parser)
+    parser.takes_settings = True
+    parser.add_argument("--config", metavar="FILE.toml", help=_CONFIG_HELP)
+    groups: dict[str, Any] = {}
+    for described in OPTIONS.values():
+        if described.group not in groups:
+            groups[described.group] = parser.add_argument_group(described.group)
+        _add_option(groups[described.group], described, positional)
+
+
+def _add_option(group: Any, described: Option, positional: bool) -> None:
+    help_text = _help(described)
+    if described.positional:
+        if positional:
+            group.add_argument(described.name, nargs="?", default=None, metavar="MODEL", help=help_text)
+        else:
+            group.add_argument(f"--{described.name}", dest=described.name, default=None, help=help_text)
+    elif described.kind is bool:
+        action = argparse.BooleanOptionalAction
+        group.add_argument(described.flag, dest=described.name, default=None, action=action, help=help_text)
+    else:
+        names = [name for name in (described.flag, described.short) if name]
+        metavar = described.type_name if described.choices else described.type_name.upper().removesuffix(" …")
+        nargs = "+" if described.many else None
+        group.add_argument(*names, dest=described.name, default=None, nargs=nargs, metavar=metavar, help=help_text)
+
+
+def _help(described: Option) -> str:
+    parts = [f"default {described.default_text}", described.env]
+    if described.example and not described.positional:
+        parts.append(f"e.g. {described.usage}")
+    return f"{described.help} ({'; '.join(parts)})".replace("%", "%%")
+
+
+def given_settings(parsed: argparse.Namespace) -> dict[str, Any]:
+    """The flags that were given, as typed values. Raises `OptionError`."""
+    given = {}
+    for described in OPTIONS.values():
+        value = getattr(parsed, described.name)
+        if value is None:
+            continue
+        if described.many:
+            given[described.name] = described.from_texts(value)
+        else:
+            given[described.name] = value if described.kind is bool else described.from_text(value)
+    return given
+
+
+def loaded_settings(parsed: argparse.Namespace, given: dict[str, Any]) -> LoadedSettings:
+    """The flags joined with the environment and the file. Raises `StartupError`."""
+    try:
+        return load_settings(given, config_file=parsed.config)
+    except OptionError as error:
+        raise StartupError(error.cause, error.fix, EXIT_CONFIGURATION) from None
+
+
+def _unknown_flag(command: argparse.ArgumentParser, word: str) -> UsageError:
+    flag = word.split("=")[0]
+    near = nearest(flag, [name for name in command._option_string_actions if name.startswith("--")])
+    fix = f"Did you mean {near}?" if near else f"`{command.prog} --help` lists all of them."
+    return UsageError(f"Unknown flag or argument: {flag}.", fix)
+
+
+def _unknown_setting(word: str) -> UsageError:
+    flag = word.split("=")[0]
+    if not flag.startswith("-"):
+        return UsageError(f"Unexpected argument: {word}.", "One MODEL is served at a time.")
+    if flag == "--model":
+        return UsageError("MODEL is given without a flag, not as --model.", "Write oarlock serve MODEL.")
+    known = [name for described in OPTIONS.values() for name in (described.flag, described.short) if name]
+    known += [f"--no-{described.name.replace('_', '-')}" for described in OPTIONS.values() if described.kind is bool]
+    near = nearest(flag, [*known, "--config", "--help", "--version"])
+    fix = f"Did you mean {near}?" if near else "`oarlock serve --help` lists all of them."
+    return UsageError(f"Unknown flag: {flag}.", fix)

@@ -1,0 +1,50 @@
+"""`oarlock serve [MODEL]`: serve a model over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from server.config.settings import OPTIONS, Settings
+from server.entrypoints.arguments import UsageError, add_settings, given_settings, loaded_settings
+
+HELP = "serve a model over HTTP"
+_EXIT_CODES = """exit codes:
+  0  stopped in order                     5  a worker process died
+  2  wrong command line                   6  a worker hung (--step-timeout)
+  3  wrong configuration or model         7  --drain-timeout ran out, requests were lost
+  4  out of memory at start               130, 143  stopped at once by a second Ctrl-C or SIGTERM"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Serve a model. Order of sources: flag > environment > file > default."
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EXIT_CODES
+    add_settings(parser, positional=True)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    given = given_settings(arguments)
+    settings = loaded_settings(arguments, given).settings
+    _check_model_was_not_swallowed(given, settings)
+    for note in arguments.notes:
+        sys.stderr.write(f"note: {note}\n")
+    from server.entrypoints.supervisor import serve  # heavy: after what can go wrong quickly
+
+    return serve(settings)
+
+
+def _check_model_was_not_swallowed(given: dict[str, Any], settings: Settings) -> None:
+    """`--api-key KEY MODEL` reads both as keys; to serve the demo model then would be a surprise."""
+    if settings.model is not None:
+        return
+    for described in OPTIONS.values():
+        values = given.get(described.name, ())
+        if described.many and (len(values) > 1 or (values and Path(values[-1]).exists())):
+            raise UsageError(
+                f"There is no MODEL, and {described.flag} took {len(values)} value(s), of which the last may be it.",
+                f"Write MODEL first: oarlock serve MODEL {described.flag} …; for the demo model, put the values into "
+                f"{described.env}, with commas between them.",
+            )
