@@ -12,17 +12,17 @@ from collections.abc import Callable
 from server.config import vllm_flags
 from server.config.settings import as_markdown
 from tests.house import parameter_table as api_table
-from tests.house.rules import ROOMS, ROOT, place, python_files
+from tests.house.rules import PACKAGES, ROOT, place, python_files
 
 
 def file_map() -> str:
-    """One table per room: each file and what its docstring says first."""
+    """One table per package: each file and the first sentence of its docstring."""
     parts = []
-    for room in ROOMS:
-        parts += [f"### `{room}/`", "", "| file | purpose |", "|---|---|"]
-        for path in python_files(room):
+    for package in PACKAGES:
+        parts += [f"### `{package}/`", "", "| file | purpose |", "|---|---|"]
+        for path in python_files(package):
             text = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
-            name = place(path).removeprefix(f"{room}/")
+            name = place(path).removeprefix(f"{package}/")
             parts.append(f"| `{name}` | {first_sentence(text)} |")
         parts.append("")
     return "\n".join(parts)

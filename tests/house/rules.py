@@ -1,6 +1,6 @@
-"""The house rules as functions from source text to findings, so that each can be shown to fail on a planted mistake.
+"""Rules for the source code: functions from source text to findings, so that a planted mistake can show that they work.
 
-Knows the syntax tree. Imports nothing that it judges.
+They read the syntax tree and import nothing of what they check.
 """
 
 import ast
@@ -10,33 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ("server", "engine", "workers")
+PACKAGES = ("server", "engine", "workers")
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 70
 
-# What a room may import from another, one floor down and no further.
-DOORS = {
-    "server": {
-        "engine.client",
-        "engine.types",
-        "engine.config",
-        "engine.errors",
-        "engine.stats",
-        "engine.python_child",
-        "engine.preflight",
-    },
-    "engine": {
-        "workers.protocol",
-        "workers.executor",
-        "workers.config",
-        "workers.errors",
-        "workers.preflight",
-        "workers.python_child",
-    },
-    "workers": set(),
-}
-# Packages that live in some rooms only.
-HOMES = {
+# Libraries that only some packages import.
+ALLOWED_IN = {
     "torch": {"workers"},
     "safetensors": {"workers"},
     "transformers": {"server", "workers"},
@@ -48,8 +27,9 @@ HOMES = {
     "pydantic": {"server"},
     "prometheus_client": {"server"},
 }
-DISTRIBUTED_HOME = "workers/distributed/parallel_state.py"
-INTERPRETER_HOME = "workers/python_child.py"  # starts all of our processes, without the caller's folder on the path
+DISTRIBUTED_FILE = "workers/distributed/parallel_state.py"
+# Starts every Python process of the server, without the caller's folder on the import path.
+INTERPRETER_FILE = "workers/python_child.py"
 # Whatever can turn bytes into code. `multiprocessing` pickles what it sends, apart from its shared memory.
 DANGEROUS_MODULES = {"pickle", "cPickle", "cloudpickle", "marshal", "dill", "shelve", "joblib", "multiprocessing"}
 HARMLESS_SUBMODULES = ("multiprocessing.shared_memory", "multiprocessing.resource_tracker")
@@ -107,40 +87,20 @@ def _called(node: ast.Call) -> str:
     return ".".join([target.id, *reversed(parts)]) if isinstance(target, ast.Name) else ""
 
 
-def upward_imports(source: str, file: str) -> list[str]:
-    """Imports between rooms that do not go through a door."""
-    room = file.split("/")[0]
+def misplaced_libraries(source: str, file: str) -> list[str]:
+    """Libraries imported outside the packages that may import them."""
+    package = file.split("/")[0]
     findings = []
     for item in imports(source, file):
         top = item.module.split(".")[0]
-        if top not in ROOMS or top == room:
-            continue
-        doors = DOORS[room]
-        through = any(item.module == door or item.module.startswith(f"{door}.") for door in doors)
-        # `from engine import types` reads as `engine` and `engine.types`: the second decides.
-        whole_room = item.module == top and any(
-            other.line == item.line and other.is_attribute_or_module and other.module in doors
-            for other in imports(source, file)
-        )
-        if not through and not whole_room:
-            findings.append(f"{file}:{item.line}: {room} must not import {item.module}")
+        if top in ALLOWED_IN and package not in ALLOWED_IN[top]:
+            findings.append(f"{file}:{item.line}: {top} may be imported in {', '.join(sorted(ALLOWED_IN[top]))}")
+        if item.module.startswith("torch.distributed") and file != DISTRIBUTED_FILE:
+            findings.append(f"{file}:{item.line}: torch.distributed may be imported in {DISTRIBUTED_FILE}")
     return findings
 
 
-def strangers(source: str, file: str) -> list[str]:
-    """Packages imported outside the rooms they belong to."""
-    room = file.split("/")[0]
-    findings = []
-    for item in imports(source, file):
-        top = item.module.split(".")[0]
-        if top in HOMES and room not in HOMES[top]:
-            findings.append(f"{file}:{item.line}: {top} belongs to {', '.join(sorted(HOMES[top]))}")
-        if item.module.startswith("torch.distributed") and file != DISTRIBUTED_HOME:
-            findings.append(f"{file}:{item.line}: torch.distributed belongs to {DISTRIBUTED_HOME}")
-    return findings
-
-
-def dangers(source: str, file: str) -> list[str]:
+def unsafe_code(source: str, file: str) -> list[str]:
     """Anything that can turn received bytes into running code."""
     findings = []
     for item in imports(source, file):
@@ -164,19 +124,19 @@ def dangers(source: str, file: str) -> list[str]:
     return findings
 
 
-def spawns(source: str, file: str) -> list[str]:
-    """Python processes started in another way than all of ours are."""
-    if file == INTERPRETER_HOME:
+def direct_spawns(source: str, file: str) -> list[str]:
+    """Python processes that are not started by `INTERPRETER_FILE`."""
+    if file == INTERPRETER_FILE:
         return []
     return [
-        f"{file}:{node.lineno}: starts Python by itself; {INTERPRETER_HOME} does that"
+        f"{file}:{node.lineno}: starts Python by itself instead of through {INTERPRETER_FILE}"
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Attribute) and node.attr == "executable"
     ]
 
 
 def sizes(source: str, file: str) -> list[str]:
-    """Files and functions that hold more than one idea."""
+    """Files and functions that are too long."""
     findings = []
     lines = len(source.splitlines())
     if lines >= MAX_FILE_LINES:
@@ -189,7 +149,7 @@ def sizes(source: str, file: str) -> list[str]:
     return findings
 
 
-def silence(source: str, file: str) -> list[str]:
+def docstrings_and_handlers(source: str, file: str) -> list[str]:
     """Modules without an opening docstring, and broad handlers that swallow what they catch."""
     tree = ast.parse(source)
     findings = [] if ast.get_docstring(tree) else [f"{file}: opens without a docstring"]

@@ -1,0 +1,219 @@
+"""Which folder may import which, inside each of the three packages, and the checks that hold the code to it.
+
+An entry is a folder directly under a package, or a Python file at its root. Only the files at the root are public: they
+are what the package above may import.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from tests.house.rules import imports
+
+# The package whose public files each may import.
+PACKAGE_BELOW = {"server": "engine", "engine": "workers", "workers": None}
+MAX_FOLDERS = 10
+MAX_FILES_IN_FOLDER = 16
+
+Order = Mapping[str, frozenset[str]]
+
+
+def entries(names: str) -> frozenset[str]:
+    """The words of a text."""
+    return frozenset(names.split())
+
+
+# Package -> entry -> the entries of the same package that it may import. An entry with a dot is a file at the root.
+ORDER: dict[str, Order] = {
+    "server": {
+        "entrypoints": entries("api serving llm tokenizer protocol config observability errors.py version.py"),
+        "api": entries("serving chat llm tokenizer protocol config observability errors.py version.py"),
+        "serving": entries("chat llm tokenizer protocol config observability errors.py json_text.py version.py"),
+        "chat": entries("llm tokenizer protocol"),
+        "llm": entries("tokenizer protocol config errors.py"),
+        "tokenizer": entries("config"),
+        "protocol": entries("observability errors.py json_text.py"),
+        "config": entries(""),
+        "observability": entries(""),
+        "errors.py": entries("json_text.py"),
+        "json_text.py": entries(""),
+        "version.py": entries(""),
+    },
+    "engine": {
+        "simulation": entries("core config.py errors.py types.py"),
+        "core": entries("input_batch structured_output scheduler replay ipc config.py errors.py stats.py types.py"),
+        "client.py": entries("ipc config.py errors.py stats.py types.py"),
+        "input_batch": entries("scheduler types.py"),
+        "structured_output": entries("ipc errors.py types.py"),
+        "replay": entries("ipc errors.py"),
+        "scheduler": entries("config.py errors.py stats.py types.py"),
+        "ipc": entries("config.py errors.py stats.py types.py"),
+        "preflight.py": entries("config.py"),
+        "stats.py": entries("types.py"),
+        "types.py": entries(""),
+        "config.py": entries(""),
+        "errors.py": entries(""),
+        "python_child.py": entries(""),
+    },
+    "workers": {
+        "executor.py": entries("worker distributed preflight.py protocol.py step_cost.py config.py errors.py"),
+        "verify": entries(
+            "worker models layers attention weights distributed"
+            " preflight.py protocol.py config.py errors.py python_child.py"
+        ),
+        "worker": entries(
+            "models sampling layers attention weights kernels distributed platform"
+            " protocol.py step_cost.py config.py errors.py python_child.py"
+        ),
+        "preflight.py": entries("models layers weights platform config.py errors.py"),
+        "models": entries("layers attention weights distributed errors.py"),
+        "layers": entries("attention weights kernels distributed errors.py"),
+        "sampling": entries("kernels distributed protocol.py"),
+        "attention": entries("kernels protocol.py errors.py"),
+        "weights": entries("errors.py"),
+        "distributed": entries("platform errors.py"),
+        "kernels": entries("platform"),
+        "platform": entries("config.py errors.py"),
+        "protocol.py": entries("config.py"),
+        "config.py": entries("step_cost.py"),
+        "step_cost.py": entries(""),
+        "errors.py": entries(""),
+        "python_child.py": entries(""),
+    },
+}
+
+
+def entry_of(file: str) -> str:
+    """`engine/ipc/frames.py` -> `ipc`, `engine/client.py` -> `client.py`."""
+    return file.split("/")[1]
+
+
+def file_of(module: str, files: Iterable[str]) -> str | None:
+    """The file of a module, if it is one of `files`."""
+    path = module.replace(".", "/")
+    return next((name for name in (f"{path}.py", f"{path}/__init__.py") if name in files), None)
+
+
+def import_graph(sources: Mapping[str, str]) -> dict[str, set[str]]:
+    """File -> the files among `sources` that it imports, at any depth and for type checkers too."""
+    graph: dict[str, set[str]] = {}
+    for file, source in sources.items():
+        found = {file_of(item.module, sources) for item in imports(source, file)}
+        graph[file] = {name for name in found if name and name not in (file, f"{file.split('/')[0]}/__init__.py")}
+    return graph
+
+
+def entry_graph(sources: Mapping[str, str], package: str) -> dict[str, set[str]]:
+    """Entry -> the other entries of the same package that its files import."""
+    own = {file: source for file, source in sources.items() if file.startswith(f"{package}/")}
+    graph: dict[str, set[str]] = {entry_of(file): set() for file in own if entry_of(file) != "__init__.py"}
+    for file, imported in import_graph(own).items():
+        if entry_of(file) in graph:
+            graph[entry_of(file)] |= {entry_of(name) for name in imported} - {entry_of(file)}
+    return graph
+
+
+def circles(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
+    """Every group of nodes that reach each other, sorted (Tarjan's strongly connected components)."""
+    number: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        number[node] = lowest[node] = len(number)
+        stack.append(node)
+        for other in graph.get(node, ()):
+            if other not in number:
+                visit(other)
+                lowest[node] = min(lowest[node], lowest[other])
+            elif other in stack:
+                lowest[node] = min(lowest[node], number[other])
+        if lowest[node] == number[node]:
+            at = stack.index(node)
+            group, stack[at:] = stack[at:], []
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for node in graph:
+        if node not in number:
+            visit(node)
+    return sorted(found)
+
+
+def transitive_reduction(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """The fewest edges of a graph without circles from which the same nodes can be reached."""
+
+    def reached(node: str) -> set[str]:
+        return {node}.union(*(reached(other) for other in graph.get(node, ())))
+
+    return {
+        node: {to for to in direct if not any(to in reached(other) for other in direct if other != to)}
+        for node, direct in graph.items()
+    }
+
+
+def order_faults(order: Order) -> list[str]:
+    """What is wrong with a table itself."""
+    unknown = sorted({name for allowed in order.values() for name in allowed} - order.keys())
+    faults = [f"the table names {name}, which has no line" for name in unknown]
+    faults += [f"the table has a circle: {' -> '.join(group)}" for group in circles(order)]
+    folders = [name for name in order if "." not in name]
+    if len(folders) > MAX_FOLDERS:
+        faults.append(f"{len(folders)} folders, the limit is {MAX_FOLDERS}")
+    return faults
+
+
+def import_faults(sources: Mapping[str, str], package: str, order: Order) -> list[str]:
+    """Imports inside a package that its table does not allow, and circles of files."""
+    own = {file: source for file, source in sources.items() if file.startswith(f"{package}/")}
+    graph = import_graph(own)
+    faults = [
+        f"{file} imports {name}: {package}/{entry_of(file)} must not import {package}/{entry_of(name)}"
+        for file, imported in sorted(graph.items())
+        for name in sorted(imported)
+        if entry_of(name) != entry_of(file) and entry_of(name) not in order.get(entry_of(file), ())
+    ]
+    faults += [f"circle of files: {' -> '.join(group)}" for group in circles(graph)]
+    return faults
+
+
+def table_faults(sources: Mapping[str, str], package: str, order: Order) -> list[str]:
+    """Where a table and the folders, root files and imports differ, and folders with too many files."""
+    graph = entry_graph(sources, package)
+    there = graph.keys()
+    faults = [f"{package}/{name} has no line in the table" for name in sorted(there - order.keys())]
+    faults += [f"the table has {package}/{name}, which is not there" for name in sorted(order.keys() - there)]
+    faults += [
+        f"{package}/{name} does not import {package}/{other} any more: the table allows too much"
+        for name in sorted(there & order.keys())
+        for other in sorted(order[name] - graph[name])
+    ]
+    held = Counter(file.rpartition("/")[0] for file in sources if file.startswith(f"{package}/"))
+    faults += [
+        f"{folder}: {count} files, the limit is {MAX_FILES_IN_FOLDER}"
+        for folder, count in sorted(held.items())
+        if count > MAX_FILES_IN_FOLDER
+    ]
+    return faults
+
+
+def package_faults(sources: Mapping[str, str], package: str, order: Mapping[str, Order]) -> list[str]:
+    """Imports of another package that name anything but a file at the root of the one below."""
+    below = PACKAGE_BELOW[package]
+    public = {f"{below}.{name.removesuffix('.py')}" for name in order.get(below or "", ()) if name.endswith(".py")}
+    faults = []
+    for file, source in sorted(sources.items()):
+        if not file.startswith(f"{package}/"):
+            continue
+        found = list(imports(source, file))
+        for item in found:
+            if item.module.split(".")[0] not in PACKAGE_BELOW or item.module.split(".")[0] == package:
+                continue
+            is_public = any(item.module == name or item.module.startswith(f"{name}.") for name in public)
+            # `from engine import types` reads as `engine` and `engine.types`: the second decides.
+            decided_by_its_names = item.module == below and any(
+                other.line == item.line and other.module in public for other in found
+            )
+            if not is_public and not decided_by_its_names:
+                faults.append(f"{file}:{item.line}: {package} must not import {item.module}")
+    return faults

@@ -1,0 +1,157 @@
+"""The rules for imports inside and between packages, each shown to fail on a planted mistake.
+
+`test_house_code.py` applies them to the code.
+"""
+
+import pytest
+
+from tests.house import package_order
+from tests.house.package_order import ORDER, entries
+
+SMALL = {
+    "top": entries("middle low data.py"),
+    "middle": entries("low data.py"),
+    "low": entries(""),
+    "data.py": entries(""),
+}
+
+
+@pytest.mark.parametrize(
+    ("order", "fault"),
+    [
+        ({"a": entries("b"), "b": entries("a")}, "the table has a circle: a -> b"),
+        ({"a": entries("b"), "b": entries("c"), "c": entries("a")}, "the table has a circle: a -> b -> c"),
+        ({"a": entries("b")}, "the table names b, which has no line"),
+        ({f"folder{number}": entries("") for number in range(11)}, "11 folders, the limit is 10"),
+    ],
+)
+def test_a_fault_in_a_table_is_noticed(order, fault):
+    assert package_order.order_faults(order) == [fault]
+    assert package_order.order_faults(SMALL) == []
+
+
+LOW_MUST_NOT = "engine/low/a.py imports engine/top/b.py: engine/low must not import engine/top"
+
+
+@pytest.mark.parametrize(
+    ("sources", "fault"),
+    [
+        ({"engine/low/a.py": "import engine.top.b", "engine/top/b.py": ""}, LOW_MUST_NOT),
+        ({"engine/low/a.py": "from engine.top.b import c", "engine/top/b.py": ""}, LOW_MUST_NOT),
+        ({"engine/low/a.py": "from engine.top import b", "engine/top/b.py": ""}, LOW_MUST_NOT),
+        ({"engine/low/a.py": "from ..top import b", "engine/top/b.py": ""}, LOW_MUST_NOT),
+        ({"engine/low/a.py": "def f():\n    from engine.top.b import c", "engine/top/b.py": ""}, LOW_MUST_NOT),
+        (
+            {
+                "engine/low/a.py": "if TYPE_CHECKING:\n    from engine.top.b import c",
+                "engine/top/b.py": "",
+            },
+            LOW_MUST_NOT,
+        ),
+        (
+            {"engine/data.py": "from engine.low import a", "engine/low/a.py": ""},
+            "engine/data.py imports engine/low/a.py: engine/data.py must not import engine/low",
+        ),
+        (
+            {"engine/low/a.py": "from engine import top", "engine/top/__init__.py": ""},
+            "engine/low/a.py imports engine/top/__init__.py: engine/low must not import engine/top",
+        ),
+        (
+            {"engine/low/a.py": "from engine.low import b", "engine/low/b.py": "from engine.low import a"},
+            "circle of files: engine/low/a.py -> engine/low/b.py",
+        ),
+        (
+            {
+                "engine/low/a.py": "from engine.low import b",
+                "engine/low/b.py": "from engine.low import c",
+                "engine/low/c.py": "def f():\n    from engine.low import a",
+            },
+            "circle of files: engine/low/a.py -> engine/low/b.py -> engine/low/c.py",
+        ),
+    ],
+)
+def test_an_import_against_the_order_is_noticed(sources, fault):
+    assert package_order.import_faults(sources, "engine", SMALL) == [fault]
+
+
+def test_imports_along_the_order_pass():
+    sources = {
+        "engine/__init__.py": "",
+        "engine/top/a.py": "import json\nfrom engine.middle import a\nfrom engine import data\nfrom ..low.a import x",
+        "engine/middle/a.py": "from engine.middle.deep import b\nfrom engine.low import a\nfrom engine import data",
+        "engine/middle/deep/b.py": "from ...data import x",
+        "engine/low/a.py": "",
+        "engine/data.py": "",
+    }
+    assert package_order.import_faults(sources, "engine", SMALL) == []
+    assert package_order.table_faults(sources, "engine", SMALL) == []
+
+
+THERE: dict[str, str | None] = {
+    "engine/top/a.py": "from engine.middle.a import x\nfrom engine.low.a import x\nfrom engine.data import x",
+    "engine/middle/a.py": "from engine.low.a import x\nfrom engine.data import x",
+    "engine/low/a.py": "",
+    "engine/low/b.py": "",
+    "engine/data.py": "",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"engine/cellar/a.py": ""}, "engine/cellar has no line in the table"),
+        ({"engine/new.py": ""}, "engine/new.py has no line in the table"),
+        (
+            {"engine/top/a.py": "from engine.middle.a import x\nfrom engine.data import x"},
+            "engine/top does not import engine/low any more: the table allows too much",
+        ),
+        ({f"engine/low/f{number}.py": "" for number in range(15)}, "engine/low: 17 files, the limit is 16"),
+    ],
+)
+def test_a_folder_that_the_table_does_not_describe_is_noticed(changes, fault):
+    sources = {file: text for file, text in (THERE | changes).items() if text is not None}
+    assert package_order.table_faults(sources, "engine", SMALL) == [fault]
+
+
+@pytest.mark.parametrize("gone", ["engine/data.py", "engine/low/"])
+def test_a_line_of_the_table_without_a_folder_is_noticed(gone):
+    sources = {file: text or "" for file, text in THERE.items() if not file.startswith(gone)}
+    faults = package_order.table_faults(sources, "engine", SMALL)
+    assert f"the table has {gone.removesuffix('/')}, which is not there" in faults
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("workers/worker/model_runner.py", "import engine.types"),
+        ("workers/worker/model_runner.py", "from engine import types"),
+        ("engine/core/event_loop.py", "def f():\n    from server.config.settings import Settings"),
+        ("engine/core/event_loop.py", "from workers.worker.model_runner import ModelRunner"),
+        ("engine/core/event_loop.py", "import importlib\nimportlib.import_module('workers.worker.model_runner')"),
+        ("server/api/app.py", "from engine.scheduler.scheduler import Scheduler"),
+        ("server/api/app.py", "from engine import scheduler"),
+        ("server/api/app.py", "from engine import types, scheduler"),
+        ("server/api/app.py", "import engine"),
+        ("server/api/app.py", "from workers.config import WorkerConfig"),
+        ("server/api/routes/chat_completions.py", "from ....engine.scheduler.scheduler import Scheduler"),
+    ],
+)
+def test_an_import_of_another_packages_inside_is_noticed(file, source):
+    assert len(package_order.package_faults({file: source}, file.split("/")[0], ORDER)) >= 1
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("server/api/app.py", "from engine import types\nfrom engine.client import EngineClient"),
+        ("engine/core/event_loop.py", "from workers.executor import Executor\nimport workers.protocol"),
+        ("workers/worker/model_runner.py", "from workers.layers import linear\nfrom .layers import norm"),
+    ],
+)
+def test_public_files_may_be_imported(file, source):
+    assert package_order.package_faults({file: source}, file.split("/")[0], ORDER) == []
+
+
+def test_an_arrow_is_left_out_where_a_longer_way_leads_there():
+    graph = {"a": {"b", "c", "d"}, "b": {"c"}, "c": {"d"}, "d": set()}
+    assert package_order.transitive_reduction(graph) == {"a": {"b"}, "b": {"c"}, "c": {"d"}, "d": set()}
