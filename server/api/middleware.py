@@ -6,11 +6,9 @@ together from headers. Deny by default: only the routes named here are open.
 
 from __future__ import annotations
 
-import hashlib
 import re
 import secrets
 from collections.abc import Iterable
-from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -166,29 +164,3 @@ def _request_id(given: bytes | None) -> str:
     if given is not None and _REQUEST_ID.fullmatch(given):
         return given.decode()
     return secrets.token_hex(12)
-
-
-def request_id_of(scope: Any) -> str:
-    return scope["state"]["request_id"]
-
-
-def salt_of(scope: Any, asked: str | None) -> str | None:
-    """What keeps a request's prompt apart in the cache: its own salt, and with keys its key's, so that nobody can find
-    out by timing what others have asked."""
-    key: Key | None = scope["state"]["key"]
-    return asked if key is None else f"{key.salt}|{asked or ''}"
-
-
-def label_of(scope: Any) -> str | None:
-    """What the operator calls the key that the request came with."""
-    key: Key | None = scope["state"]["key"]
-    return None if key is None else key.label
-
-
-def client_of(scope: Any, user: str | None) -> str:
-    """For the log: the label of the key, and a hash of the end user's name."""
-    label = label_of(scope)
-    parts = [] if label is None else [label]
-    if user:
-        parts.append("user:" + hashlib.blake2b(user.encode(), digest_size=6).hexdigest())
-    return "/".join(parts)

@@ -30,7 +30,6 @@ from server.errors import HttpError
 from server.llm.async_llm import Engine
 from server.observability import logs
 from server.observability.metrics import HttpCounters
-from server.protocol.large_body.reader import LARGE_BODIES
 from server.serving.base import connect
 from server.serving.server_state import STALL_LIMIT_S, Phase, ServerState
 from server.tokenizer.tokenizer import Tokenizer
@@ -220,7 +219,7 @@ class Supervisor:
             await self._engine.close(0.5 if self._abort.is_set() else _CLOSE_ENGINE_S)
         if self._tokenizer is not None:
             self._tokenizer.close()
-        LARGE_BODIES.close()
+        self.state.large_bodies.close()
         self._listener.close()
         _log.info(logs.event("stopped"))
 

@@ -178,6 +178,14 @@ class Generation:
             self.fail(error)
 
 
+async def collect(generation: Generation) -> list[list[Delta]]:
+    """Every choice's pieces, complete."""
+    pieces: list[list[Delta]] = [[] for _ in generation.choices]
+    async for delta in generation.deltas():
+        pieces[delta.index].append(delta)
+    return pieces
+
+
 def _failure(message: str, param: str | None) -> Exception:
     """What ends a generation whose choice failed: the caller's mistake when one of the request's fields is at fault."""
     return EngineError(message) if param is None else RequestError(message, param, "no_token_left")

@@ -23,9 +23,9 @@ from server.config.generation_config import GenerationConfig
 from server.config.options import OptionError
 from server.config.settings import Settings, make_settings
 from server.llm.async_llm import AsyncLLM
+from server.llm.generation import collect
 from server.llm.output_processor import Choice
 from server.llm.prompt_scores import TokenScore
-from server.serving.sse import collect
 from server.tokenizer.tokenizer import Tokenizer
 
 _T = TypeVar("_T")

@@ -6,8 +6,8 @@ Label values come from closed sets. Knows names and formats; counts only what ha
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -16,9 +16,6 @@ from prometheus_client.registry import Collector
 
 from engine.stats import EngineStats, Histogram
 from engine.types import EngineInfo
-
-if TYPE_CHECKING:
-    from server.llm.generation import Generation
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"})
@@ -68,6 +65,32 @@ _BY_KEY = {
 }
 
 
+class FinishedChoice(Protocol):
+    """One choice of a generation that has ended."""
+
+    @property
+    def started(self) -> bool: ...
+
+    @property
+    def finish_reason(self) -> str | None: ...
+
+
+class FinishedGeneration(Protocol):
+    """What is counted of a generation that has ended."""
+
+    @property
+    def choices(self) -> Sequence[FinishedChoice]: ...
+
+    @property
+    def prompt_tokens(self) -> int: ...
+
+    @property
+    def completion_tokens(self) -> int: ...
+
+    @property
+    def key_label(self) -> str | None: ...
+
+
 class HttpCounters:
     """What the HTTP layer counts: answers by route and status, and tokens exactly as usage reports them."""
 
@@ -85,7 +108,7 @@ class HttpCounters:
         key = (method if method in _METHODS else "other", route, status)
         self.responses[key] = self.responses.get(key, 0) + 1
 
-    def finish(self, generation: Generation) -> None:
+    def finish(self, generation: FinishedGeneration) -> None:
         """A generation has ended, however it did. What was refused before it began counts nothing."""
         started = [choice for choice in generation.choices if choice.started]
         if started:

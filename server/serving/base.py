@@ -20,26 +20,26 @@ from starlette.types import Receive, Scope, Send
 from engine.errors import EngineError, RequestError
 from engine.stats import EngineStats
 from engine.types import EngineInfo
-from server.api.middleware import client_of, label_of, request_id_of, salt_of
 from server.chat.message_parser import AnswerShape
 from server.config.generation_config import GenerationConfig
 from server.config.model_path import served_names
 from server.config.settings import Settings
 from server.errors import ClientGoneError, DeadlineError, HttpError, ModelNotFoundError, describe, error_response
 from server.llm.async_llm import AsyncLLM, ProcessedRequest
-from server.llm.generation import Engine, Generation
+from server.llm.generation import Engine, Generation, collect
 from server.observability.logs import event, logger
 from server.observability.metrics import HttpCounters
 from server.protocol.base import MAX_TIMEOUT_S, StrictModel
 from server.protocol.chat_completion import ChatRequest
 from server.protocol.completion import CompletionRequest
-from server.protocol.large_body.reader import LARGE_BODIES, takes_long
+from server.protocol.large_body.reader import takes_long
 from server.protocol.request_body import ignored_header, parse_any, read_json, unknown_parameters
 from server.serving.chat_completion import ChatCompletionWriter
 from server.serving.chat_plan import plan_chat
+from server.serving.request_context import client_of, label_of, request_id_of, salt_of
 from server.serving.response_writer import CompletionWriter, Details, Head, ResponseWriter
 from server.serving.server_state import ServerState
-from server.serving.sse import EventStream, collect, until_disconnect, whole_response
+from server.serving.sse import EventStream, until_disconnect, whole_response
 from server.tokenizer.tokenizer import Tokenizer
 from server.version import VERSION
 
@@ -99,7 +99,7 @@ class OpenAIServing:
         body = await read_json(request, self.settings.max_body_size)
         is_strict = self.settings.strict_parameters
         if takes_long(body):
-            parsed, unknown = await until_disconnect(request, LARGE_BODIES.read(schemas, body, is_strict))
+            parsed, unknown = await until_disconnect(request, self.state.large_bodies.read(schemas, body, is_strict))
         else:
             parsed = parse_any(schemas, body)
             unknown = unknown_parameters(parsed, is_strict)

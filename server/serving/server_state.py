@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
+from server.protocol.large_body.reader import LargeBodies
+
 if TYPE_CHECKING:
     from server.llm.async_llm import AsyncLLM
 
@@ -49,6 +51,7 @@ class ServerState:
     started_at: float = field(default_factory=time.time)
     heartbeat: Heartbeat | None = None
     service: AsyncLLM | None = None
+    large_bodies: LargeBodies = field(default_factory=LargeBodies)
     num_in_flight: int = 0  # requests accepted and not yet answered to their last byte
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     stop: asyncio.Event = field(default_factory=asyncio.Event)  # the supervisor waits for it

@@ -20,7 +20,6 @@ from starlette.types import Message, Receive, Scope, Send
 
 from server.errors import ClientGoneError, describe, error_bytes
 from server.llm.generation import Generation
-from server.llm.output_processor import Delta
 from server.observability.logs import event, logger
 from server.serving.response_writer import DONE, ResponseWriter
 
@@ -128,14 +127,6 @@ async def _in_turns(parts: Iterator[str]) -> AsyncIterator[str]:
     for part in parts:
         yield part
         await asyncio.sleep(0)
-
-
-async def collect(generation: Generation) -> list[list[Delta]]:
-    """Every choice's pieces, complete."""
-    pieces: list[list[Delta]] = [[] for _ in generation.choices]
-    async for delta in generation.deltas():
-        pieces[delta.index].append(delta)
-    return pieces
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, _T]) -> _T:

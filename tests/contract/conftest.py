@@ -180,8 +180,9 @@ class Stage:
 
 
 @pytest.fixture
-def make_stage(tokenizer: Tokenizer) -> Callable[..., Stage]:
+def make_stage(tokenizer: Tokenizer) -> Iterator[Callable[..., Stage]]:
     """`make_stage("text", option=…)`: an engine that answers every prompt with this text."""
+    states: list[ServerState] = []
 
     def make(reply: str | Callable[[Request], list[int]] = "Hello, wörld! 😀", **options: object) -> Stage:
         engine_options = {name: options.pop(name) for name in list(options) if name in FakeEngine.__dataclass_fields__}
@@ -193,9 +194,12 @@ def make_stage(tokenizer: Tokenizer) -> Callable[..., Stage]:
         app = create_app(settings, state, counters)
         connect(settings, state, counters, engine, tokenizer, generation_config)  # type: ignore[arg-type]
         state.heartbeat, state.phase = engine, Phase.READY
+        states.append(state)
         return Stage(engine, settings, state, counters, app)
 
-    return make
+    yield make
+    for state in states:
+        state.large_bodies.close()
 
 
 @dataclass

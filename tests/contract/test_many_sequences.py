@@ -86,6 +86,7 @@ def small(tokenizer):
             async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60) as client:
                 yield Small(engine, client, service)
         finally:
+            state.large_bodies.close()
             await engine.close()
 
     def run(scene, scenario=None, **limits):
@@ -204,9 +205,9 @@ def test_the_death_of_the_engine_ends_what_was_not_sent_yet(small):
         os.kill(server.engine.pid, signal.SIGKILL)
         answer = await task
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
-        assert not server.llm.async_llm.open and server.engine.num_open == 0
+        assert not server.service.open and server.engine.num_open == 0
         await asyncio.sleep(0.05)
-        assert server.llm.async_llm.submissions.is_idle
+        assert server.service.submissions.is_idle
 
     small(scene, {"step_s": 0.01})
 

@@ -59,7 +59,7 @@ def recorded(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         )
         for number in range(12)
     )
-    assert engine.scheduler.scheduler.stats.num_preemptions and engine.num_cached_tokens
+    assert engine.scheduler.stats.num_preemptions and engine.num_cached_tokens
     recording.close()
     return path
 

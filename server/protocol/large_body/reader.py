@@ -140,6 +140,3 @@ def _exactly(sock: socket.socket, size: int) -> memoryview:
             raise _Lost
         filled += count
     return data
-
-
-LARGE_BODIES = LargeBodies()

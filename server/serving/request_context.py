@@ -1,0 +1,35 @@
+"""What the middleware has found out about a request: its id, and the API key it came with. Read from the ASGI scope."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from server.config.api_keys import Key
+
+
+def request_id_of(scope: Any) -> str:
+    """The id that answers carry as `X-Request-Id`."""
+    return scope["state"]["request_id"]
+
+
+def salt_of(scope: Any, salt: str | None) -> str | None:
+    """What separates a request's prompt from others in the prefix cache: the request's own `salt`, and with API keys
+    its key's too, so that response times reveal nothing about the prompts of other keys."""
+    key: Key | None = scope["state"]["key"]
+    return salt if key is None else f"{key.salt}|{salt or ''}"
+
+
+def label_of(scope: Any) -> str | None:
+    """The operator's label of the request's API key."""
+    key: Key | None = scope["state"]["key"]
+    return None if key is None else key.label
+
+
+def client_of(scope: Any, user: str | None) -> str:
+    """For the log: the label of the key, and a hash of the end user's name."""
+    label = label_of(scope)
+    parts = [] if label is None else [label]
+    if user:
+        parts.append("user:" + hashlib.blake2b(user.encode(), digest_size=6).hexdigest())
+    return "/".join(parts)
