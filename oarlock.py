@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from server.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from engine.types import SamplingParams
+    from engine.sampling_params import SamplingParams
     from server.llm.llm import LLM
 
 __all__ = ["LLM", "SamplingParams", "__version__"]
@@ -23,7 +23,7 @@ def __getattr__(name: str) -> Any:
 
         return LLM
     if name == "SamplingParams":
-        from engine.types import SamplingParams
+        from engine.sampling_params import SamplingParams
 
         return SamplingParams
     raise AttributeError(f"module 'oarlock' has no attribute {name!r}")

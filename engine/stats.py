@@ -8,7 +8,6 @@ from bisect import bisect_left
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from engine.scheduler.sequence import Sequence
 from engine.types import FinishReason
 
 _SECONDS = (
@@ -117,39 +116,6 @@ class EngineStats:
     iteration_tokens: Histogram = field(default_factory=_iteration_tokens)
     request_prompt_tokens: Histogram = field(default_factory=_tokens)
     request_generation_tokens: Histogram = field(default_factory=_tokens)
-
-    def saw_arrival(self, seq: Sequence) -> None:
-        self.num_accepted += 1
-        self.prompt_tokens += seq.num_prompt_tokens
-        self.request_prompt_tokens.observe(seq.num_prompt_tokens)
-
-    def saw_entry(self, seq: Sequence, now: float) -> None:
-        """A sequence begins to run for the first time."""
-        self.queue_time_s.observe(now - seq.arrival_s)
-        self.prefix_cache_queries += seq.num_prompt_tokens
-        self.prefix_cache_hits += seq.num_cached_tokens
-
-    def saw_token(self, seq: Sequence, now: float) -> None:
-        """A token was sampled for `seq`, whose times are brought up to date here."""
-        self.generation_tokens += 1
-        if seq.last_token_s is not None:
-            self.inter_token_latency_s.observe(now - seq.last_token_s)
-        elif seq.first_scheduled_s is not None:
-            seq.first_token_s = now
-            self.time_to_first_token_s.observe(now - seq.arrival_s)
-            self.prefill_time_s.observe(now - seq.first_scheduled_s)
-        seq.last_token_s = now
-
-    def saw_end(self, seq: Sequence, reason: FinishReason, now: float) -> None:
-        self.finished[reason.value] += 1
-        if reason in (FinishReason.ABORT, FinishReason.ERROR):
-            return  # how long it took says nothing about how fast the engine is
-        self.e2e_latency_s.observe(now - seq.arrival_s)
-        self.request_generation_tokens.observe(seq.num_generated_tokens)
-        if seq.first_token_s is not None:
-            self.decode_time_s.observe(now - seq.first_token_s)
-            if seq.num_generated_tokens > 1:
-                self.time_per_output_token_s.observe((now - seq.first_token_s) / (seq.num_generated_tokens - 1))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -1,6 +1,6 @@
-"""What the engine can be asked, and what it answers: plain ints and floats, in tuples and arrays. No text, no tensors.
+"""Requests to the engine and its answers: ints and floats in tuples and arrays, no text and no tensors.
 
-These are the only objects that cross from the server to the engine and back.
+With `sampling_params.py`, the only objects that cross from the server to the engine and back.
 """
 
 import math
@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice, repeat
 from typing import overload
+
+from engine.sampling_params import SamplingParams
 
 MIN_PRIORITY, MAX_PRIORITY = -10, 10
 
@@ -21,39 +23,6 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens reached, or the context is full
     ABORT = "abort"  # the caller went away
     ERROR = "error"  # the engine could not go on with this request; `TokenEvent.error` says why
-
-
-@dataclass(frozen=True, slots=True)
-class Grammar:
-    """What the whole answer must match, as the one who compiles it reads it."""
-
-    kind: str  # json_schema | regex | lark | choice | json_object
-    text: str  # the schema or choices as JSON, the expression, or the grammar; empty for json_object
-    param: str = "structured_outputs"  # the field of the request to blame when it does not compile
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How to choose tokens. Ranges are checked by the server; the engine checks ids against the vocabulary."""
-
-    max_tokens: int = 16  # the most to generate; the context may end it earlier. 0: only score the prompt
-    temperature: float = 1.0  # 0: greedy
-    top_p: float = 1.0  # (0, 1]; 1: off
-    top_k: int = 0  # 0: off
-    min_p: float = 0.0  # [0, 1]; 0: off
-    seed: int = 0  # always drawn by the server: nothing below it is random
-    min_tokens: int = 0  # stop tokens are banned before so many were generated
-    eos_token_ids: tuple[int, ...] = ()  # empty when the caller ignores them
-    stop_token_ids: tuple[int, ...] = ()  # asked for by the caller
-    logprobs: int | None = None  # None: none; k: the sampled token's and the k best
-    prompt_logprobs: int | None = None  # the same for each prompt token but the first
-    presence_penalty: float = 0.0  # [-2, 2]; subtracted once from every id generated before
-    frequency_penalty: float = 0.0  # [-2, 2]; subtracted as often as the id was generated before
-    repetition_penalty: float = 1.0  # > 0; divides positive and multiplies negative logits of ids in prompt and output
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (id, added to its logit); -100 bans, 100 forces
-    allowed_token_ids: tuple[int, ...] | None = None  # None: all
-    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
-    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.input_batch.late_masks import GrammarBitmask
-from engine.input_batch.sampling_metadata import NO_BIAS, build_sampling_metadata, wanted_until
+from engine.input_batch.sampling_metadata import NO_BIAS, GrammarBitmask, build_sampling_metadata, wanted_until
 from engine.scheduler.sequence import ScheduledTokens, SchedulerOutput, Sequence
 from workers.protocol import NULL_BLOCK, StepMetadata
 

@@ -11,23 +11,15 @@ import numpy as np
 
 from engine.input_batch.bad_words import BadWords
 from engine.input_batch.identity_cache import IdentityCache
+from engine.sampling_params import BAN, FORCE, SamplingParams, banned_always
 from engine.scheduler.sequence import Sequence
-from engine.types import SamplingParams
 from workers.protocol import mask_words
-
-BAN, FORCE = -100.0, 100.0  # of `logit_bias`
 
 _ALL = 0xFFFFFFFF
 
 
 def penalises(params: SamplingParams) -> bool:
     return bool(params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty)
-
-
-def banned_always(params: SamplingParams) -> list[int]:
-    """Ids that no step of the request may choose."""
-    ids = [token for token, value in params.logit_bias if value <= BAN]
-    return ids + [word[0] for word in params.bad_words if len(word) == 1]
 
 
 class _AllowedIds:

@@ -1,22 +1,60 @@
 """The sections of a step that only some requests ask for: bias, penalties and masks of the rows that sample.
 
-Reads each sequence's own constraints and history, made when they are first needed and kept over a preemption, and lays
-them end to end. Masks that a grammar must compute get their place here and their bits later. Knows numpy and the step's
-layout. Does not know which row of the engine's tables is whose.
+Knows numpy and the step's layout. Does not know which row of the engine's tables belongs to which sequence.
 """
+
+import logging
 
 import numpy as np
 
-from engine.input_batch.history import TokenHistory
-from engine.input_batch.late_masks import GrammarBitmask
 from engine.input_batch.logits_constraints import Constraints, penalises
+from engine.input_batch.token_history import TokenHistory
 from engine.scheduler.sequence import Sequence
 from workers.protocol import mask_words
 
+logger = logging.getLogger("oarlock.engine")
+
 ALWAYS = np.iinfo(np.int64).max
 
+_ALL = 0xFFFFFFFF
 _NO_INTS = np.empty(0, np.int32)
 NO_BIAS = {"bias_rows": _NO_INTS, "bias_ids": _NO_INTS, "bias_values": np.empty(0, np.float32)}
+
+
+class SamplingState:
+    """What is kept for one sequence from step to step, in `Sequence.sampling_state`. Made when it is first needed."""
+
+    __slots__ = ("constraints", "history")
+
+    def __init__(self, seq: Sequence, vocab_size: int) -> None:
+        self.constraints = Constraints(seq, vocab_size)
+        self.history: TokenHistory | None = None  # with penalties only
+
+
+class GrammarBitmask:
+    """The masks of one step when some of them come from grammars, computed while the ranks run that step's model.
+
+    A grammar takes tens to hundreds of microseconds per row, and ranks need the masks only when they sample. Nothing
+    else may touch the sequences from the step's submission until `fill` returns.
+    """
+
+    def __init__(self, masked: list[tuple[Sequence, Constraints, list[int]]]) -> None:
+        """`masked`: for each masked row, in order, its sequence, the constraints, and the ids banned in this step."""
+        self._masked = masked
+        self.failed: list[Sequence] = []  # sequences whose grammar raised
+
+    def fill(self, bits: np.ndarray) -> None:
+        """Write every word of `bits`, uint32 [G, W]. May run in any thread.
+
+        Where a grammar raises, every id is allowed: the request ends and its sampled token is dropped.
+        """
+        for words, (seq, constraints, bans) in zip(bits, self._masked, strict=True):
+            try:
+                constraints.fill_mask(seq, bans, words)
+            except Exception:
+                logger.exception("event=request_failed request_id=%d stage=mask", seq.request_id)
+                words[:] = _ALL
+                self.failed.append(seq)
 
 
 def wanted_until(seq: Sequence) -> int:
@@ -30,39 +68,44 @@ def wanted_until(seq: Sequence) -> int:
 def build_sampling_metadata(
     rows: list[tuple[int, Sequence]], vocab_size: int
 ) -> tuple[dict[str, np.ndarray], GrammarBitmask | None]:
-    """Sections for `rows`: (index into the L rows, its sequence), in the order of the index.
+    """Sections of `StepMetadata`, by field name, for `rows`: (index into the L rows, its sequence), in index order.
 
-    With them comes what writes `mask_bits`, unless they are complete.
+    Also returns what writes `mask_bits` later; None when they are already complete.
     """
     biases: list[tuple[int, np.ndarray, np.ndarray]] = []
-    masked: list[tuple[int, Sequence, list[int]]] = []
-    penalised: list[tuple[int, Sequence]] = []
+    masked: list[tuple[int, Sequence, Constraints, list[int]]] = []
+    penalised: list[tuple[int, Sequence, SamplingState]] = []
     for index, seq in rows:
-        own = seq.constraints
-        if own is None:
-            own = seq.constraints = Constraints(seq, vocab_size)
-        bans = own.bans_now(seq)
-        ids, values = own.bias(bans)
+        state = _state(seq, vocab_size)
+        constraints = state.constraints
+        bans = constraints.bans_now(seq)
+        ids, values = constraints.bias(bans)
         if len(ids):
             biases.append((index, ids, values))
-        if own.has_mask(seq):
-            masked.append((index, seq, bans))
+        if constraints.has_mask(seq):
+            masked.append((index, seq, constraints, bans))
         if penalises(seq.request.params):
-            penalised.append((index, seq))
+            penalised.append((index, seq, state))
     sections = {
         **(_bias_sections(biases) if biases else NO_BIAS),
         **(_penalty_sections(penalised) if penalised else {}),
     }
     if not masked:
         return sections, None
-    sections["mask_rows"] = np.array([index for index, _, _ in masked], np.int32)
+    sections["mask_rows"] = np.array([index for index, *_ in masked], np.int32)
     sections["mask_bits"] = bits = np.empty((len(masked), mask_words(vocab_size)), np.uint32)
-    if any(seq.grammar_state is not None for _, seq, _ in masked):
-        return sections, GrammarBitmask([(seq, bans) for _, seq, bans in masked])
-    for words, (_, seq, bans) in zip(bits, masked, strict=True):  # only copies
-        assert seq.constraints is not None
-        seq.constraints.fill_mask(seq, bans, words)
+    if any(seq.grammar_state is not None for _, seq, _, _ in masked):
+        return sections, GrammarBitmask([(seq, constraints, bans) for _, seq, constraints, bans in masked])
+    for words, (_, seq, constraints, bans) in zip(bits, masked, strict=True):  # without grammars: only copies
+        constraints.fill_mask(seq, bans, words)
     return sections, None
+
+
+def _state(seq: Sequence, vocab_size: int) -> SamplingState:
+    if seq.sampling_state is None:
+        seq.sampling_state = SamplingState(seq, vocab_size)
+    assert isinstance(seq.sampling_state, SamplingState)
+    return seq.sampling_state
 
 
 def _bias_sections(biases: list[tuple[int, np.ndarray, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -74,13 +117,13 @@ def _bias_sections(biases: list[tuple[int, np.ndarray, np.ndarray]]) -> dict[str
     }
 
 
-def _penalty_sections(penalised: list[tuple[int, Sequence]]) -> dict[str, np.ndarray]:
-    params = [seq.request.params for _, seq in penalised]
-    histories = [_history(seq) for _, seq in penalised]
+def _penalty_sections(penalised: list[tuple[int, Sequence, SamplingState]]) -> dict[str, np.ndarray]:
+    params = [seq.request.params for _, seq, _ in penalised]
+    histories = [_history(seq, state) for _, seq, state in penalised]
     starts = np.zeros(len(histories) + 1, np.int32)
     np.cumsum([len(history.ids) for history in histories], out=starts[1:])
     return {
-        "penalty_rows": np.array([index for index, _ in penalised], np.int32),
+        "penalty_rows": np.array([index for index, _, _ in penalised], np.int32),
         "repetition": np.array([one.repetition_penalty for one in params], np.float32),
         "frequency": np.array([one.frequency_penalty for one in params], np.float32),
         "presence": np.array([one.presence_penalty for one in params], np.float32),
@@ -90,11 +133,11 @@ def _penalty_sections(penalised: list[tuple[int, Sequence]]) -> dict[str, np.nda
     }
 
 
-def _history(seq: Sequence) -> TokenHistory:
-    """Only repetition looks at the prompt: for the others its ids are not even sent."""
-    if seq.history is None:
+def _history(seq: Sequence, state: SamplingState) -> TokenHistory:
+    """The history of `seq` up to its last token. Only the repetition penalty needs the prompt's ids."""
+    if state.history is None:
         request = seq.request
         prompt = request.prompt_token_ids if request.params.repetition_penalty != 1 else ()
-        seq.history = TokenHistory(prompt, seq.num_prompt_tokens)
-    seq.history.catch_up(seq.token_ids)
-    return seq.history
+        state.history = TokenHistory(prompt, seq.num_prompt_tokens)
+    state.history.catch_up(seq.token_ids)
+    return state.history

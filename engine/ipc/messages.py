@@ -17,17 +17,9 @@ from typing import Any, TypeVar
 from engine.config import EngineConfig
 from engine.errors import ContextLengthError, OarlockError, QueueFullError, RequestError, StartupError, UnavailableError
 from engine.ipc.frames import Frame, FrameError, encode
+from engine.sampling_params import Grammar, SamplingParams
 from engine.stats import EngineStats
-from engine.types import (
-    EngineInfo,
-    FinishReason,
-    Grammar,
-    Request,
-    SamplingParams,
-    ScoredTokens,
-    TokenEvent,
-    TokenLogprobs,
-)
+from engine.types import EngineInfo, FinishReason, Request, ScoredTokens, TokenEvent, TokenLogprobs
 
 T = TypeVar("T")
 

@@ -8,8 +8,8 @@ import math
 from dataclasses import dataclass
 
 from engine.errors import ContextLengthError, RequestError
-from engine.input_batch.logits_constraints import banned_always
-from engine.types import MAX_PRIORITY, MIN_PRIORITY, Request, SamplingParams
+from engine.sampling_params import SamplingParams, banned_always
+from engine.types import MAX_PRIORITY, MIN_PRIORITY, Request
 from workers.config import WorkerInfo
 from workers.protocol import MAX_BIAS_PER_ROW, MAX_LOGPROBS
 

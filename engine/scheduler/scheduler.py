@@ -15,6 +15,7 @@ from engine.errors import INTERNAL, NO_TOKEN, NOT_FINITE, QueueFullError, Reques
 from engine.scheduler.admission import Limits, check
 from engine.scheduler.kv_cache_manager import NULL_BLOCK, KVCacheManager
 from engine.scheduler.request_queue import RequestQueue
+from engine.scheduler.request_stats import record_arrival, record_finish, record_first_scheduled, record_token
 from engine.scheduler.sequence import (
     GrammarState,
     ModelRunnerOutput,
@@ -94,7 +95,7 @@ class Scheduler:
         seq = Sequence(request, key=key, max_len=self.limits.max_len, arrival_s=now, grammar_state=grammar_state)
         self._open[request.request_id] = seq
         self._waiting.push(seq)
-        self.stats.saw_arrival(seq)
+        record_arrival(self.stats, seq)
 
     def expect(self, num_requests: int, num_tokens: int) -> None:
         """So many requests, with so many prompt tokens, wait for something else first: they count as waiting."""
@@ -309,7 +310,7 @@ class Scheduler:
         if seq.first_scheduled_s is None:
             seq.first_scheduled_s = now
             seq.num_cached_tokens = num_cached
-            self.stats.saw_entry(seq, now)
+            record_first_scheduled(self.stats, seq, now)
         output.new_rows.append(seq)
         _add_blocks(output, seq, 0)
         return True
@@ -362,7 +363,7 @@ class Scheduler:
         is_stop = token in seq.stop_ids  # none is sampled before `min_tokens`: they were banned
         seq.token_ids.append(token)
         num_generated = len(seq.token_ids) - seq.num_prompt_tokens
-        self.stats.saw_token(seq, now)
+        record_token(self.stats, seq, now)
         logprobs = () if params.logprobs is None else (_logprobs(result, row, params.logprobs),)
         state = seq.grammar_state
         if is_stop or (state is not None and state.accept((token,))):
@@ -403,7 +404,7 @@ class Scheduler:
             self.blocks.free(seq)  # it holds none, unless it failed on its way in
         seq.status = Status.FINISHED
         del self._open[seq.request_id]
-        self.stats.saw_end(seq, reason, now)
+        record_finish(self.stats, seq, reason, now)
         return TokenEvent(
             seq.request_id,
             token_ids,

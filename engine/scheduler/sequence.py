@@ -25,8 +25,6 @@ from engine.types import Request, ScoredTokens
 if TYPE_CHECKING:
     import numpy as np
 
-    from engine.input_batch.history import TokenHistory
-    from engine.input_batch.logits_constraints import Constraints
     from workers.protocol import StepOutput
 
 
@@ -67,12 +65,10 @@ class Sequence:
     __slots__ = (
         "arrival_s",
         "block_ids",
-        "constraints",
         "digests",
         "first_scheduled_s",
         "first_token_s",
         "grammar_state",
-        "history",
         "key",
         "last_token_s",
         "max_len",
@@ -86,6 +82,7 @@ class Sequence:
         "num_scored_tokens",
         "request",
         "row",
+        "sampling_state",
         "shortage",
         "status",
         "stop_ids",
@@ -117,9 +114,7 @@ class Sequence:
         self.status = Status.WAITING
         self.stop_ids = frozenset(params.eos_token_ids) | frozenset(params.stop_token_ids)
         self.grammar_state = grammar_state
-        # The step builder's, made when the sequence first asks for them: they too outlive a preemption.
-        self.constraints: Constraints | None = None
-        self.history: TokenHistory | None = None
+        self.sampling_state: object | None = None  # owned by the input batch; kept over a preemption
         self.num_scored_tokens = 0  # of the prompt: those whose logprobs have left, which no preemption takes back
         self.num_cached_tokens = 0  # of the prompt, at its first admission
         self.num_preemptions = 0

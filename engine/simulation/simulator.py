@@ -15,7 +15,8 @@ import numpy as np
 from engine.config import EngineConfig, WorkerConfig
 from engine.core.engine_core import EngineCore
 from engine.errors import QueueFullError, RequestError
-from engine.types import FinishReason, Request, SamplingParams, TokenEvent
+from engine.sampling_params import SamplingParams
+from engine.types import FinishReason, Request, TokenEvent
 from workers.config import WorkerInfo
 from workers.executor import FillMasks
 from workers.protocol import StepMetadata, StepOutput

@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict
 
 from engine.errors import QueueFullError
-from engine.types import Grammar
+from engine.sampling_params import Grammar
 
 MAX_JOBS = 128
 MAX_CHARACTERS = 8 << 20

@@ -15,7 +15,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
-from engine.types import Grammar
+from engine.sampling_params import Grammar
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions

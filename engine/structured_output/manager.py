@@ -21,12 +21,13 @@ from enum import Enum, auto
 from pathlib import Path
 
 from engine.errors import INTERNAL, EngineError, RequestError, UnavailableError
+from engine.sampling_params import Grammar
 from engine.structured_output.compile_jobs import GrammarJobs, Key, key_of
 from engine.structured_output.compiler import Compiled, Compiler, GrammarError
 from engine.structured_output.matcher import GrammarMatcher
 from engine.structured_output.sandbox import TOO_LONG
 from engine.structured_output.sandbox_client import Forge, ForgeLostError
-from engine.types import Grammar, Request
+from engine.types import Request
 
 logger = logging.getLogger("oarlock.engine")
 

@@ -12,7 +12,7 @@ import threading
 from dataclasses import asdict
 from pathlib import Path
 
-from engine.types import Grammar
+from engine.sampling_params import Grammar
 from workers.python_child import start_python
 
 logger = logging.getLogger("oarlock.engine")

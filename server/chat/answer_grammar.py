@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from engine.errors import RequestError
-from engine.types import Grammar
+from engine.sampling_params import Grammar
 from server.chat.prompt import ChatPrompt
 from server.chat.tool_parsers import grammar
 

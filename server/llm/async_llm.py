@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from engine.errors import ContextLengthError, RequestError
-from engine.types import Grammar, Request, SamplingParams
+from engine.sampling_params import Grammar, SamplingParams
+from engine.types import Request
 from server.config.generation_config import GenerationConfig
 from server.llm.generation import Engine, Generation
 from server.llm.output_processor import Choice, OutputOptions

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 
 from engine.client import EngineClient
 from engine.errors import StartupError
-from engine.types import EngineInfo, SamplingParams
+from engine.sampling_params import SamplingParams
+from engine.types import EngineInfo
 from server.config import model_path as model_files
 from server.config.generation_config import GenerationConfig
 from server.config.options import OptionError

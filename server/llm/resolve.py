@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from engine.errors import RequestError
-from engine.types import Grammar, SamplingParams
+from engine.sampling_params import Grammar, SamplingParams
 from server.protocol.sampling import SamplingFields
 from server.tokenizer.tokenizer import Tokenizer
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from engine.errors import RequestError
-from engine.types import Grammar
+from engine.sampling_params import Grammar
 from server.protocol.sampling import SamplingFields
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import oarlock
 from engine.errors import ContextLengthError, EngineError, StartupError
-from engine.types import SamplingParams
+from engine.sampling_params import SamplingParams
 from tests.contract.conftest import DEMO
 from tests.unit.server.fake_hub import FakeHub
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from engine.types import Request, SamplingParams
+from engine.sampling_params import SamplingParams
+from engine.types import Request
 from tests.parallel.direct_engine import Answer, DirectEngine
 from workers.config import WorkerConfig
 from workers.executor import Executor, start_group

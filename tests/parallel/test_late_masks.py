@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.types import Grammar, Request, SamplingParams
+from engine.sampling_params import Grammar, SamplingParams
+from engine.types import Request
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.direct_engine import DirectEngine
 from tests.parallel.test_process_group import config_for, start, step_of

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from engine.replay.__main__ import main
 from engine.replay.recorder import RecordingGroup
 from engine.replay.recording import Recording, RecordingWriter
-from engine.types import Request, SamplingParams
+from engine.sampling_params import SamplingParams
+from engine.types import Request
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.direct_engine import DirectEngine
 from workers.config import WorkerConfig

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from engine.types import Request, SamplingParams
+from engine.sampling_params import SamplingParams
+from engine.types import Request
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.direct_engine import Answer, DirectEngine
 from workers.config import WorkerConfig

@@ -11,9 +11,10 @@ from engine.config import EngineConfig, WorkerConfig
 from engine.input_batch.input_batch import InputBatch
 from engine.ipc import messages
 from engine.ipc.frames import FrameReader
+from engine.sampling_params import SamplingParams
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import ModelRunnerOutput
-from engine.types import Request, SamplingParams
+from engine.types import Request
 from workers.config import WorkerInfo
 
 BLOCK_SIZE, PROMPT, MAX_LEN, VOCAB = 32, 500, 1024, 151_936

@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 
-from engine.types import Grammar, SamplingParams
+from engine.sampling_params import Grammar, SamplingParams
 from workers.protocol import StepMetadata
 
 VOCAB = 64

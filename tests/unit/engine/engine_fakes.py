@@ -13,9 +13,10 @@ from engine.config import EngineConfig, WorkerConfig
 from engine.core.engine_core import _as_lists
 from engine.errors import WorkerError
 from engine.input_batch.input_batch import InputBatch
+from engine.sampling_params import SamplingParams
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import SchedulerOutput
-from engine.types import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
+from engine.types import FinishReason, Request, TokenEvent, TokenLogprobs
 from workers.config import WorkerInfo
 from workers.executor import FillMasks
 from workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata, StepOutput

@@ -6,7 +6,8 @@ from engine_fakes import Driver, FakeGroup, Faults, expected_tokens, make_config
 
 from engine.core.engine_core import EngineCore
 from engine.errors import INTERNAL, NO_TOKEN, NOT_FINITE
-from engine.types import FinishReason, Grammar
+from engine.sampling_params import Grammar
+from engine.types import FinishReason
 
 CHOICES = [
     {"presence_penalty": 0.5},

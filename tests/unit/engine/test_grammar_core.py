@@ -14,8 +14,9 @@ from engine.errors import QueueFullError, RequestError, UnavailableError
 from engine.ipc import messages
 from engine.ipc.frame_socket import FrameSocket
 from engine.ipc.frames import FrameReader
+from engine.sampling_params import Grammar
 from engine.structured_output.manager import Outcome
-from engine.types import FinishReason, Grammar
+from engine.types import FinishReason
 
 
 class SlowDesk:

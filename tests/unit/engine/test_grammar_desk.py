@@ -14,13 +14,13 @@ from engine_fakes import make_request
 from grammar_fakes import DEMO, END, allowed, encode
 
 from engine.errors import INTERNAL, EngineError, QueueFullError, RequestError, UnavailableError
+from engine.sampling_params import Grammar
 from engine.structured_output import compile_jobs as grammar_jobs
 from engine.structured_output import manager as grammar_desk
 from engine.structured_output import sandbox as grammar_forge
 from engine.structured_output import sandbox_client as grammar_lanes
 from engine.structured_output.compiler import GrammarError
 from engine.structured_output.manager import Outcome, StructuredOutputManager
-from engine.types import Grammar
 
 CHAIN = "\n".join(["start: r0", *(f"r{i}: r{i + 1}" for i in range(4000)), 'r4000: "a"'])  # ends any stack
 ENDLESS = json.dumps({"type": "integer", "multipleOf": 999_983})  # seconds of work in a few bytes

@@ -11,17 +11,9 @@ from engine.config import EngineConfig, WorkerConfig
 from engine.errors import ContextLengthError, QueueFullError, RequestError, StartupError
 from engine.ipc import messages
 from engine.ipc.frames import Frame, FrameError, FrameReader
+from engine.sampling_params import Grammar, SamplingParams
 from engine.stats import EngineStats
-from engine.types import (
-    EngineInfo,
-    FinishReason,
-    Grammar,
-    Request,
-    SamplingParams,
-    ScoredTokens,
-    TokenEvent,
-    TokenLogprobs,
-)
+from engine.types import EngineInfo, FinishReason, Request, ScoredTokens, TokenEvent, TokenLogprobs
 
 _IDS = st.integers(0, 2**31 - 1)
 _F32 = st.floats(width=32, allow_nan=False)

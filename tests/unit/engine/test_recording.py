@@ -17,7 +17,7 @@ from engine.errors import StartupError
 from engine.replay import recorder
 from engine.replay.recorder import RecordingGroup
 from engine.replay.recording import ANSWER, END, HEADER, STEP, Header, Recording, RecordingWriter
-from engine.types import Grammar
+from engine.sampling_params import Grammar
 from workers.errors import WorkerError
 from workers.protocol import pack_step, unpack_output, unpack_step
 

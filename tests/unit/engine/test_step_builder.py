@@ -6,8 +6,8 @@ from choice_fakes import CountingGrammar
 from engine_fakes import EOS, VOCAB, make_config, make_request
 
 from engine.input_batch.input_batch import InputBatch
+from engine.sampling_params import Grammar
 from engine.scheduler.sequence import ScheduledTokens, SchedulerOutput, Sequence
-from engine.types import Grammar
 from workers.protocol import StepMetadata, max_step_bytes, pack_step, unpack_step
 
 SIZE = 4

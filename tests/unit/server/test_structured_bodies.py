@@ -5,7 +5,7 @@ import json
 import pytest
 
 from engine.errors import RequestError
-from engine.types import Grammar
+from engine.sampling_params import Grammar
 from server.llm.structured_output import constraint_of
 from server.protocol.chat_completion import ChatRequest
 from server.protocol.completion import CompletionRequest

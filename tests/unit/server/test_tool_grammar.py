@@ -8,7 +8,7 @@ from pathlib import Path
 import llguidance
 import pytest
 
-from engine.types import Grammar
+from engine.sampling_params import Grammar
 from server.chat.answer_grammar import answer_grammar
 from server.chat.events import Arguments, CallStart, merged
 from server.chat.prompt import ChatPrompt

@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM
 
 from engine.config import EngineConfig, WorkerConfig
 from engine.core.engine_core import EngineCore
-from engine.types import FinishReason, Request, SamplingParams, TokenEvent
+from engine.sampling_params import SamplingParams
+from engine.types import FinishReason, Request, TokenEvent
 from tests.golden.tiny_models import make_tiny
 from workers.executor import Executor, start_group
 

@@ -6,10 +6,11 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.input_batch.history import TokenHistory
 from engine.input_batch.sampling_metadata import build_sampling_metadata
+from engine.input_batch.token_history import TokenHistory
+from engine.sampling_params import SamplingParams
 from engine.scheduler.sequence import Sequence
-from engine.types import Request, SamplingParams
+from engine.types import Request
 
 PENALISED = SamplingParams(repetition_penalty=1.1)
 _TOKENS = st.lists(st.integers(0, 300), max_size=400)

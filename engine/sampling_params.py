@@ -1,0 +1,44 @@
+"""How one request's tokens are chosen: plain numbers, checked by the server, read by the engine."""
+
+from dataclasses import dataclass
+
+BAN, FORCE = -100.0, 100.0  # values of `logit_bias`: the id is never chosen; only forced ids are chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A grammar that the whole answer must match."""
+
+    kind: str  # json_schema | regex | lark | choice | json_object
+    text: str  # the schema or choices as JSON, the expression, or the grammar; empty for json_object
+    param: str = "structured_outputs"  # the field of the request to blame when it does not compile
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens. Ranges are checked by the server; the engine checks ids against the vocabulary."""
+
+    max_tokens: int = 16  # the most to generate; the context may end it earlier. 0: only score the prompt
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0  # (0, 1]; 1: off
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0  # [0, 1]; 0: off
+    seed: int = 0  # always drawn by the server: nothing below it is random
+    min_tokens: int = 0  # stop tokens are banned before so many were generated
+    eos_token_ids: tuple[int, ...] = ()  # empty when the caller ignores them
+    stop_token_ids: tuple[int, ...] = ()  # asked for by the caller
+    logprobs: int | None = None  # None: none; k: the sampled token's and the k best
+    prompt_logprobs: int | None = None  # the same for each prompt token but the first
+    presence_penalty: float = 0.0  # [-2, 2]; subtracted once from every id generated before
+    frequency_penalty: float = 0.0  # [-2, 2]; subtracted as often as the id was generated before
+    repetition_penalty: float = 1.0  # > 0; divides positive and multiplies negative logits of ids in prompt and output
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (id, added to its logit); BAN and FORCE as named above
+    allowed_token_ids: tuple[int, ...] | None = None  # None: all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
+    grammar: Grammar | None = None
+
+
+def banned_always(params: SamplingParams) -> list[int]:
+    """Ids that no step of the request may choose: those `logit_bias` bans and bad words of a single token."""
+    ids = [token for token, value in params.logit_bias if value <= BAN]
+    return ids + [word[0] for word in params.bad_words if len(word) == 1]

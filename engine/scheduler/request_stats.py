@@ -1,0 +1,44 @@
+"""Counts what happens to requests: one function per event, each adds to an `EngineStats`. Times are in seconds."""
+
+from engine.scheduler.sequence import Sequence
+from engine.stats import EngineStats
+from engine.types import FinishReason
+
+
+def record_arrival(stats: EngineStats, seq: Sequence) -> None:
+    """`seq` was accepted and waits."""
+    stats.num_accepted += 1
+    stats.prompt_tokens += seq.num_prompt_tokens
+    stats.request_prompt_tokens.observe(seq.num_prompt_tokens)
+
+
+def record_first_scheduled(stats: EngineStats, seq: Sequence, now: float) -> None:
+    """`seq` begins to run for the first time."""
+    stats.queue_time_s.observe(now - seq.arrival_s)
+    stats.prefix_cache_queries += seq.num_prompt_tokens
+    stats.prefix_cache_hits += seq.num_cached_tokens
+
+
+def record_token(stats: EngineStats, seq: Sequence, now: float) -> None:
+    """A token was sampled for `seq`. Also updates `first_token_s` and `last_token_s` of `seq`."""
+    stats.generation_tokens += 1
+    if seq.last_token_s is not None:
+        stats.inter_token_latency_s.observe(now - seq.last_token_s)
+    elif seq.first_scheduled_s is not None:
+        seq.first_token_s = now
+        stats.time_to_first_token_s.observe(now - seq.arrival_s)
+        stats.prefill_time_s.observe(now - seq.first_scheduled_s)
+    seq.last_token_s = now
+
+
+def record_finish(stats: EngineStats, seq: Sequence, reason: FinishReason, now: float) -> None:
+    """`seq` has ended. Times of aborted and failed requests are left out: they do not measure the engine's speed."""
+    stats.finished[reason.value] += 1
+    if reason in (FinishReason.ABORT, FinishReason.ERROR):
+        return
+    stats.e2e_latency_s.observe(now - seq.arrival_s)
+    stats.request_generation_tokens.observe(seq.num_generated_tokens)
+    if seq.first_token_s is not None:
+        stats.decode_time_s.observe(now - seq.first_token_s)
+        if seq.num_generated_tokens > 1:
+            stats.time_per_output_token_s.observe((now - seq.first_token_s) / (seq.num_generated_tokens - 1))
