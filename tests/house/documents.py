@@ -1,6 +1,6 @@
-"""The parts of docs/ that are made from the code: tables of options, parameters and faults, the map of files.
+"""The parts of docs/ that are made from the code: tables of options, parameters, faults and files, and pictures.
 
-Run as a program it writes them; the tests compare. Knows markers and docstrings, nothing of what they mean.
+Run as a program it writes them; the tests compare. A part stands between two markers of its page.
 
     python -m tests.house.documents
 """
@@ -8,24 +8,50 @@ Run as a program it writes them; the tests compare. Knows markers and docstrings
 import ast
 import re
 from collections.abc import Callable
+from functools import partial
 
 from server.config import vllm_flags
 from server.config.settings import as_markdown
 from tests.house import parameter_table as api_table
+from tests.house.package_order import ORDER, entry_graph, entry_of, transitive_reduction
 from tests.house.rules import PACKAGES, ROOT, place, python_files
 
 
-def file_map() -> str:
-    """One table per package: each file and the first sentence of its docstring."""
+def file_map(package: str) -> str:
+    """Every file of a package with the first sentence of its docstring: files at the root first, then by folder."""
+    captions: dict[str, str] = {}
+    rows: dict[str, list[str]] = {package: []}
+    for path in python_files(package):
+        file = place(path)
+        purpose = first_sentence(ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "")
+        name = file.removeprefix(f"{package}/").removesuffix("__init__.py")
+        folder = f"{package}/{entry_of(file)}" if "/" in name else package
+        if name in ("", f"{entry_of(file)}/"):
+            captions[folder] = purpose
+        else:
+            rows.setdefault(folder, []).append(f"| `{name}` | {purpose} |")
     parts = []
-    for package in PACKAGES:
-        parts += [f"### `{package}/`", "", "| file | purpose |", "|---|---|"]
-        for path in python_files(package):
-            text = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
-            name = place(path).removeprefix(f"{package}/")
-            parts.append(f"| `{name}` | {first_sentence(text)} |")
-        parts.append("")
+    for folder, lines in rows.items():
+        parts += [f"**`{folder}/`** {captions[folder]}", "", "| file | purpose |", "|---|---|", *lines, ""]
     return "\n".join(parts)
+
+
+def picture(package: str) -> str:
+    """The imports between the folders of a package as a Mermaid graph, without arrows that a longer way implies."""
+    sources = {place(path): path.read_text("utf-8") for path in python_files(package)}
+    order, found = ORDER[package], entry_graph(sources, package)
+    used = {name: set(order[name] & found.get(name, set())) for name in order}
+    lines = ["```mermaid", "flowchart TD"]
+    for name in order:
+        lines.append(f"  {_node(name)}([{name}])" if name.endswith(".py") else f"  {_node(name)}[{name}/]")
+    for name, below in transitive_reduction(used).items():
+        if below:
+            lines.append(f"  {_node(name)} --> {' & '.join(_node(other) for other in order if other in below)}")
+    return "\n".join([*lines, "```"])
+
+
+def _node(name: str) -> str:
+    return f"n_{name.replace('.', '_')}"
 
 
 def first_sentence(docstring: str) -> str:
@@ -51,7 +77,8 @@ def verify_faults() -> str:
 MADE: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/configuration.md", "options", as_markdown),
     ("docs/configuration.md", "vllm-flags", vllm_flags.as_markdown),
-    ("docs/architecture.md", "files", file_map),
+    *(("docs/architecture.md", f"{package}-picture", partial(picture, package)) for package in PACKAGES),
+    *(("docs/architecture.md", f"{package}-files", partial(file_map, package)) for package in PACKAGES),
     ("docs/api.md", "parameters", api_table.as_markdown),
     ("docs/accuracy.md", "golden-faults", golden_faults),
     ("docs/accuracy.md", "verify-faults", verify_faults),

@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 
 import pytest
@@ -158,10 +159,24 @@ def test_durations_and_sizes():
     assert recipes.size_bytes("8gb") == 8 * 2**30
 
 
-def test_the_packages_that_ship_are_the_rooms():
+def test_a_wheel_carries_the_three_packages():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["scripts"] == {"oarlock": "server.entrypoints.cli:main"}
     assert project["tool"]["setuptools"]["packages"]["find"]["include"] == ["server*", "engine*", "workers*"]
     ranges = {line.split(";")[0].split(">")[0].strip() for line in project["project"]["dependencies"]}
     pins = {line.split("==")[0] for line in (ROOT / "requirements.txt").read_text().splitlines() if "==" in line}
     assert ranges == pins
+
+
+def test_a_wheel_carries_the_demo_model_without_its_training():
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["data-files"]
+    folder = ROOT / "models" / "oarlock-demo"
+    shipped = {path for pattern in patterns["share/oarlock/models/oarlock-demo"] for path in ROOT.glob(pattern)}
+    assert (folder / "training" / "train_demo_model.py").is_file()
+    assert shipped == {path for path in folder.iterdir() if path.is_file()}
+
+
+def test_the_demo_models_training_starts():
+    script = ROOT / "models" / "oarlock-demo" / "training" / "train_demo_model.py"
+    result = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0 and "--evaluate" in result.stdout, result.stderr
