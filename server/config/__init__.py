@@ -1,1 +1,1 @@
-"""Settings and where they come from: flags, environment, files; the model's path, its hub and its generation config."""
+"""Settings and their sources, API keys, allowed hosts, and where a model lies."""

@@ -1,6 +1,6 @@
 """From the MODEL argument to a directory on this machine: the demo model, a directory, or a hub id.
 
-Knows what may stand for a model on the command line, not what is in its files; `hub_download` has it fetched.
+Knows what may stand for a model on the command line, not what is in its files.
 """
 
 from __future__ import annotations

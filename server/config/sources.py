@@ -64,7 +64,7 @@ def _from_file(path: str | None) -> dict[str, Any]:
             f"The configuration file {path} cannot be read: {error.strerror}.", "Give --config an existing TOML file."
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise OptionError(f"{path} is not valid TOML: {error}.", "Mend that line.") from None
+        raise OptionError(f"{path} is not valid TOML: {error}.", "Correct that line.") from None
     values = {}
     for key, value in table.items():
         name = key.replace("-", "_")

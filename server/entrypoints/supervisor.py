@@ -23,11 +23,11 @@ from engine.errors import EngineDeadError, StartupError
 from server.api.app import create_app
 from server.api.uvicorn_server import HttpServer, bind, raise_descriptor_limit, url_of, warn_if_exposed
 from server.config import model_path as model_files
-from server.config.generation_config import GenerationConfig
 from server.config.settings import Settings
 from server.entrypoints import banner
 from server.errors import HttpError
 from server.llm.async_llm import Engine
+from server.llm.generation_config import GenerationConfig
 from server.observability import logs
 from server.observability.metrics import HttpCounters
 from server.serving.base import connect

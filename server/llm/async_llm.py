@@ -16,8 +16,8 @@ from functools import partial
 from engine.errors import ContextLengthError, RequestError
 from engine.sampling_params import Grammar, SamplingParams
 from engine.types import Request
-from server.config.generation_config import GenerationConfig
 from server.llm.generation import Engine, Generation
+from server.llm.generation_config import GenerationConfig
 from server.llm.output_processor import Choice, OutputOptions
 from server.llm.resolve import bad_word_ids, check_ids, sampling_params
 from server.llm.stop_strings import StopStrings

@@ -20,11 +20,11 @@ from engine.errors import StartupError
 from engine.sampling_params import SamplingParams
 from engine.types import EngineInfo
 from server.config import model_path as model_files
-from server.config.generation_config import GenerationConfig
 from server.config.options import OptionError
 from server.config.settings import Settings, make_settings
 from server.llm.async_llm import AsyncLLM
 from server.llm.generation import collect
+from server.llm.generation_config import GenerationConfig
 from server.llm.output_processor import Choice
 from server.llm.prompt_scores import TokenScore
 from server.tokenizer.tokenizer import Tokenizer

@@ -21,12 +21,12 @@ from engine.errors import EngineError, RequestError
 from engine.stats import EngineStats
 from engine.types import EngineInfo
 from server.chat.message_parser import AnswerShape
-from server.config.generation_config import GenerationConfig
 from server.config.model_path import served_names
 from server.config.settings import Settings
 from server.errors import ClientGoneError, DeadlineError, HttpError, ModelNotFoundError, describe, error_response
 from server.llm.async_llm import AsyncLLM, ProcessedRequest
 from server.llm.generation import Engine, Generation, collect
+from server.llm.generation_config import GenerationConfig
 from server.observability.logs import event, logger
 from server.observability.metrics import HttpCounters
 from server.protocol.base import MAX_TIMEOUT_S, StrictModel

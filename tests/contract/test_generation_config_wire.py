@@ -6,7 +6,7 @@ import anyio
 import pytest
 
 import oarlock
-from server.config.generation_config import GenerationConfig
+from server.llm.generation_config import GenerationConfig
 
 SAMPLING = {"temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "repetition_penalty": 1.5}
 CONFIG = GenerationConfig("/m/generation_config.json", SAMPLING, 9, (5, 4096, 2))

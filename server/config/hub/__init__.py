@@ -1,1 +1,1 @@
-"""Fetching a checkpoint from the hub, in a process of its own that can be broken off and resumed."""
+"""Fetching a checkpoint from the hub, in a process of its own that can be cancelled and resumed."""

@@ -1,7 +1,6 @@
-"""Has a model fetched from the hub by a process of its own, which ends when the caller gives up, or ends itself.
+"""Starts the process that fetches a model from the hub, and follows it: threads cannot be cancelled, a process can.
 
-A download cannot be broken off from outside within one process: threads do not end. Knows the messages of
-`server.config.hub.process`: one line of JSON each.
+The process is `server.entrypoints.fetch_model`; messages are lines of JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ OnDetailedProgress = Callable[[str, float, str], None]  # phase, fraction, detai
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """What is to be fetched, and how it is to be served, which decides whether it is worth fetching."""
+    """The model to fetch, and the configuration it is checked against before its weights are fetched."""
 
     model: str
     revision: str
@@ -41,11 +40,11 @@ class HubModel:
 
 
 async def download(asked: HubModel, on_progress: OnDetailedProgress) -> str:
-    """The directory of the model's files. Raises `StartupError`. When cancelled, nothing goes on; what came is kept."""
-    ours, theirs = socket.socketpair()  # its end tells the process that we are gone, however we went
+    """The directory of the model. Raises `StartupError`. Cancelling ends the process and keeps partial files."""
+    ours, theirs = socket.socketpair()  # end-of-file on it ends the process, however this one ends
     with theirs:
         process = start_python(
-            ["-m", "server.config.hub.process", "--fd", str(theirs.fileno())], pass_fds=[theirs.fileno()]
+            ["-m", "server.entrypoints.fetch_model", "--fd", str(theirs.fileno())], pass_fds=[theirs.fileno()]
         )
     writer: asyncio.StreamWriter | None = None
     try:

@@ -23,12 +23,12 @@ _TOKEN = "set HF_TOKEN to a token of an account that may read it"
 
 
 def is_outage(error: Exception) -> bool:
-    """Whether the hub, or the way to it, is at fault: what was fetched earlier may serve meanwhile."""
+    """Whether the hub cannot be reached or fails: what was fetched earlier may be served instead."""
     return isinstance(error, HTTPError) and (not isinstance(error, HfHubHTTPError) or error.response.status_code >= 500)
 
 
 def explain(error: HTTPError | OSError, model: str, revision: str, cache: Path) -> StartupError:
-    """What the operator is told."""
+    """The error as cause and fix."""
     page = f"{constants.ENDPOINT}/{model}"
     if isinstance(error, GatedRepoError):
         return StartupError(
@@ -61,16 +61,14 @@ def _unknown(model: str) -> StartupError:
 def _refusal(error: HfHubHTTPError, model: str) -> StartupError:
     status = error.response.status_code
     if status == 401 and "Invalid credentials" not in error.response.headers.get("X-Error-Message", ""):
-        return _unknown(model)  # what the hub says of any model that this caller may not know of
+        return _unknown(model)  # also the answer for a model that does not exist
     if status == 401:
-        return StartupError(
-            f"The hub does not know the token it was sent for {model} (401).", "Renew or unset HF_TOKEN."
-        )
+        return StartupError(f"The hub rejects the token that was sent for {model} (401).", "Renew or unset HF_TOKEN.")
     if status == 403:
         return StartupError(f"The hub refuses {model} to this account (403).", f"Ask its owner, or {_TOKEN}.")
     if status == 429:
         return StartupError(
-            f"The hub has had too many requests from this address or account (429) to give {model}.",
+            f"The hub limits requests from this address or account (429): {model} cannot be fetched now.",
             "Wait some minutes; a token in HF_TOKEN allows more.",
         )
     return StartupError(
@@ -93,7 +91,7 @@ def _disk(error: OSError, cache: Path) -> StartupError:
 
 
 def _network(error: HTTPError, model: str) -> StartupError:
-    """No answer at all. Where a proxy is set, it is on the way and is named, without its password."""
+    """No response at all. A proxy that is set is named, without its password."""
     proxies, endpoint = urllib.request.getproxies(), urlsplit(constants.ENDPOINT)
     proxy = None
     if not urllib.request.proxy_bypass(endpoint.hostname or ""):
@@ -103,10 +101,9 @@ def _network(error: HTTPError, model: str) -> StartupError:
         shown = urlsplit(proxy if "//" in proxy else f"//{proxy}").netloc.rpartition("@")[2]
         return StartupError(
             f"The hub ({constants.ENDPOINT}) cannot be reached through the proxy {shown} to fetch {model} ({detail}).",
-            f"Mend {endpoint.scheme.upper()}_PROXY, or name the hub in NO_PROXY. What has arrived is kept.",
+            f"Correct {endpoint.scheme.upper()}_PROXY, or name the hub in NO_PROXY. What has arrived is kept.",
         )
     return StartupError(
         f"{model} is no directory here, and the hub ({constants.ENDPOINT}) cannot be reached to fetch it ({detail}).",
-        "Check the network, or HTTPS_PROXY where there is only a proxy; or give a local directory. What has arrived "
-        "is kept.",
+        "Check the network, or set HTTPS_PROXY behind a proxy; or give a local directory. What has arrived is kept.",
     )

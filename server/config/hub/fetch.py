@@ -1,12 +1,13 @@
-"""From a hub id to a directory: online, from the cache, or from the cache because the hub is away.
+"""From a hub id to a directory: from the hub, or from the cache when offline or when the hub cannot be reached.
 
-Small files come first: a model that cannot be served costs kilobytes. Runs in `server.config.hub.process`.
+Small files are fetched and checked first, so a model that cannot be served costs kilobytes. It blocks, and so runs in
+a process of its own (`server.entrypoints.fetch_model`).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,16 +19,20 @@ from engine.preflight import check_model, weight_files
 from server.config.hub import errors as hub_errors
 from server.config.hub.download import HubModel
 from server.config.hub.files import Download, HubFile, Report, Snapshot, check_room, is_small, look_up
-from server.tokenizer.tokenizer import Tokenizer
+
+CheckFiles = Callable[[Path], None]  # raises `StartupError` for files beside the weights that cannot be used
 
 
-def fetch(asked: HubModel, report: Report) -> str:
-    """The directory of the model's files. Raises `StartupError`."""
+def fetch(asked: HubModel, report: Report, check_small_files: CheckFiles) -> str:
+    """The directory of the model's files. Raises `StartupError`.
+
+    `check_small_files` is called with the directory before any weights are fetched.
+    """
     cache = Path(asked.download_dir or constants.HF_HUB_CACHE).expanduser()
     if asked.offline or constants.is_offline_mode():
         return _from_cache(asked, cache)
     try:
-        return _from_hub(asked, cache, report)
+        return _from_hub(asked, cache, report, check_small_files)
     except HFValidationError as error:
         raise StartupError(
             f"{asked.model} is neither a directory here nor a hub id ({error}).",
@@ -39,7 +44,7 @@ def fetch(asked: HubModel, report: Report) -> str:
             raise failure from None
         try:
             directory = _from_cache(asked, cache)
-        except StartupError:  # nothing whole is here: the outage is what the operator must know of
+        except StartupError:  # the cache has no complete copy: the outage is the cause
             raise failure from None
         sys.stderr.write(f"warning: {failure.cause} What was fetched of it earlier is served.\n")
         return directory
@@ -67,8 +72,7 @@ def _from_cache(asked: HubModel, cache: Path) -> str:
     return str(snapshot.directory)
 
 
-def _from_hub(asked: HubModel, cache: Path, report: Report) -> str:
-    """Small files first: whoever cannot be served costs kilobytes."""
+def _from_hub(asked: HubModel, cache: Path, report: Report, check_small_files: CheckFiles) -> str:
     report(f"fetching {asked.model}", 0.0, "looking it up")
     commit, files = look_up(asked.model, asked.revision)
     by_name = {file.name: file for file in files}
@@ -80,7 +84,7 @@ def _from_hub(asked: HubModel, cache: Path, report: Report) -> str:
     worker = replace(asked.engine.worker, model_path=str(snapshot.directory))
     check_model(replace(asked.engine, worker=worker))
     small.fetch([file for file in files if is_small(file)])
-    Tokenizer.load(snapshot.directory).close()
+    check_small_files(snapshot.directory)
     weights = _weights(asked, snapshot, by_name.keys())
     missing = [name for name in weights if name not in by_name]
     if missing:

@@ -1,9 +1,7 @@
-"""The files of a model on the hub become a directory here: looked up, checked, and each resumed where it stopped.
+"""Downloads files of a model on the hub, each resumed where an earlier download of it stopped.
 
-`config.json` comes first and is judged before anything large is asked for; of the weights only those that the loader
-reads are fetched, once the disk is known to have room for them. Kept in the cache layout of `huggingface_hub`, so what
-other programs have fetched is used here, and the other way about. Knows the hub's HTTP and that layout; it blocks, so
-it runs in a process of its own (`server.config.hub.process`).
+They are kept in the cache layout of `huggingface_hub`, so files that other programs have fetched are used here, and the
+other way round. It blocks, and so runs in a process of its own (`server.entrypoints.fetch_model`).
 """
 
 from __future__ import annotations
@@ -73,7 +71,7 @@ class Snapshot:
         return file.size - (min(partial.stat().st_size, file.size) if partial.exists() else 0)
 
     def link(self, file: HubFile) -> None:
-        """Give the content its name in this commit's folder."""
+        """Link the content under its name in this commit's folder."""
         pointer = self.directory / file.name
         if pointer.exists():
             return
@@ -87,7 +85,7 @@ class Snapshot:
             self.blob(file).replace(pointer)
 
     def remember(self, revision: str) -> None:
-        """From now on `revision` means this commit, also without a network."""
+        """Record that `revision` means this commit, for starts without a network."""
         if revision == self.commit:
             return
         path = self.folder / "refs" / revision
@@ -98,7 +96,7 @@ class Snapshot:
 
     @staticmethod
     def remembered(cache: Path, model: str, revision: str) -> Snapshot | None:
-        """What an earlier download of `revision` left."""
+        """The snapshot that an earlier download of `revision` left, if any."""
         commit = revision
         if not _HASH.fullmatch(revision):
             path = Snapshot(cache, model, "").folder / "refs" / revision
@@ -147,7 +145,7 @@ def check_room(model: str, snapshot: Snapshot, files: Sequence[HubFile]) -> None
 
 
 class Download:
-    """Fetches files of one snapshot, and says how far it is."""
+    """Fetches files of one snapshot, and reports progress."""
 
     def __init__(self, model: str, snapshot: Snapshot, report: Report) -> None:
         self._model = model
@@ -173,7 +171,7 @@ class Download:
             self._stopped.set()
             raise
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)  # after a failure nobody waits for what a lock still holds
+            pool.shutdown(wait=False, cancel_futures=True)  # after a failure, do not wait for a lock
 
     def _fetch_one(self, file: HubFile, rate: TransferRate) -> None:
         snapshot = self._snapshot
@@ -192,7 +190,7 @@ class Download:
         snapshot.link(file)
 
     def _lock(self, out: BufferedWriter) -> None:
-        """Another server may be fetching the same file: then it is waited for, and what it fetched is used."""
+        """Wait while another process fetches the same file; its file is used then."""
         try:
             fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -201,7 +199,7 @@ class Download:
             self._num_waiting -= 1
 
     def _complete(self, file: HubFile, out: BufferedWriter, rate: TransferRate) -> None:
-        """Bring the file to its size, going on behind what an earlier attempt left of it."""
+        """Receive the rest of the file, behind what an earlier attempt left of it."""
         have = out.seek(0, os.SEEK_END)
         if have > file.size:
             have = out.truncate(0)
@@ -227,14 +225,14 @@ class Download:
             )
 
     def _receive(self, url: str, file: HubFile, have: int, out: BufferedWriter, rate: TransferRate) -> HTTPError | None:
-        """One answer of the hub, written as it comes; what broke it off, if asking again may help."""
+        """Write one response of the hub to `out`. Returns what interrupted it, if another request may help."""
         headers = build_hf_headers() | {"Accept-Encoding": "identity"}
         if have:
             headers["Range"] = f"bytes={have}-"
         try:
             with get_session().stream("GET", url, headers=headers, timeout=_TIMEOUT_S) as response:
                 hf_raise_for_status(response)
-                if have and response.status_code != 206:  # a server that knows no ranges begins anew
+                if have and response.status_code != 206:  # the server ignores ranges: from the beginning
                     out.truncate(0)
                     rate.add(-have, is_new=False)
                     have = 0

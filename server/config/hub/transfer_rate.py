@@ -1,4 +1,4 @@
-"""How far a transfer is, how fast it goes and how long it will take. Knows bytes and a clock."""
+"""Progress, speed and remaining time of a transfer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from server.config.options import format_size
 
-_WINDOW_S = 10.0  # the speed is that of the last seconds: what a line gives changes
+_WINDOW_S = 10.0  # the speed is measured over this time
 
 
 class TransferRate:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from engine.errors import StartupError
-from server.config.generation_config import GenerationConfig
+from server.llm.generation_config import GenerationConfig
 
 QWEN = {
     "bos_token_id": 151643,

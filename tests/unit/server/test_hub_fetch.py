@@ -13,6 +13,7 @@ from server.config.hub import files as hub_files
 from server.config.hub.download import HubModel
 from server.config.hub.fetch import fetch
 from server.config.hub.transfer_rate import TransferRate, in_words
+from server.tokenizer.tokenizer import Tokenizer
 from tests.house.rules import ROOT
 from tests.unit.server.fake_hub import COMMIT, FakeHub, etag
 
@@ -46,7 +47,11 @@ def model(hub, *, revision="main", download_dir=None, offline=False, **worker):
 
 def run(hub, **asked):
     """The directory, as a path, of a model fetched without watching."""
-    return hub_files.Path(fetch(model(hub, **asked), lambda phase, fraction, detail: None))
+    return hub_files.Path(fetch(model(hub, **asked), lambda phase, fraction, detail: None, check_tokenizer))
+
+
+def check_tokenizer(directory):
+    Tokenizer.load(directory).close()
 
 
 def refused(hub, **asked):
@@ -183,7 +188,9 @@ def test_two_servers_fetch_a_file_once(hub, tmp_path):
             if "another process fetches 1 of the files" in detail:
                 waits.set()
 
-        second = threading.Thread(target=lambda: found.append(hub_files.Path(fetch(model(hub), report))))
+        second = threading.Thread(
+            target=lambda: found.append(hub_files.Path(fetch(model(hub), report, check_tokenizer)))
+        )
         second.start()
         assert waits.wait(20), told
         assert second.is_alive() and "model.safetensors" not in hub.names_asked

@@ -1,8 +1,7 @@
-"""What a checkpoint says of generating: its end tokens, and the sampling it was made for (`generation_config.json`).
+"""A checkpoint's end tokens and default sampling, from its `generation_config.json`.
 
-`--generation-config` decides as vLLM's does: `auto` reads the model's file, a folder reads that folder's instead, and
-`vllm` leaves the sampling neutral. End tokens count in each case. Knows files and the ranges of requests; knows no
-tokenizer and no engine.
+`--generation-config` works as vLLM's: `auto` reads the model's file, a folder reads that folder's file instead, and
+`vllm` leaves the sampling neutral. End tokens count in each case. Values have the ranges of requests.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _EndTokens = TypeAdapter(list[int], config=ConfigDict(strict=True))
 
 @dataclass(frozen=True, slots=True)
 class GenerationConfig:
-    """In force for every request that does not say otherwise."""
+    """Defaults for the fields that a request leaves out."""
 
     source: str = "neutral"  # the file, or "neutral"
     sampling: Mapping[str, float] = field(default_factory=dict)  # fields of a request, by name
@@ -44,7 +43,7 @@ class GenerationConfig:
         file = folder / FILE
         if choice not in (AUTO, NEUTRAL) and not file.is_file():
             raise StartupError(
-                f"--generation-config names {choice}, which is no folder with a {FILE}.",
+                f"--generation-config names {choice}, which is not a folder with a {FILE}.",
                 f"Give the folder of such a file, or `{AUTO}` for the model's own, or `{NEUTRAL}` for none.",
             )
         values = read_json(file)
@@ -57,15 +56,15 @@ class GenerationConfig:
 
 
 def _sampling(file: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What the file says of sampling, within the ranges of requests."""
+    """The file's sampling fields. Raises `StartupError` for a value that no request may have."""
     try:
         checked = _Sampling.model_validate({name: values.get(name) for name in _fields})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        told = first["msg"][:1].lower() + first["msg"][1:]
+        reason = first["msg"][:1].lower() + first["msg"][1:]
         raise StartupError(
-            f"'{first['loc'][0]}' in {file} is {str(first['input'])[:64]!r}: {told}.",
-            f"Mend that line, or start with --generation-config {NEUTRAL}, which leaves the file's sampling out.",
+            f"'{first['loc'][0]}' in {file} is {str(first['input'])[:64]!r}: {reason}.",
+            f"Correct that line, or start with --generation-config {NEUTRAL}, which leaves the file's sampling out.",
         ) from None
     return {name: value for name in _fields if (value := getattr(checked, name)) is not None}
 
@@ -78,6 +77,6 @@ def _end_tokens(file: Path, values: Mapping[str, Any] | None = None) -> tuple[in
         return tuple(_EndTokens.validate_python(value if isinstance(value, list) else [value]))
     except ValidationError:
         raise StartupError(
-            f"'eos_token_id' in {file} is {str(value)[:64]!r}, which is no token id and no list of them.",
-            "Mend that line.",
+            f"'eos_token_id' in {file} is {str(value)[:64]!r}, which is neither a token id nor a list of them.",
+            "Correct that line.",
         ) from None
