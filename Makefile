@@ -69,8 +69,9 @@ format: $(TOOLS)
 docs: $(TOOLS)
 	@$(BIN)/python -m tests.house.documents
 
-# Tests run two at a time. Threads that wait let go of their core: what runs beside them wants it.
-PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --max-worker-restart 0 --dist loadfile
+# Tests run two at a time, file by file in the order of their folders: those with servers, which take longest, come early.
+# Threads that wait let go of their core: what runs beside them wants it.
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
 WITH_PROCESSES := tests/parallel tests/e2e tests/load
 
 check: lint
