@@ -1,7 +1,4 @@
-"""What a chat answer is bound to: forced calls, the caller's own constraint, or either; thoughts may come before.
-
-Knows constraints and tool plans; the text of grammars is written in `tools.grammar`.
-"""
+"""The grammar of a chat answer: forced calls, the caller's own constraint, or either; thoughts may come before."""
 
 from __future__ import annotations
 
@@ -11,42 +8,50 @@ from typing import Any
 from engine.errors import RequestError
 from engine.sampling_params import Grammar
 from server.chat.prompt import ChatPrompt
-from server.chat.tool_parsers import grammar
+from server.chat.tool_parsers.grammar import SpecialIds, literal, schema_rule
+
+_THOUGHTS = 'thoughts[suffix="</think>"]: /(?s:.*)/\nlines: /\\n{0,2}/'
 
 
-def answer_grammar(own: Grammar | None, prompt: ChatPrompt, marks: grammar.Marks) -> Grammar | None:
-    """`own` is the caller's constraint; `marks` are special ids by name. Raises `RequestError`."""
-    tools = prompt.tools
+def answer_grammar(own: Grammar | None, prompt: ChatPrompt, special_ids: SpecialIds) -> Grammar | None:
+    """What the answer must match, None if any text will do; `own` is the caller's constraint. Raises `RequestError`."""
+    tools = prompt.tool_choice
     if tools is not None and tools.must_call:
         if own is not None and own.kind not in ("json_schema", "json_object"):  # those bind only the content
             message = f"'{own.param}' cannot be combined with a tool_choice that makes the model call a function."
             raise RequestError(message, own.param)
-        return _whole("calls", tools.rules(marks), prompt, "tools")
+        return _whole("calls", tools.call_rules(special_ids), prompt, "tools")
     if own is None and tools is not None and tools.is_strict:
-        body, rules = grammar.free(tools.form, marks)
-        return _whole(body, f"{rules}\n{tools.rules(marks)}", prompt, "tools")
+        body, rules = tools.format.optional_calls(special_ids)
+        return _whole(body, f"{rules}\n{tools.call_rules(special_ids)}", prompt, "tools")
     if own is None or not (tools or prompt.may_think or prompt.is_thinking):
         return own
     rules = _rule("answer", own)
-    if tools is None or tools.form.reader is None:
+    if tools is None or not tools.format.is_parsed:
         return _whole("answer", rules, prompt, own.param)
-    return _whole("(answer | calls)", f"{rules}\n{tools.rules(marks)}", prompt, own.param)
+    return _whole("(answer | calls)", f"{rules}\n{tools.call_rules(special_ids)}", prompt, own.param)
 
 
 def _whole(body: str, rules: str, prompt: ChatPrompt, param: str) -> Grammar:
-    text = grammar.whole(body, rules, may_think=prompt.may_think, is_thinking=prompt.is_thinking)
+    """The grammar of an answer that is `body`; before it a model that thinks may finish its thoughts."""
+    if prompt.is_thinking:
+        text = f"start: thoughts lines {body}\n{_THOUGHTS}\n{rules}"
+    elif prompt.may_think:
+        text = f'start: ("<think>" thoughts lines)? {body}\n{_THOUGHTS}\n{rules}'
+    else:
+        text = f"start: {body}\n{rules}"
     return Grammar("lark", text, param)
 
 
 def _rule(name: str, own: Grammar) -> str:
-    """The caller's constraint as a rule."""
+    """The caller's constraint as a rule. Raises `RequestError` for one that cannot be part of a grammar."""
     if own.kind == "json_schema":
         schema: Any = json.loads(own.text)
-        return grammar.schema_rule(name, schema if isinstance(schema, dict) else {})
+        return schema_rule(name, schema if isinstance(schema, dict) else {})
     if own.kind == "json_object":
-        return grammar.schema_rule(name, {"type": "object"})
+        return schema_rule(name, {"type": "object"})
     if own.kind == "choice":
-        return f"{name}: " + " | ".join(map(grammar.json_text, json.loads(own.text)))
+        return f"{name}: " + " | ".join(map(literal, json.loads(own.text)))
     if own.kind == "regex":
         return f"{name}: /{_escaped(own.text)}/"
     message = "A grammar of the caller's own cannot be combined with tools, nor with a model that thinks first."
@@ -54,7 +59,7 @@ def _rule(name: str, own: Grammar) -> str:
 
 
 def _escaped(pattern: str) -> str:
-    """The expression between slashes: a bare slash or line end inside would end it; `::=` would look like GBNF."""
+    """The expression between slashes: a bare slash or line end inside would end it; `::=` would be taken for GBNF."""
     result: list[str] = []
     after_backslash = False
     for position, character in enumerate(pattern):

@@ -1,7 +1,4 @@
-"""What a reader finds in the text of an answer: words for the person, thoughts, and calls.
-
-Plain values; they know nothing of how any model writes them.
-"""
+"""What a parser finds in the text of an answer: content, reasoning, and tool calls."""
 
 from __future__ import annotations
 
@@ -10,42 +7,42 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class ContentDelta:
     """A piece of the answer's text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Reasoning:
+class ReasoningDelta:
     """A piece of what the model thinks before it answers."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class CallStart:
+class ToolCallStart:
     """A call begins. Its arguments follow."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Arguments:
+class ArgumentsDelta:
     """A piece of the JSON text of the last call's arguments."""
 
     text: str
 
 
-Event = Content | Reasoning | CallStart | Arguments
+MessageEvent = ContentDelta | ReasoningDelta | ToolCallStart | ArgumentsDelta
 
 
-def merged(events: Iterable[Event]) -> list[Event]:
+def merged(events: Iterable[MessageEvent]) -> list[MessageEvent]:
     """The same events with neighbours of one kind joined, empty ones left out."""
-    result: list[Event] = []
+    result: list[MessageEvent] = []
     texts: list[str] = []
     for event in events:
-        if isinstance(event, CallStart):
+        if isinstance(event, ToolCallStart):
             _close(result, texts)
             result.append(event)
         elif event.text:
@@ -57,7 +54,7 @@ def merged(events: Iterable[Event]) -> list[Event]:
     return result
 
 
-def _close(result: list[Event], texts: list[str]) -> None:
+def _close(result: list[MessageEvent], texts: list[str]) -> None:
     """Give the last event the text that was gathered for it."""
     if len(texts) > 1:
         result[-1] = type(result[-1])("".join(texts))

@@ -1,7 +1,6 @@
-"""A chat request's prompt: messages as templates expect them, rendered, and turned into ids.
+"""A chat request's prompt: messages as templates expect them, rendered, and turned into token ids.
 
-Also finds out whether the model thinks before it answers, and whether the prompt ends inside its thoughts. Knows
-templates and the marks of thoughts; knows nothing of generation.
+Also finds out whether the model thinks before it answers, and whether the prompt ends inside its thoughts.
 """
 
 from __future__ import annotations
@@ -13,52 +12,52 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import RequestError
-from server.chat.reasoning_parser import CLOSE, OPEN
-from server.chat.tool_choice import ToolPlan, plan_tools
-from server.chat.tool_parsers import generic
-from server.chat.tool_parsers.registry import ToolFormat, detect
+from server.chat.reasoning_parser import THINK_END, THINK_START
+from server.chat.tool_choice import ToolChoice, resolve_tool_choice
+from server.chat.tool_parsers.base import ToolFormat
+from server.chat.tool_parsers.registry import detect
 from server.protocol.chat_completion import ChatRequest
 from server.protocol.chat_messages import ChatMessage
 from server.tokenizer.tokenizer import Tokenizer
 
-_END = "\ue0c7\ue0f1\ue0c7"  # private characters behind a message to be continued: the prompt is what precedes them
+_CUT_HERE = "\ue0c7\ue0f1\ue0c7"  # added to a message to be continued: the prompt ends there (private use area)
 _MAX_ADDED = 64 * 1024  # characters a template may add to four times its input
-_MAX_END = 256  # characters in which the opening of an answer ends
-_ID_SIZE = 9  # Mistral's templates want ids of so many letters and digits
+_MAX_END = 256  # characters of the prompt's end in which `<think>` is looked for
+_SHORT_ID_SIZE = 9  # letters and digits
 Encode = Callable[[str], Awaitable[list[int]]]
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """The prompt, and what it means for the answer."""
+    """The prompt, and what it implies for the answer."""
 
     ids: tuple[int, ...]
-    tools: ToolPlan | None
+    tool_choice: ToolChoice | None
     may_think: bool  # the answer may begin with thoughts
     is_thinking: bool  # it goes on inside them
 
 
 async def render_prompt(tokenizer: Tokenizer, request: ChatRequest, encode: Encode) -> ChatPrompt:
-    """The prompt of a request, made by the tokenizer's threads; `encode` turns its text into ids.
+    """The prompt of a request, rendered by the tokenizer's threads; `encode` turns text into ids.
 
     Raises `RequestError`.
     """
-    form = detect(tokenizer.template.source)
-    plan = plan_tools(request, form)
+    tool_format = detect(tokenizer.template.source)
+    choice = resolve_tool_choice(request, tool_format)
     size = sum(len(message.text) for message in request.messages)
-    text = await tokenizer.run(lambda: _render(tokenizer, request, form, plan), size)
-    return ChatPrompt(tuple(await encode(text)), plan, *_thoughts(tokenizer, text, request))
+    text = await tokenizer.run(lambda: _render(tokenizer, request, tool_format, choice), size)
+    return ChatPrompt(tuple(await encode(text)), choice, *_thoughts(tokenizer, text, request))
 
 
-def _render(tokenizer: Tokenizer, request: ChatRequest, form: ToolFormat, plan: ToolPlan | None) -> str:
+def _render(tokenizer: Tokenizer, request: ChatRequest, tool_format: ToolFormat, choice: ToolChoice | None) -> str:
     template = tokenizer.template
-    messages = _messages(request.messages, form, "developer" in template.source)
-    tools = plan.for_template() if plan else None
-    if not form.in_template:
-        takes = {"takes_system": template.takes_system, "takes_runs": template.takes_runs}
-        messages, tools = generic.tell(messages, tools, **takes), None
+    messages = _messages(request.messages, tool_format.short_call_ids, "developer" in template.source)
+    tools = choice.for_template() if choice else None
+    if tool_format.write_into_messages is not None:
+        takes = template.takes_system, template.takes_runs
+        messages, tools = tool_format.write_into_messages(messages, tools, *takes), None
     if request.continue_final_message:
-        messages[-1] = {**messages[-1], "content": messages[-1]["content"] + _END}
+        messages[-1] = {**messages[-1], "content": messages[-1]["content"] + _CUT_HERE}
     variables = _variables(request, template.source)
     size = _size([messages, tools, variables])
     text = template.render(messages, request.opens_answer, 4 * size + _MAX_ADDED, tools=tools, variables=variables)
@@ -75,7 +74,7 @@ def _size(value: Any) -> int:
 
 
 def _variables(request: ChatRequest, source: str) -> dict[str, Any]:
-    """What the caller sets for the template."""
+    """The variables that the caller sets for the template. Raises `RequestError`."""
     variables = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         if "reasoning_effort" not in source:
@@ -86,7 +85,7 @@ def _variables(request: ChatRequest, source: str) -> dict[str, Any]:
 
 
 def _cut(text: str) -> str:
-    end = text.rfind(_END)
+    end = text.rfind(_CUT_HERE)
     if end < 0:
         message = "This model's chat template does not show the last message as it is, so it cannot be continued."
         raise RequestError(message, "continue_final_message")
@@ -96,32 +95,31 @@ def _cut(text: str) -> str:
 def _thoughts(tokenizer: Tokenizer, text: str, request: ChatRequest) -> tuple[bool, bool]:
     """(the answer may begin with thoughts, it goes on inside them)."""
     source, token_to_id = tokenizer.template.source, tokenizer.backend.token_to_id
-    in_vocabulary = token_to_id(OPEN) is not None and token_to_id(CLOSE) is not None
-    if not in_vocabulary and OPEN not in source and CLOSE not in source:
+    in_vocabulary = token_to_id(THINK_START) is not None and token_to_id(THINK_END) is not None
+    if not in_vocabulary and THINK_START not in source and THINK_END not in source:
         return False, False
     if request.continue_final_message:
         last = request.messages[-1].text
-        return not last.strip(), last.rfind(OPEN) > last.rfind(CLOSE)
+        return not last.strip(), last.rfind(THINK_START) > last.rfind(THINK_END)
     end = text[-_MAX_END:].rstrip()
-    return not end.endswith((OPEN, CLOSE)), end.endswith(OPEN)
+    return not end.endswith((THINK_START, THINK_END)), end.endswith(THINK_START)
 
 
-def _messages(given: list[ChatMessage], form: ToolFormat, has_developer: bool) -> list[dict[str, Any]]:
-    """The conversation as Hugging Face templates are written for."""
+def _messages(given: list[ChatMessage], short_ids: bool, has_developer: bool) -> list[dict[str, Any]]:
+    """The conversation in the form that Hugging Face templates are written for."""
     names: dict[str, str] = {}  # of called functions, by the call's id
-    short_ids = form.name.startswith("mistral")
     messages = []
     for message in given:
         role = "system" if message.role == "developer" and not has_developer else message.role
-        told: dict[str, Any] = {"role": role, "content": message.text}
+        written: dict[str, Any] = {"role": role, "content": message.text}
         name = message.name or names.get(message.tool_call_id or "")
         if name is not None:
-            told["name"] = name
+            written["name"] = name
         if message.thoughts is not None and message.role == "assistant":
-            told |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), message.thoughts)
+            written |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), message.thoughts)
         if message.tool_calls:
             names |= {call.id: call.function.name for call in message.tool_calls}
-            told["tool_calls"] = [
+            written["tool_calls"] = [
                 {
                     "id": _short(call.id) if short_ids else call.id,
                     "type": "function",
@@ -130,8 +128,8 @@ def _messages(given: list[ChatMessage], form: ToolFormat, has_developer: bool) -
                 for call in message.tool_calls
             ]
         if message.tool_call_id is not None:
-            told["tool_call_id"] = _short(message.tool_call_id) if short_ids else message.tool_call_id
-        messages.append(told)
+            written["tool_call_id"] = _short(message.tool_call_id) if short_ids else message.tool_call_id
+        messages.append(written)
     return messages
 
 
@@ -145,7 +143,7 @@ def _arguments(text: str) -> Any:
 
 
 def _short(call_id: str) -> str:
-    """The same id in the form that the template accepts."""
-    if len(call_id) == _ID_SIZE and call_id.isalnum() and call_id.isascii():
+    """The same id in the form that Mistral's templates accept."""
+    if len(call_id) == _SHORT_ID_SIZE and call_id.isalnum() and call_id.isascii():
         return call_id
-    return hashlib.blake2b(call_id.encode(), digest_size=8).hexdigest()[:_ID_SIZE]
+    return hashlib.blake2b(call_id.encode(), digest_size=8).hexdigest()[:_SHORT_ID_SIZE]

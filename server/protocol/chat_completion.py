@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from server.protocol.base import INT32_MAX, MAX_LOGPROBS, WHOLE, FieldError
-from server.protocol.chat_messages import ChatMessage, JsonObject, Tool, ToolChoice
+from server.protocol.chat_messages import ChatMessage, JsonObject, Tool, ToolChoiceOption
 from server.protocol.sampling import SamplingFields
 
 MAX_MESSAGES = 4096
@@ -48,7 +48,7 @@ class ChatRequest(SamplingFields):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = Field(
         None, description="functions that may be called; an empty list is none"
     )
-    tool_choice: ToolChoice | None = Field(
+    tool_choice: ToolChoiceOption | None = Field(
         None,
         description="`none`, `auto` (the default with tools), `required`, one by name, or `allowed_tools`; a call that "
         "is required or named always matches the schema of its arguments",

@@ -188,7 +188,7 @@ def _choice_form(value: Any) -> str | None:
     return {"function": "form:named", "allowed_tools": "form:allowed"}.get(kind) if isinstance(kind, str) else None
 
 
-ToolChoice = Annotated[
+ToolChoiceOption = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("form:word")]
     | Annotated[NamedChoice, Tag("form:named")]
     | Annotated[AllowedChoice, Tag("form:allowed")],

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from server.chat.events import Arguments, CallStart, Content, Event, Reasoning, merged
+from server.chat.events import ArgumentsDelta, ContentDelta, MessageEvent, ReasoningDelta, ToolCallStart, merged
 from server.chat.message_parser import AnswerShape, MessageParser
 from server.json_text import dumps, json_text
 from server.llm.generation import Generation
@@ -30,7 +30,7 @@ class ChatCompletionWriter(ResponseWriter):
     ) -> None:
         super().__init__(head, tokenizer, generation, details)
         self._is_plain = shape.is_plain
-        self._readers = [MessageParser(shape) for _ in generation.choices]
+        self._parsers = [MessageParser(shape) for _ in generation.choices]
         self._num_calls = [0] * len(generation.choices)
 
     def opening(self, num_choices: int) -> Iterable[bytes]:
@@ -42,11 +42,11 @@ class ChatCompletionWriter(ResponseWriter):
         if self._is_plain:
             return super().chunk(delta)
         self._counted += delta.num_tokens
-        reader = self._readers[delta.index]
-        pieces = [self._event_piece(delta.index, event) for event in reader.read(delta)]
+        parser = self._parsers[delta.index]
+        pieces = [self._event_piece(delta.index, event) for event in parser.push(delta)]
         if not (pieces or delta.scores or delta.finish_reason or self._has_extras):
             return None
-        finish = {"finish_reason": reader.finish_reason(delta), "stop_reason": delta.stop_reason}
+        finish = {"finish_reason": parser.finish_reason(delta), "stop_reason": delta.stop_reason}
         if not pieces:
             pieces = ['"delta":{"content":""}' if delta.scores else '"delta":{}']
         if len(pieces) == 1:
@@ -57,14 +57,14 @@ class ChatCompletionWriter(ResponseWriter):
         parts[-1] = replace(parts[-1], **finish)
         return b"".join(map(self._event, parts, pieces))
 
-    def _event_piece(self, index: int, event: Event) -> str:
-        """The member `delta` for one thing that was read."""
-        if isinstance(event, Content):
+    def _event_piece(self, index: int, event: MessageEvent) -> str:
+        """The member `delta` of one event."""
+        if isinstance(event, ContentDelta):
             return f'"delta":{{"content":{json_text(event.text)}}}'
-        if isinstance(event, Reasoning):
+        if isinstance(event, ReasoningDelta):
             text = json_text(event.text)
             return f'"delta":{{"reasoning_content":{text},"reasoning":{text}}}'
-        if isinstance(event, CallStart):
+        if isinstance(event, ToolCallStart):
             self._num_calls[index] += 1
             call = {"index": self._num_calls[index] - 1, **_call(event.name, "")}
         else:
@@ -82,14 +82,14 @@ class ChatCompletionWriter(ResponseWriter):
     def _whole_choice(self, index: int, pieces: Sequence[Delta]) -> dict[str, Any]:
         whole = super()._whole_choice(index, pieces)
         if not self._is_plain:
-            reader = self._readers[index]
-            events = merged([event for piece in pieces for event in reader.read(piece)])
+            parser = self._parsers[index]
+            events = merged([event for piece in pieces for event in parser.push(piece)])
             whole["message"] = _message(events)
-            whole["finish_reason"] = reader.finish_reason(pieces[-1])
+            whole["finish_reason"] = parser.finish_reason(pieces[-1])
         return whole
 
     def _usage(self, generation: Generation) -> dict[str, Any]:
-        thoughts = sum(reader.reasoning_tokens for reader in self._readers)
+        thoughts = sum(parser.reasoning_tokens for parser in self._parsers)
         return {**usage(generation), "completion_tokens_details": {"reasoning_tokens": thoughts}}
 
     def _make_columns(self) -> dict[str, Callable[[TokenScore], Any]]:
@@ -117,15 +117,15 @@ def _call(name: str, arguments: str) -> dict[str, Any]:
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
-def _message(events: Sequence[Event]) -> dict[str, Any]:
+def _message(events: Sequence[MessageEvent]) -> dict[str, Any]:
     """A whole message. `content` is null only when there are calls instead."""
-    content = "".join(event.text for event in events if isinstance(event, Content))
-    thoughts = "".join(event.text for event in events if isinstance(event, Reasoning))
+    content = "".join(event.text for event in events if isinstance(event, ContentDelta))
+    thoughts = "".join(event.text for event in events if isinstance(event, ReasoningDelta))
     calls: list[dict[str, Any]] = []
     for event in events:
-        if isinstance(event, CallStart):
+        if isinstance(event, ToolCallStart):
             calls.append(_call(event.name, ""))
-        elif isinstance(event, Arguments):
+        elif isinstance(event, ArgumentsDelta):
             calls[-1]["function"]["arguments"] += event.text
     message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
     if thoughts:

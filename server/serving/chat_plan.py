@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from server.chat.answer_grammar import answer_grammar
 from server.chat.message_parser import AnswerShape
 from server.chat.prompt import render_prompt
-from server.chat.reasoning_parser import CLOSE, OPEN
+from server.chat.reasoning_parser import THINK_END, THINK_START
 from server.llm.async_llm import AsyncLLM, ProcessedRequest
 from server.llm.structured_output import constraint_of
 from server.protocol.chat_completion import ChatRequest
@@ -35,9 +35,9 @@ async def plan_chat(service: AsyncLLM, request: ChatRequest) -> ChatPlan:
 
     prompt = await render_prompt(tokenizer, request, encode)
     service.check_ids(prompt.ids, "messages")
-    names = prompt.tools.form.marks if prompt.tools else ()
+    names = prompt.tool_choice.format.delimiters if prompt.tool_choice else ()
     if prompt.may_think or prompt.is_thinking:
-        names = (*names, OPEN, CLOSE)
+        names = (*names, THINK_START, THINK_END)
     marks = _special(tokenizer, names)
     plan = await service.plan(
         request,
@@ -48,7 +48,7 @@ async def plan_chat(service: AsyncLLM, request: ChatRequest) -> ChatPlan:
         shown=frozenset(marks.values()),
         param="messages",
     )
-    return ChatPlan(plan, AnswerShape(prompt.may_think, prompt.is_thinking, prompt.tools))
+    return ChatPlan(plan, AnswerShape(prompt.may_think, prompt.is_thinking, prompt.tool_choice))
 
 
 def _special(tokenizer: Tokenizer, marks: tuple[str, ...]) -> dict[str, int]:

@@ -1,1 +1,1 @@
-"""Tool calls: which format a model writes them in, how to read it piece by piece, and how to force it."""
+"""Formats of tool calls: which one a model writes, a streaming parser for each, and grammars that force calls."""

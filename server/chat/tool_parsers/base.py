@@ -1,43 +1,67 @@
-"""Reads the calls in a model's text as it grows: what every way of writing them has in common, and the Hermes way.
+"""What the formats of tool calls have in common: the description of one (`ToolFormat`) and its parser (`ToolParser`).
 
-Whatever is not a call is content, character for character; so is a beginning that never became one. Every character is
-looked at a bounded number of times (`scanned` counts), and how the text is cut into pieces never matters. Knows the
-marks of formats; knows nothing of templates, grammars or JSON answers.
+A parser reads a model's text as it grows. What is not a call is content, character for character; so is a beginning
+that never became a call. A character is looked at a bounded number of times (`scanned` counts), and how the text is cut
+into pieces does not matter.
 """
 
 from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from server.chat.events import Arguments, CallStart, Content, Event, merged
-from server.chat.tool_parsers.call_parser import CallReader, NoCallError
+from server.chat.events import ArgumentsDelta, ContentDelta, MessageEvent, ToolCallStart, merged
+from server.chat.tool_parsers.call_parser import CallParser, NoCallError
+from server.chat.tool_parsers.grammar import SpecialIds, ToolSchema
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """One way of writing calls. Grammars are in the Lark dialect of llguidance."""
+
+    name: str
+    parser: type[ToolParser]
+    delimiters: tuple[str, ...]  # kept in the text that the parser reads, even where they are special tokens
+    matches: Callable[[str], bool]  # whether a chat template, given its source, is written for this format
+    # (tools, most calls, special ids) -> rules for `calls`: one call of one of the tools, or several where the format
+    # has a way; and for `tail`, the same without the delimiter that begins it, where `optional_calls` uses it.
+    forced_calls: Callable[[Sequence[ToolSchema], int, SpecialIds], str]
+    # special ids -> (body, rules): any text, and then perhaps `calls`; what begins like a call becomes one.
+    optional_calls: Callable[[SpecialIds], tuple[str, str]]
+    is_parsed: bool = True  # False: only forced calls can be parsed, the model's own have no parser here
+    short_call_ids: bool = False  # the template accepts ids of nine letters and digits only
+    # For templates that know nothing of tools: the messages, with the tools and calls in their text.
+    write_into_messages: Callable[[Messages, list[dict[str, Any]] | None, bool, bool], Messages] | None = None
 
 
 class ToolParser(ABC):
-    """The state of one answer: it either searches the text for marks, or follows a call character by character."""
+    """The state of one answer: it either searches the text for delimiters, or follows a call by its characters."""
 
-    MARKS: tuple[str, ...]
+    DELIMITERS: tuple[str, ...]  # those that may begin a call, or end one
 
     def __init__(self, names: Collection[str], parallel: bool = True) -> None:
-        """`names` may be called; without `parallel` only the first call counts, and whatever follows it is left out."""
+        """`names` are the callable functions; without `parallel`, whatever follows the first call is left out."""
         self.scanned = 0  # characters looked at
         self._names = names
         self._parallel = parallel
-        self._pattern = re.compile("|".join(map(re.escape, self.MARKS)))
+        self._pattern = re.compile("|".join(map(re.escape, self.DELIMITERS)))
         self._searching = True
-        self._held = ""  # the end of the searched text, while it may be the beginning of a mark
-        self._call: CallReader | None = None
+        self._held = ""  # the end of the searched text, while it may be the beginning of a delimiter
+        self._call: CallParser | None = None
         self._attempt: list[str] = []  # what is content if it turns out to be no call
-        self._sink: type[Content | Arguments] = Content  # arguments that went wrong go on to the next mark
-        self._blank: list[str] = []  # white space that is shown only if words follow
+        self._sink: type[ContentDelta | ArgumentsDelta] = ContentDelta  # broken arguments last to the next delimiter
+        self._blank: list[str] = []  # white space that is content only if other characters follow
         self._has_words = False  # since the start, or since the last call
         self._num_calls = 0
 
-    def push(self, text: str) -> list[Event]:
-        """What this piece of text completes."""
-        events: list[Event] = []
+    def push(self, text: str) -> list[MessageEvent]:
+        """The events that this piece of text completes."""
+        events: list[MessageEvent] = []
         text, self._held = self._held + text, ""
         position = 0
         while position < len(text):
@@ -45,27 +69,27 @@ class ToolParser(ABC):
                 position = self._search(text, position, events)
             else:
                 self.scanned += 1
-                position += self._step(text[position], events)
-        return merged(self._gate(events))
+                position += self._on_character(text[position], events)
+        return merged(self._without_packing(events))
 
-    def flush(self) -> list[Event]:
-        """What was held back, when no more text comes."""
-        rest: list[Event] = [Content("".join(self._attempt)), self._sink(self._held)]
+    def flush(self) -> list[MessageEvent]:
+        """The events of what was held back, when no more text comes."""
+        rest: list[MessageEvent] = [ContentDelta("".join(self._attempt)), self._sink(self._held)]
         self._attempt, self._held = [], ""
-        events = self._gate(rest)
+        events = self._without_packing(rest)
         blank, self._blank = "".join(self._blank), []
-        return merged([*events, Content("" if self._num_calls else blank)])
+        return merged([*events, ContentDelta("" if self._num_calls else blank)])
 
     @abstractmethod
-    def _mark(self, mark: str, events: list[Event]) -> None:
-        """A mark was found."""
+    def _on_delimiter(self, delimiter: str, events: list[MessageEvent]) -> None:
+        """A delimiter was found. To follow what comes after it, call `_begin_call` or clear `_searching`."""
 
     @abstractmethod
-    def _step(self, character: str, events: list[Event]) -> bool:
-        """Follow one character. False: it was not taken in, and from here on the text is searched again."""
+    def _on_character(self, character: str, events: list[MessageEvent]) -> bool:
+        """Follow one character. False: it was not consumed, and is looked at again."""
 
-    def _search(self, text: str, position: int, events: list[Event]) -> int:
-        """Look for the next mark; the new position."""
+    def _search(self, text: str, position: int, events: list[MessageEvent]) -> int:
+        """Look for the next delimiter; the new position."""
         found = self._pattern.search(text, position)
         end = found.end() if found else len(text)
         self.scanned += end - position
@@ -75,27 +99,28 @@ class ToolParser(ABC):
             self._held = text[end - keep :]
         else:
             events.append(self._sink(text[position : found.start()]))
-            self._sink = Content
-            self._mark(found[0], events)
+            self._sink = ContentDelta
+            self._on_delimiter(found[0], events)
         return end
 
     def _partial(self, text: str, position: int) -> int:
-        """How many characters at the end may be the beginning of a mark."""
-        most = max(map(len, self.MARKS)) - 1
+        """How many characters at the end may be the beginning of a delimiter."""
+        most = max(map(len, self.DELIMITERS)) - 1
         for size in range(min(most, len(text) - position), 0, -1):
-            if any(mark.startswith(text[-size:]) for mark in self.MARKS):
+            if any(delimiter.startswith(text[-size:]) for delimiter in self.DELIMITERS):
                 return size
         return 0
 
     def _begin_call(self, attempt: str, name: str | None = None) -> None:
+        """From here on a call is expected; `attempt` is content if none comes. `name`: only its arguments follow."""
         self._searching = False
-        self._call = CallReader(self._names, name)
+        self._call = CallParser(self._names, name)
         self._attempt = [attempt]
 
-    def _step_call(self, call: CallReader, character: str, events: list[Event]) -> bool:
-        """One character of the current call."""
+    def _follow_call(self, call: CallParser, character: str, events: list[MessageEvent]) -> bool:
+        """`_on_character` inside the current call."""
         try:
-            events += call.step(character)
+            events += call.push(character)
         except NoCallError:
             return self._give_up(events)
         if not call.announced:
@@ -105,56 +130,31 @@ class ToolParser(ABC):
         if call.done or call.broken:
             self._call = None
             self._searching = True
-            self._sink = Arguments if call.broken else Content
+            self._sink = ArgumentsDelta if call.broken else ContentDelta
         return True
 
-    def _give_up(self, events: list[Event]) -> bool:
-        """The attempt was no call: it is content. The character that showed it has not been taken in."""
-        events.append(Content("".join(self._attempt)))
+    def _give_up(self, events: list[MessageEvent]) -> bool:
+        """The attempt was no call: it is content. The character that showed it has not been consumed."""
+        events.append(ContentDelta("".join(self._attempt)))
         self._attempt, self._call = [], None
         self._searching = True
         return False
 
-    def _gate(self, events: list[Event]) -> list[Event]:
-        """White space around calls is their packing, not part of the answer."""
-        shown: list[Event] = []
+    def _without_packing(self, events: list[MessageEvent]) -> list[MessageEvent]:
+        """Without the white space around calls; and, where only one call may come, without what follows it."""
+        kept: list[MessageEvent] = []
         for event in events:
-            if isinstance(event, CallStart):
+            if isinstance(event, ToolCallStart):
                 self._num_calls += 1
                 self._blank, self._has_words = [], False
-            elif isinstance(event, Content):
+            elif isinstance(event, ContentDelta):
                 if self._num_calls and not self._parallel:
                     continue
                 if not self._has_words and not event.text.strip():
                     self._blank.append(event.text)
                     continue
-                event = Content("".join([*self._blank, event.text]))
+                event = ContentDelta("".join([*self._blank, event.text]))
                 self._blank, self._has_words = [], True
             if self._parallel or self._num_calls < 2:
-                shown.append(event)
-        return shown
-
-
-class HermesToolParser(ToolParser):
-    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as often as the model likes: Qwen, Hermes and others."""
-
-    MARKS = ("<tool_call>", "</tool_call>")
-
-    def __init__(self, names: Collection[str], parallel: bool = True) -> None:
-        super().__init__(names, parallel)
-        self._unclosed = False  # a call is complete and its end mark has not come
-
-    def _mark(self, mark: str, events: list[Event]) -> None:
-        if mark == self.MARKS[0]:
-            self._begin_call(mark)
-        elif not self._unclosed:
-            events.append(Content(mark))
-        self._unclosed = False
-
-    def _step(self, character: str, events: list[Event]) -> bool:
-        call = self._call
-        if call is None:
-            return self._give_up(events)
-        taken = self._step_call(call, character, events)
-        self._unclosed = call.announced
-        return taken
+                kept.append(event)
+        return kept

@@ -1,8 +1,7 @@
-"""Reads one call, character by character: as an object with a name and arguments, or as the bare arguments.
+"""Parses one call, character by character: an object with a name and arguments, or the bare arguments.
 
 A call is announced once its name is known to be one of the tools and its arguments begin; from there on its arguments
-are handed out as they come. Before that, anything wrong makes the whole no call at all. Knows nothing of the marks
-around a call.
+are returned as they come. Before that, anything wrong makes the whole no call at all.
 """
 
 from __future__ import annotations
@@ -10,17 +9,17 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 
-from server.chat.events import Arguments, CallStart, Event
+from server.chat.events import ArgumentsDelta, MessageEvent, ToolCallStart
 from server.chat.tool_parsers.json_scanner import JsonScanner, MalformedError
 
 _ARGUMENT_KEYS = ("arguments", "parameters")
 
 
 class NoCallError(ValueError):
-    """What was read so far is not a call of any tool. The character that showed it has not been taken in."""
+    """What came so far is not a call of any tool. The character that showed it has not been consumed."""
 
 
-class CallReader:
+class CallParser:
     """One call. After `announced` it can only end (`done`) or break off."""
 
     def __init__(self, names: Collection[str], name: str | None = None) -> None:
@@ -29,48 +28,48 @@ class CallReader:
         self._is_bare = name is not None
         self._scanner = JsonScanner()
         self._name = name
-        self._value: list[str] | None = None  # of the name or of arguments that cannot be handed out yet
+        self._value: list[str] | None = None  # of the name, or of arguments that cannot be returned yet
         self._arguments = ""  # complete, before the name was known
-        self._streams = False  # the value that passes is handed out as it comes
+        self._streams = False  # the current value is the arguments, returned as they come
         self.announced = False
         self.broken = False  # after the announcement something came that is not JSON
         self.done = False
 
-    def step(self, character: str) -> list[Event]:
-        """Take in one character. Raises `NoCallError`."""
+    def push(self, character: str) -> list[MessageEvent]:
+        """The events that one character completes. Raises `NoCallError`."""
         if self.broken:
-            return [Arguments(character)]
+            return [ArgumentsDelta(character)]
         if not self._scanner.depth and character != "{" and not character.isspace():
             raise NoCallError  # a call is an object
         try:
-            self._scanner.step(character)
+            self._scanner.push(character)
         except MalformedError:
             return self._break(character)
         if self._is_bare:
             return self._bare(character)
         return self._in_object(character)
 
-    def _break(self, character: str) -> list[Event]:
+    def _break(self, character: str) -> list[MessageEvent]:
         if not self.announced:
             raise NoCallError
         self.broken = True
-        return [Arguments(character)]
+        return [ArgumentsDelta(character)]
 
-    def _bare(self, character: str) -> list[Event]:
+    def _bare(self, character: str) -> list[MessageEvent]:
         if not self.announced and character.isspace():
             return []
-        events: list[Event] = [] if self.announced else [CallStart(self._name or "")]
+        events: list[MessageEvent] = [] if self.announced else [ToolCallStart(self._name or "")]
         self.announced = True
         self.done = self._scanner.done
-        return [*events, Arguments(_escaped(character, self._scanner.in_string))]
+        return [*events, ArgumentsDelta(_escaped(character, self._scanner.in_string))]
 
-    def _in_object(self, character: str) -> list[Event]:
+    def _in_object(self, character: str) -> list[MessageEvent]:
         scanner = self._scanner
-        events: list[Event] = []
+        events: list[MessageEvent] = []
         if scanner.value_began:
             self._begin_value(character, events)
         if self._streams:
-            events.append(Arguments(_escaped(character, scanner.in_string)))
+            events.append(ArgumentsDelta(_escaped(character, scanner.in_string)))
         elif self._value is not None and not scanner.ended_before:
             self._value.append(_escaped(character, scanner.in_string))
         if scanner.value_ended:
@@ -79,7 +78,7 @@ class CallReader:
             self._end_call(events)
         return events
 
-    def _begin_value(self, character: str, events: list[Event]) -> None:
+    def _begin_value(self, character: str, events: list[MessageEvent]) -> None:
         key = self._scanner.key
         if key == "name" and self._name is None:
             if character != '"':
@@ -94,7 +93,7 @@ class CallReader:
             else:
                 self._value = []
 
-    def _end_value(self, events: list[Event]) -> None:
+    def _end_value(self, events: list[MessageEvent]) -> None:
         self._streams = False
         if self._value is None:
             return
@@ -107,18 +106,18 @@ class CallReader:
             self._arguments = _as_object(text)
         if self._name is not None and self._arguments:
             self._announce(events)
-            events.append(Arguments(self._arguments))
+            events.append(ArgumentsDelta(self._arguments))
 
-    def _announce(self, events: list[Event]) -> None:
+    def _announce(self, events: list[MessageEvent]) -> None:
         self.announced = True
-        events.append(CallStart(self._name or ""))
+        events.append(ToolCallStart(self._name or ""))
 
-    def _end_call(self, events: list[Event]) -> None:
+    def _end_call(self, events: list[MessageEvent]) -> None:
         if self._name is None:
             raise NoCallError
         if not self.announced:
             self._announce(events)
-            events.append(Arguments("{}"))
+            events.append(ArgumentsDelta("{}"))
         self.done = True
 
 
@@ -143,5 +142,5 @@ def _is_object(text: str) -> bool:
 
 
 def _escaped(character: str, in_string: bool) -> str:
-    """Models write line ends into strings as they are; JSON wants them escaped."""
+    """The character, escaped where JSON requires it: models write line ends into strings as they are."""
     return json.dumps(character)[1:-1] if in_string and character < " " else character

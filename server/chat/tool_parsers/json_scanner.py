@@ -1,7 +1,4 @@
-"""Reads one JSON value character by character and notices the first that cannot be there.
-
-Reports keys and values of the outermost object as they pass. Knows nothing of tools.
-"""
+"""Follows one JSON value character by character, and raises at the first character that cannot be there."""
 
 from __future__ import annotations
 
@@ -22,8 +19,8 @@ class MalformedError(ValueError):
 class JsonScanner:
     """The state between two characters.
 
-    After each `step`: `value_began` (this character is the first of a value in the outermost object), `value_ended` (a
-    value there is complete; `ended_before` tells that this character comes after it), `done` (the whole is complete).
+    After each `push`: `value_began` (this character is the first of a value in the outermost object), `value_ended` (a
+    value there is complete; `ended_before`: this character comes after it), `done` (the whole is complete).
     """
 
     def __init__(self) -> None:
@@ -45,8 +42,8 @@ class JsonScanner:
     def in_string(self) -> bool:
         return self._in_string
 
-    def step(self, character: str) -> None:
-        """Take in one character. Raises `MalformedError`."""
+    def push(self, character: str) -> None:
+        """Follow one character. Raises `MalformedError`."""
         self.value_began = self.value_ended = self.ended_before = False
         if self._in_string:
             self._string(character)

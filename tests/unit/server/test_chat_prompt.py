@@ -41,7 +41,7 @@ def _prompt(source, messages, **fields):
         loaded.close()
 
 
-def test_calls_are_told_as_templates_expect_them():
+def test_calls_are_given_as_templates_expect_them():
     text, _ = _prompt(DUMP, TURNS, tools=[TOOL])
     lines = text.split("\n")
     assert '"tool_calls": [{"id": "call_1", "type": "function", "function": ' in lines[1]
@@ -75,13 +75,13 @@ def test_a_conversation_with_calls_fits_every_template(source):
     text, prompt = _prompt(source, TURNS, tools=[TOOL])
     assert '"f"' in text
     assert "[1]" in text
-    assert prompt.tools is not None
+    assert prompt.tool_choice is not None
 
 
 def test_a_template_without_tools_gets_them_as_words():
     text, prompt = _prompt(templates.PLAIN, [{"role": "system", "content": "s"}, *TURNS], tools=[TOOL])
-    assert prompt.tools is not None
-    assert prompt.tools.form.name == "generic"
+    assert prompt.tool_choice is not None
+    assert prompt.tool_choice.format.name == "generic"
     assert text.startswith(
         '<|im_start|>system\ns\n\nYou can call these functions; each line describes one as JSON:\n{"'
     )
@@ -99,7 +99,7 @@ RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "c"}
 def test_tools_reach_templates_with_no_system_or_strict_turns(source, opening):
     """What the template gets is what transformers makes of the same words in turns that the template takes."""
     text, prompt = _prompt(source, [*opening, *TURNS, RESULT, {"role": "user", "content": "d"}], tools=[TOOL])
-    assert prompt.tools is not None
+    assert prompt.tool_choice is not None
     words = text[text.index("You can call") : text.index(" and nothing else.") + len(" and nothing else.")]
     assert '"name": "f"' in words
     call = '<tool_call>\n{"name": "f", "arguments": {"x": [1]}}\n</tool_call>'

@@ -1,8 +1,9 @@
-"""Grammars of forced calls: they compile, they admit what the readers read, and nothing outside the schema."""
+"""Tool formats: grammars admit what the parsers parse and nothing outside the schema; detection; a new format."""
 
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import llguidance
@@ -10,10 +11,16 @@ import pytest
 
 from engine.sampling_params import Grammar
 from server.chat.answer_grammar import answer_grammar
-from server.chat.events import Arguments, CallStart, merged
+from server.chat.events import ArgumentsDelta, ContentDelta, ToolCallStart, merged
 from server.chat.prompt import ChatPrompt
-from server.chat.tool_choice import plan_tools
-from server.chat.tool_parsers import registry as formats
+from server.chat.tool_choice import resolve_tool_choice
+from server.chat.tool_parsers import registry
+from server.chat.tool_parsers.base import ToolFormat, ToolParser
+from server.chat.tool_parsers.grammar import call_objects, text_then_calls
+from server.chat.tool_parsers.hermes import HERMES, UNKNOWN
+from server.chat.tool_parsers.llama import LLAMA
+from server.chat.tool_parsers.mistral import MISTRAL, MISTRAL_NAMED
+from server.chat.tool_parsers.registry import FORMATS, detect
 from server.protocol.chat_completion import ChatRequest
 
 DEMO = Path(__file__).resolve().parents[3] / "models" / "oarlock-demo"
@@ -28,7 +35,6 @@ TOOLS = [
     {"type": "function", "function": {"name": "now"}},
 ]
 GOOD = '{"city":"Zürich","days":3}'
-FORMS = [formats.HERMES, formats.LLAMA, formats.MISTRAL, formats.MISTRAL_NAMED, formats.GENERIC, formats.UNKNOWN]
 
 
 @pytest.fixture(scope="module")
@@ -47,81 +53,82 @@ def _admits(compiler, grammar: Grammar, text: str) -> bool:
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
-def _grammar(form, own=None, think=(False, False), **fields) -> Grammar:
+def _grammar(tool_format, own=None, think=(False, False), **fields) -> Grammar:
     messages = [{"role": "user", "content": "x"}]
     request = ChatRequest.model_validate({"messages": messages, "tools": TOOLS, "tool_choice": "required", **fields})
-    grammar = answer_grammar(own, ChatPrompt((1,), plan_tools(request, form), *think), {})
+    grammar = answer_grammar(own, ChatPrompt((1,), resolve_tool_choice(request, tool_format), *think), {})
     assert grammar is not None
     return grammar
 
 
-def _written(form, arguments=GOOD, name="weather"):
+def _written(tool_format, arguments=GOOD, name="weather"):
     body = f'{{"name": "{name}", "arguments": {arguments}}}'
     return {
         "llama3": f'{{"name": "{name}", "parameters": {arguments}}}',
         "mistral": f"[TOOL_CALLS][{body}]",
         "mistral_named": f"[TOOL_CALLS]{name}[ARGS]{arguments}",
-    }.get(form.name, f"<tool_call>\n{body}\n</tool_call>")
+    }.get(tool_format.name, f"<tool_call>\n{body}\n</tool_call>")
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
-def test_a_forced_call_matches_its_schema_and_can_be_read(compiler, form):
-    grammar, named = _grammar(form), _grammar(form, tool_choice={"type": "function", "function": {"name": "now"}})
-    text = _written(form)
+@pytest.mark.parametrize("tool_format", [*FORMATS, UNKNOWN], ids=lambda tool_format: tool_format.name)
+def test_a_forced_call_matches_its_schema_and_can_be_parsed(compiler, tool_format):
+    grammar = _grammar(tool_format)
+    named = _grammar(tool_format, tool_choice={"type": "function", "function": {"name": "now"}})
+    text = _written(tool_format)
     assert _admits(compiler, grammar, text)
     assert not _admits(compiler, named, text)
-    assert _admits(compiler, named, _written(form, "{}", "now"))
+    assert _admits(compiler, named, _written(tool_format, "{}", "now"))
     for wrong in ('{"city":"Z"}', '{"city":"Z","days":10}', '{"city":1,"days":3}', '{"city": "Z", "days": 3}', "{}"):
-        assert not _admits(compiler, grammar, _written(form, wrong))
+        assert not _admits(compiler, grammar, _written(tool_format, wrong))
     assert not _admits(compiler, grammar, "words " + text)
     assert not _admits(compiler, grammar, text[:-2])
     request = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}], "tools": TOOLS})
-    plan = plan_tools(request.model_copy(update={"tool_choice": "required"}), form)
-    assert plan is not None
-    reader = plan.reader()
-    assert merged([*reader.push(text), *reader.flush()]) == [CallStart("weather"), Arguments(GOOD)]
+    choice = resolve_tool_choice(request.model_copy(update={"tool_choice": "required"}), tool_format)
+    assert choice is not None
+    parser = choice.parser()
+    assert merged([*parser.push(text), *parser.flush()]) == [ToolCallStart("weather"), ArgumentsDelta(GOOD)]
 
 
-@pytest.mark.parametrize("form", [formats.HERMES, formats.MISTRAL_NAMED], ids=lambda form: form.name)
-def test_parallel_calls_only_where_they_are_allowed(compiler, form):
-    between = "\n" if form is formats.HERMES else ""
-    two = _written(form) + between + _written(form, "{}", "now")
-    assert _admits(compiler, _grammar(form), two)
-    assert not _admits(compiler, _grammar(form, parallel_tool_calls=False), two)
+@pytest.mark.parametrize("tool_format", [HERMES, MISTRAL_NAMED], ids=lambda tool_format: tool_format.name)
+def test_parallel_calls_only_where_they_are_allowed(compiler, tool_format):
+    between = "\n" if tool_format is HERMES else ""
+    two = _written(tool_format) + between + _written(tool_format, "{}", "now")
+    assert _admits(compiler, _grammar(tool_format), two)
+    assert not _admits(compiler, _grammar(tool_format, parallel_tool_calls=False), two)
 
 
-@pytest.mark.parametrize("form", FORMS[:-1], ids=lambda form: form.name)
-def test_a_strict_tool_is_bound_even_when_the_model_may_choose(compiler, form):
+@pytest.mark.parametrize("tool_format", FORMATS, ids=lambda tool_format: tool_format.name)
+def test_a_strict_tool_is_bound_even_when_the_model_may_choose(compiler, tool_format):
     strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}, TOOLS[1]]
-    grammar = _grammar(form, tools=strict, tool_choice="auto")
-    before = "" if form is formats.LLAMA else "So {\n"
-    for text in ("", "Hello < [ world", before + _written(form), "Hello"):
+    grammar = _grammar(tool_format, tools=strict, tool_choice="auto")
+    before = "" if tool_format is LLAMA else "So {\n"
+    for text in ("", "Hello < [ world", before + _written(tool_format), "Hello"):
         assert _admits(compiler, grammar, text)
-    assert not _admits(compiler, grammar, before + _written(form, "{}"))
+    assert not _admits(compiler, grammar, before + _written(tool_format, "{}"))
 
 
 def test_special_tokens_begin_calls(compiler):
     messages = [{"role": "user", "content": "x"}]
     strict = [{"type": "function", "function": {"name": "now", "strict": True}}]
     request = ChatRequest.model_validate({"messages": messages, "tools": strict})
-    for form, mark in (
-        (formats.MISTRAL, "[TOOL_CALLS]"),
-        (formats.LLAMA, "<|python_tag|>"),
-        (formats.HERMES, "<tool_call>"),
+    for tool_format, delimiter in (
+        (MISTRAL, "[TOOL_CALLS]"),
+        (LLAMA, "<|python_tag|>"),
+        (HERMES, "<tool_call>"),
     ):
-        prompt = ChatPrompt((1,), plan_tools(request, form), False, False)
-        grammar = answer_grammar(None, prompt, {mark: 1})
+        prompt = ChatPrompt((1,), resolve_tool_choice(request, tool_format), False, False)
+        grammar = answer_grammar(None, prompt, {delimiter: 1})
         assert grammar is not None
         assert "<[1]>" in grammar.text
         assert _admits(compiler, grammar, "Hello")
 
 
 def test_thoughts_come_before_what_is_bound(compiler):
-    call = _written(formats.HERMES)
-    inside = _grammar(formats.HERMES, think=(False, True))
+    call = _written(HERMES)
+    inside = _grammar(HERMES, think=(False, True))
     assert _admits(compiler, inside, "so <tool_call> or {\n</think>\n\n" + call)
     assert not _admits(compiler, inside, call)
-    optional = _grammar(formats.HERMES, think=(True, False))
+    optional = _grammar(HERMES, think=(True, False))
     assert _admits(compiler, optional, "<think>so</think>" + call)
     assert _admits(compiler, optional, call)
 
@@ -138,8 +145,8 @@ def test_thoughts_come_before_what_is_bound(compiler):
     ],
 )
 def test_the_callers_own_constraint_or_a_call(compiler, own, good, bad):
-    either = _grammar(formats.HERMES, own, tool_choice="auto")
-    for text in (good, _written(formats.HERMES)):
+    either = _grammar(HERMES, own, tool_choice="auto")
+    for text in (good, _written(HERMES)):
         assert _admits(compiler, either, text)
     assert not _admits(compiler, either, bad)
     thinking = answer_grammar(own, ChatPrompt((1,), None, False, True), {})
@@ -166,5 +173,47 @@ def test_without_tools_or_thoughts_the_constraint_is_the_callers():
         ("{{ messages }}", "generic"),
     ],
 )
-def test_the_template_tells_the_format(template, name):
-    assert formats.detect(template).name == name
+def test_the_format_is_detected_from_the_template(template, name):
+    assert detect(template).name == name
+
+
+class ToyToolParser(ToolParser):
+    """`<toy>{"name": …, "arguments": {…}}`."""
+
+    DELIMITERS = ("<toy>",)
+
+    def _on_delimiter(self, delimiter, events):
+        self._begin_call(delimiter)
+
+    def _on_character(self, character, events):
+        return self._follow_call(self._call, character, events)
+
+
+def _toy_calls(tools, most, special_ids):
+    return "\n".join(['calls: "<toy>" tail', "tail: call", *call_objects(tools, "arguments")])
+
+
+TOY = ToolFormat(
+    name="toy",
+    parser=ToyToolParser,
+    delimiters=("<toy>",),
+    matches=lambda template: "<toy>" in template,
+    forced_calls=_toy_calls,
+    optional_calls=partial(text_then_calls, "<toy>"),
+)
+
+
+def test_a_new_format_is_one_line_of_the_registry(compiler, monkeypatch):
+    assert detect("{{ tools }} <toy>") is UNKNOWN
+    monkeypatch.setattr(registry, "FORMATS", [TOY, *FORMATS])
+    assert detect("{{ tools }} <toy>") is TOY
+    call = f'<toy>{{"name": "weather", "arguments": {GOOD}}}'
+    parser = TOY.parser({"weather"})
+    events = [ContentDelta("So "), ToolCallStart("weather"), ArgumentsDelta(GOOD), ContentDelta("; <to")]
+    assert merged([*parser.push(f"So {call}; <to"), *parser.flush()]) == events
+    assert _admits(compiler, _grammar(TOY), call)
+    assert not _admits(compiler, _grammar(TOY), call.replace("3", "10"))
+    strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    optional = _grammar(TOY, tools=strict, tool_choice="auto")
+    for text, is_right in (("So", True), (f"So {call}", True), (f"So {call.replace('3', '10')}", False)):
+        assert _admits(compiler, optional, text) is is_right

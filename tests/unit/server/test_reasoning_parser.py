@@ -1,4 +1,4 @@
-"""Thoughts and answer, cut apart: the marks, the line ends around them, any cutting, the count of tokens."""
+"""Thoughts and answer, cut apart: the tags, the line ends around them, any cutting, the count of tokens."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.chat.events import Content, Reasoning, merged
+from server.chat.events import ContentDelta, ReasoningDelta, merged
 from server.chat.reasoning_parser import ReasoningParser
 
-R, C = Reasoning, Content
+R, C = ReasoningDelta, ContentDelta
 
 
 def _split(is_open, pieces):
-    splitter = ReasoningParser(is_open)
-    events = [event for piece in pieces for event in splitter.push(piece, 1)]
-    return merged([*events, *splitter.flush()]), splitter.num_tokens
+    parser = ReasoningParser(is_open)
+    events = [event for piece in pieces for event in parser.push(piece, 1)]
+    return merged([*events, *parser.flush()]), parser.num_tokens
 
 
 @pytest.mark.parametrize(
@@ -42,13 +42,13 @@ def test_what_is_split(is_open, text, expected):
 
 
 def test_nothing_is_held_back_longer_than_needed():
-    splitter = ReasoningParser(True)
-    assert splitter.push("a\n") == [R("a")]
-    assert splitter.push("b</thi") == [R("\nb")]
-    assert splitter.push("s") == [R("</this")]
+    parser = ReasoningParser(True)
+    assert parser.push("a\n") == [R("a")]
+    assert parser.push("b</thi") == [R("\nb")]
+    assert parser.push("s") == [R("</this")]
 
 
-def test_tokens_are_counted_with_their_marks():
+def test_tokens_are_counted_with_their_tags():
     assert _split(False, ["<think>", "a", "b", "</think>", "\n\n", "c"])[1] == 4
     assert _split(False, ["<th", "ink>", "a", "</think>", "c"])[1] == 4
     assert _split(True, ["a", "b"])[1] == 2
