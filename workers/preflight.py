@@ -20,6 +20,7 @@ from workers.layers.shards import working_sizes
 from workers.models.registry import describe
 from workers.platform import processor
 from workers.platform.cores import available_cores
+from workers.platform.dtypes import ITEM_BYTES, SAFETENSORS_DTYPES
 from workers.platform.host_memory import free_host_bytes, human_bytes
 from workers.platform.memory_needs import check_weights_fit, weight_bytes
 from workers.weights.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, weight_files
@@ -31,11 +32,10 @@ logger = logging.getLogger("oarlock.preflight")
 
 _CHOICES = {
     "device": ("auto", "cpu", "cuda"),
-    "dtype": ("auto", "bfloat16", "float16", "float32"),
+    "dtype": ("auto", *ITEM_BYTES),
     "load_format": ("auto", "safetensors", "dummy"),
     "attention_backend": ("auto", "avx512", "torch", "reference"),
 }
-_DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float32"}
 _MAX_BLOCK_SIZE = 1024
 
 
@@ -177,7 +177,7 @@ def _check_tensors(checkpoint: Checkpoint, spec: DecoderSpec) -> None:
                 f"but config.json makes it {list(shape)}.",
                 "Use the config.json that belongs to these weights.",
             )
-        if found.entry.dtype not in _DTYPE_NAMES:
+        if found.entry.dtype not in SAFETENSORS_DTYPES:
             raise StartupError(
                 f"{found.path}: tensor {name!r} is {found.entry.dtype}, which is not supported.",
                 "Use the model's bfloat16, float16 or float32 checkpoint.",
@@ -234,7 +234,7 @@ def _resolve_dtype(
             )
         return asked
     found = checkpoint.find("model.embed_tokens.weight") if checkpoint is not None else None
-    stored = "float32" if found is None else _DTYPE_NAMES[found.entry.dtype]
+    stored = "float32" if found is None else SAFETENSORS_DTYPES[found.entry.dtype]
     declared = spec.dtype or stored
     chosen = _served_dtype(declared, device, spec, cpu)
     if device != "cpu" or declared == "float32" or (cpu.multiplies(declared) and chosen == declared):

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from workers.preflight import read_spec
 from workers.protocol import StepMetadata
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.reader import WeightReader
+from workers.worker.greedy_step import SequenceChunk, greedy_step
 
 BLOCK_SIZE = 8
 NUM_BLOCKS = 256
@@ -30,7 +30,7 @@ NUM_BLOCKS = 256
 Result = TypeVar("Result")
 
 
-class Meeting:
+class RankThreads:
     """What the ranks of one thread group share."""
 
     def __init__(self, size: int) -> None:
@@ -42,16 +42,16 @@ class Meeting:
 class ThreadRank(TensorParallel):
     """A rank whose companions are threads. Adds in rank order, as the real group promises."""
 
-    def __init__(self, rank: int, meeting: Meeting) -> None:
-        super().__init__(rank, meeting.size)
-        self._meeting = meeting
+    def __init__(self, rank: int, threads: RankThreads) -> None:
+        super().__init__(rank, threads.size)
+        self._threads = threads
 
     def _exchange(self, x: Tensor) -> list[Tensor]:
-        meeting = self._meeting
-        meeting.slots[self.rank] = x.clone()
-        meeting.barrier.wait()
-        parts = [part for part in meeting.slots if part is not None]
-        meeting.barrier.wait()
+        threads = self._threads
+        threads.slots[self.rank] = x.clone()
+        threads.barrier.wait()
+        parts = [part for part in threads.slots if part is not None]
+        threads.barrier.wait()
         return parts
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -69,17 +69,17 @@ def on_ranks(size: int, work: Callable[[TensorParallel], Result]) -> list[Result
     if size == 1:
         with torch.inference_mode():
             return [work(TensorParallel.solo())]
-    meeting = Meeting(size)
+    threads = RankThreads(size)
     results: list[Result | None] = [None] * size
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
             with torch.inference_mode():
-                results[rank] = work(ThreadRank(rank, meeting))
+                results[rank] = work(ThreadRank(rank, threads))
         except BaseException as error:
             errors.append(error)
-            meeting.barrier.abort()
+            threads.barrier.abort()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -126,45 +126,15 @@ class PagedRun:
         return dict(zip(work, logits[:, :vocab].split([len(tokens) for tokens in work.values()]), strict=True))
 
     def _metadata(self, work: dict[int, Sequence[int]]) -> StepMetadata:
-        positions, slots = [], []
+        chunks = []
         for seq, tokens in work.items():
             start = self.lengths.get(seq, 0)
             self.lengths[seq] = start + len(tokens)
             blocks = self.blocks.setdefault(seq, [])
             while len(blocks) * BLOCK_SIZE < self.lengths[seq]:
                 blocks.append(self.free.pop())
-            for position in range(start, self.lengths[seq]):
-                positions.append(position)
-                slots.append(blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
-        width = max(len(self.blocks[seq]) for seq in work)
-        tables = np.zeros((len(work), width), np.int32)
-        for row, seq in enumerate(work):
-            tables[row, : len(self.blocks[seq])] = self.blocks[seq]
-        counts = [len(tokens) for tokens in work.values()]
-        total = sum(counts)
-        none = np.zeros(0, np.int32)
-        ids = np.array([token for tokens in work.values() for token in tokens], np.int32)
-        return StepMetadata(
-            step_id=1,
-            token_ids=ids,
-            positions=np.array(positions, np.int32),
-            slot_mapping=np.array(slots, np.int64),
-            query_start_loc=np.cumsum([0, *counts]).astype(np.int32),
-            seq_lens=np.array([self.lengths[seq] for seq in work], np.int32),
-            block_tables=tables,
-            logits_indices=np.arange(total, dtype=np.int32),
-            target_ids=np.full(total, -1, np.int32),
-            sample_positions=np.array(positions, np.int32) + 1,
-            temperature=np.zeros(total, np.float32),
-            top_p=np.ones(total, np.float32),
-            top_k=np.zeros(total, np.int32),
-            min_p=np.zeros(total, np.float32),
-            seeds=np.zeros(total, np.int64),
-            num_logprobs=np.full(total, -1, np.int32),
-            bias_rows=none,
-            bias_ids=none,
-            bias_values=np.zeros(0, np.float32),
-        )
+            chunks.append(SequenceChunk(tokens, start, blocks))
+        return greedy_step(chunks, BLOCK_SIZE, range(sum(map(len, work.values()))), step_id=1)
 
 
 def greedy(run: PagedRun, prompts: dict[int, list[int]], count: int) -> dict[int, list[int]]:

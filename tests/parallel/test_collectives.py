@@ -15,32 +15,33 @@ BUFFER_BYTES = 4096  # small, so that long tensors go through in pieces
 
 CHILD = """
 import hashlib, json, sys, torch
-from workers.distributed.parallel_state import Rendezvous, TensorParallel
+from workers.distributed.parallel_state import init_distributed
+from workers.distributed.rendezvous import RendezvousInfo
 torch.set_num_threads(1)
 arguments = json.loads(sys.argv[1])
 shared = arguments.pop("shared")
-meeting = Rendezvous(**arguments, buffer_bytes=4096, timeout_s=60)
-tp = TensorParallel.join(meeting, torch.device("cpu"), shared_memory=shared)
+info = RendezvousInfo(**arguments, buffer_bytes=4096, timeout_s=60)
+tp = init_distributed(info, torch.device("cpu"), shared_memory=shared)
 digests = []
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
     for shape in ((1,), (2, 896), (3, 7, 5), (64, 896)):
-        generator = torch.Generator().manual_seed(100 * meeting.rank + len(shape))
+        generator = torch.Generator().manual_seed(100 * info.rank + len(shape))
         x = torch.randn(shape, generator=generator).to(dtype)
         total = tp.all_reduce(x.clone())
         peers = [
             torch.randn(shape, generator=torch.Generator().manual_seed(100 * r + len(shape))).to(dtype)
-            for r in range(meeting.size)
+            for r in range(info.size)
         ]
         gathered = tp.all_gather(x)
         assert torch.equal(gathered, torch.stack(peers)), "gather"
         exact = torch.stack(peers).double().sum(0)
         error = (total.double() - exact).abs().max().item()
         scale = sum(p.double().abs() for p in peers).max().item()
-        assert error <= meeting.size * torch.finfo(dtype).eps * scale, (dtype, shape, error)
+        assert error <= info.size * torch.finfo(dtype).eps * scale, (dtype, shape, error)
         digests.append(hashlib.blake2b(total.float().numpy().tobytes()).hexdigest())
 for _ in range(200):  # ranks drift and meet again
-    x = torch.full((300,), float(meeting.rank))
-    assert torch.equal(tp.all_reduce(x), torch.full((300,), float(sum(range(meeting.size)))))
+    x = torch.full((300,), float(info.rank))
+    assert torch.equal(tp.all_reduce(x), torch.full((300,), float(sum(range(info.size)))))
 print(json.dumps(digests))
 tp.leave()
 """

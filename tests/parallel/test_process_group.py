@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from workers.executor import Executor, UniProcExecutor, start_group
 from workers.preflight import preflight
 from workers.protocol import StepMetadata
 from workers.python_child import start_python
+from workers.worker.greedy_step import SequenceChunk, greedy_step
 from workers.worker.multiproc_executor import MultiprocExecutor
 
 BLOCK = 16
@@ -51,29 +53,8 @@ def start(checkpoint: Path, size: int, **changes: object) -> Executor:
 
 def step_of(step_id: int, tokens: list[int], start: int, num_logprobs: int = 5) -> StepMetadata:
     """One sequence in blocks 1, 2, …: `tokens` at positions `start` on; the last one samples greedily."""
-    positions = np.arange(start, start + len(tokens), dtype=np.int32)
-    blocks = np.arange(1, 5, dtype=np.int32)
-    return StepMetadata(
-        step_id=step_id,
-        token_ids=np.array(tokens, np.int32),
-        positions=positions,
-        slot_mapping=blocks[positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK,
-        query_start_loc=np.array([0, len(tokens)], np.int32),
-        seq_lens=np.array([start + len(tokens)], np.int32),
-        block_tables=blocks.reshape(1, -1),
-        logits_indices=np.array([len(tokens) - 1], np.int32),
-        target_ids=np.array([-1], np.int32),
-        sample_positions=np.array([start + len(tokens)], np.int32),
-        temperature=np.zeros(1, np.float32),
-        top_p=np.ones(1, np.float32),
-        top_k=np.zeros(1, np.int32),
-        min_p=np.zeros(1, np.float32),
-        seeds=np.zeros(1, np.int64),
-        num_logprobs=np.array([num_logprobs], np.int32),
-        bias_rows=np.empty(0, np.int32),
-        bias_ids=np.empty(0, np.int32),
-        bias_values=np.empty(0, np.float32),
-    )
+    step = greedy_step([SequenceChunk(tokens, start, range(1, 5))], BLOCK, [len(tokens) - 1], step_id=step_id)
+    return replace(step, num_logprobs=np.array([num_logprobs], np.int32))
 
 
 def generate(group: Executor, prompt: list[int], count: int) -> tuple[list[int], np.ndarray]:
@@ -185,12 +166,14 @@ def test_a_rank_that_says_nothing_while_loading_is_named_with_what_it_does(
 
     def silent(command: Sequence[str], **rest: object) -> subprocess.Popen[bytes]:
         arguments = json.loads(command[-1])
-        phases = ["joining", "loading", "allocating"] if arguments["rank"] == 0 else ["joining", "loading"]
+        phases = (
+            ["joining", "loading", "allocating"] if arguments["rendezvous"]["rank"] == 0 else ["joining", "loading"]
+        )
         sent = b"".join(json.dumps({"kind": "phase", "name": name}).encode() + b"\n" for name in phases)
         code = f"import os, time; os.write({arguments['control_fd']}, {sent!r}); time.sleep(1000)"
         return start_python(["-c", code], **rest)  # ty: ignore[invalid-argument-type]
 
-    monkeypatch.setattr("workers.worker.multiproc_executor.start_python", silent)
+    monkeypatch.setattr("workers.worker.spawn_ranks.start_python", silent)
     config = preflight(config_for(checkpoint, tensor_parallel_size=2))
     with pytest.raises(StartupError, match=r"rank 1 has made no progress for 2 s while reading the weights") as caught:
         MultiprocExecutor(config, lambda phase, fraction: None, loading_timeout_s=2)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
 from datetime import timedelta
 
 import psutil
@@ -16,22 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from workers.distributed.rendezvous import RendezvousInfo
 from workers.distributed.shm_all_reduce import SharedMemoryGroup
 from workers.distributed.shm_layout import Flags
 from workers.errors import StartupError
-
-
-@dataclass(frozen=True, slots=True)
-class RendezvousInfo:
-    """How the ranks of one host find each other. Nothing listens beyond loopback and nothing has a name on disk."""
-
-    rank: int
-    size: int
-    port: int  # of rank 0's store, on 127.0.0.1
-    listen_fd: int | None  # rank 0 only: the socket already bound to `port`
-    memory_fd: int  # shared memory for CPU collectives
-    buffer_bytes: int
-    timeout_s: float
 
 
 class TensorParallel:
@@ -51,36 +38,6 @@ class TensorParallel:
     def solo() -> TensorParallel:
         """A group of one: every collective is the identity. It makes each layer testable without processes."""
         return TensorParallel()
-
-    @staticmethod
-    def join(meeting: RendezvousInfo, device: torch.device, *, shared_memory: bool = True) -> TensorParallel:
-        """Meet the other ranks. Blocks until all are there, at most `meeting.timeout_s`."""
-        if "GLOO_SOCKET_IFNAME" not in os.environ:
-            os.environ["GLOO_SOCKET_IFNAME"] = loopback_interface()
-        timeout = timedelta(seconds=meeting.timeout_s)
-        store = dist.TCPStore(
-            "127.0.0.1",
-            meeting.port,
-            meeting.size,
-            is_master=meeting.rank == 0,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=meeting.listen_fd,
-        )
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            store=store,
-            rank=meeting.rank,
-            world_size=meeting.size,
-            timeout=timeout,
-            device_id=device if device.type == "cuda" else None,
-        )
-        if device.type == "cpu" and shared_memory and SharedMemoryGroup.supported():
-            shared = SharedMemoryGroup(
-                meeting.memory_fd, meeting.rank, meeting.size, meeting.buffer_bytes, meeting.timeout_s
-            )
-            return TensorParallel(meeting.rank, meeting.size, shared)
-        return TensorParallel(meeting.rank, meeting.size, flags=Flags(meeting.memory_fd, meeting.size))
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks of `x` (any shape), bitwise the same on every rank. May reuse `x`'s memory."""
@@ -112,6 +69,39 @@ class TensorParallel:
         self._collectives += 1
         if self._flags is not None:
             self._flags[self.rank] = self._collectives
+
+
+def init_distributed(info: RendezvousInfo, device: torch.device, *, shared_memory: bool = True) -> TensorParallel:
+    """The process group of all ranks; one rank alone needs none. Blocks until all are there, at most `info.timeout_s`.
+
+    `shared_memory=False` keeps CPU ranks on gloo.
+    """
+    if info.size == 1:
+        return TensorParallel.solo()
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
+        os.environ["GLOO_SOCKET_IFNAME"] = loopback_interface()
+    timeout = timedelta(seconds=info.timeout_s)
+    store = dist.TCPStore(
+        "127.0.0.1",
+        info.port,
+        info.size,
+        is_master=info.rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=info.listen_fd,
+    )
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=info.rank,
+        world_size=info.size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+    if device.type == "cpu" and shared_memory and SharedMemoryGroup.supported():
+        shared = SharedMemoryGroup(info.memory_fd, info.rank, info.size, info.buffer_bytes, info.timeout_s)
+        return TensorParallel(info.rank, info.size, shared)
+    return TensorParallel(info.rank, info.size, flags=Flags(info.memory_fd, info.size))
 
 
 def loopback_interface() -> str:

@@ -9,9 +9,9 @@ from workers.errors import StartupError
 from workers.layers.decoder_spec import DecoderSpec, RopeSpec
 from workers.models.hf_fields import Fields, unsupported
 from workers.models.hf_rope import rope_spec, rope_table
+from workers.platform.dtypes import ITEM_BYTES
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
-_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def decoder_spec(
@@ -83,8 +83,8 @@ def _dtype(config: dict[str, Any]) -> str | None:
     if value is None:
         return None
     name = str(value).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise unsupported("torch_dtype", value, f"Supported: {', '.join(_DTYPES)}.")
+    if name not in ITEM_BYTES:
+        raise unsupported("torch_dtype", value, f"Supported: {', '.join(ITEM_BYTES)}.")
     return name
 
 

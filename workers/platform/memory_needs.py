@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from workers.errors import StartupError
+from workers.platform.dtypes import ITEM_BYTES
 from workers.platform.host_memory import free_host_bytes, human_bytes
 
 if TYPE_CHECKING:
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from workers.layers.decoder_spec import DecoderSpec
 
 OUT_OF_MEMORY = 4  # exit code
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # How allocators say it: torch's on the CPU in two spellings, CUDA's, the system's own.
 _SAYINGS = ("can't allocate memory", "not enough memory", "out of memory", "cannot allocate memory", "bad_alloc")
 

@@ -3,43 +3,20 @@
 Knows processes and channels. Knows neither tensors nor verdicts, and does not import torch.
 """
 
-import json
 import os
 import select
-import socket
 import subprocess
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from workers.config import WorkerConfig
 from workers.distributed.control_channel import Control
-from workers.distributed.shm_layout import total_bytes
-from workers.distributed.shm_ring import ChannelClosedError, anonymous_memory
+from workers.distributed.shm_ring import ChannelClosedError
 from workers.errors import StartupError
 from workers.python_child import start_python
-
-_COLLECTIVE_BUFFER_BYTES = 4 << 20
+from workers.worker.spawn_ranks import RankExtras, describe_exit, spawn_ranks
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class RankArguments:
-    """What a rank inherits. Descriptors keep their numbers across the spawn."""
-
-    rank: int
-    parent_pid: int
-    control_fd: int
-    collective_memory_fd: int
-    collective_bytes: int
-    store_port: int
-    store_listen_fd: int  # -1 for all ranks but 0
-    folder: str
-    config: str  # WorkerConfig as JSON
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
 
 def run_reference(folder: Path) -> None:
@@ -52,7 +29,7 @@ def run_reference(folder: Path) -> None:
             raise
     if status:
         raise StartupError(
-            f"transformers could not run this model ({_ending(status)}).",
+            f"transformers could not run this model ({describe_exit(status)}).",
             "Its own message stands above; if it was killed, the machine ran out of memory.",
             status if status > 0 else 4,
         )
@@ -60,7 +37,8 @@ def run_reference(folder: Path) -> None:
 
 def run_ranks(config: WorkerConfig, folder: Path, say: Say) -> None:
     """Our side: one process per rank, as many as serve."""
-    processes, controls = _spawn(config, folder)
+    extras = [RankExtras({"folder": str(folder)})] * config.tensor_parallel_size
+    processes, controls, collectives = spawn_ranks("workers.verify.rank", config, extras)
     try:
         _follow(processes, controls, say)
     finally:
@@ -70,39 +48,7 @@ def run_ranks(config: WorkerConfig, folder: Path, say: Say) -> None:
             process.wait()
         for control in controls:
             control.close()
-
-
-def _spawn(config: WorkerConfig, folder: Path) -> tuple[list[subprocess.Popen[bytes]], list[Control]]:
-    size = config.tensor_parallel_size
-    memory = anonymous_memory(total_bytes(size, _COLLECTIVE_BUFFER_BYTES))
-    listener = socket.create_server(("127.0.0.1", 0))
-    processes, controls = [], []
-    for rank in range(size):
-        ours, theirs = Control.pair()
-        controls.append(ours)
-        fds = [memory, theirs.fileno(), *([listener.fileno()] if rank == 0 else [])]
-        arguments = RankArguments(
-            rank=rank,
-            parent_pid=os.getpid(),
-            control_fd=theirs.fileno(),
-            collective_memory_fd=memory,
-            collective_bytes=_COLLECTIVE_BUFFER_BYTES,
-            store_port=listener.getsockname()[1],
-            store_listen_fd=listener.fileno() if rank == 0 else -1,
-            folder=str(folder),
-            config=config.to_json(),
-        )
-        processes.append(
-            start_python(
-                ["-m", "workers.verify.rank", arguments.to_json()],
-                pass_fds=fds,
-                environment={"OMP_NUM_THREADS": str(config.num_threads)} if config.device == "cpu" else {},
-            )
-        )
-        theirs.close()
-    listener.close()
-    os.close(memory)
-    return processes, controls
+        collectives.close()
 
 
 def _follow(processes: list[subprocess.Popen[bytes]], controls: list[Control], say: Say) -> None:
@@ -116,7 +62,7 @@ def _follow(processes: list[subprocess.Popen[bytes]], controls: list[Control], s
                 message = control.recv()
             except ChannelClosedError:
                 raise StartupError(
-                    f"rank {rank} ended before its work was done ({_ending(processes[rank].wait(10))}).",
+                    f"rank {rank} ended before its work was done ({describe_exit(processes[rank].wait(10))}).",
                     "Its own message stands above; if it was killed, the machine ran out of memory.",
                     4,
                 ) from None
@@ -126,7 +72,3 @@ def _follow(processes: list[subprocess.Popen[bytes]], controls: list[Control], s
                 del running[rank]
             elif rank == 0:
                 say(f"our {len(controls)} rank(s): {message['text']}")
-
-
-def _ending(status: int) -> str:
-    return f"killed by signal {-status}" if status < 0 else f"exit status {status}"

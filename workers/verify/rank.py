@@ -20,13 +20,13 @@ from workers.distributed.control_channel import Control
 from workers.distributed.parallel_state import TensorParallel
 from workers.distributed.shm_ring import ChannelClosedError
 from workers.errors import StartupError
-from workers.verify.launch import RankArguments
 from workers.verify.names import LAYER, tensor_names
 from workers.verify.request import Request, Text
 from workers.verify.steps import blocks_needed, steps_of
 from workers.verify.taps import TappedDecoder
 from workers.worker.model_runner import ModelRunner
-from workers.worker.worker_process import die_with_parent, join, log_to_stderr
+from workers.worker.spawn_ranks import RankArguments
+from workers.worker.worker_process import die_with_parent, init_distributed, log_to_stderr
 
 PROBES = ("o_proj_partial", "mlp_partial", "gate_up_mirrored")
 
@@ -79,15 +79,15 @@ def _write(steps: list[dict[str, Tensor]], order: Tensor, num_layers: int, rank:
 
 
 def main(argv: list[str]) -> int:
-    arguments = RankArguments(**json.loads(argv[0]))
+    arguments = RankArguments.from_json(argv[0])
     die_with_parent(arguments.parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the parent decides
-    config = WorkerConfig.from_json(arguments.config)
-    log_to_stderr(arguments.rank, config.log_level)
+    log_to_stderr(arguments.rank, arguments.config.log_level)
     control = Control.from_fd(arguments.control_fd)
     try:
-        tp = join(arguments, config)
-        run_rank(config, tp, Path(arguments.folder), lambda line: control.send("progress", text=line))
+        tp = init_distributed(arguments)
+        folder = Path(arguments.extra["folder"])
+        run_rank(arguments.config, tp, folder, lambda line: control.send("progress", text=line))
         control.send("done")
         tp.leave()
     except StartupError as error:

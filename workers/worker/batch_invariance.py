@@ -9,11 +9,9 @@ Knows the decoder, a backend and steps. Does not know which kernels they use, or
 
 import random
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +19,8 @@ from workers.attention.backend import AttentionBackend, LayerKV
 from workers.attention.forward_batch import ForwardBatch
 from workers.attention.reference import ReferenceBackend
 from workers.models.decoder import Decoder
-from workers.protocol import NULL_BLOCK, StepMetadata
+from workers.protocol import NULL_BLOCK
+from workers.worker.greedy_step import SequenceChunk, greedy_step
 
 PROMPT = 67  # tokens: two blocks of columns and a bit, an odd number
 OTHERS = 31
@@ -33,15 +32,6 @@ class Verdict:
 
     batch_invariant: bool
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Some tokens of one sequence in a step."""
-
-    token_ids: Sequence[int]
-    start: int  # position of the first
-    table: Sequence[int]  # blocks; only the null block for company, whose results nobody reads
 
 
 class _Trial:
@@ -83,18 +73,19 @@ class _Trial:
             results.append(self._run(parts)[place])
         return torch.cat(results)
 
-    def _own(self, start: int, stop: int) -> _Part:
-        return _Part(self.prompt[start:stop], start, self.table)
+    def _own(self, start: int, stop: int) -> SequenceChunk:
+        return SequenceChunk(self.prompt[start:stop], start, self.table)
 
-    def _other(self, count: int, context: int) -> _Part:
-        return _Part(self._tokens(count), context - count, [NULL_BLOCK] * (1 + (context - 1) // self.block_size))
+    def _other(self, count: int, context: int) -> SequenceChunk:
+        blocks = [NULL_BLOCK] * -(-context // self.block_size)
+        return SequenceChunk(self._tokens(count), context - count, blocks)
 
     def _tokens(self, count: int) -> list[int]:
         return [self.draw.randrange(self.model.spec.vocab_size) for _ in range(count)]
 
-    def _run(self, parts: list[_Part]) -> list[Tensor]:
+    def _run(self, parts: list[SequenceChunk]) -> list[Tensor]:
         """Results of one step, for each part: [tokens, hidden]."""
-        batch = ForwardBatch.from_step(_step(parts, self.block_size), self.model.place.device)
+        batch = ForwardBatch.from_step(greedy_step(parts, self.block_size), self.model.place.device)
         hidden = self.model(batch, self.kv, self.backend, self.backend.prepare(batch))  # [T, hidden]
         return list(hidden.split([len(part.token_ids) for part in parts]))
 
@@ -163,37 +154,3 @@ def _difference(name: str, expected: Tensor, found: Tensor) -> str | None:
 
 def _name(model: Decoder) -> str:
     return str(model.place.dtype).removeprefix("torch.")
-
-
-def _step(parts: list[_Part], block_size: int) -> StepMetadata:
-    """A step of these parts that asks for no logits."""
-    positions = [np.arange(part.start, part.start + len(part.token_ids)) for part in parts]
-    tables = np.full((len(parts), max(len(part.table) for part in parts)), NULL_BLOCK, np.int32)
-    for row, part in enumerate(parts):
-        tables[row, : len(part.table)] = part.table
-    slots = [
-        tables[row, p // block_size].astype(np.int64) * block_size + p % block_size for row, p in enumerate(positions)
-    ]
-    counts = [len(part.token_ids) for part in parts]
-    ints, floats = np.empty(0, np.int32), np.empty(0, np.float32)
-    return StepMetadata(
-        step_id=0,
-        token_ids=np.array([token for part in parts for token in part.token_ids], np.int32),
-        positions=np.concatenate(positions).astype(np.int32),
-        slot_mapping=np.concatenate(slots),
-        query_start_loc=np.cumsum([0, *counts]).astype(np.int32),
-        seq_lens=np.array([part.start + len(part.token_ids) for part in parts], np.int32),
-        block_tables=tables,
-        logits_indices=ints,
-        target_ids=ints,
-        sample_positions=ints,
-        temperature=floats,
-        top_p=floats,
-        top_k=ints,
-        min_p=floats,
-        seeds=np.empty(0, np.int64),
-        num_logprobs=ints,
-        bias_rows=ints,
-        bias_ids=ints,
-        bias_values=floats,
-    )

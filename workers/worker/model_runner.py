@@ -36,8 +36,6 @@ logger = logging.getLogger("oarlock.runner")
 # Rows of logits that exist at once: prompt scoring may ask for thousands of them, 600 KB each at a vocabulary of 152 k.
 MAX_LOGITS_ROWS = 128
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 class ModelRunner:
     """`load`, then `allocate`, then `execute` as often as you like."""
@@ -47,7 +45,7 @@ class ModelRunner:
         self.config = config
         self.tp = tp
         self.device = device_of(config, tp.rank)
-        self.dtype = DTYPES[config.dtype]
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
         if self.device.type == "cpu" and config.num_threads:
             torch.set_num_threads(config.num_threads)
         if self.device.type == "cuda":

@@ -9,15 +9,14 @@ import logging
 import os
 import select
 import signal
-import socket
 import subprocess
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import NoReturn
 
 from workers.config import LOADING_TIMEOUT_S, WorkerConfig, WorkerInfo
 from workers.distributed.control_channel import Control
-from workers.distributed.shm_layout import Flags, last_of, total_bytes
+from workers.distributed.shm_layout import last_of
 from workers.distributed.shm_ring import ChannelClosedError, RingLayout, RingReader, RingWriter, anonymous_memory
 from workers.errors import StartupError, WorkerError
 from workers.executor import FillMasks, OnProgress
@@ -31,14 +30,13 @@ from workers.protocol import (
     unpack_output,
     unpack_step,
 )
-from workers.python_child import start_python
 from workers.step_cost import adapted
 from workers.worker.loading import Loading
-from workers.worker.worker_process import RankArguments
+from workers.worker.spawn_ranks import RankExtras, describe_exit, spawn_ranks
+from workers.worker.worker_process import RankRings
 
 logger = logging.getLogger("oarlock.group")
 
-_COLLECTIVE_BUFFER_BYTES = 4 << 20  # longer tensors go through in pieces
 _GRACE_S = 3.0  # for a rank to leave by itself
 _KILL_S = 5.0  # for the kernel to end a rank; one that waits for a dead network file system may never end
 
@@ -74,46 +72,30 @@ class MultiprocExecutor:
     # -- start
 
     def _spawn(self) -> None:
-        """Create all channels, then one process per rank that inherits its ends of them."""
+        """Create the two rings, then one process per rank that inherits its ends of them."""
         step_layout = RingLayout.holding(max_step_bytes(self.config), self._size)
         output_layout = RingLayout.holding(max_output_bytes(self.config), 1)
         step_memory = anonymous_memory(step_layout.total_bytes)
         output_memory = anonymous_memory(output_layout.total_bytes)
-        collective_memory = anonymous_memory(total_bytes(self._size, _COLLECTIVE_BUFFER_BYTES))
         step_pipes = [os.pipe() for _ in range(self._size)]
         output_pipe = os.pipe()
-        listener = socket.create_server(("127.0.0.1", 0))
         self._steps = RingWriter(step_memory, [write for _, write in step_pipes], step_layout)
         self._answers = RingReader(output_memory, output_pipe[0], 0, output_layout)
-        self._collectives = Flags(collective_memory, self._size)
-        for rank in range(self._size):
-            ours, theirs = Control.pair()
-            self._controls.append(ours)
-            first = rank == 0
-            arguments = RankArguments(
-                rank=rank,
-                parent_pid=os.getpid(),
-                control_fd=theirs.fileno(),
+        extras = []
+        for rank, (step_wake_fd, _) in enumerate(step_pipes):
+            rings = RankRings(
                 step_memory_fd=step_memory,
-                step_wake_fd=step_pipes[rank][0],
+                step_wake_fd=step_wake_fd,
                 step_layout=step_layout.to_fields(),
                 output_memory_fd=output_memory,
-                output_wake_fd=output_pipe[1] if first else -1,
+                output_wake_fd=output_pipe[1] if rank == 0 else -1,
                 output_layout=output_layout.to_fields(),
-                collective_memory_fd=collective_memory,
-                collective_bytes=_COLLECTIVE_BUFFER_BYTES,
-                store_port=listener.getsockname()[1],
-                store_listen_fd=listener.fileno() if first else -1,
-                config=self.config.to_json(),
             )
-            fds = [step_memory, output_memory, collective_memory, theirs.fileno(), step_pipes[rank][0]]
-            if first:
-                fds += [output_pipe[1], listener.fileno()]
-            self._processes.append(_spawn_rank(self.config, arguments, fds))
-            theirs.close()
-            os.close(step_pipes[rank][0])
-        listener.close()
-        for fd in (step_memory, output_memory, collective_memory, output_pipe[1]):
+            extras.append(RankExtras(asdict(rings), rings.fds))
+        self._processes, self._controls, self._collectives = spawn_ranks(
+            "workers.worker.worker_process", self.config, extras
+        )
+        for fd in (step_memory, output_memory, output_pipe[1], *(read for read, _ in step_pipes)):
             os.close(fd)  # the ranks have their own; ours would keep a dead rank's pipe open
 
     def _load(self, on_progress: OnProgress) -> WorkerInfo:
@@ -251,6 +233,7 @@ class MultiprocExecutor:
             control.close()
         if hasattr(self, "_answers"):
             self._answers.close()
+        if hasattr(self, "_collectives"):
             self._collectives.close()
 
 
@@ -263,14 +246,9 @@ def joint_info(infos: dict[int, WorkerInfo]) -> WorkerInfo:
     return infos[0]
 
 
-def _spawn_rank(config: WorkerConfig, arguments: RankArguments, fds: list[int]) -> subprocess.Popen[bytes]:
-    threads = {"OMP_NUM_THREADS": str(config.num_threads)} if config.device == "cpu" and config.num_threads else {}
-    return start_python(["-m", "workers.worker.worker_process", arguments.to_json()], pass_fds=fds, environment=threads)
-
-
 def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
     try:
         status = process.wait(1.0)
     except subprocess.TimeoutExpired:
         return "it closed its channel"
-    return f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+    return describe_exit(status)

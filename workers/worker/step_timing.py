@@ -3,10 +3,9 @@
 import time
 from collections.abc import Callable
 
-import numpy as np
-
 from workers.protocol import NULL_BLOCK, StepMetadata
 from workers.step_cost import StepCost
+from workers.worker.greedy_step import SequenceChunk, greedy_step
 
 _COUNTS = (16, 64, 256)  # tokens
 _GROWTH_S = 2.0  # a size is not tried if it is likely to take longer
@@ -57,25 +56,5 @@ def time_steps(
 
 def null_step(tokens: int, context: int, rows: int, block_size: int) -> StepMetadata:
     """One sequence's last `tokens` of `context`, whose blocks are all the null block; the last `rows` want a token."""
-    positions = np.arange(context - tokens, context, dtype=np.int32)
-    return StepMetadata(
-        step_id=0,
-        token_ids=np.zeros(tokens, np.int32),
-        positions=positions,
-        slot_mapping=(NULL_BLOCK * block_size + positions % block_size).astype(np.int64),
-        query_start_loc=np.array([0, tokens], np.int32),
-        seq_lens=np.array([context], np.int32),
-        block_tables=np.full((1, -(-context // block_size)), NULL_BLOCK, np.int32),
-        logits_indices=np.arange(tokens - rows, tokens, dtype=np.int32),
-        target_ids=np.full(rows, -1, np.int32),
-        sample_positions=positions[tokens - rows :] + 1,
-        temperature=np.zeros(rows, np.float32),
-        top_p=np.ones(rows, np.float32),
-        top_k=np.zeros(rows, np.int32),
-        min_p=np.zeros(rows, np.float32),
-        seeds=np.zeros(rows, np.int64),
-        num_logprobs=np.full(rows, -1, np.int32),
-        bias_rows=np.empty(0, np.int32),
-        bias_ids=np.empty(0, np.int32),
-        bias_values=np.empty(0, np.float32),
-    )
+    chunk = SequenceChunk([0] * tokens, context - tokens, [NULL_BLOCK] * -(-context // block_size))
+    return greedy_step([chunk], block_size, range(tokens - rows, tokens))

@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import json
 import logging
 import os
 import signal
 import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from workers.config import WorkerConfig
 from workers.distributed.control_channel import Control
 from workers.distributed.shm_ring import ChannelClosedError, RingLayout, RingReader, RingWriter
 from workers.errors import StartupError
 from workers.platform.memory_needs import OUT_OF_MEMORY, is_out_of_memory
 from workers.protocol import pack_output, unpack_step
+from workers.worker.spawn_ranks import RankArguments
 
 if TYPE_CHECKING:
     from workers.distributed.parallel_state import TensorParallel
@@ -33,45 +32,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger("oarlock.rank")
 
 _PR_SET_PDEATHSIG = 1
-_PATIENCE_S = 3600.0  # of a rank that waits for another; its parent ends it long before, or ends itself
-
-
-class Invitation(Protocol):
-    """What a rank must know to join the others."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def collective_memory_fd(self) -> int: ...
-    @property
-    def collective_bytes(self) -> int: ...
-    @property
-    def store_port(self) -> int: ...
-    @property
-    def store_listen_fd(self) -> int: ...  # -1 for all ranks but 0
 
 
 @dataclass(frozen=True, slots=True)
-class RankArguments:
-    """What a rank inherits. Descriptors keep their numbers across the spawn."""
+class RankRings:
+    """The ends of both rings that one rank inherits: steps to read and, for rank 0, answers to write."""
 
-    rank: int
-    parent_pid: int
-    control_fd: int
     step_memory_fd: int
     step_wake_fd: int
     step_layout: dict[str, int]
     output_memory_fd: int
     output_wake_fd: int  # -1 for all ranks but 0
     output_layout: dict[str, int]
-    collective_memory_fd: int
-    collective_bytes: int
-    store_port: int
-    store_listen_fd: int  # -1 for all ranks but 0
-    config: str  # WorkerConfig as JSON
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
+    @property
+    def fds(self) -> tuple[int, ...]:
+        wake_fds = (self.step_wake_fd, self.output_wake_fd)
+        return (self.step_memory_fd, self.output_memory_fd, *(fd for fd in wake_fds if fd >= 0))
 
 
 def die_with_parent(parent_pid: int, number: signal.Signals = signal.SIGKILL) -> None:
@@ -95,12 +72,12 @@ def log_to_stderr(rank: int, level: str) -> None:
 
 def main(argv: list[str]) -> int:
     """Entry of a rank process. Returns 0 after an orderly end; leaves at once when the parent is gone."""
-    arguments = RankArguments(**json.loads(argv[0]))
+    arguments = RankArguments.from_json(argv[0])
     die_with_parent(arguments.parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the parent decides
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # asked for by the group when a step hangs
-    log_to_stderr(arguments.rank, WorkerConfig.from_json(arguments.config).log_level)
+    log_to_stderr(arguments.rank, arguments.config.log_level)
     control = Control.from_fd(arguments.control_fd)
     try:
         runner, tp = start(arguments, control)
@@ -129,41 +106,28 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def join(arguments: Invitation, config: WorkerConfig) -> TensorParallel:
-    """Meet the other ranks; a rank alone meets nobody."""
+def init_distributed(arguments: RankArguments) -> TensorParallel:
+    """This rank's process group, once all ranks are there. Sets torch's number of threads first."""
     # Imported late: torch takes seconds, and a parent that is already gone should be noticed before.
     import torch
 
-    from workers.distributed.parallel_state import RendezvousInfo, TensorParallel
+    from workers.distributed import parallel_state
     from workers.worker.model_runner import device_of
 
-    device = device_of(config, arguments.rank)
-    if device.type == "cpu" and config.num_threads:
-        torch.set_num_threads(config.num_threads)
-    if config.tensor_parallel_size == 1:
-        return TensorParallel.solo()
-    meeting = RendezvousInfo(
-        rank=arguments.rank,
-        size=config.tensor_parallel_size,
-        port=arguments.store_port,
-        listen_fd=arguments.store_listen_fd if arguments.store_listen_fd >= 0 else None,
-        memory_fd=arguments.collective_memory_fd,
-        buffer_bytes=arguments.collective_bytes,
-        # Longer than the group waits: it sees all ranks and names the one that hangs; a rank only sees that it waits.
-        timeout_s=max(config.step_timeout_s, _PATIENCE_S),
-    )
-    return TensorParallel.join(meeting, device)
+    device = device_of(arguments.config, arguments.rank)
+    if device.type == "cpu" and arguments.config.num_threads:
+        torch.set_num_threads(arguments.config.num_threads)
+    return parallel_state.init_distributed(arguments.rendezvous, device)
 
 
 def start(arguments: RankArguments, control: Control) -> tuple[ModelRunner, TensorParallel]:
-    """Join the other ranks, load this rank's slice and allocate its pages, in step with the group."""
-    config = WorkerConfig.from_json(arguments.config)
+    """Form the process group, load this rank's slice and allocate its pages, in step with the group."""
     from workers.worker.model_runner import ModelRunner
 
     control.send("phase", name="joining")
-    tp = join(arguments, config)
+    tp = init_distributed(arguments)
     control.send("phase", name="loading")
-    runner = ModelRunner(config, tp)
+    runner = ModelRunner(arguments.config, tp)
     last_report = 0.0
 
     def on_progress(fraction: float) -> None:
@@ -185,13 +149,11 @@ def start(arguments: RankArguments, control: Control) -> tuple[ModelRunner, Tens
 
 def serve(arguments: RankArguments, control: Control, runner: ModelRunner) -> None:
     """The step loop. Ends when the group closes the ring; a failure is reported before the process goes down."""
-    steps = RingReader(
-        arguments.step_memory_fd, arguments.step_wake_fd, arguments.rank, RingLayout(**arguments.step_layout)
-    )
+    rings = RankRings(**arguments.extra)
+    steps = RingReader(rings.step_memory_fd, rings.step_wake_fd, arguments.rank, RingLayout(**rings.step_layout))
     answers = None
-    if arguments.output_wake_fd >= 0:
-        layout = RingLayout(**arguments.output_layout)
-        answers = RingWriter(arguments.output_memory_fd, [arguments.output_wake_fd], layout)
+    if rings.output_wake_fd >= 0:
+        answers = RingWriter(rings.output_memory_fd, [rings.output_wake_fd], RingLayout(**rings.output_layout))
     await_masks = partial(steps.wait_for_rest, runner.config.step_timeout_s)
     step_id = 0
     try:

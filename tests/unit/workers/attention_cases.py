@@ -9,7 +9,8 @@ from torch import Tensor
 
 from workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec, LayerKV
 from workers.attention.forward_batch import ForwardBatch
-from workers.protocol import NULL_BLOCK, StepMetadata
+from workers.protocol import NULL_BLOCK
+from workers.worker.greedy_step import SequenceChunk, greedy_step
 
 # oneDNN takes bfloat16 on every processor with AVX512, but where it has no instructions for it, a row's bits depend on
 # how many rows there are and on how they fall to the threads. The self-test of the start finds that out and says so.
@@ -41,32 +42,11 @@ def tables_for(seqs: list[Seq], block_size: int, seed: int = 0) -> tuple[np.ndar
 
 def batch_of(tables: np.ndarray, seqs: list[Seq], block_size: int, device: torch.device) -> ForwardBatch:
     """The batch that writes and attends the last `query` tokens of each sequence."""
-    positions = np.concatenate([np.arange(seq.context - seq.query, seq.context) for seq in seqs]).astype(np.int32)
-    owner = np.repeat(np.arange(len(seqs)), [seq.query for seq in seqs])
-    slots = tables[owner, positions // block_size].astype(np.int64) * block_size + positions % block_size
-    tokens = len(positions)
-    empty_f, empty_i = np.empty(0, np.float32), np.empty(0, np.int32)
-    step = StepMetadata(
-        step_id=1,
-        token_ids=np.zeros(tokens, np.int32),
-        positions=positions,
-        slot_mapping=slots,
-        query_start_loc=np.cumsum([0, *(seq.query for seq in seqs)]).astype(np.int32),
-        seq_lens=np.array([seq.context for seq in seqs], np.int32),
-        block_tables=tables,
-        logits_indices=empty_i,
-        target_ids=empty_i,
-        sample_positions=empty_i,
-        temperature=empty_f,
-        top_p=empty_f,
-        top_k=empty_i,
-        min_p=empty_f,
-        seeds=np.empty(0, np.int64),
-        num_logprobs=empty_i,
-        bias_rows=empty_i,
-        bias_ids=empty_i,
-        bias_values=empty_f,
-    )
+    chunks = [
+        SequenceChunk([0] * seq.query, seq.context - seq.query, table.tolist())
+        for seq, table in zip(seqs, tables, strict=True)
+    ]
+    step = greedy_step(chunks, block_size, step_id=1)
     return ForwardBatch.from_step(step, device)
 
 

@@ -3,15 +3,16 @@
 import math
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from workers.distributed.parallel_state import TensorParallel
-from workers.protocol import StepMetadata, StepOutput
+from workers.protocol import NULL_BLOCK, StepMetadata, StepOutput
 from workers.sampling.sampler import Sampler
+from workers.worker.greedy_step import SequenceChunk, greedy_step
 
 MASK = 0xFFFFFFFF
 
@@ -109,15 +110,9 @@ def step_of(
         return np.broadcast_to(np.asarray(columns.pop(name, default), dtype), (rows,)).copy()
 
     bias = sorted(bias or [])
-    step = StepMetadata(
-        step_id=7,
-        token_ids=np.zeros(rows, np.int32),
-        positions=np.zeros(rows, np.int32),
-        slot_mapping=np.zeros(rows, np.int64),
-        query_start_loc=np.arange(rows + 1, dtype=np.int32),
-        seq_lens=np.ones(rows, np.int32),
-        block_tables=np.zeros((rows, 1), np.int32),
-        logits_indices=np.arange(rows, dtype=np.int32),
+    step = greedy_step([SequenceChunk([0], 0, [NULL_BLOCK])] * rows, 1, range(rows), step_id=7)
+    step = replace(
+        step,
         target_ids=column("target_ids", -1, np.int32),
         sample_positions=column("sample_positions", np.arange(rows) + 10, np.int32),
         temperature=column("temperature", 1.0, np.float32),

@@ -1,5 +1,7 @@
 """One rank's steps without processes: chunks of logits rows join to what one piece would have given."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from workers.distributed.parallel_state import TensorParallel
 from workers.preflight import preflight
 from workers.protocol import StepMetadata, empty_step
 from workers.worker import model_runner as runner_module
+from workers.worker.greedy_step import SequenceChunk, greedy_step
 from workers.worker.model_runner import ModelRunner, rows_of
 
 
@@ -38,24 +41,12 @@ def scoring_step(num_tokens: int) -> StepMetadata:
     Row 3 may not choose id 7, and row 150 is pushed to id 11.
     """
     tokens = (np.arange(num_tokens) * 7 % 300).astype(np.int32)
-    positions = np.arange(num_tokens, dtype=np.int32)
-    return StepMetadata(
-        step_id=3,
-        token_ids=tokens,
-        positions=positions,
-        slot_mapping=positions.astype(np.int64) + 16,
-        query_start_loc=np.array([0, num_tokens], np.int32),
-        seq_lens=np.array([num_tokens], np.int32),
-        block_tables=np.arange(1, 17, dtype=np.int32).reshape(1, -1),
-        logits_indices=positions,
+    step = greedy_step([SequenceChunk(tokens, 0, range(1, 17))], 16, range(num_tokens), step_id=3)
+    rows = np.arange(num_tokens)
+    return dataclasses.replace(
+        step,
         target_ids=np.append(tokens[1:], -1).astype(np.int32),
-        sample_positions=positions + 1,
-        temperature=np.zeros(num_tokens, np.float32),
-        top_p=np.ones(num_tokens, np.float32),
-        top_k=np.zeros(num_tokens, np.int32),
-        min_p=np.zeros(num_tokens, np.float32),
-        seeds=np.zeros(num_tokens, np.int64),
-        num_logprobs=np.where(positions < 100, 2, np.where(positions < 140, -1, 5)).astype(np.int32),
+        num_logprobs=np.where(rows < 100, 2, np.where(rows < 140, -1, 5)).astype(np.int32),
         bias_rows=np.array([3, 150], np.int32),
         bias_ids=np.array([7, 11], np.int32),
         bias_values=np.array([-np.inf, 50.0], np.float32),
