@@ -1,7 +1,7 @@
 """An environment of its own for every client, made once and kept while its pins stay the same.
 
 Installs exactly the pinned packages and lets no resolver choose. Never installs torch: where a client imports it, this
-repository's own is lent through a path entry. Knows pip and npm; knows nothing of what clients do.
+repository's own is lent through a path entry.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LENT = ("torch", "torchgen", "functorch")
 
 
 class NotInstalledError(Exception):
-    """A program of the machine's that a client needs is not there; one sentence."""
+    """A program that a client needs is not installed on this machine; the text is one sentence."""
 
 
 def bare_python(directory: Path) -> Path:
@@ -62,8 +62,8 @@ def version(client: Client) -> str:
     """As installed, not as asked for."""
     directory = CACHE / client.name
     if client.kind is Kind.PROGRAM:
-        said = subprocess.run([client.package, "--version"], capture_output=True, text=True, check=True).stdout
-        return said.split()[1]
+        printed = subprocess.run([client.package, "--version"], capture_output=True, text=True, check=True).stdout
+        return printed.split()[1]
     if client.kind is Kind.NODE:
         return json.loads((directory / "node_modules" / client.package / "package.json").read_text())["version"]
     question = f"import importlib.metadata as m; print(m.version({client.package!r}))"

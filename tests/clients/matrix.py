@@ -1,7 +1,6 @@
 """Which clients are tried: what each needs, which script drives it.
 
-One environment per client, because together they would drag each other to versions that nobody uses. Knows names and
-versions; starts nothing.
+One environment per client, because together they would force each other to versions that are not used elsewhere.
 """
 
 from __future__ import annotations
@@ -53,5 +52,5 @@ CLIENTS = (
     Client("curl", "curl", "curl_lines.py", kind=Kind.PROGRAM),
 )
 
-# No client, but it lives like one; tests/fuzz runs it.
+# No client, but it has an environment of the same kind; tests/fuzz runs it.
 FUZZER = Client("schemathesis", "schemathesis", "", ("schemathesis==4.32.5",))

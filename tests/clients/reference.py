@@ -1,8 +1,8 @@
-"""What transformers says about the endings of the lm-eval task: the numbers that the server must give as well.
+"""transformers' log-likelihoods of the endings of the lm-eval task, which the server must give as well.
 
     python -m tests.clients.reference OUT.json
 
-Knows torch, transformers and the demo model; a program of its own, so that none of them stays in memory.
+A program of its own, so that torch and the model do not stay in memory.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     python -m tests.clients.run openai-3 curl         # these
     python -m tests.clients.run --write-docs          # all, and the table in docs/clients.md
 
-Prints a line per exercise and one table; the exit status is 1 if anything failed. Knows how to start servers and
-scripts; what is exercised stands in the scripts.
+Prints a line per exercise and one table; the exit status is 1 if anything failed. What is
+exercised is written in `scripts/`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Outcome:
 
 
 def try_client(client: Client, url: str, reference: Path) -> Outcome:
-    """Prepare its environment, run its script, collect what it says."""
+    """Prepare its environment, run its script, collect its lines."""
     outcome = Outcome(client)
     began = time.monotonic()
     try:
@@ -99,14 +99,14 @@ def run_script(command: list[str], client: Client, outcome: Outcome) -> None:
             if not line.startswith(MARK):
                 other.append(line)
                 continue
-            said = json.loads(line.removeprefix(MARK))
-            if "end" in said:
-                ended = said["end"] == len(outcome.exercised) + len(outcome.problems)
-            elif said["problem"] is None:
-                outcome.exercised.append(said["exercised"])
-                print(f"    ok      {said['exercised']}", flush=True)
+            line_read = json.loads(line.removeprefix(MARK))
+            if "end" in line_read:
+                ended = line_read["end"] == len(outcome.exercised) + len(outcome.problems)
+            elif line_read["problem"] is None:
+                outcome.exercised.append(line_read["exercised"])
+                print(f"    ok      {line_read['exercised']}", flush=True)
             else:
-                outcome.problems.append(f"{said['exercised']}: {said['problem']}")
+                outcome.problems.append(f"{line_read['exercised']}: {line_read['problem']}")
                 print(f"    FAILED  {outcome.problems[-1]}", flush=True)
         status = process.wait()
     finally:
@@ -157,7 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
     failed = [outcome.client.name for outcome in outcomes if outcome.problems]
     if idle["oarlock:kv_blocks_held"] or idle["vllm:num_requests_running"]:
         failed.append("the server still holds blocks or requests")
-    if given.write_docs:  # failures too: the page says what is
+    if given.write_docs:  # failures too: the page shows the outcome as it is
         write_docs(outcomes)
     tried = sum(not outcome.skipped for outcome in outcomes)
     skipped = f", {len(outcomes) - tried} skipped" if tried < len(outcomes) else ""

@@ -6,8 +6,8 @@ import anyio
 import pytest
 
 from tests.fuzz.bodies import routes_of
+from tests.fuzz.checks import problem_of
 from tests.fuzz.corpus import corpus
-from tests.fuzz.judge import problem_of
 
 NUM_ROUTES = 9
 KIB = 1024

@@ -1,4 +1,4 @@
-"""Servers that several tests share, and what the checkpoint itself says: transformers' own greedy answers."""
+"""Servers that several tests share, and transformers' own greedy answers as the reference."""
 
 from collections.abc import Iterator
 from pathlib import Path

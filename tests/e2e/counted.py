@@ -1,6 +1,6 @@
-"""`oarlock` with one ear more: on SIGUSR1 it writes the number of its event loop's tasks to a file.
+"""`oarlock` with a handler for SIGUSR1 that writes the number of its event loop's tasks to a file.
 
-The server keeps no such figure for itself; a test that looks for leaks needs it from the running process.
+A test that looks for leaks needs the figure from the running process.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from server.entrypoints.cli import main
 
 
 def write_tasks(number: int, frame: object) -> None:
-    """Whole or not at all: the reader waits for the file to appear."""
+    """Write the file in one step, because the reader waits for it to appear."""
     path = Path(os.environ["COUNTED_TASKS_FILE"])
     partial = path.with_suffix(".partial")
     partial.write_text(str(len(asyncio.all_tasks())))

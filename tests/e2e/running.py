@@ -1,6 +1,6 @@
 """A server as a user runs it: a process of its own on a real port, watched from outside.
 
-Knows the command line, the HTTP surface and the process table. Imports nothing of the server's.
+Uses the command line, HTTP and the process table; imports nothing of the server's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ READY_WITHIN_S = 120.0
 
 
 def free_port() -> int:
-    """A port nobody listens on just now."""
+    """A port that is free at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -160,7 +160,7 @@ class RunningServer:
         self.client.close()
         self._log.close()
 
-    # ------------------------------------------------------------------ talking to it
+    # ------------------------------------------------------------------ requests
     def complete(self, prompt: Any, **fields: Any) -> dict[str, Any]:
         """One `/v1/completions`, not streamed: the body, which must be a 200."""
         response = self.client.post("/v1/completions", json={"prompt": prompt, **fields})

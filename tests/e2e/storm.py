@@ -1,6 +1,6 @@
-"""Clients that behave badly: thirty-two at a time, streaming or waiting, many leaving in the middle without a word.
+"""Clients that disconnect: thirty-two at a time, streaming or waiting, many leaving in the middle of an answer.
 
-Knows HTTP. Counts how its requests ended; judges nothing.
+Counts how the requests ended.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Nonsense over a real socket: always a 4xx in OpenAI's exact shape that names the field, and the server serves on."""
+"""Invalid requests over a real socket: a 4xx in OpenAI's exact shape that names the field, and the server serves on."""
 
 import json
 import socket

@@ -22,6 +22,6 @@ def test_a_client_that_needs_no_environment(tp1, name, at_least):
         [*command, "--tokenizer", str(DEMO)], env=environment(client), capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    said = [json.loads(line.removeprefix(MARK)) for line in done.stdout.splitlines() if line.startswith(MARK)]
-    assert said[-1] == {"end": len(said) - 1}
-    assert len(said) - 1 >= at_least
+    lines = [json.loads(line.removeprefix(MARK)) for line in done.stdout.splitlines() if line.startswith(MARK)]
+    assert lines[-1] == {"end": len(lines) - 1}
+    assert len(lines) - 1 >= at_least

@@ -1,4 +1,6 @@
-"""Whatever is killed, every open request hears of it at once, the server ends with a telling status, nothing stays."""
+"""Whichever process is killed, open requests get an error at once, the server ends with its documented status, and no
+process or shared memory stays.
+"""
 
 import json
 import os
@@ -149,7 +151,7 @@ def test_a_second_signal_does_not_wait():
 def test_requests_that_outlast_the_drain_are_ended_with_an_error():
     with RunningServer(DEMO, "--drain-timeout", "0.2") as server:
         (stream,) = open_streams(server, 1)
-        assert server.stop(within_s=10) != 0, "requests were lost, so the status must say so"
+        assert server.stop(within_s=10) != 0, "requests were lost, so the status must not be 0"
         stream.join(5)
         assert stream.last.get("error"), stream.last
 

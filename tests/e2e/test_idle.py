@@ -1,4 +1,4 @@
-"""Nothing spins: an idle server leaves the machine to others, however many processes it is made of."""
+"""An idle server uses almost no processor time, however many ranks it has."""
 
 import time
 

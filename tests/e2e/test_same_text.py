@@ -1,4 +1,4 @@
-"""The text of a request depends on the checkpoint alone: not on ranks, company, streaming or cached prefixes.
+"""The text of a request depends on the checkpoint alone: not on ranks, other requests, streaming or cached prefixes.
 
 Fifty prompts, greedy, float32, against transformers' own answers; then seeded sampling against itself.
 """

@@ -1,4 +1,4 @@
-"""After a storm of clients that leave mid-answer nothing is kept: no block, no descriptor, no task, no thread."""
+"""After many clients have left mid-answer nothing is kept: no block, no descriptor, no task, no thread."""
 
 import asyncio
 import signal
@@ -8,7 +8,7 @@ import pytest
 from tests.e2e.running import DEMO, RunningServer, eventually
 from tests.e2e.storm import storm
 
-# Room for about 2,000 tokens: far less than 32 clients want, so that sequences are preempted as well.
+# KV memory for about 2,000 tokens: far less than 32 clients want, so that sequences are preempted as well.
 FLAGS = ("--max-model-len", 512, "--kv-cache-memory", "16MiB", "--block-size", 16, "--max-num-seqs", 16)
 
 
@@ -41,8 +41,8 @@ def idle(server):
     return figures if running == waiting == 0 else None
 
 
-def weather(server, file, seconds):
-    """One storm with everything that must hold after it."""
+def check_nothing_is_kept(server, file, seconds):
+    """Many disconnecting clients, and everything that must hold after them."""
     asyncio.run(storm(server.url, 2, seed=1))  # warm: thread pools and connections have their usual size
     eventually(lambda: idle(server), 10, "the warm-up's requests are over")
     before_descriptors, before_threads = descriptors(server), threads(server)
@@ -59,7 +59,7 @@ def weather(server, file, seconds):
     eventually(lambda: tasks(server, file) <= before_tasks, 10, f"no more tasks than before: {before_tasks}")
     eventually(lambda: descriptors(server) == before_descriptors, 10, f"descriptors as before: {before_descriptors}")
     assert threads(server) == before_threads
-    # Every block can be handed out again: a request that needs the whole context finds room.
+    # Every block can be handed out again: a request that needs the whole context fits.
     assert server.complete([7] * 400, max_tokens=112, ignore_eos=True)["usage"]["completion_tokens"] == 112
     return ends
 
@@ -68,7 +68,7 @@ def weather(server, file, seconds):
 def test_disconnects(ranks, tmp_path):
     server, file = counted(tmp_path, "-tp", ranks)
     with server:
-        weather(server, file, seconds=8)
+        check_nothing_is_kept(server, file, seconds=8)
 
 
 @pytest.mark.soak
@@ -77,4 +77,4 @@ def test_disconnects(ranks, tmp_path):
 def test_two_minutes_of_disconnects(ranks, tmp_path):
     server, file = counted(tmp_path, "-tp", ranks)
     with server:
-        print(weather(server, file, seconds=120))
+        print(check_nothing_is_kept(server, file, seconds=120))

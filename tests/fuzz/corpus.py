@@ -1,7 +1,7 @@
 """The bodies that break servers, for any route: some 300 cases, each with what must come of it.
 
-A case about a field is refused where the route has the field, and may be ignored where it has not. Knows JSON and the
-limits that the API documents; sends nothing.
+A case about a field is refused where the route has the field, and may be ignored where it has not. The limits are those
+that the API documents.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _of_field(route: Route, base: dict[str, Any], name: str, value: Any, refused
 
 
 def _no_objects() -> Iterator[Case]:
-    """What is no JSON object at all."""
+    """Bodies that are no JSON object."""
     texts = {
         "no JSON": b"not json",
         "empty": b"",
@@ -124,15 +124,15 @@ def _wholes(base: dict[str, Any]) -> Iterator[Case]:
 
 
 def _carriers(base: dict[str, Any]) -> Iterator[Case]:
-    """Good bodies that arrive in the wrong clothes."""
+    """Good bodies with the wrong headers or encoding."""
     good = encode(base)
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
         yield Case(f"as {kind}", good, True, headers={"Content-Type": kind})
     yield Case("without a content type", good, True, headers={"Content-Type": ""})
     yield Case("as UTF-7", good, True, headers={"Content-Type": "application/json; charset=utf-7"})
     packed = gzip.compress(good, mtime=0)
-    yield Case("gzip, said", packed, True, headers={**JSON, "Content-Encoding": "gzip"})
-    yield Case("gzip, not said", packed, True)
+    yield Case("gzip, declared", packed, True, headers={**JSON, "Content-Encoding": "gzip"})
+    yield Case("gzip, not declared", packed, True)
     yield Case("a long request id", good, False, headers={**JSON, "X-Request-Id": "i" * 8000})
     yield Case("an odd request id", good, False, headers={**JSON, "X-Request-Id": "http://127.0.0.1/ ; drop"})
     for limit in ("0", "-1", "NaN", "1e999", "x", "9" * 400):
@@ -224,7 +224,7 @@ _COMPILED: list[tuple[str, list[Any]]] = [
     ("guided_json", [{"type": "nonsense"}]),
 ]
 
-# Each field is fine; together they leave nothing to generate. Whoever asks for that has made a mistake, not the server.
+# Each field is fine; together they leave nothing to generate. That is a mistake of the request, not of the server.
 _CONTRADICTIONS: list[dict[str, Any]] = [
     {"guided_choice": ["a", "b"], "allowed_token_ids": [2000]},
     {"guided_choice": ["a"], "bad_words": ["a"]},

@@ -1,6 +1,6 @@
-"""Many requests at once, each with a time limit, each answer judged.
+"""Many requests at once, each with a time limit, each answer checked.
 
-Knows httpx and the judge. What is sent comes from the corpus, the mutations and the list of attacks.
+What is sent comes from `corpus.py`, `mutate.py` and `wire.py`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import httpx
 from tests.e2e.running import RunningServer
 from tests.fuzz import wire
 from tests.fuzz.bodies import Route
+from tests.fuzz.checks import problem_of
 from tests.fuzz.corpus import JSON, Case, corpus
-from tests.fuzz.judge import problem_of
 from tests.fuzz.mutate import mutated
 
 AT_ONCE = 12
@@ -26,13 +26,13 @@ LEAVE_EARLY = 0.03  # so many of the mutations are left before their answer
 
 
 class Flood:
-    """Sends, judges and counts."""
+    """Sends requests, checks their answers and counts them."""
 
     def __init__(self, server: RunningServer) -> None:
         self._url, self._port = server.url, server.port
         self.problems: list[str] = []
         self.sent = 0
-        self.longest_pulse_s = 0.0
+        self.longest_probe_s = 0.0
         self._statuses: collections.Counter[str] = collections.Counter()
         self._seconds: list[tuple[float, str]] = []
 
@@ -46,7 +46,7 @@ class Flood:
             except TimeoutError:
                 self.problems.append(f"{name}: neither answer nor end within {WITHIN_S:g} s")
                 return
-            self._statuses[answer[9:12].decode("latin-1") or "hung up"] += 1
+            self._statuses[answer[9:12].decode("latin-1") or "connection closed"] += 1
             if problem := wire.problem_of(answer):
                 self.problems.append(f"{name}: {problem}")
 
@@ -58,12 +58,12 @@ class Flood:
     async def corpus(self, routes: Iterable[Route]) -> None:
         """Every case on every route, streamed as well where it can be."""
         async with self._client() as client, self._client() as probe:
-            pulse = asyncio.create_task(self._pulse(probe))
+            probing = asyncio.create_task(self._probe_liveness(probe))
             for route in routes:
                 for stream in (False, True) if route.streams else (False,):
                     cases = corpus(route, stream)
                     await _all_of(self._case(client, route, case) for case in cases)
-            pulse.cancel()
+            probing.cancel()
 
     async def mutations(self, routes: list[Route], number: int, seed: int) -> None:
         """`number` random bodies; some of their senders do not wait for the answer."""
@@ -101,12 +101,12 @@ class Flood:
         longest, where = ordered[-1]
         return f"median {median:.3f}, p99 {p99:.3f}, longest {longest:.3f} ({where[:80]})"
 
-    async def _pulse(self, probe: httpx.AsyncClient) -> None:
-        """The probe that needs nothing but the event loop, again and again: its longest wait is how long that stood."""
+    async def _probe_liveness(self, probe: httpx.AsyncClient) -> None:
+        """Ask the liveness probe again and again: its longest wait is how long the event loop was blocked."""
         while True:
             began = time.monotonic()
             answer = await probe.get("/health/live")
-            self.longest_pulse_s = max(self.longest_pulse_s, time.monotonic() - began)
+            self.longest_probe_s = max(self.longest_probe_s, time.monotonic() - began)
             if answer.status_code != 200:
                 self.problems.append(f"/health/live: {answer.status_code}")
             await asyncio.sleep(0.2)
@@ -125,7 +125,7 @@ class Flood:
             self.problems.append(f"{where}: no answer within {WITHIN_S:g} s")
             return
         except httpx.TransportError as error:
-            self._statuses["hung up"] += 1
+            self._statuses["connection closed"] += 1
             if len(case.content) <= 2**20:  # larger ones may be cut off while they are still being sent
                 self.problems.append(f"{where}: {type(error).__name__}: {error}")
             return

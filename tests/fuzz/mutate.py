@@ -1,6 +1,6 @@
 """Random bodies: good ones with hostile values, keys and bytes worked in. The same seed makes the same bodies.
 
-Knows JSON and the names of fields; whether a body is good or bad it does not know, so any answer but a 5xx is right.
+Whether a mutated body is still valid is not tracked, so any answer but a 5xx is right.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from tests.fuzz.flood import Flood
 from tests.fuzz.schema_run import run_schemathesis
 from tests.fuzz.traces import Traces
 
-# Small, so that requests end soon and the limits are met; a time limit, because a stranger may ask for a lot.
+# Small, so that requests end soon and the limits are met; a time limit, because a random body may ask for a lot.
 FLAGS = ("--dtype", "float32", "--served-model-name", "demo", "--max-model-len", 512, "--request-timeout", 10)
 
 FEWEST_MUTATIONS = 500
@@ -54,7 +54,7 @@ def fuzz(server: RunningServer, requests: int, seed: int, examples: int) -> list
     problems += traces.left(flood.sent)
     print(f"\nrequests: {flood.sent + by_schema}; answers by status: {flood.by_status()}")
     print(f"seconds to an answer: {flood.durations()}")
-    print(f"longest wait of the liveness probe meanwhile: {flood.longest_pulse_s:.3f} s")
+    print(f"longest wait of the liveness probe meanwhile: {flood.longest_probe_s:.3f} s")
     return problems
 
 

@@ -1,6 +1,6 @@
 """schemathesis over the server's OpenAPI document, from an environment of its own.
 
-Knows its command line and its JSON report; what it sends it decides itself.
+Starts its command line and reads its JSON report; schemathesis itself chooses what it sends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WORKERS, REQUEST_TIMEOUT_S, ENDS_WITHIN_S = 1, 60, 600
 
 
 def run_schemathesis(url: str, seed: int, examples: int) -> list[str]:
-    """What it complains about, one line per failure. Bounded by examples for each operation, so a seed means a run."""
+    """The failures it reports, one line each. Bounded by examples for each operation, so a seed means a run."""
     interpreter, _ = prepare(FUZZER)
     with tempfile.TemporaryDirectory() as directory:
         command = [str(Path(interpreter[0]).with_name("st")), "run", f"{url}/openapi.json", "--no-color"]

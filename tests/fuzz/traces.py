@@ -1,6 +1,6 @@
 """What hostile requests may have left behind: blocks, requests, descriptors, threads, series, a changed answer.
 
-Takes the state before, and says what differs when everything is quiet again. Knows metrics and the process table.
+Compares metrics and the process table before the run with those after it, once the server is idle again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MOST_NEW_SERIES = 600  # known methods times routes times statuses, seen for the
 
 
 class Traces:
-    """One server, looked at before and after."""
+    """The state of one server before and after a run."""
 
     def __init__(self, server: RunningServer) -> None:
         self._server = server
@@ -41,7 +41,7 @@ class Traces:
         if text != self._text:
             found.append(f"the same greedy request now gives {text!r}, before {self._text!r}")
         if self._server.client.get("/health").status_code != 200:
-            found.append("the server no longer says that it is well")
+            found.append("/health is no longer 200")
         try:
             eventually(self._handles_are_back, QUIET_WITHIN_S, "descriptors and threads are back where they were")
         except AssertionError as error:

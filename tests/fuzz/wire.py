@@ -1,6 +1,7 @@
 """Requests that no client library would send: wrong lengths, broken chunks, heads too large or never finished.
 
-Bytes over plain sockets. The server may answer with a 4xx or hang up; it may not answer 5xx, nor keep silent for ever.
+Bytes over plain sockets. The server may answer with a 4xx or close the connection, but not with a 5xx,
+nor leave the connection open without an answer.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ async def attack(port: int, content: bytes, within_s: float) -> bytes:
             await writer.drain()
             writer.write_eof()
             return await asyncio.wait_for(reader.read(), within_s)
-        except OSError as error:  # it hung up while we were still sending: that is an answer
+        except OSError as error:  # it closed the connection while we were still sending: that is an answer
             if not isinstance(error, ConnectionError) and error.errno != errno.ENOTCONN:
                 raise
             return b""

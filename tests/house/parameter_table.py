@@ -1,6 +1,6 @@
 """The table of the documentation: endpoint, parameter, range, default, behaviour, all read from the code.
 
-Builds an application without an engine and reads its OpenAPI document. Knows Markdown.
+Builds an application without an engine and reads its OpenAPI document.
 """
 
 from __future__ import annotations
@@ -33,16 +33,18 @@ def as_markdown() -> str:
             lines.append(f"| {method.upper()} `{path}` | {_cell(operation.get('summary', ''))} |")
     shared = found["/v1/completions"]["parameters"].keys() & found["/v1/chat/completions"]["parameters"].keys()
     both = {
-        name: told
-        for name, told in found["/v1/completions"]["parameters"].items()
-        if name in shared and told == found["/v1/chat/completions"]["parameters"][name]
+        name: parameter
+        for name, parameter in found["/v1/completions"]["parameters"].items()
+        if name in shared and parameter == found["/v1/chat/completions"]["parameters"][name]
     }
     lines += ["", "### `/v1/completions` and `/v1/chat/completions`", "", *_table(both)]
     for path, entry in found.items():
         if "parameters" not in entry or path in _SAME_BODY:
             continue
         is_generating = path in ("/v1/completions", "/v1/chat/completions")
-        own = {name: told for name, told in entry["parameters"].items() if not (is_generating and name in both)}
+        own = {
+            name: parameter for name, parameter in entry["parameters"].items() if not (is_generating and name in both)
+        }
         also = [other for other, shown in _SAME_BODY.items() if shown == path]
         lines += ["", f"### `{path}`" + (", and the same for " if also else "") + ", ".join(f"`{i}`" for i in also), ""]
         lines += _table(own)
@@ -53,8 +55,8 @@ def as_markdown() -> str:
 
 def _table(parameters: dict[str, Any]) -> list[str]:
     lines = ["| parameter | range | default | behaviour |", "|---|---|---|---|"]
-    for name, told in parameters.items():
-        cells = (range_words(told), default_words(told), behaviour(told))
+    for name, parameter in parameters.items():
+        cells = (range_words(parameter), default_words(parameter), behaviour(parameter))
         lines.append(f"| `{name}` | {' | '.join(map(_cell, cells))} |")
     return lines
 

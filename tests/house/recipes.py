@@ -1,6 +1,6 @@
-"""Reads a Dockerfile and a compose file, and says what is wrong with them: no engine is needed to notice it.
+"""Finds mistakes in a Dockerfile and a compose file, without docker.
 
-Knows their syntax as far as this repository uses it. Builds nothing.
+Reads their syntax as far as this repository uses it.
 """
 
 import json
@@ -74,7 +74,7 @@ def environment(found: dict[str, Stage], name: str) -> dict[str, str]:
 
 
 def image_faults(dockerfile: str, target: str) -> list[str]:
-    """What is wrong with one of the two images."""
+    """Mistakes in one of the two images."""
     found = stages(dockerfile)
     if target not in found:
         return [f"no stage is named {target}"]
@@ -125,7 +125,7 @@ def size_bytes(text: str | int) -> int:
 
 
 def service_faults(service: dict[str, Any], *, gpus: int) -> list[str]:
-    """What is wrong with one service of the compose file."""
+    """Mistakes in one service of the compose file."""
     faults = []
     devices = service.get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices", [])
     reserved = sum(device.get("count", 0) for device in devices if "gpu" in device.get("capabilities", []))
@@ -144,9 +144,9 @@ def service_faults(service: dict[str, Any], *, gpus: int) -> list[str]:
     if seconds(check.get("start_period", "0s")) < 60:
         faults.append("the healthcheck allows no time to load")
     if not re.fullmatch(r"on-failure:[1-9]", str(service.get("restart"))):
-        faults.append("is not restarted on failure a few times at most: some statuses say that another try is useless")
+        faults.append("is not restarted on failure a few times at most: after some statuses another try is useless")
     if service.get("privileged") or service.get("ipc") == "host" or service.get("network_mode") == "host":
-        faults.append("has more of the host than it needs")
+        faults.append("has more rights on the host than it needs")
     if not any("huggingface" in str(volume) for volume in service.get("volumes", [])):
         faults.append("downloads its model anew with every container")
     return faults
@@ -162,7 +162,7 @@ def mounts(service: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-# Of the compose specification, the keys of a service that this repository uses: any other is a slip of the pen.
+# Of the compose specification, the keys of a service that this repository uses: any other is taken for a misspelling.
 SERVICE_KEYS = {
     *("build", "cap_drop", "command", "deploy", "env_file", "environment", "healthcheck", "image", "init", "ports"),
     *("profiles", "read_only", "restart", "security_opt", "shm_size", "stop_grace_period", "stop_signal", "tmpfs"),

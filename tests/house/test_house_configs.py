@@ -1,4 +1,4 @@
-"""Every file in configs/ is accepted by the server's own reader and says what its name promises."""
+"""Every file in configs/ is accepted by the server's own reader and sets what its name promises."""
 
 import re
 

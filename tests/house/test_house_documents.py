@@ -1,4 +1,4 @@
-"""The documents say what the code does: made parts are up to date, and no route, field, metric or status is missing."""
+"""The documents match the code: generated parts are up to date, and no route, field, metric or status is missing."""
 
 import importlib
 import pkgutil

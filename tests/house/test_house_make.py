@@ -1,4 +1,4 @@
-"""The Makefile and the continuous-integration script keep their word, tried in a folder of their own."""
+"""The Makefile and the continuous-integration script do what they promise, tried in a folder of their own."""
 
 import os
 import re
@@ -72,7 +72,7 @@ def test_the_tests_are_linter_formatter_types_and_pytest(folder, target):
     assert places == sorted(places)
 
 
-def test_without_a_python_one_line_says_so_and_one_what_to_do(folder):
+def test_without_a_python_there_is_one_line_of_error_and_one_of_fix(folder):
     result = run(folder, "make", "install", "PYTHON=")
     assert result.returncode != 0
     assert "error: no Python 3.11" in result.stdout and "fix: " in result.stdout
@@ -93,7 +93,7 @@ LONG_PASSED = "==== 2 passed in 250.00s ===="
         ("echo 'ruff: found 1 error'; exit 1", f"echo '{LONG_PASSED}'", 2, None),
     ],
 )
-def test_continuous_integration_is_honest(tmp_path, recipe, long_recipe, status, last):
+def test_continuous_integration_fails_if_a_target_fails(tmp_path, recipe, long_recipe, status, last):
     (tmp_path / "Makefile").write_text(f"test:\n\t@{recipe}\ntest-long:\n\t@{long_recipe}\n")
     shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
     result = run(tmp_path, tmp_path / ".ci" / "run")

@@ -1,4 +1,4 @@
-"""The container recipes and the configuration files say what the README promises. Each check is shown to fail."""
+"""The container recipes do what the README promises. Each check is shown to fail on a planted mistake."""
 
 import re
 import shutil
@@ -113,7 +113,7 @@ def test_the_compose_file_is_one():
         ("ports: [", "ports: [8000, "),
     ],
 )
-def test_a_slip_in_the_compose_file_is_noticed(old, new):
+def test_a_mistake_in_the_compose_file_is_noticed(old, new):
     assert old in COMPOSE
     assert recipes.compose_faults(recipes.compose(COMPOSE.replace(old, new))) != []
 

@@ -1,7 +1,7 @@
 """Checkpoints for load tests: the shape of a real model, seeded random weights, made once outside the repository.
 
-Speed depends on shapes and not on what the weights say, so nothing need be downloaded. Knows transformers' own
-classes, so that the files are what any server would read. Knows no server.
+Speed depends on shapes and not on the values of weights, so nothing need be downloaded. The files are written by
+transformers' own classes, so that any server can read them.
 
     python -m tests.load.checkpoint            # prints the directory, making it if it is not there
 """
@@ -43,7 +43,7 @@ def cache_folder() -> Path:
 
 
 def ensure(*, quick: bool = False, folder: Path | None = None) -> Path:
-    """The directory of the checkpoint. It is written whole or not at all, so a broken-off attempt is not believed."""
+    """The directory of the checkpoint. It is written whole or not at all, so an interrupted attempt is not used."""
     shape = QUICK_SHAPE if quick else TRUE_SHAPE
     out = (folder or cache_folder()) / ("qwen2-quick" if quick else "qwen2-0.5b-random")
     if not (out / "model.safetensors").exists():

@@ -1,4 +1,4 @@
-"""Our server beside transformers' `generate`, turn and turn about on the same machine, and the share that is ours.
+"""Our server beside transformers' `generate`, in alternation on the same machine, and what surrounds the steps.
 
 Three questions, one table each. Only ratios from one run count: the machine may be shared.
 
@@ -89,7 +89,7 @@ class BaselineProcess:
         self._process.wait(30)
 
 
-def say(text: str) -> None:
+def progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
@@ -114,7 +114,7 @@ def against_transformers(plan: Plan, server: RunningServer, baseline: BaselinePr
             work = plan.work(concurrency, turn)
             ours = load_test.run(server.url, "load", work, concurrency, plan.output_tokens)
             theirs = baseline.generate(work, plan.output_tokens)
-            say(
+            progress(
                 f"c={concurrency} round {turn}: ours {ours.output_tokens_per_s:.1f} tok/s "
                 f"(TPOT {ours.tpot_ms['p50']:.1f} ms), generate {theirs['output_tokens_per_s']:.1f} tok/s "
                 f"({theirs['tpot_ms']:.1f} ms)"
@@ -133,7 +133,7 @@ def against_transformers(plan: Plan, server: RunningServer, baseline: BaselinePr
     return rows
 
 
-def own_share(plan: Plan, server: RunningServer) -> dict[str, Any]:
+def time_outside_steps(plan: Plan, server: RunningServer) -> dict[str, Any]:
     """Question 2: over a busy stretch, the wall time outside steps, as a share of the time inside them."""
     concurrency = max(plan.concurrency)
     shares = []
@@ -145,7 +145,7 @@ def own_share(plan: Plan, server: RunningServer) -> dict[str, Any]:
         in_steps = after[STEP_SECONDS] - before[STEP_SECONDS]
         steps = after[STEPS] - before[STEPS]
         shares.append(report.duration_s / in_steps - 1)
-        say(
+        progress(
             f"share: {steps:.0f} steps of {1e3 * in_steps / steps:.2f} ms, "
             f"{1e3 * report.duration_s / steps:.2f} ms of wall time each, {shares[-1]:+.1%}"
         )
@@ -165,7 +165,9 @@ def across_ranks(plan: Plan, model: Path) -> list[dict[str, Any]]:
                 )
                 if turn:  # the first is the warm-up
                     ratios.append(pair.output_tokens_per_s / single.output_tokens_per_s)
-                    say(f"c={concurrency}: TP 1 {single.output_tokens_per_s:.1f}, TP 2 {pair.output_tokens_per_s:.1f}")
+                    progress(
+                        f"c={concurrency}: TP 1 {single.output_tokens_per_s:.1f}, TP 2 {pair.output_tokens_per_s:.1f}"
+                    )
             rows.append({"concurrency": concurrency, "throughput_ratio": spread(ratios)})
     return rows
 
@@ -183,8 +185,8 @@ def report(result: dict[str, Any]) -> str:
                 f"{row['concurrency']:>4}  {shown(row['throughput_ratio']):>24}  {shown(row['decode_ratio']):>24}  "
                 f"{statistics.median(speeds):.1f}, {statistics.median(tpots):.1f} ms"
             )
-    if "own_share" in result:
-        share = result["own_share"]
+    if "time_outside_steps" in result:
+        share = result["time_outside_steps"]
         lines.append(f"wall time added to the steps at c={share['concurrency']}: {shown(share['added_to_step'])}")
     if "across_ranks" in result:
         lines.append("TP 2 (half the threads each) / TP 1, out tok/s")
@@ -231,7 +233,7 @@ def main(argv: list[str] | None = None) -> int:
                 result["against_transformers"] = against_transformers(plan, server, baseline)
                 baseline.close()
             if "share" in wanted:
-                result["own_share"] = own_share(plan, server)
+                result["time_outside_steps"] = time_outside_steps(plan, server)
     if "ranks" in wanted:
         result["across_ranks"] = across_ranks(plan, model)
     print(report(result))

@@ -5,7 +5,7 @@
     ITL    the gap between one chunk and the next, every gap of every request
     E2EL   from sending the request to the end of its stream
 
-Knows HTTP and arithmetic. Imports nothing of the server's.
+Imports nothing of the server's.
 
     python -m tests.load.load_test --url http://127.0.0.1:8000 --concurrency 1 8 32
 """

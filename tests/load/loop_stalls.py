@@ -2,9 +2,9 @@
 
     python -m tests.load.loop_stalls [--rounds N] [--only NAME ...]
 
-The demo model is served with a context of 400,000 tokens, so that nothing is refused before it has cost anything. The
+The demo model is served with a context of 400,000 tokens, so that large requests are not refused early. The
 first row is the machine's own share: /health beside two processes that only compute. A wait that is longer than that
-row's is the server's doing.
+row's is caused by the server.
 """
 
 from __future__ import annotations

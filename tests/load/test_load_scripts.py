@@ -93,7 +93,7 @@ def test_the_comparison(tmp_path):
     assert [row["concurrency"] for row in written["across_ranks"]] == [1, 4]
     for row in [*written["against_transformers"], *written["across_ranks"]]:
         assert row["throughput_ratio"]["median"] > 0
-    assert written["own_share"]["added_to_step"]["median"] > -0.5
+    assert written["time_outside_steps"]["added_to_step"]["median"] > -0.5
     assert "out tok/s" in result.stdout
 
 

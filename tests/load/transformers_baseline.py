@@ -1,4 +1,4 @@
-"""transformers' `generate` on a static batch, timed token by token: the figure a server has to justify itself against.
+"""transformers' `generate` on a static batch, timed token by token: the figure that the server is compared with.
 
 Runs as a process of its own. Each line on standard input is one job as JSON, {"prompts": [[ids]], "output_tokens": n};
 each line on standard output is its result. Alone, it makes its own jobs:

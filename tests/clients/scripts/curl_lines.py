@@ -20,8 +20,8 @@ def curl(line: str) -> str:
 
 def answers(report: Report, url: str) -> None:
     with report.exercise("a completion"):
-        said = json.loads(curl(f"""{url}/v1/completions {JSON} -d '{{"prompt": "import ", "max_tokens": 5}}'"""))
-        expect(said["choices"][0]["text"], said)
+        answer = json.loads(curl(f"""{url}/v1/completions {JSON} -d '{{"prompt": "import ", "max_tokens": 5}}'"""))
+        expect(answer["choices"][0]["text"], answer)
     with report.exercise("a conversation, streamed with -N, ending in [DONE]"):
         body = f'{{{CHAT}, "stream": true, "max_completion_tokens": 9}}'
         lines = [line for line in curl(f"-N {url}/v1/chat/completions {JSON} -d '{body}'").splitlines() if line]
@@ -30,14 +30,14 @@ def answers(report: Report, url: str) -> None:
         body = """printf '{"prompt": "import ", "max_tokens": 2}'"""
         for extra in ("--http1.0", "-H 'Transfer-Encoding: chunked'", "-H 'Expect: 100-continue'"):
             line = f"{extra} {url}/v1/completions {JSON} --data-binary @-"
-            said = subprocess.run(f"{body} | curl -sS {line}", shell=True, capture_output=True, text=True, check=True)
-            expect(json.loads(said.stdout)["usage"]["completion_tokens"] <= 2, said.stdout)
+            answer = subprocess.run(f"{body} | curl -sS {line}", shell=True, capture_output=True, text=True, check=True)
+            expect(json.loads(answer.stdout)["usage"]["completion_tokens"] <= 2, answer.stdout)
     with report.exercise("tokenize and detokenize there and back, with and without /v1"):
         for prefix in ("", "/v1"):
-            said = json.loads(curl(f"""{url}{prefix}/tokenize {JSON} -d '{{"prompt": "import os"}}'"""))
-            body = json.dumps({"tokens": said["tokens"]})
+            answer = json.loads(curl(f"""{url}{prefix}/tokenize {JSON} -d '{{"prompt": "import os"}}'"""))
+            body = json.dumps({"tokens": answer["tokens"]})
             back = json.loads(curl(f"{url}{prefix}/detokenize {JSON} -d '{body}'"))
-            expect(back["prompt"] == "import os" and said["count"] == len(said["tokens"]), (said, back))
+            expect(back["prompt"] == "import os" and answer["count"] == len(answer["tokens"]), (answer, back))
 
 
 def about(report: Report, url: str) -> None:
@@ -51,13 +51,13 @@ def about(report: Report, url: str) -> None:
         done = subprocess.run(["curl", "-sSf", f"{url}/v1/nothing"], capture_output=True, text=True, check=False)
         expect(done.returncode == 22, done)
         body = """'{"prompt": "x", "temperature": 3}'"""
-        said = curl(f"-i -H 'X-Request-Id: mine-2' {url}/v1/completions {JSON} -d {body}")
-        expect(" 400 " in said.splitlines()[0] and "x-request-id: mine-2" in said.lower(), said)
-        error = json.loads(said[said.index("{") :])
+        answer = curl(f"-i -H 'X-Request-Id: mine-2' {url}/v1/completions {JSON} -d {body}")
+        expect(" 400 " in answer.splitlines()[0] and "x-request-id: mine-2" in answer.lower(), answer)
+        error = json.loads(answer[answer.index("{") :])
         expect(set(error) == {"error"} and set(error["error"]) == {"message", "type", "param", "code"}, error)
     with report.exercise("without a content type of JSON: refused"):
-        said = curl(f"""-o /dev/null -w '%{{http_code}}' {url}/v1/completions -d '{{"prompt": "x"}}'""")
-        expect(said == "415", said)
+        answer = curl(f"""-o /dev/null -w '%{{http_code}}' {url}/v1/completions -d '{{"prompt": "x"}}'""")
+        expect(answer == "415", answer)
 
 
 def main() -> int:

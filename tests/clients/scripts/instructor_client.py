@@ -14,7 +14,7 @@ MESSAGES = [{"role": "user", "content": "What does os.path.join do?"}]
 
 
 class Review(pydantic.BaseModel):
-    """What you think, and nothing else: a tiny model would add properties until its room is used up."""
+    """What you think, and nothing else: a tiny model would add properties until its context is used up."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 

@@ -1,6 +1,6 @@
-"""What the official client does when it is told to wait: 429 from a full server, 503 from one that is leaving.
+"""What the official client does when it is asked to wait: 429 from a full server, 503 from one that is leaving.
 
-Needs a server with room for one sequence and 16 waiting ones, and the right to end it.
+Needs a server with room for one sequence and 16 waiting ones, and permission to end it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _full(client: openai.OpenAI, url: str, model: str) -> None:
         stream.close()
     thread.join(120)
     expect(found, "the patient request did not succeed")
-    expect(found[0].retries_taken >= 1, "the client was never told to wait")  # type: ignore[attr-defined]
+    expect(found[0].retries_taken >= 1, "the client was never asked to wait")  # type: ignore[attr-defined]
 
 
 def _leaving(client: openai.OpenAI, url: str, pid: int, model: str) -> None:

@@ -1,7 +1,7 @@
 """What the scripts share: their arguments, and one line for everything they have exercised.
 
 Runs inside the clients' environments, so it imports the standard library alone. A failed exercise is printed with its
-traceback and the script goes on; its exit status says whether all went well.
+traceback and the script goes on; its exit status is 0 if all went well.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def arguments() -> argparse.Namespace:
 
 
 def expect(condition: object, problem: object) -> None:
-    """Like `assert`, and says what was seen."""
+    """Like `assert`, with what was seen in the message."""
     if not condition:
         raise AssertionError(str(problem))
 

@@ -1,7 +1,7 @@
 """Whether an answer is one that this server may give, whatever was asked.
 
 No 5xx, no 422; a refusal has exactly the four keys, is short, and names the field it is about; a stream ends in
-`[DONE]`. Knows the wire format of errors; knows no request.
+`[DONE]`. These checks need the answer alone, not the request.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _problem_of_stream(content: bytes) -> str | None:
     for line in lines[:-1]:
         if not line.startswith("data: "):
             return f"a line that is no event: {line[:100]!r}"
-        said = json.loads(line.removeprefix("data: "))
-        if "error" in said and said["error"]["type"] != "invalid_request_error":
+        event = json.loads(line.removeprefix("data: "))
+        if "error" in event and event["error"]["type"] != "invalid_request_error":
             return f"an error inside a stream: {line[:300]}"
     return None
