@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from engine.config import EngineConfig
 from engine.errors import INTERNAL, WorkerError
 from engine.input_batch.input_batch import BuiltStep, InputBatch
+from engine.scheduler.output import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
 from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.sequence import ModelRunnerOutput, ScheduledTokens, SchedulerOutput, Sequence
+from engine.scheduler.sequence import Sequence
 from engine.types import TokenEvent
 from workers.protocol import StepOutput
 
@@ -82,30 +83,30 @@ class EngineCore:
             return self._builder.build(output)
         except Exception:
             logger.exception("event=build_failed step=%d", output.step_id)
-            unfit = [work for work in output.work if not self._fits(work, output)]
+            unfit = [item for item in output.scheduled if not self._fits(item, output)]
             if not unfit:
                 raise
         self.scheduler.withdraw(output, unfit, self._begun_s)
-        return self._builder.build(output) if output.work else None
+        return self._builder.build(output) if output.scheduled else None
 
     def _fail(self, seq: Sequence) -> None:
         event = self.scheduler.fail(seq.request_id, INTERNAL, self._begun_s)
         if event is not None:
             self._events.append(event)
 
-    def _fits(self, work: ScheduledTokens, output: SchedulerOutput) -> bool:
-        """Whether `work` can be built on its own."""
-        row = work.seq.row
+    def _fits(self, item: ScheduledTokens, output: SchedulerOutput) -> bool:
+        """Whether `item` can be built on its own."""
+        row = item.seq.row
         alone = SchedulerOutput(
             output.step_id,
-            [work],
+            [item],
             new_blocks=[entry for entry in output.new_blocks if entry[0] == row],
-            new_rows=[seq for seq in output.new_rows if seq is work.seq],
+            new_rows=[seq for seq in output.new_rows if seq is item.seq],
         )
         try:
             self._builder.build(alone)
         except Exception:
-            logger.exception("event=request_failed request_id=%d stage=build", work.seq.request_id)
+            logger.exception("event=request_failed request_id=%d stage=build", item.seq.request_id)
             return False
         return True
 

@@ -64,6 +64,7 @@ class EngineLoop:
         self._next_beat_s = self._started_s + self._interval_s
         # Ranks in processes of their own compute while events are sent; an inline rank computes inside `submit`.
         self._sends_during_step = bool(group.rank_pids)
+        self._request_reader = messages.RequestReader()
         self._outbox: list[TokenEvent] = []
         self._stopping = False
         self._was_stuck = False
@@ -137,7 +138,7 @@ class EngineLoop:
         elif frame.kind == "stats":
             self._link.send(messages.stats(messages.read_number(frame), self.snapshot()))
         elif frame.kind == "reset_cache":
-            num_blocks = self.scheduler.blocks.reset_cache()
+            num_blocks = self.scheduler.kv_cache_manager.reset_prefix_cache()
             self._link.send(messages.cache_reset(messages.read_number(frame), num_blocks))
         elif frame.kind == "stop":
             self.stop()
@@ -146,7 +147,7 @@ class EngineLoop:
 
     def _add(self, frame: Frame) -> None:
         with self._at_the_door(messages.read_id(frame)):
-            request = messages.read_request(frame)
+            request = self._request_reader.read(frame)
             self._count_parked()
             if request.params.grammar is None:
                 self.scheduler.add(request, self._clock())
@@ -155,7 +156,7 @@ class EngineLoop:
 
     def _count_parked(self) -> None:
         if self._grammars is not None:
-            self.scheduler.expect(self._grammars.num_parked, self._grammars.num_parked_tokens)
+            self.scheduler.set_pending(self._grammars.num_parked, self._grammars.num_parked_tokens)
 
     @contextmanager
     def _at_the_door(self, request_id: int) -> Generator[None]:

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
 from engine.core.event_loop import EXIT_BUG, EXIT_OK, EXIT_RANK_DIED, EXIT_RANK_HUNG, EngineLoop
-from engine.core.logs import log_to_stderr
 from engine.errors import StartupError, WorkerError
 from engine.ipc import messages
 from engine.ipc.frame_socket import FrameSocket
@@ -288,6 +287,41 @@ class _Watchdog(threading.Thread):
                 logger.critical("event=step_hung limit_s=%g", self._limit_s)
                 faulthandler.dump_traceback(sys.stderr)
                 os._exit(EXIT_RANK_HUNG)
+
+
+class LineFormatter(logging.Formatter):
+    """One line per event: `time=... level=... logger=... pid=... event=... key=value`, times in UTC.
+
+    Control characters are escaped, so that no logged text can start a line of its own; tracebacks follow indented.
+    """
+
+    converter = time.gmtime
+
+    def __init__(self) -> None:
+        super().__init__("time=%(asctime)s level=%(levelname)s logger=%(name)s pid=%(process)d %(message)s")
+        self.default_time_format = "%Y-%m-%dT%H:%M:%S"
+        self.default_msec_format = "%s.%03dZ"
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return _on_one_line(super().formatMessage(record))
+
+    def formatException(self, ei) -> str:
+        lines = super().formatException(ei).splitlines()
+        return "\n".join("    " + _on_one_line(line) for line in lines)
+
+
+def _on_one_line(text: str) -> str:
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def log_to_stderr(level: str = "INFO") -> None:
+    """Make all loggers of this process write to stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LineFormatter())
+    root = logging.getLogger("oarlock")
+    root.handlers[:] = [handler]
+    root.setLevel(level)
+    root.propagate = False
 
 
 if __name__ == "__main__":

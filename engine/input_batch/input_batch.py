@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine.input_batch.sampling_metadata import NO_BIAS, GrammarBitmask, build_sampling_metadata, wanted_until
-from engine.scheduler.sequence import ScheduledTokens, SchedulerOutput, Sequence
+from engine.scheduler.output import ScheduledTokens, SchedulerOutput
+from engine.scheduler.sequence import Sequence
 from workers.protocol import NULL_BLOCK, StepMetadata
 
 _NO_LOGPROBS = -1
@@ -46,24 +47,24 @@ class InputBatch:
                 self._assign(seq)
         for row, column, block in output.new_blocks:
             self._tables[row, column] = block
-        work = output.work
-        rows = np.array([item.seq.row for item in work], np.int64)  # [S]
-        starts = np.array([item.start for item in work], np.int64)  # [S]
-        counts = np.array([item.num_tokens for item in work], np.int64)  # [S]
-        query_start_loc = np.zeros(len(work) + 1, np.int64)  # [S + 1]
+        scheduled = output.scheduled
+        rows = np.array([item.seq.row for item in scheduled], np.int64)  # [S]
+        starts = np.array([item.start for item in scheduled], np.int64)  # [S]
+        counts = np.array([item.num_tokens for item in scheduled], np.int64)  # [S]
+        query_start_loc = np.zeros(len(scheduled) + 1, np.int64)  # [S + 1]
         np.cumsum(counts, out=query_start_loc[1:])
         seq_lens = starts + counts  # [S]
-        if len(work) == query_start_loc[-1]:  # every sequence decodes
-            token_ids = [item.seq.token_ids[item.start] for item in work]
+        if len(scheduled) == query_start_loc[-1]:  # every sequence decodes
+            token_ids = [item.seq.token_ids[item.start] for item in scheduled]
             positions, row_of_token = starts, rows
         else:
-            token_ids = _concatenated(work)
+            token_ids = _concatenated(scheduled)
             first = np.repeat(starts - query_start_loc[:-1], counts)
             positions, row_of_token = first + np.arange(len(token_ids)), np.repeat(rows, counts)  # [T]
         blocks = self._tables[row_of_token, positions // self.block_size].astype(np.int64)  # [T]
         width = -(-int(seq_lens.max()) // self.block_size)
-        rows_of_logits, columns = self._logits_columns(work, rows, seq_lens, query_start_loc)
-        choices, masks = self._choices(work, rows_of_logits, columns)
+        rows_of_logits, columns = self._logits_columns(scheduled, rows, seq_lens, query_start_loc)
+        choices, masks = self._choices(scheduled, rows_of_logits, columns)
         step = StepMetadata(
             step_id=output.step_id,
             token_ids=np.array(token_ids, np.int32),
@@ -90,12 +91,12 @@ class InputBatch:
         self._plain_from[row] = wanted_until(seq)
 
     def _logits_columns(
-        self, work: list[ScheduledTokens], rows: np.ndarray, seq_lens: np.ndarray, query_start_loc: np.ndarray
+        self, scheduled: list[ScheduledTokens], rows: np.ndarray, seq_lens: np.ndarray, query_start_loc: np.ndarray
     ) -> tuple[np.ndarray, dict[str, Any]]:
         """The engine's row of each of the L rows, and the sections over L: which tokens, and how each is sampled."""
-        if any(item.num_scored for item in work):
-            return self._scoring_columns(work, query_start_loc)
-        wants = np.array([item.wants_logits for item in work], bool)  # [S]
+        if any(item.num_scored for item in scheduled):
+            return self._scoring_columns(scheduled, query_start_loc)
+        wants = np.array([item.wants_logits for item in scheduled], bool)  # [S]
         if wants.all():
             last, rows, positions = query_start_loc[1:] - 1, rows, seq_lens
         else:
@@ -104,7 +105,7 @@ class InputBatch:
         return rows, self._columns(rows, last, targets, positions, self._num_logprobs[rows])
 
     def _scoring_columns(
-        self, work: list[ScheduledTokens], query_start_loc: np.ndarray
+        self, scheduled: list[ScheduledTokens], query_start_loc: np.ndarray
     ) -> tuple[np.ndarray, dict[str, Any]]:
         """The same when prompt tokens are scored: several rows of logits per sequence."""
         rows: list[int] = []
@@ -112,7 +113,7 @@ class InputBatch:
         targets: list[int] = []
         positions: list[int] = []
         num_logprobs: list[int] = []
-        for item, first in zip(work, query_start_loc.tolist(), strict=False):
+        for item, first in zip(scheduled, query_start_loc.tolist(), strict=False):
             seq, params = item.seq, item.seq.request.params
             end = item.score_from + item.num_scored
             rows += [seq.row] * item.num_rows
@@ -155,20 +156,20 @@ class InputBatch:
         }
 
     def _choices(
-        self, work: list[ScheduledTokens], rows: np.ndarray, columns: dict[str, Any]
+        self, scheduled: list[ScheduledTokens], rows: np.ndarray, columns: dict[str, Any]
     ) -> tuple[dict[str, np.ndarray], GrammarBitmask | None]:
         """Bias, penalties and masks of the rows of logits that ask for any."""
         more = (columns["target_ids"] == _SAMPLE) & (columns["sample_positions"] < self._plain_from[rows])  # [L]
         if not more.any():
             return NO_BIAS, None
         indices = np.flatnonzero(more)
-        seq_of_row = {item.seq.row: item.seq for item in work}
+        seq_of_row = {item.seq.row: item.seq for item in scheduled}
         asking = zip(indices.tolist(), rows[indices].tolist(), strict=True)
         return build_sampling_metadata([(index, seq_of_row[row]) for index, row in asking], self.vocab_size)
 
 
-def _concatenated(work: list[ScheduledTokens]) -> list[int]:
+def _concatenated(scheduled: list[ScheduledTokens]) -> list[int]:
     token_ids: list[int] = []
-    for item in work:
+    for item in scheduled:
         token_ids += item.seq.token_ids[item.start : item.start + item.num_tokens]
     return token_ids

@@ -83,12 +83,12 @@ class Constraints:
         return np.concatenate([self._ids, np.array(bans_now, np.int32)]), np.concatenate([self._values, values])
 
     def has_mask(self, seq: Sequence) -> bool:
-        return self._allowed is not None or self._forced is not None or seq.grammar_state is not None
+        return self._allowed is not None or self._forced is not None or seq.grammar_matcher is not None
 
     def fill_mask(self, seq: Sequence, bans_now: list[int], into: np.ndarray) -> None:
         """The ids that may be chosen, as bits of `into`, uint32 [ceil(vocab / 32)]."""
-        if seq.grammar_state is not None:
-            seq.grammar_state.fill_mask(into)
+        if seq.grammar_matcher is not None:
+            seq.grammar_matcher.fill_mask(into)
         else:
             into[:] = _ALL
         if self._allowed is not None:

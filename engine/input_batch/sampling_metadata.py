@@ -94,7 +94,7 @@ def build_sampling_metadata(
         return sections, None
     sections["mask_rows"] = np.array([index for index, *_ in masked], np.int32)
     sections["mask_bits"] = bits = np.empty((len(masked), mask_words(vocab_size)), np.uint32)
-    if any(seq.grammar_state is not None for _, seq, _, _ in masked):
+    if any(seq.grammar_matcher is not None for _, seq, _, _ in masked):
         return sections, GrammarBitmask([(seq, constraints, bans) for _, seq, constraints, bans in masked])
     for words, (_, seq, constraints, bans) in zip(bits, masked, strict=True):  # without grammars: only copies
         constraints.fill_mask(seq, bans, words)

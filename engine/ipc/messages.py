@@ -1,10 +1,9 @@
-"""What the frames between frontend and engine mean: one function to write and one to read each.
+"""The messages between frontend and engine as frames: for each a function that writes it and one that reads it.
 
     frontend -> engine   config, request, abort, stats, reset_cache, stop
     engine -> frontend   progress, failed, ready, events, refused, alive, stats, cache_reset, dead
 
-Knows `types.py`, `stats.py` and the frame. Does not know sockets. The readers raise `FrameError` on any frame that does
-not hold what its kind promises.
+Does not know sockets. The readers raise `FrameError` for a frame that lacks a field or has one of another type.
 """
 
 from array import array
@@ -25,7 +24,7 @@ T = TypeVar("T")
 
 
 def _reader(read: Callable[[Frame], T]) -> Callable[[Frame], T]:
-    """A frame that lacks something, or holds something else, is one kind of error: `FrameError`."""
+    """Turns every error of `read` into `FrameError`."""
 
     @wraps(read)
     def checked(frame: Frame) -> T:
@@ -83,7 +82,7 @@ def read_ready(frame: Frame) -> EngineInfo:
 
 
 def request(value: Request) -> bytes:
-    """The lists that can be as long as a vocabulary or a context travel as ints. Raises `FrameError` for wrong ids."""
+    """Lists that can be as long as a vocabulary or a context are sent as ints. `FrameError` for ids over 32 bits."""
     params = {field.name: getattr(value.params, field.name) for field in fields(value.params)}
     allowed, words = params.pop("allowed_token_ids"), params.pop("bad_words")
     if value.params.grammar is not None:
@@ -101,45 +100,51 @@ def request(value: Request) -> bytes:
     return encode(head, chain(value.prompt_token_ids, allowed or (), *words))
 
 
-@_reader
-def read_request(frame: Frame) -> Request:
-    head, ints = frame.head, frame.ints
-    params = dict(head["params"])
-    for name in ("eos_token_ids", "stop_token_ids"):
-        params[name] = tuple(int(token) for token in params[name])
-    params["logit_bias"] = tuple((int(token), float(value)) for token, value in params["logit_bias"])
-    if params["grammar"] is not None:
-        params["grammar"] = Grammar(*(str(params["grammar"][field.name]) for field in fields(Grammar)))
-    num_allowed, lengths = head["num_allowed"] or 0, tuple(int(length) for length in head["bad_words"])
-    words_at = len(ints) - sum(lengths)
-    prompt_ends = words_at - num_allowed
-    if min((num_allowed, prompt_ends, *lengths)) < 0:
-        raise FrameError("more allowed ids and bad words than the frame holds")
-    if head["num_allowed"] is not None:
-        params["allowed_token_ids"] = _read_once("allowed_token_ids", ints[prompt_ends:words_at], tuple)
-    params["bad_words"] = _read_once("bad_words", (lengths, ints[words_at:]), _read_words)
-    return Request(
-        request_id=int(head["id"]),
-        prompt_token_ids=_read_once("prompt", ints[:prompt_ends], tuple),
-        params=SamplingParams(**params),
-        priority=int(head["priority"]),
-        cache_salt=bytes.fromhex(head["salt"]),
-        has_place=bool(head["has_place"]),
-    )
+class RequestReader:
+    """Reads the `request` frames of one connection.
 
-
-_last_read: dict[str, tuple[Any, Any]] = {}
-
-
-def _read_once(name: str, raw: Any, read: Callable[[Any], Any]) -> Any:
-    """What `read` makes of `raw`, the same object as the last time where it is equal.
-
-    The choices of a request come one after the other: they share their long lists, and what is made of those.
+    The choices of one request arrive one after the other, with equal prompts, allowed ids and bad words. They get the
+    same tuple objects, so that what the engine computes from a list is computed once for all of them.
     """
-    last = _last_read.get(name)
-    if last is None or last[0] != raw:
-        last = _last_read[name] = raw, read(raw)
-    return last[1]
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[Any, Any]] = {}  # by field: the numbers as they came, and what was made of them
+
+    def read(self, frame: Frame) -> Request:
+        """Raises `FrameError` when the frame is not a valid request."""
+        return _reader(self._read)(frame)
+
+    def _read(self, frame: Frame) -> Request:
+        head, ints = frame.head, frame.ints
+        params = dict(head["params"])
+        for name in ("eos_token_ids", "stop_token_ids"):
+            params[name] = tuple(int(token) for token in params[name])
+        params["logit_bias"] = tuple((int(token), float(value)) for token, value in params["logit_bias"])
+        if params["grammar"] is not None:
+            params["grammar"] = Grammar(*(str(params["grammar"][field.name]) for field in fields(Grammar)))
+        num_allowed, lengths = head["num_allowed"] or 0, tuple(int(length) for length in head["bad_words"])
+        words_at = len(ints) - sum(lengths)
+        prompt_ends = words_at - num_allowed
+        if min((num_allowed, prompt_ends, *lengths)) < 0:
+            raise FrameError("more allowed ids and bad words than the frame holds")
+        if head["num_allowed"] is not None:
+            params["allowed_token_ids"] = self._shared("allowed_token_ids", ints[prompt_ends:words_at], tuple)
+        params["bad_words"] = self._shared("bad_words", (lengths, ints[words_at:]), _read_words)
+        return Request(
+            request_id=int(head["id"]),
+            prompt_token_ids=self._shared("prompt", ints[:prompt_ends], tuple),
+            params=SamplingParams(**params),
+            priority=int(head["priority"]),
+            cache_salt=bytes.fromhex(head["salt"]),
+            has_place=bool(head["has_place"]),
+        )
+
+    def _shared(self, name: str, raw: Any, read: Callable[[Any], Any]) -> Any:
+        """`read(raw)`, or the result of the last call for this field if its `raw` was equal."""
+        last = self._last.get(name)
+        if last is None or last[0] != raw:
+            last = self._last[name] = raw, read(raw)
+        return last[1]
 
 
 def _read_words(raw: tuple[tuple[int, ...], array]) -> tuple[tuple[int, ...], ...]:
@@ -161,7 +166,7 @@ def refused(request_id: int, error: OarlockError) -> bytes:
         name = "context_length" if isinstance(error, ContextLengthError) else "request"
         head |= {"error": name, "param": error.param, "code": error.code}
     else:
-        raise TypeError(f"{type(error).__name__} is no refusal")
+        raise TypeError(f"a {type(error).__name__} cannot be sent as a refusal")
     return encode(head)
 
 
@@ -180,14 +185,14 @@ def read_refused(frame: Frame) -> tuple[int, OarlockError]:
 
 @_reader
 def read_id(frame: Frame) -> int:
-    """Of a request or an abort."""
+    """The request id of a request or an abort."""
     return int(frame.head["id"])
 
 
 # -- events
 #
-# One frame carries all events of a step. Most are one token and nothing else, so the head holds three columns and a
-# dictionary of exceptions:
+# One frame carries all events of a step. Most are a single token, so the head holds three columns, and a dictionary of
+# the other fields for the events that have any:
 #
 #     ids      request ids                      extra    {index: {reason, stop, error, param, shapes of logprobs}}
 #     counts   token ids of each event          ints     token ids, then the integers of logprobs
@@ -268,7 +273,7 @@ def _read_extra(extra: dict[str, Any], numbers: "_Numbers") -> dict[str, Any]:
 
 
 class _Numbers:
-    """Reads logprobs back in the order they were written."""
+    """Reads logprobs in the order in which they were written."""
 
     def __init__(self, ints: array, first: int, floats: array) -> None:
         self._ints, self._floats = ints, floats
@@ -286,14 +291,14 @@ class _Numbers:
 
     def _take_ints(self, count: int) -> array:
         first, self._next_int = self._next_int, self._next_int + count
-        return _cut(self._ints, first, count)
+        return _slice(self._ints, first, count)
 
     def _take_floats(self, count: int) -> array:
         first, self._next_float = self._next_float, self._next_float + count
-        return _cut(self._floats, first, count)
+        return _slice(self._floats, first, count)
 
 
-def _cut(numbers: array, first: int, count: int) -> array:
+def _slice(numbers: array, first: int, count: int) -> array:
     found = numbers[first : first + count]
     if count < 0 or len(found) < count:
         raise FrameError("fewer logprobs than announced")
@@ -304,7 +309,7 @@ def _cut(numbers: array, first: int, count: int) -> array:
 
 
 def alive(step_id: int) -> bytes:
-    """Every rank has answered just now, though there was nothing to tell."""
+    """Every rank has just answered, without events."""
     return encode({"kind": "alive", "step_id": step_id})
 
 
@@ -318,7 +323,7 @@ def stats(number: int, value: EngineStats) -> bytes:
 
 @_reader
 def read_number(frame: Frame) -> int:
-    """Of a question; its answer carries the same."""
+    """The number of a question; its answer carries the same."""
     return int(frame.head["number"])
 
 
@@ -328,7 +333,7 @@ def read_stats(frame: Frame) -> tuple[int, EngineStats]:
 
 
 def reset_cache(number: int) -> bytes:
-    """Forget every prefix that could be found."""
+    """Empty the prefix cache."""
     return encode({"kind": "reset_cache", "number": number})
 
 

@@ -1,9 +1,9 @@
-"""The pool of KV blocks: who holds which, which free ones still hold a prefix worth finding, and what to evict.
+"""The pool of KV blocks: which sequences hold which, the prefix cache over full blocks, and eviction.
 
-Knows block ids and token ids. Does not know tensors, what a block weighs, or when anyone runs.
+Knows block ids and token ids. Does not know tensors, bytes, or when a sequence runs.
 
-A block is in exactly one of three places: *held* (reference count > 0), *cached* (nobody holds it, but its content can
-be found again) or *free* (its content means nothing). Block 0 is the null block and is in none of them.
+A block is in exactly one of three states: *held* (reference count > 0), *cached* (reference count 0, but its content
+can be found by its hash) or *free* (its content means nothing). Block 0 is the null block and has none of them.
 """
 
 from array import array
@@ -14,14 +14,14 @@ from hashlib import blake2b
 from engine.scheduler.sequence import Sequence, Shortage
 
 NULL_BLOCK = 0
-_DIGEST_BYTES = 32
+_HASH_BYTES = 32
 
 
 class KVCacheManager:
     """Reference counts, least-recently-freed order and a prefix cache over full blocks.
 
-    With a sliding window, of all layers, a sequence gives back the blocks that none of its tokens to come will read:
-    the null block stands in their columns.
+    A column is an index into a sequence's block table. Where all layers have a sliding window, a sequence frees the
+    blocks that none of its later tokens reads: the null block stands in their columns.
     """
 
     def __init__(
@@ -30,11 +30,11 @@ class KVCacheManager:
         block_size: int,
         *,
         enable_prefix_caching: bool,
-        sliding_window: int | None = None,  # a token sees itself and the window - 1 tokens before it
-        max_step_tokens: int = 0,  # the most tokens of one sequence in a step; only a window asks
+        sliding_window: int | None = None,  # a token attends to itself and the window - 1 tokens before it
+        max_step_tokens: int = 0,  # the most tokens of one sequence in a step; used with a window only
     ) -> None:
         if num_blocks < 2:
-            raise ValueError(f"a pool of {num_blocks} blocks has nothing to hand out: block 0 is the null block")
+            raise ValueError(f"a pool of {num_blocks} blocks has nothing to allocate: block 0 is the null block")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -43,10 +43,10 @@ class KVCacheManager:
         self._refs = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(1, num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently freed first
-        # A chained hash of 256 bits stands for the salt and every token up to the block's end: no two are ever alike.
-        self._published: dict[bytes, int] = {}  # digest -> block
-        self._digest: list[bytes | None] = [None] * num_blocks
-        self._num_released = 0  # blocks that became available, ever
+        # A chained hash of 256 bits covers the salt and every token up to the block's end: equal hashes, equal content.
+        self._block_of_hash: dict[bytes, int] = {}
+        self._hash_of_block: list[bytes | None] = [None] * num_blocks  # None: cannot be found
+        self._num_released = 0  # how often a block became available, ever
 
     @property
     def num_total(self) -> int:
@@ -54,7 +54,7 @@ class KVCacheManager:
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be handed out now: free ones, and cached ones by eviction."""
+        """Blocks that can be allocated now: free ones, and cached ones by eviction."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -73,45 +73,45 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def get_computed_blocks(self, seq: Sequence, max_tokens: int) -> list[int]:
-        """The blocks of the longest cached prefix of at most `max_tokens` tokens. Takes none of them.
+        """The blocks of the longest cached prefix of at most `max_tokens` tokens. Changes nothing.
 
         At least one token is always left to compute: a step must produce the logits that follow the prompt.
         """
         found: list[int] = []
         if not self.enable_prefix_caching:
             return found
-        length = seen = 0  # columns of the prefix; published ones in a row up to here
+        length = seen = 0  # columns of the prefix; consecutive hits up to here
         for column in range(min(max_tokens, seq.num_tokens - 1) // self.block_size):
-            block = self._published.get(self._digest_at(seq, column))
+            block = self._block_of_hash.get(self._hash_at(seq, column))
             if block is None and self.sliding_window is None:
                 break
             seen = 0 if block is None else seen + 1
             found.append(NULL_BLOCK if block is None else block)
-            # A digest covers all tokens before: behind a window what was forgotten is not missed.
-            if block is not None and seen >= column + 1 - self._first_column(self.block_size * (column + 1)):
+            # A hash covers all tokens before it: blocks outside the window may be missing.
+            if block is not None and seen >= column + 1 - self._first_column_in_window(self.block_size * (column + 1)):
                 length = column + 1
         del found[length:]
-        unread = self._first_column(self.block_size * length)
+        unread = self._first_column_in_window(self.block_size * length)
         found[:unread] = [NULL_BLOCK] * unread
         return found
 
-    def may_enter(self, seq: Sequence, reserve: int) -> bool:
-        """False when it is known from an earlier refusal that `enter` would refuse `seq`."""
+    def can_allocate(self, seq: Sequence, reserve: int) -> bool:
+        """False when an earlier refusal still holds, so that `allocate` would refuse `seq` again."""
         known = seq.shortage
-        return known is None or known.floor + reserve <= self._num_released or known.awaited in self._published
+        return known is None or known.floor + reserve <= self._num_released or known.awaited in self._block_of_hash
 
-    def enter(self, seq: Sequence, max_tokens: int, reserve: int) -> int | None:
+    def allocate(self, seq: Sequence, max_tokens: int, reserve: int) -> int | None:
         """Give `seq`, which holds nothing, its longest cached prefix of at most `max_tokens` tokens, and blocks for all
-        else it knows; return that prefix's length. None, and no change, unless `reserve` blocks would be left.
+        its other tokens; return that prefix's length in tokens. None, and no change, unless `reserve` blocks would be
+        left.
 
-        With a window only the prefix is given, and `grow` gives the rest as it is computed; what can be held at once
-        must be available.
+        With a window only the prefix is given, and `allocate_slots` gives the rest as it is computed; but as many as it
+        can hold at once must be available.
 
-        A refusal is remembered: it is not worth another search before enough blocks were released or the first block
-        that was missed is published.
+        A refusal is remembered in `seq.shortage`.
         """
         assert not seq.block_ids
-        if not self.may_enter(seq, reserve):
+        if not self.can_allocate(seq, reserve):
             return None
         found = self.get_computed_blocks(seq, max_tokens)
         taken = sum(block != NULL_BLOCK and self._refs[block] == 0 for block in found)
@@ -120,11 +120,11 @@ class KVCacheManager:
             missing = min(missing, self.blocks_for(self.sliding_window + self._max_step_tokens) + 1)
         short = taken + missing - self.num_available
         if short + reserve > 0:
-            # Blocks of the prefix that others hold come for nothing. They can become more only by being taken from
-            # what is available, or published: so `short` falls only by a release for each.
+            # Blocks of the prefix that others hold cost nothing. They become more only if available ones are allocated,
+            # or new ones cached: so each release lowers `short` by at most one.
             column = len(found)
             may_grow = column < min(max_tokens, seq.num_tokens - 1) // self.block_size
-            awaited = self._digest_at(seq, column) if may_grow and self.enable_prefix_caching else None
+            awaited = self._hash_at(seq, column) if may_grow and self.enable_prefix_caching else None
             seq.shortage = Shortage(short + self._num_released, awaited)
             return None
         seq.shortage = None
@@ -134,8 +134,8 @@ class KVCacheManager:
                     del self._cached[block]
                 self._refs[block] += 1
         seq.block_ids += found
-        seq.num_published_blocks = len(found)
-        seq.num_freed_blocks = self._first_column(self.block_size * len(found))
+        seq.num_cached_blocks = len(found)
+        seq.num_freed_blocks = self._first_column_in_window(self.block_size * len(found))
         if self.sliding_window is None:
             self.allocate_slots(seq, seq.num_tokens)
         return len(found) * self.block_size
@@ -145,15 +145,15 @@ class KVCacheManager:
         missing = self.blocks_for(num_tokens) - len(seq.block_ids)
         if missing > self.num_available:
             return None
-        new = [self._take() for _ in range(missing)]
+        new = [self._allocate_block() for _ in range(missing)]
         seq.block_ids += new
         return new
 
-    def free_unread(self, seq: Sequence) -> range:
-        """Take back the blocks that no token of `seq` from the first that is not computed on will read; return their
-        columns, in which the null block stands from now on."""
+    def free_out_of_window(self, seq: Sequence) -> range:
+        """Free the blocks that no token of `seq` still to be computed reads; return their columns, in which the null
+        block stands from now on."""
         first = seq.num_freed_blocks
-        columns = range(first, max(first, self._first_column(seq.num_computed_tokens)))
+        columns = range(first, max(first, self._first_column_in_window(seq.num_computed_tokens)))
         for column in columns:
             self._release(seq.block_ids[column])
             seq.block_ids[column] = NULL_BLOCK
@@ -161,108 +161,112 @@ class KVCacheManager:
         return columns
 
     def cache_blocks(self, seq: Sequence, num_tokens: int) -> None:
-        """Let others find the full blocks of the first `num_tokens` tokens of `seq`. They are never written again.
+        """Put the full blocks of the first `num_tokens` tokens of `seq` into the prefix cache. They are not written
+        again.
 
-        Ranks write the keys and values of a whole step before they read any: what a step computes may be shared within
-        that step. So blocks are published as soon as the step that fills them is decided.
+        Within a layer, ranks write the keys and values of the whole step before they read any, so blocks are cached as
+        soon as the step that fills them is decided, and shared within that step.
         """
         if not self.enable_prefix_caching:
             return
-        for column in range(seq.num_published_blocks, num_tokens // self.block_size):
-            digest = self._digest_at(seq, column)
+        for column in range(seq.num_cached_blocks, num_tokens // self.block_size):
+            block_hash = self._hash_at(seq, column)
             block = seq.block_ids[column]
-            # Two sequences may have computed the same block side by side: the first stays the one to be found.
-            if digest not in self._published:
-                self._published[digest] = block
-                self._digest[block] = digest
-            seq.num_published_blocks = column + 1
+            # Two sequences may compute the same content side by side: the first one's block stays the one to be found.
+            if block_hash not in self._block_of_hash:
+                self._block_of_hash[block_hash] = block
+                self._hash_of_block[block] = block_hash
+            seq.num_cached_blocks = column + 1
 
     def free(self, seq: Sequence) -> None:
-        """`seq` holds nothing any more. Its last blocks will be evicted first: prefixes outlive their tails."""
+        """Free all blocks of `seq`. Its last blocks are evicted first, so that the beginnings stay cached longest."""
         for block in reversed(seq.block_ids):
             if block != NULL_BLOCK:
                 self._release(block)
         seq.block_ids.clear()
-        seq.num_published_blocks = seq.num_freed_blocks = 0
+        seq.num_cached_blocks = seq.num_freed_blocks = 0
 
-    def forget(self, seq: Sequence, first_column: int = 0) -> None:
-        """Let nobody find the blocks of `seq` from `first_column` on again, nor those it gave back. It goes on holding
-        what it holds."""
+    def evict_blocks(self, seq: Sequence, first_column: int = 0) -> None:
+        """Remove the blocks of `seq` from `first_column` on from the prefix cache, also those it freed because they
+        were outside its window. Sequences that hold them keep them."""
         for block in seq.block_ids[first_column:]:
-            if self._digest[block] is not None:
-                self._forget(block)
-        for digest in seq.digests[first_column : seq.num_freed_blocks]:
-            block = self._published.get(digest)
+            if self._hash_of_block[block] is not None:
+                self._uncache(block)
+        for block_hash in seq.block_hashes[first_column : seq.num_freed_blocks]:
+            block = self._block_of_hash.get(block_hash)
             if block is not None:
-                self._forget(block)
+                self._uncache(block)
                 if self._refs[block] == 0:
                     del self._cached[block]
                     self._free[block] = None
 
-    def reset_cache(self) -> int:
-        """Let nobody find what has been computed so far; return how many blocks that were. Holders go on holding."""
-        forgotten = list(self._published.values())
-        for block in forgotten:
-            self._forget(block)
+    def reset_prefix_cache(self) -> int:
+        """Empty the prefix cache; return how many blocks were in it. Sequences that hold such blocks keep them."""
+        blocks = list(self._block_of_hash.values())
+        for block in blocks:
+            self._uncache(block)
         self._free.update(self._cached)
         self._cached.clear()
-        return len(forgotten)
+        return len(blocks)
 
     def audit(self, holders: Iterable[Sequence]) -> None:
-        """Raise AssertionError unless every block is in exactly one place and every count is right."""
+        """Raise AssertionError unless every block is in exactly one state and every count is right."""
         counts: Counter[int] = Counter()
         for seq in holders:
             freed = seq.block_ids[: seq.num_freed_blocks]
-            assert freed == [NULL_BLOCK] * seq.num_freed_blocks, "a block that was given back is still in the table"
+            assert freed == [NULL_BLOCK] * seq.num_freed_blocks, "a freed block is still in the table"
             counts.update(seq.block_ids[seq.num_freed_blocks :])
-        assert NULL_BLOCK not in counts, "the null block was handed out"
+        assert NULL_BLOCK not in counts, "the null block was allocated"
         for block in range(1, self.num_blocks):
-            places = (block in self._free) + (block in self._cached) + (self._refs[block] > 0)
-            assert places == 1, f"block {block} is in {places} places"
+            states = (block in self._free) + (block in self._cached) + (self._refs[block] > 0)
+            assert states == 1, f"block {block} is in {states} states"
             assert counts[block] == self._refs[block], (
                 f"block {block}: {counts[block]} holders, {self._refs[block]} counted"
             )
-            digest = self._digest[block]
-            assert digest is None or self._published.get(digest) == block, f"block {block} cannot be found"
-            assert block not in self._cached or digest is not None, f"block {block} is cached without content"
-            assert block not in self._free or digest is None, f"block {block} is free but can be found"
+            block_hash = self._hash_of_block[block]
+            assert block_hash is None or self._block_of_hash.get(block_hash) == block, f"block {block} cannot be found"
+            assert block not in self._cached or block_hash is not None, f"block {block} is cached without a hash"
+            assert block not in self._free or block_hash is None, f"block {block} is free but can be found"
         assert NULL_BLOCK not in self._free and NULL_BLOCK not in self._cached
-        assert len(self._published) == sum(digest is not None for digest in self._digest), "a digest leads nowhere"
+        assert len(self._block_of_hash) == sum(value is not None for value in self._hash_of_block), (
+            "a hash leads nowhere"
+        )
         assert self.num_free + self.num_cached + self.num_held == self.num_total
 
-    def _first_column(self, num_computed: int) -> int:
+    def _first_column_in_window(self, num_computed: int) -> int:
         """The first column that the token at position `num_computed`, or any later one, reads."""
         if self.sliding_window is None:
             return 0
         return max(0, num_computed - self.sliding_window + 1) // self.block_size
 
-    def _take(self) -> int:
+    def _allocate_block(self) -> int:
         if self._free:
             block, _ = self._free.popitem(last=False)
         else:
             block, _ = self._cached.popitem(last=False)
-            self._forget(block)
+            self._uncache(block)
         self._refs[block] = 1
         return block
 
     def _release(self, block: int) -> None:
         self._refs[block] -= 1
         if self._refs[block] == 0:
-            (self._free if self._digest[block] is None else self._cached)[block] = None
+            (self._free if self._hash_of_block[block] is None else self._cached)[block] = None
             self._num_released += 1
 
-    def _forget(self, block: int) -> None:
-        digest = self._digest[block]
-        assert digest is not None
-        del self._published[digest]
-        self._digest[block] = None
+    def _uncache(self, block: int) -> None:
+        """`block` can no longer be found. The caller moves it from cached to free where it was cached."""
+        block_hash = self._hash_of_block[block]
+        assert block_hash is not None
+        del self._block_of_hash[block_hash]
+        self._hash_of_block[block] = None
 
-    def _digest_at(self, seq: Sequence, column: int) -> bytes:
-        """blake2b(parent, token ids), whose first parent is the salt's own hash. Remembered by the sequence."""
-        digests = seq.digests
-        while len(digests) <= column:
-            parent = digests[-1] if digests else blake2b(seq.request.cache_salt, digest_size=_DIGEST_BYTES).digest()
-            start = len(digests) * self.block_size
+    def _hash_at(self, seq: Sequence, column: int) -> bytes:
+        """blake2b(hash of the block before, token ids); the first block's predecessor is the hash of the salt."""
+        hashes = seq.block_hashes
+        while len(hashes) <= column:
+            parent = hashes[-1] if hashes else blake2b(seq.request.cache_salt, digest_size=_HASH_BYTES).digest()
+            start = len(hashes) * self.block_size
             tokens = array("i", seq.token_ids[start : start + self.block_size]).tobytes()
-            digests.append(blake2b(parent + tokens, digest_size=_DIGEST_BYTES).digest())
-        return digests[column]
+            hashes.append(blake2b(parent + tokens, digest_size=_HASH_BYTES).digest())
+        return hashes[column]

@@ -1,4 +1,4 @@
-"""The waiting room: who is next, and when it is full. A full room is an answer (429), never a growing queue.
+"""The queue of waiting requests: their order, and when it is full. A full queue refuses (429), it does not grow.
 
 Knows order and counts. Does not know blocks, rows or steps.
 """
@@ -23,11 +23,11 @@ class RequestQueue:
         self.max_requests = max_requests
         self.max_tokens = max_tokens
         self.num_tokens = 0  # of prompts
-        # Who waits somewhere else, for something else, and will come: their places are taken.
-        self.num_elsewhere = 0
-        self.num_tokens_elsewhere = 0
+        # Accepted requests that are not in the queue yet, because their grammar is being compiled: they count as well.
+        self.num_pending = 0
+        self.num_pending_tokens = 0
         self._seqs: list[Sequence] = []
-        self._left_s: deque[float] = deque(maxlen=64)  # when the last ones were let in
+        self._admitted_s: deque[float] = deque(maxlen=64)  # when the last ones were admitted
 
     def __len__(self) -> int:
         return len(self._seqs)
@@ -36,15 +36,18 @@ class RequestQueue:
         return iter(self._seqs)
 
     def check(self, num_tokens: int, num_free_rows: int, now: float) -> None:
-        """Raise `QueueFullError` unless a prompt of `num_tokens` may wait. Whoever can run at once is not waiting."""
-        num_waiting = len(self._seqs) + self.num_elsewhere
-        num_waiting_tokens = self.num_tokens + self.num_tokens_elsewhere
+        """Raise `QueueFullError` unless a prompt of `num_tokens` may wait. Requests that can run at once do not count.
+
+        `num_free_rows` is how many can run at once.
+        """
+        num_waiting = len(self._seqs) + self.num_pending
+        num_waiting_tokens = self.num_tokens + self.num_pending_tokens
         if num_waiting >= self.max_requests + num_free_rows:
             raise QueueFullError(
                 f"{num_waiting} requests are waiting already (at most {self.max_requests} may). Retry later.",
                 self._retry_after_s(now),
             )
-        # An empty room takes any prompt: one that is longer than the limit could otherwise never come in.
+        # An empty queue takes any prompt: one that is longer than the limit could otherwise never be served.
         if num_waiting and num_waiting_tokens + num_tokens > self.max_tokens:
             raise QueueFullError(
                 f"{num_waiting_tokens} prompt tokens are waiting already (at most {self.max_tokens} may). Retry later.",
@@ -59,9 +62,9 @@ class RequestQueue:
         """The sequence that `index` others are ahead of."""
         return self._seqs[index]
 
-    def let_in(self, seq: Sequence, now: float) -> None:
-        """`seq` leaves to run."""
-        self._left_s.append(now)
+    def admit(self, seq: Sequence, now: float) -> None:
+        """Remove `seq`, which begins to run."""
+        self._admitted_s.append(now)
         self.remove(seq)
 
     def remove(self, seq: Sequence) -> None:
@@ -71,8 +74,8 @@ class RequestQueue:
         self.num_tokens -= seq.num_prompt_tokens
 
     def _retry_after_s(self, now: float) -> float:
-        """About when the room will be half empty, from how fast it has been emptying."""
-        if not self._left_s or now <= self._left_s[0]:
+        """About when half of the queue will be gone, at the rate of the last admissions."""
+        if not self._admitted_s or now <= self._admitted_s[0]:
             return _MIN_RETRY_S
-        rate = len(self._left_s) / (now - self._left_s[0])
+        rate = len(self._admitted_s) / (now - self._admitted_s[0])
         return min(_MAX_RETRY_S, max(_MIN_RETRY_S, len(self._seqs) / 2 / rate))

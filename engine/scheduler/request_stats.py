@@ -1,5 +1,7 @@
 """Counts what happens to requests: one function per event, each adds to an `EngineStats`. Times are in seconds."""
 
+from engine.scheduler.kv_cache_manager import KVCacheManager
+from engine.scheduler.request_queue import RequestQueue
 from engine.scheduler.sequence import Sequence
 from engine.stats import EngineStats
 from engine.types import FinishReason
@@ -42,3 +44,15 @@ def record_finish(stats: EngineStats, seq: Sequence, reason: FinishReason, now: 
         stats.decode_time_s.observe(now - seq.first_token_s)
         if seq.num_generated_tokens > 1:
             stats.time_per_output_token_s.observe((now - seq.first_token_s) / (seq.num_generated_tokens - 1))
+
+
+def set_gauges(stats: EngineStats, num_running: int, queue: RequestQueue, kv_cache_manager: KVCacheManager) -> None:
+    """Set the gauges to the present state."""
+    stats.num_requests_running = num_running
+    stats.num_requests_waiting = len(queue) + queue.num_pending
+    stats.num_waiting_tokens = queue.num_tokens + queue.num_pending_tokens
+    stats.num_blocks_total = kv_cache_manager.num_total
+    stats.num_blocks_free = kv_cache_manager.num_free
+    stats.num_blocks_cached = kv_cache_manager.num_cached
+    stats.num_blocks_held = kv_cache_manager.num_held
+    stats.kv_cache_usage = kv_cache_manager.num_held / kv_cache_manager.num_total

@@ -1,60 +1,44 @@
-"""Who runs next: one token budget per step, one list, no phases. The whole policy, and nothing else.
+"""Who runs next: one token budget per step, shared by decodes, prefills under way and waiting sequences.
 
-A sequence has tokens known and tokens computed; each step gives it some number of tokens to catch up. Chunked prefill,
-decoding, prefix hits and recomputation after preemption are then the same case.
+A sequence has known tokens and computed tokens; each step gives it some number of tokens to catch up. Chunked prefill,
+decoding, prefix hits and recomputation after preemption are then the same case, and there are no phases.
 
 Pure: the time is an argument, nothing is random, no set is iterated; the same calls give the same steps. Does not know
 arrays, devices, processes or text.
 """
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from engine.config import EngineConfig
 from engine.errors import INTERNAL, NO_TOKEN, NOT_FINITE, QueueFullError, RequestError
+from engine.scheduler import request_stats
 from engine.scheduler.admission import Limits, check
 from engine.scheduler.kv_cache_manager import NULL_BLOCK, KVCacheManager
+from engine.scheduler.output import ModelRunnerOutput, ScheduledTokens, SchedulerOutput, Scores
+from engine.scheduler.preemption import choose_victim, may_be_passed, reserved_blocks
 from engine.scheduler.request_queue import RequestQueue
-from engine.scheduler.request_stats import record_arrival, record_finish, record_first_scheduled, record_token
-from engine.scheduler.sequence import (
-    GrammarState,
-    ModelRunnerOutput,
-    ScheduledTokens,
-    SchedulerOutput,
-    Sequence,
-    Status,
-)
+from engine.scheduler.sequence import GrammarMatcherProtocol, Sequence, Status
 from engine.stats import EngineStats
-from engine.types import FinishReason, Request, ScoredTokens, TokenEvent, TokenLogprobs
+from engine.types import FinishReason, Request, TokenEvent
 from workers.config import WorkerInfo
 from workers.protocol import FINITE, NONFINITE
 
 logger = logging.getLogger("oarlock.engine")
 
-# One level of priority is worth so much waiting: a request is overtaken only by more urgent ones that come within this
-# time per level, so none starves. There are 21 levels: after ten minutes whoever comes is behind it.
+# Seconds of waiting that one level of priority is worth: a request is overtaken only by more urgent ones that arrive
+# within this time per level, so none starves. There are 21 levels: nothing that arrives ten minutes later overtakes it.
 PRIORITY_STEP_S = 30.0
-# So many others may be let in before a sequence that waits only because it was preempted.
-MAX_PASSED = 4
-
-Scores = ScoredTokens | tuple[()]  # of prompt tokens in one step
-
-
-@dataclass(slots=True)
-class _Budget:
-    """What is left of one step."""
-
-    tokens: int
 
 
 class Scheduler:
-    """Every accepted request leaves with exactly one terminal event and holds no block after it."""
+    """Every accepted request ends in exactly one terminal event and holds no block after it."""
 
     def __init__(self, config: EngineConfig, info: WorkerInfo) -> None:
         worker = config.worker
         self.limits = Limits.of(info)
         self.stats = EngineStats()
-        self.blocks = KVCacheManager(
+        self.kv_cache_manager = KVCacheManager(
             info.num_blocks,
             info.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
@@ -65,14 +49,14 @@ class Scheduler:
         # Every running sequence must be able to get its one token, or decodes would starve each other.
         self.max_num_seqs = min(worker.max_num_seqs, worker.max_num_batched_tokens)
         self._waiting = RequestQueue(config.max_waiting_requests, config.max_waiting_tokens)
-        self._running: list[Sequence] = []  # in the order they came in
+        self._running: list[Sequence] = []  # in the order in which they were admitted
         self._open: dict[int, Sequence] = {}
         self._free_rows = list(range(self.max_num_seqs - 1, -1, -1))
-        self._events: list[TokenEvent] = []  # terminal events that no commit returned
+        self._events: list[TokenEvent] = []  # terminal events that `update_from_output` did not return
         self._num_arrivals = 0
         self._step_id = 0
 
-    # -- the door
+    # -- requests
 
     @property
     def has_work(self) -> bool:
@@ -86,20 +70,20 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def add(self, request: Request, now: float, grammar_state: GrammarState | None = None) -> None:
-        """Let a request wait. Raises `RequestError` when it can never run, `QueueFullError` when it cannot wait."""
-        assert (request.params.grammar is None) == (grammar_state is None), "a grammar and its state come together"
+    def add(self, request: Request, now: float, grammar_matcher: GrammarMatcherProtocol | None = None) -> None:
+        """Queue a request. Raises `RequestError` when it can never run, `QueueFullError` when the queue is full."""
+        assert (request.params.grammar is None) == (grammar_matcher is None), "a grammar and its matcher come together"
         self.check(request, now)
         self._num_arrivals += 1
         key = (now + request.priority * PRIORITY_STEP_S, self._num_arrivals)
-        seq = Sequence(request, key=key, max_len=self.limits.max_len, arrival_s=now, grammar_state=grammar_state)
+        seq = Sequence(request, key=key, max_len=self.limits.max_len, arrival_s=now, grammar_matcher=grammar_matcher)
         self._open[request.request_id] = seq
         self._waiting.push(seq)
-        record_arrival(self.stats, seq)
+        request_stats.record_arrival(self.stats, seq)
 
-    def expect(self, num_requests: int, num_tokens: int) -> None:
-        """So many requests, with so many prompt tokens, wait for something else first: they count as waiting."""
-        self._waiting.num_elsewhere, self._waiting.num_tokens_elsewhere = num_requests, num_tokens
+    def set_pending(self, num_requests: int, num_tokens: int) -> None:
+        """How many accepted requests, with how many prompt tokens, are not added yet: they count as waiting."""
+        self._waiting.num_pending, self._waiting.num_pending_tokens = num_requests, num_tokens
 
     def check(self, request: Request, now: float) -> None:
         """Raise what `add` raises."""
@@ -114,23 +98,20 @@ class Scheduler:
             raise
 
     def abort(self, request_id: int, now: float) -> TokenEvent | None:
-        """End a request whose caller went away.
-
-        Safe at any time: `update_from_output` ignores a step in flight for it.
-        """
+        """End a request whose caller has left, even with a step in flight for it. None when it is not known."""
         seq = self._open.get(request_id)
         return None if seq is None else self._finish(seq, FinishReason.ABORT, now)
 
     def fail(self, request_id: int, message: str, now: float, param: str | None = None) -> TokenEvent | None:
-        """End one request by the engine's fault, or by that of its own field `param`."""
+        """End one request by the engine's fault, or by that of its own field `param`. None when it is not known."""
         seq = self._open.get(request_id)
         if seq is None:
             return None
         self.stats.num_errors += param is None
-        return replace(self._finish(seq, FinishReason.ERROR, now, error=message), error_param=param)
+        return replace(self._finish(seq, FinishReason.ERROR, now), error=message, error_param=param)
 
     def fail_all(self, message: str, now: float) -> list[TokenEvent]:
-        """End every open request: nothing can be computed any more."""
+        """End every open request."""
         events = [self.fail(request_id, message, now) for request_id in list(self._open)]
         return self.take_events() + [event for event in events if event is not None]
 
@@ -142,167 +123,167 @@ class Scheduler:
     # -- one step
 
     def schedule(self, now: float) -> SchedulerOutput | None:
-        """Decide the next step: decodes first, then prefills under way, then the waiting room, all from one budget."""
+        """Decide the next step: decodes first, then prefills under way, then the queue. None when nothing can run."""
         output = SchedulerOutput(self._step_id + 1, [])
         behind = self._schedule_decodes(output, now)
-        budget = _Budget(self.max_num_batched_tokens - len(output.work))
+        budget = self.max_num_batched_tokens - len(output.scheduled)  # tokens
         for seq in behind:
             if seq.status is Status.RUNNING:
                 try:
-                    self._give(seq, output, budget)
+                    budget -= self._schedule_tokens(seq, output, budget)
                 except Exception:
-                    self._events.append(self._contain(seq, "schedule", now))
-        # Who has just been preempted must not come straight back for the blocks it gave up.
+                    self._events.append(self._fail_after_exception(seq, "schedule", now))
+        # A sequence that was just preempted must not get back at once the blocks that it gave up.
         if not output.num_preempted:
-            self._admit(output, budget, now)
-        if not output.work:
+            budget = self._schedule_waiting(output, budget, now)
+        if not output.scheduled:
             return None
         self._step_id += 1
         self.stats.step_id = self._step_id
-        self.stats.iteration_tokens.observe(self.max_num_batched_tokens - budget.tokens)
+        self.stats.iteration_tokens.observe(self.max_num_batched_tokens - budget)
         return output
 
     def update_from_output(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> list[TokenEvent]:
-        """Take a step's answer in: append tokens, share full blocks, decide ends. Whoever left meanwhile is ignored."""
+        """Append tokens, cache full blocks, end what is complete; return the events. Ended sequences are ignored."""
         events = []
         row = 0
-        for work in output.work:
-            seq, first = work.seq, row
-            row += work.num_rows
+        for item in output.scheduled:
+            seq, first = item.seq, row
+            row += item.num_rows
             if seq.status is not Status.RUNNING:
                 continue
             try:
-                event = self._advance(work, result, first, now)
+                event = self._update_sequence(item, result, first, now)
             except Exception:
-                event = self._contain(seq, "commit", now)
+                event = self._fail_after_exception(seq, "commit", now)
             if event is not None:
                 events.append(event)
         return events
 
     def withdraw(self, output: SchedulerOutput, unfit: list[ScheduledTokens], now: float) -> None:
-        """Take `unfit` work out of a step that no rank has seen yet; its sequences end by the engine's fault.
+        """Take `unfit` out of a step that was not submitted yet; their sequences end by the engine's fault.
 
-        What it would have computed can be found no more, and who has found it already, in this very step, waits again.
+        Blocks they would have filled leave the prefix cache, and sequences that share those in this step wait again.
         """
         kept: list[ScheduledTokens] = []
-        missing: set[int] = set()  # blocks
-        for work in output.work:
-            seq, column = work.seq, work.start // self.blocks.block_size
-            is_unfit = work in unfit
+        missing: set[int] = set()  # block ids
+        for item in output.scheduled:
+            seq, column = item.seq, item.start // self.kv_cache_manager.block_size
+            is_unfit = item in unfit
             if not is_unfit and missing.isdisjoint(seq.block_ids[:column]):
-                kept.append(work)
+                kept.append(item)
                 continue
             missing.update(seq.block_ids[column:])
-            self.blocks.forget(seq, column)
+            self.kv_cache_manager.evict_blocks(seq, column)
             if is_unfit:
                 event = self.fail(seq.request_id, INTERNAL, now)
                 assert event is not None
                 self._events.append(event)
             else:
                 self._preempt(seq)
-        output.work = kept
+        output.scheduled = kept
 
     def _schedule_decodes(self, output: SchedulerOutput, now: float) -> list[Sequence]:
-        """One token for each sequence that is only one behind; the others are returned."""
+        """One token for each running sequence that is only one behind; the others are returned."""
         behind = []
-        work, block_size = output.work, self.blocks.block_size
+        scheduled, block_size = output.scheduled, self.kv_cache_manager.block_size
         for seq in list(self._running):
             if seq.status is not Status.RUNNING:
-                continue  # preempted a moment ago, for the sake of an older one
+                continue  # preempted earlier in this loop
             start = seq.num_computed_tokens
             if len(seq.token_ids) - start > 1:
                 behind.append(seq)
                 continue
             try:
-                if start < len(seq.block_ids) * block_size or self._grow(seq, output):
-                    work.append(ScheduledTokens(seq, start, 1, seq.samples))
+                if start < len(seq.block_ids) * block_size or self._allocate_next_block(seq, output):
+                    scheduled.append(ScheduledTokens(seq, start, 1, seq.samples))
             except Exception:
-                self._events.append(self._contain(seq, "schedule", now))
+                self._events.append(self._fail_after_exception(seq, "schedule", now))
         if output.num_preempted:
-            output.work = [item for item in work if item.seq.status is Status.RUNNING]
+            output.scheduled = [item for item in scheduled if item.seq.status is Status.RUNNING]
         return behind
 
-    def _grow(self, seq: Sequence, output: SchedulerOutput) -> bool:
-        """One more block for `seq`, taken from the youngest if need be. False when `seq` was itself the youngest."""
-        self._free_unread(seq, output)
-        while (new := self.blocks.allocate_slots(seq, seq.num_computed_tokens + 1)) is None:
-            victim = max(self._running, key=lambda other: other.key)
+    def _allocate_next_block(self, seq: Sequence, output: SchedulerOutput) -> bool:
+        """One more block for `seq`, by preemption if need be. False when `seq` was itself preempted."""
+        self._free_out_of_window(seq, output)
+        while (new := self.kv_cache_manager.allocate_slots(seq, seq.num_computed_tokens + 1)) is None:
+            victim = choose_victim(self._running)
             self._preempt(victim)
             output.num_preempted += 1
             if victim is seq:
                 return False
-        _add_blocks(output, seq, len(seq.block_ids) - len(new))
+        output.add_blocks(seq, len(seq.block_ids) - len(new))
         return True
 
-    def _free_unread(self, seq: Sequence, output: SchedulerOutput) -> None:
-        output.new_blocks += [(seq.row, column, NULL_BLOCK) for column in self.blocks.free_unread(seq)]
+    def _free_out_of_window(self, seq: Sequence, output: SchedulerOutput) -> None:
+        columns = self.kv_cache_manager.free_out_of_window(seq)
+        output.new_blocks += [(seq.row, column, NULL_BLOCK) for column in columns]
 
-    def _grow_within_window(self, seq: Sequence, num_tokens: int, output: SchedulerOutput) -> int:
+    def _allocate_within_window(self, seq: Sequence, num_tokens: int, output: SchedulerOutput) -> int:
         """Blocks for the next `num_tokens` tokens, or for as many as there is room for; return that number.
 
-        Nobody is preempted for them, and a block is left for each other running sequence.
+        Preempts nothing, and leaves a block for each other running sequence.
         """
-        self._free_unread(seq, output)
-        start, column, size = seq.num_computed_tokens, len(seq.block_ids), self.blocks.block_size
-        room = max(0, self.blocks.num_available - (len(self._running) - 1))
-        num_tokens = min(num_tokens, (column + room) * size - start)
-        self.blocks.allocate_slots(seq, start + num_tokens)
-        _add_blocks(output, seq, column)
+        self._free_out_of_window(seq, output)
+        manager = self.kv_cache_manager
+        start, column = seq.num_computed_tokens, len(seq.block_ids)
+        room = max(0, manager.num_available - (len(self._running) - 1))
+        num_tokens = min(num_tokens, (column + room) * manager.block_size - start)
+        manager.allocate_slots(seq, start + num_tokens)
+        output.add_blocks(seq, column)
         return num_tokens
 
     def _preempt(self, seq: Sequence) -> None:
-        """Give everything back and wait again; what was generated is kept and will be recomputed like a prompt."""
-        self._leave_running(seq)
+        """Free all its blocks and queue it again; generated tokens are kept and recomputed like a prompt."""
+        self._stop_running(seq)
         seq.num_computed_tokens = 0
         seq.num_preemptions += 1
         seq.num_passed = 0
         self.stats.num_preemptions += 1
         self._waiting.push(seq)
 
-    def _give(self, seq: Sequence, output: SchedulerOutput, budget: _Budget) -> None:
-        """As many tokens of `seq` as the budget allows."""
+    def _schedule_tokens(self, seq: Sequence, output: SchedulerOutput, budget: int) -> int:
+        """As many tokens of `seq` as the budget allows; return their number."""
         start = seq.num_computed_tokens
-        num_tokens = min(seq.num_tokens - start, budget.tokens)
-        if self.blocks.sliding_window is not None:
-            num_tokens = self._grow_within_window(seq, num_tokens, output)
-        score_from = num_scored = 0
-        if seq.request.params.prompt_logprobs is not None:
-            score_from = max(start, seq.num_scored_tokens)
-            score_to = seq.num_prompt_tokens - 1  # the prompt's last token predicts a sampled one
-            num_scored = max(0, min(start + num_tokens, score_to) - score_from)
+        num_tokens = min(seq.num_tokens - start, budget)
+        if self.kv_cache_manager.sliding_window is not None:
+            num_tokens = self._allocate_within_window(seq, num_tokens, output)
+        score_from, num_scored = seq.tokens_to_score(start, num_tokens)
         if num_tokens <= 0:
-            return
-        self.blocks.cache_blocks(seq, start + num_tokens)
+            return 0
+        self.kv_cache_manager.cache_blocks(seq, start + num_tokens)
         wants_logits = start + num_tokens == seq.num_tokens and seq.samples
-        output.work.append(ScheduledTokens(seq, start, num_tokens, wants_logits, score_from, num_scored))
-        budget.tokens -= num_tokens
+        output.scheduled.append(ScheduledTokens(seq, start, num_tokens, wants_logits, score_from, num_scored))
+        return num_tokens
 
-    def _admit(self, output: SchedulerOutput, budget: _Budget, now: float) -> None:
-        """Let waiting sequences in, in order: a long prompt at the head is not overtaken for ever.
+    def _schedule_waiting(self, output: SchedulerOutput, budget: int, now: float) -> int:
+        """Admit waiting sequences in order; return what is left of the budget.
 
-        Only who was preempted, and would fit but for the larger reserve that he needs therefore, is passed by a few.
+        One that does not fit blocks those behind it, so that long prompts are served; `may_be_passed` is the exception.
         """
         passed: list[Sequence] = []
-        while len(passed) < len(self._waiting) and self._free_rows and budget.tokens > 0:
+        while len(passed) < len(self._waiting) and self._free_rows and budget > 0:
             seq = self._waiting[len(passed)]
             try:
-                if self._enter(seq, output, now):
-                    self._give(seq, output, budget)
+                if self._start_running(seq, output, now):
+                    budget -= self._schedule_tokens(seq, output, budget)
                     for other in passed:
                         other.num_passed += 1
                 else:
                     passed.append(seq)
             except Exception:
-                self._events.append(self._contain(seq, "admit", now))
-            if not all(self._may_be_passed(other) for other in passed):
+                self._events.append(self._fail_after_exception(seq, "admit", now))
+            if not all(may_be_passed(other, len(self._running), self.kv_cache_manager) for other in passed):
                 break
+        return budget
 
-    def _enter(self, seq: Sequence, output: SchedulerOutput, now: float) -> bool:
-        """Give a waiting sequence its row and blocks for all it knows. False when they are not to be had now."""
-        num_cached = self.blocks.enter(seq, seq.num_skippable_tokens, self._reserve(seq.num_preemptions))
+    def _start_running(self, seq: Sequence, output: SchedulerOutput, now: float) -> bool:
+        """Give a waiting sequence its row, and blocks for all its tokens. False when there are too few blocks."""
+        reserve = reserved_blocks(len(self._running), seq.num_preemptions)
+        num_cached = self.kv_cache_manager.allocate(seq, seq.num_skippable_tokens, reserve)
         if num_cached is None:
             return False
-        self._waiting.let_in(seq, now)
+        self._waiting.admit(seq, now)
         self._running.append(seq)
         seq.status = Status.RUNNING
         seq.row = self._free_rows.pop()
@@ -310,164 +291,106 @@ class Scheduler:
         if seq.first_scheduled_s is None:
             seq.first_scheduled_s = now
             seq.num_cached_tokens = num_cached
-            record_first_scheduled(self.stats, seq, now)
+            request_stats.record_first_scheduled(self.stats, seq, now)
         output.new_rows.append(seq)
-        _add_blocks(output, seq, 0)
+        output.add_blocks(seq, 0)
         return True
-
-    def _reserve(self, num_preemptions: int) -> int:
-        """Blocks to leave for those who run: one each, so that who enters is not at once preempted by their growth.
-
-        Nobody knows how long answers will be; that a sequence was preempted shows that one was too few. Twice as many
-        each time bound the preemptions of one sequence by the logarithm of the pool, whatever `max_tokens` allows.
-        """
-        return len(self._running) << num_preemptions
-
-    def _may_be_passed(self, seq: Sequence) -> bool:
-        return seq.num_passed < MAX_PASSED and seq.num_preemptions > 0 and self.blocks.may_enter(seq, self._reserve(0))
 
     # -- the answer to a step
 
-    def _advance(self, work: ScheduledTokens, result: ModelRunnerOutput, first: int, now: float) -> TokenEvent | None:
-        seq, params = work.seq, work.seq.request.params
-        last = first + work.num_scored
-        states = result.finite[first : last + work.wants_logits]
+    def _update_sequence(
+        self, item: ScheduledTokens, result: ModelRunnerOutput, first: int, now: float
+    ) -> TokenEvent | None:
+        """`first` is the first row of logits of `item`."""
+        seq, params = item.seq, item.seq.request.params
+        last = first + item.num_scored
+        states = result.finite[first : last + item.wants_logits]
         if states.count(FINITE) < len(states):
-            return self._end_broken(seq, states, now)
-        seq.num_computed_tokens = work.start + work.num_tokens
-        if seq.num_computed_tokens // self.blocks.block_size > seq.num_published_blocks:
-            self.blocks.cache_blocks(seq, seq.num_computed_tokens)
+            return self._fail_without_token(seq, states, now)
+        seq.num_computed_tokens = item.start + item.num_tokens
+        if seq.num_computed_tokens // self.kv_cache_manager.block_size > seq.num_cached_blocks:
+            self.kv_cache_manager.cache_blocks(seq, seq.num_computed_tokens)
         scored: Scores = ()
-        if work.num_scored:
-            seq.num_scored_tokens += work.num_scored
+        if item.num_scored:
+            seq.num_scored_tokens += item.num_scored
             scored = result.scored(first, last, params.prompt_logprobs or 0)
-        if work.wants_logits:
-            return self._accept(seq, result, last, now, scored)
-        if not seq.samples and seq.num_computed_tokens == seq.num_tokens:
-            return self._finish(seq, FinishReason.LENGTH, now, prompt_logprobs=scored)
-        if not scored:
+        if item.wants_logits:
+            return self._append_token(seq, result, last, now, scored)
+        is_complete = not seq.samples and seq.num_computed_tokens == seq.num_tokens
+        if not scored and not is_complete:
             return None
-        return TokenEvent(seq.request_id, prompt_logprobs=scored, num_cached_tokens=seq.num_cached_tokens)
+        event = TokenEvent(seq.request_id, prompt_logprobs=scored, num_cached_tokens=seq.num_cached_tokens)
+        return self._finish(seq, FinishReason.LENGTH, now, event) if is_complete else event
 
-    def _end_broken(self, seq: Sequence, states: list[int], now: float) -> TokenEvent | None:
-        """The model's numbers are at fault, or else the fields of the request, which ban every token."""
+    def _fail_without_token(self, seq: Sequence, states: list[int], now: float) -> TokenEvent | None:
+        """No token could be chosen: the model's logits are not finite, or the request's fields ban every token."""
         if NONFINITE not in states:
             return self.fail(seq.request_id, NO_TOKEN, now, seq.masked_by)
         self.stats.num_nonfinite += 1
-        self.blocks.forget(seq)  # its KV may be spoilt: nobody else shall find it
+        self.kv_cache_manager.evict_blocks(seq)  # its keys and values may not be finite either
         return self.fail(seq.request_id, NOT_FINITE, now)
 
-    def _accept(self, seq: Sequence, result: ModelRunnerOutput, row: int, now: float, scored: Scores) -> TokenEvent:
-        """The sampled token becomes the sequence's; it may be its last."""
+    def _append_token(
+        self, seq: Sequence, result: ModelRunnerOutput, row: int, now: float, scored: Scores
+    ) -> TokenEvent:
+        """Append the token sampled in `row`, and end the sequence if it was the last."""
         params, token = seq.request.params, result.token_ids[row]
         is_stop = token in seq.stop_ids  # none is sampled before `min_tokens`: they were banned
         seq.token_ids.append(token)
-        num_generated = len(seq.token_ids) - seq.num_prompt_tokens
-        record_token(self.stats, seq, now)
-        logprobs = () if params.logprobs is None else (_logprobs(result, row, params.logprobs),)
-        state = seq.grammar_state
-        if is_stop or (state is not None and state.accept((token,))):
-            reason = FinishReason.STOP
-        elif num_generated >= params.max_tokens or len(seq.token_ids) >= seq.max_len:
-            reason = FinishReason.LENGTH
-        else:
-            return TokenEvent(seq.request_id, (token,), logprobs, scored, num_cached_tokens=seq.num_cached_tokens)
-        return self._finish(
-            seq,
-            reason,
-            now,
-            token_ids=(token,),
-            logprobs=logprobs,
-            prompt_logprobs=scored,
-            stop_token_id=token if is_stop else None,
-        )
+        request_stats.record_token(self.stats, seq, now)
+        logprobs = () if params.logprobs is None else (result.token_logprobs(row, params.logprobs),)
+        event = TokenEvent(seq.request_id, (token,), logprobs, scored, num_cached_tokens=seq.num_cached_tokens)
+        matcher = seq.grammar_matcher
+        if is_stop:
+            return self._finish(seq, FinishReason.STOP, now, replace(event, stop_token_id=token))
+        if matcher is not None and matcher.accept((token,)):
+            return self._finish(seq, FinishReason.STOP, now, event)
+        if seq.num_generated_tokens >= params.max_tokens or len(seq.token_ids) >= seq.max_len:
+            return self._finish(seq, FinishReason.LENGTH, now, event)
+        return event
 
     # -- ends
 
-    def _finish(
-        self,
-        seq: Sequence,
-        reason: FinishReason,
-        now: float,
-        *,
-        token_ids: tuple[int, ...] = (),
-        logprobs: tuple[TokenLogprobs, ...] = (),
-        prompt_logprobs: Scores = (),
-        stop_token_id: int | None = None,
-        error: str | None = None,
-    ) -> TokenEvent:
-        """The one way out. Blocks and row are free again when this returns."""
+    def _finish(self, seq: Sequence, reason: FinishReason, now: float, event: TokenEvent | None = None) -> TokenEvent:
+        """End a sequence; its blocks and row are free when this returns. The result is `event` made terminal."""
         if seq.status is Status.RUNNING:
-            self._leave_running(seq)
+            self._stop_running(seq)
         else:
             self._waiting.remove(seq)
-            self.blocks.free(seq)  # it holds none, unless it failed on its way in
+            self.kv_cache_manager.free(seq)  # it holds none, unless it failed while it was admitted
         seq.status = Status.FINISHED
         del self._open[seq.request_id]
-        record_finish(self.stats, seq, reason, now)
-        return TokenEvent(
-            seq.request_id,
-            token_ids,
-            logprobs,
-            prompt_logprobs,
-            finish_reason=reason,
-            stop_token_id=stop_token_id,
-            num_cached_tokens=seq.num_cached_tokens,
-            error=error,
-        )
+        request_stats.record_finish(self.stats, seq, reason, now)
+        event = event or TokenEvent(seq.request_id, num_cached_tokens=seq.num_cached_tokens)
+        return replace(event, finish_reason=reason)
 
-    def _contain(self, seq: Sequence, stage: str, now: float) -> TokenEvent:
-        """Our own mistake with one sequence ends that sequence, not the engine. Call it from an `except` block."""
+    def _fail_after_exception(self, seq: Sequence, stage: str, now: float) -> TokenEvent:
+        """End one sequence, and not the engine, after an exception at work on it. Call it from an `except` block."""
         logger.exception("event=request_failed request_id=%d stage=%s", seq.request_id, stage)
-        self.blocks.forget(seq)  # it may have published what nobody will compute
+        self.kv_cache_manager.evict_blocks(seq)  # it may have cached blocks that are not computed now
         event = self.fail(seq.request_id, INTERNAL, now)
         return event or TokenEvent(seq.request_id, finish_reason=FinishReason.ERROR, error=INTERNAL)
 
-    def _leave_running(self, seq: Sequence) -> None:
+    def _stop_running(self, seq: Sequence) -> None:
         self._running.remove(seq)
-        self.blocks.free(seq)
+        self.kv_cache_manager.free(seq)
         self._free_rows.append(seq.row)
         seq.row = -1
         seq.status = Status.WAITING
 
-    # -- what can be asked at any time
+    # -- state
 
     def refresh_gauges(self) -> EngineStats:
-        """The stats with today's gauges."""
-        stats, blocks = self.stats, self.blocks
-        stats.num_requests_running = len(self._running)
-        waiting = self._waiting
-        stats.num_requests_waiting = len(waiting) + waiting.num_elsewhere
-        stats.num_waiting_tokens = waiting.num_tokens + waiting.num_tokens_elsewhere
-        stats.num_blocks_total = blocks.num_total
-        stats.num_blocks_free = blocks.num_free
-        stats.num_blocks_cached = blocks.num_cached
-        stats.num_blocks_held = blocks.num_held
-        stats.kv_cache_usage = blocks.num_held / blocks.num_total
-        return stats
+        """The stats with their gauges brought up to date."""
+        request_stats.set_gauges(self.stats, len(self._running), self._waiting, self.kv_cache_manager)
+        return self.stats
 
     def audit(self) -> None:
-        """Raise AssertionError unless all books balance."""
-        self.blocks.audit(self._open.values())
+        """Raise AssertionError unless rows, blocks, queue and open requests agree."""
+        self.kv_cache_manager.audit(self._open.values())
         rows = sorted([seq.row for seq in self._running] + self._free_rows)
         assert rows == list(range(self.max_num_seqs)), "rows are lost or shared"
         assert sorted(self._open) == sorted(seq.request_id for seq in [*self._running, *self._waiting])
         for seq in self._waiting:
             assert not seq.block_ids and not seq.num_computed_tokens, "a waiting sequence holds something"
         assert self._waiting.num_tokens == sum(seq.num_prompt_tokens for seq in self._waiting)
-
-
-def _logprobs(result: ModelRunnerOutput, row: int, num_top: int) -> TokenLogprobs:
-    assert result.logprobs is not None and result.ranks is not None
-    top: tuple[tuple[int, float], ...] = ()
-    if num_top:
-        assert result.top_ids is not None and result.top_logprobs is not None
-        top = tuple(zip(result.top_ids[row][:num_top], result.top_logprobs[row][:num_top], strict=True))
-    return TokenLogprobs(result.token_ids[row], result.logprobs[row], result.ranks[row], top)
-
-
-def _add_blocks(output: SchedulerOutput, seq: Sequence, first_column: int) -> None:
-    """The row of `seq` has new blocks from `first_column` on."""
-    output.new_blocks += [
-        (seq.row, column, block) for column, block in enumerate(seq.block_ids[first_column:], first_column)
-    ]

@@ -24,7 +24,7 @@ class BrokenGrammarError(Exception):
 
 
 class GrammarMatcher:
-    """A `GrammarState` (see `sequence.py`)."""
+    """A `GrammarMatcherProtocol` (see `sequence.py`)."""
 
     def __init__(self, compiler: Compiler, compiled: Compiled, end_ids: Iterable[int]) -> None:
         """`end_ids` end the sequence where the grammar allows it; without any it ends only where it must."""
@@ -38,7 +38,7 @@ class GrammarMatcher:
         self._digits = _DigitRun() if compiled.is_json else None
 
     def fill_mask(self, into: np.ndarray) -> None:
-        """See `GrammarState`. Raises `BrokenGrammarError`."""
+        """See `GrammarMatcherProtocol`. Raises `BrokenGrammarError`."""
         mask, may_end = self._next or self._compute()
         shared = min(len(mask), len(into))
         into[:shared] = mask[:shared]
@@ -48,7 +48,7 @@ class GrammarMatcher:
                 into[token // 32] |= np.uint32(1 << token % 32)
 
     def accept(self, token_ids: Tokens[int]) -> bool:
-        """See `GrammarState`. Raises `BrokenGrammarError`."""
+        """See `GrammarMatcherProtocol`. Raises `BrokenGrammarError`."""
         self._next = None
         self._matcher.consume_tokens(list(token_ids))
         self._accepted += token_ids

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from engine.config import EngineConfig
 from engine.core.engine_core import EngineCore
-from engine.scheduler.sequence import GrammarState
+from engine.scheduler.sequence import GrammarMatcherProtocol
 from engine.types import Request, TokenEvent, TokenLogprobs
 from workers.config import WorkerInfo
 from workers.executor import Executor, FillMasks
@@ -76,7 +76,7 @@ class DirectEngine:
         requests: Iterable[Request],
         *,
         arrives_at: Callable[[int], int] = lambda number: 0,
-        states: Mapping[int, GrammarState] = MappingProxyType({}),
+        states: Mapping[int, GrammarMatcherProtocol] = MappingProxyType({}),
     ) -> dict[int, Answer]:
         """Answers by request id. The number-th request is added before step `arrives_at(number)`.
 
@@ -96,7 +96,7 @@ class DirectEngine:
     def _step(self, answers: dict[int, Answer]) -> None:
         self.now += 0.01
         output = self._stepper.begin()
-        self.most_blocks_held = max(self.most_blocks_held, self.scheduler.blocks.num_held)
+        self.most_blocks_held = max(self.most_blocks_held, self.scheduler.kv_cache_manager.num_held)
         events = self._stepper.take_events()
         if output is not None:
             self.num_steps += 1

@@ -9,7 +9,9 @@ import pytest
 
 from engine.config import EngineConfig, WorkerConfig
 from engine.scheduler.scheduler import PRIORITY_STEP_S
-from engine.simulation.simulator import Arrival, CostModel, SimulationConfig, Watch, simulate
+from engine.simulation.cost_model import CostModel
+from engine.simulation.simulator import SimulationConfig, Watch, simulate
+from engine.simulation.trace import Arrival
 
 BLOCK = 32
 CONTEXT = 4096

@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 
 from engine.config import EngineConfig, WorkerConfig
-from engine.simulation.simulator import Arrival, CostModel, Percentiles, SimulationConfig, make_trace, simulate
+from engine.simulation.cost_model import CostModel
+from engine.simulation.simulator import Percentiles, SimulationConfig, simulate
+from engine.simulation.trace import Arrival, make_trace
 
 
 def config(*, num_blocks: int = 1200, budget: int = 512, **engine) -> SimulationConfig:

@@ -12,8 +12,8 @@ from engine.input_batch.input_batch import InputBatch
 from engine.ipc import messages
 from engine.ipc.frames import FrameReader
 from engine.sampling_params import SamplingParams
+from engine.scheduler.output import ModelRunnerOutput
 from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.sequence import ModelRunnerOutput
 from engine.types import Request
 from workers.config import WorkerInfo
 
@@ -87,8 +87,8 @@ def test_a_decode_step_of_many_sequences(num_seqs: int, capsys: pytest.CaptureFi
         if rows == num_seqs and step.num_tokens == num_seqs:
             marks = (began, scheduled, built, committed, encoded, decoded)
             times.append([later - earlier for earlier, later in pairwise(marks)])
-    seqs = [work.seq for work in output.work]
-    at = np.array([work.start for work in output.work])
+    seqs = [item.seq for item in output.scheduled]
+    at = np.array([item.start for item in output.scheduled])
     expected = [
         seq.block_ids[start // BLOCK_SIZE] * BLOCK_SIZE + start % BLOCK_SIZE
         for seq, start in zip(seqs, at, strict=True)

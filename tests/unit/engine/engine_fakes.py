@@ -14,8 +14,8 @@ from engine.core.engine_core import _as_lists
 from engine.errors import WorkerError
 from engine.input_batch.input_batch import InputBatch
 from engine.sampling_params import SamplingParams
+from engine.scheduler.output import SchedulerOutput
 from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.sequence import SchedulerOutput
 from engine.types import FinishReason, Request, TokenEvent, TokenLogprobs
 from workers.config import WorkerInfo
 from workers.executor import FillMasks
@@ -292,19 +292,19 @@ class Driver:
     def begin(self, num_withdrawn: int = 0) -> SchedulerOutput | None:
         """Decide a step and submit it, without the first `num_withdrawn` of its sequences."""
         self.now += 0.01
-        published = dict(self.scheduler.blocks._published)
+        cached = dict(self.scheduler.kv_cache_manager._block_of_hash)
         output = self.scheduler.schedule(self.now)
         if output is not None:
-            self._check(output, published)
+            self._check(output, cached)
             if num_withdrawn:
-                self.scheduler.withdraw(output, output.work[:num_withdrawn], self.now)
+                self.scheduler.withdraw(output, output.scheduled[:num_withdrawn], self.now)
                 self.scheduler.audit()
-        if output is not None and output.work:
+        if output is not None and output.scheduled:
             step, masks = self.builder.build(output)
             self.group.submit(step, None if masks is None else masks.fill)
             assert masks is None or not masks.failed
         self.see(self.scheduler.take_events())
-        return output if output is not None and output.work else None
+        return output if output is not None and output.scheduled else None
 
     def finish(self, output: SchedulerOutput) -> list[TokenEvent]:
         result = _as_lists(self.group.collect())
@@ -357,24 +357,26 @@ class Driver:
                 assert got == expected[: len(got)]
 
     def check_idle(self) -> None:
-        blocks = self.scheduler.blocks
+        blocks = self.scheduler.kv_cache_manager
         assert blocks.num_held == 0
         assert blocks.num_free + blocks.num_cached == self.info.num_blocks - 1
         self.scheduler.audit()
 
-    def _check(self, output: SchedulerOutput, published: dict[bytes, int]) -> None:
-        """`published`: what could be found before this step was decided."""
+    def _check(self, output: SchedulerOutput, cached: dict[bytes, int]) -> None:
+        """`cached`: the prefix cache before this step was decided."""
         scheduler = self.scheduler
-        handed_out = {block for _, _, block in output.new_blocks}
+        allocated = {block for _, _, block in output.new_blocks}
         assert not (output.num_preempted and output.new_rows), "blocks just given up are handed out to a newcomer"
-        assert len(output.work) <= scheduler.max_num_seqs
-        assert sum(work.num_tokens for work in output.work) <= scheduler.max_num_batched_tokens
-        for work in output.work:
-            assert work.num_tokens > 0 and work.start == work.seq.num_computed_tokens
-            size = scheduler.blocks.block_size
-            first, last = work.start // size, (work.start + work.num_tokens - 1) // size
-            for block in work.seq.block_ids[first : last + 1]:
-                digest = scheduler.blocks._digest[block]
-                is_new = digest is not None and (block in handed_out or published.get(digest) != block)
-                assert digest is None or is_new, "a published block is written"
-                assert digest is not None or scheduler.blocks._refs[block] == 1, "a shared block is written"
+        assert len(output.scheduled) <= scheduler.max_num_seqs
+        assert sum(item.num_tokens for item in output.scheduled) <= scheduler.max_num_batched_tokens
+        for item in output.scheduled:
+            assert item.num_tokens > 0 and item.start == item.seq.num_computed_tokens
+            size = scheduler.kv_cache_manager.block_size
+            first, last = item.start // size, (item.start + item.num_tokens - 1) // size
+            for block in item.seq.block_ids[first : last + 1]:
+                block_hash = scheduler.kv_cache_manager._hash_of_block[block]
+                is_new = block_hash is not None and (block in allocated or cached.get(block_hash) != block)
+                assert block_hash is None or is_new, "a cached block is written"
+                assert block_hash is not None or scheduler.kv_cache_manager._refs[block] == 1, (
+                    "a shared block is written"
+                )

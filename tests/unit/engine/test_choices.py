@@ -114,8 +114,8 @@ def test_a_mask_that_fails_late_leaves_the_step_and_its_neighbours_alone(monkeyp
         driver.add(make_request(number, [1, number], max_tokens=4, grammar=grammar))
     output = driver.scheduler.schedule(0.0)
     assert output is not None
-    broken = output.work[1].seq
-    monkeypatch.setattr(broken.grammar_state, "fill_mask", lambda into: 1 / 0)
+    broken = output.scheduled[1].seq
+    monkeypatch.setattr(broken.grammar_matcher, "fill_mask", lambda into: 1 / 0)
     step, masks = driver.builder.build(output)
     assert masks is not None and step.mask_rows.tolist() == [0, 1, 2]
     masks.fill(step.mask_bits)

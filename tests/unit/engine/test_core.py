@@ -72,7 +72,7 @@ class House:
         return [token for event in self.events() if event.request_id == request_id for token in event.token_ids]
 
     def check_idle(self) -> None:
-        blocks = self.core.scheduler.blocks
+        blocks = self.core.scheduler.kv_cache_manager
         self.core.scheduler.audit()
         assert not self.core.scheduler.has_work and blocks.num_free + blocks.num_cached == blocks.num_total
 
@@ -198,7 +198,7 @@ def test_a_frontend_that_leaves_ends_the_loop(house: House) -> None:
 
 # -- one request's fault is one request's end
 
-_STAGES = ["read", "add", "enter", "allocate_slots", "build", "update_from_output", "cache_blocks", "send", "poison"]
+_STAGES = ["read", "add", "allocate", "allocate_slots", "build", "update_from_output", "cache_blocks", "send", "poison"]
 
 
 def inject(house: House, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,15 +219,15 @@ def inject(house: House, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return seq.request_id == 2
 
     if stage == "read":
-        broken(core_module.messages, "read_request", lambda frame: frame.head["id"] == 2)
+        broken(house.core._request_reader, "read", lambda frame: frame.head["id"] == 2)
     elif stage == "add":
         broken(scheduler, "add", lambda request, now: request.request_id == 2)
-    elif stage in ("enter", "allocate_slots", "cache_blocks"):
-        broken(scheduler.blocks, stage, of_seq)
+    elif stage in ("allocate", "allocate_slots", "cache_blocks"):
+        broken(scheduler.kv_cache_manager, stage, of_seq)
     elif stage == "build":
         broken(builder, "_assign", of_seq)
     elif stage == "update_from_output":
-        broken(scheduler, "_accept", of_seq)
+        broken(scheduler, "_append_token", of_seq)
     elif stage == "send":
         broken(core_module.messages, "_extra", lambda event, *_: event.request_id == 2 and not event.error)
     elif stage == "poison":
@@ -271,7 +271,7 @@ def test_a_builder_that_fails_for_everyone_is_our_own_death(house: House, monkey
 
 def test_work_that_nobody_can_run_is_ended_not_spun_on(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     house.ask(make_request(1, [1]))
-    monkeypatch.setattr(house.core.scheduler, "_enter", lambda *_: False)
+    monkeypatch.setattr(house.core.scheduler, "_start_running", lambda *_: False)
     assert house.core.tick() and not house.core.tick()
     assert house.ends()[1].finish_reason is FinishReason.ERROR
 

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from engine.core.logs import LineFormatter, log_to_stderr
+from engine.core.process import LineFormatter, log_to_stderr
 
 
 def formatted(message: str, *args) -> str:

@@ -82,7 +82,7 @@ def test_requests() -> None:
         max_tokens=7, temperature=0.25, seed=-(2**63), eos_token_ids=(1, 2), stop_token_ids=(3,), prompt_logprobs=2
     )
     request = Request(9, (1, 2, 2**31 - 1), params, priority=-3, cache_salt=b"\x00\xff")
-    assert messages.read_request(frame_of(messages.request(request))) == request
+    assert messages.RequestReader().read(frame_of(messages.request(request))) == request
     with pytest.raises(FrameError):
         messages.request(Request(1, (2,), SamplingParams(allowed_token_ids=(-(2**31) - 1,))))
     with pytest.raises(FrameError):
@@ -105,7 +105,7 @@ def test_requests() -> None:
 )
 def test_what_may_be_chosen_travels(prompt, params) -> None:
     request = Request(1, prompt, params)
-    back = messages.read_request(frame_of(messages.request(request)))
+    back = messages.RequestReader().read(frame_of(messages.request(request)))
     assert back == request and hash(back) == hash(request)
 
 
@@ -116,14 +116,16 @@ def test_more_ids_than_the_frame_holds(field, value) -> None:
     frame = frame_of(messages.request(Request(1, (1, 2), SamplingParams(allowed_token_ids=(5,), bad_words=((6,),)))))
     frame.head[field] = value
     with pytest.raises(FrameError):
-        messages.read_request(frame)
+        messages.RequestReader().read(frame)
 
 
 def test_the_choices_of_a_request_share_their_long_lists() -> None:
+    reader = messages.RequestReader()
+
     def read(number: int, **other) -> Request:
         params = {"seed": number, "allowed_token_ids": (5, 6, 7), "bad_words": ((6, 8), (9,))} | other
         request = Request(number, (1, 2, 3, number // 3), SamplingParams(**params))
-        back = messages.read_request(frame_of(messages.request(request)))
+        back = reader.read(frame_of(messages.request(request)))
         assert back == request
         return back
 
@@ -176,7 +178,7 @@ _READERS = [
     messages.read_progress,
     messages.read_failed,
     messages.read_ready,
-    messages.read_request,
+    messages.RequestReader().read,
     messages.read_refused,
     messages.read_id,
     messages.read_events,

@@ -7,7 +7,7 @@ from engine.types import FinishReason
 
 
 def lengths(output) -> dict[int, int]:
-    return {work.seq.request_id: work.num_tokens for work in output.work}
+    return {item.seq.request_id: item.num_tokens for item in output.scheduled}
 
 
 @pytest.mark.parametrize("caching", [True, False])
@@ -17,7 +17,7 @@ def test_a_cached_prefix_changes_nothing_but_the_work(caching: bool) -> None:
     driver.run()
     driver.add(make_request(2, [*range(20), 50, 51], max_tokens=4))
     output = driver.step()
-    assert output.work[0].start == (20 if caching else 0)
+    assert output.scheduled[0].start == (20 if caching else 0)
     driver.run().check_outputs()
     assert driver.ends[2].num_cached_tokens == (20 if caching else 0)
     assert driver.scheduler.stats.prefix_cache_hits == (20 if caching else 0)
@@ -39,8 +39,8 @@ def test_equal_prompts_cost_one(budget: int, company: int) -> None:
     computed = most_held = 0
     while driver.scheduler.num_waiting or any(number not in driver.ends for number in range(1, 9)):
         output = driver.begin()
-        computed += sum(work.num_tokens for work in output.work if work.seq.request_id < 9 and work.start < 128)
-        most_held = max(most_held, driver.scheduler.blocks.num_held)
+        computed += sum(item.num_tokens for item in output.scheduled if item.seq.request_id < 9 and item.start < 128)
+        most_held = max(most_held, driver.scheduler.kv_cache_manager.num_held)
         driver.finish(output)
     assert computed == 128 + 7 * 4
     assert most_held <= 31 + 8 * 2 + company * 25
@@ -56,7 +56,7 @@ def test_eight_choices_of_a_long_prompt_in_one_step() -> None:
     for number in range(8):
         driver.add(make_request(number, [token % 60 for token in range(1024)], max_tokens=2))
     output = driver.step()
-    assert [work.num_tokens for work in output.work] == [1024] + [32] * 7
+    assert [item.num_tokens for item in output.scheduled] == [1024] + [32] * 7
     assert driver.step() is not None
     assert driver.scheduler.stats.prefix_cache_hits == 7 * 992
     driver.check_outputs()

@@ -4,12 +4,13 @@ import pytest
 from engine_fakes import EOS, Driver, Faults, expected_tokens, make_config, make_request
 
 from engine.errors import NOT_FINITE, QueueFullError
-from engine.scheduler.scheduler import MAX_PASSED, PRIORITY_STEP_S
+from engine.scheduler.preemption import MAX_PASSED
+from engine.scheduler.scheduler import PRIORITY_STEP_S
 from engine.types import FinishReason, Request
 
 
 def lengths(output) -> dict[int, int]:
-    return {work.seq.request_id: work.num_tokens for work in output.work}
+    return {item.seq.request_id: item.num_tokens for item in output.scheduled}
 
 
 def request_with_stop(request_id: int, prompt, at: int, **params) -> Request:
@@ -87,7 +88,9 @@ def test_the_same_calls_give_the_same_steps() -> None:
         steps = []
         while driver.scheduler.has_work:
             output = driver.step()
-            steps.append([(work.seq.request_id, work.start, work.num_tokens, work.seq.row) for work in output.work])
+            steps.append(
+                [(item.seq.request_id, item.start, item.num_tokens, item.seq.row) for item in output.scheduled]
+            )
         return steps
 
     assert play() == play()
@@ -158,7 +161,7 @@ def test_a_prefill_only_request_takes_one_step_and_samples_nothing(scores: int |
     for number in (1, 2):  # the second finds the prompt cached
         driver.add(make_request(number, range(10), max_tokens=0, prompt_logprobs=scores))
         output = driver.begin()
-        assert output is not None and [work.num_scored for work in output.work] == [0 if scores is None else 9]
+        assert output is not None and [item.num_scored for item in output.scheduled] == [0 if scores is None else 9]
         assert driver.group._step is not None and (driver.group._step.target_ids >= 0).all()
         (event,) = driver.finish(output)
         assert event.finish_reason is FinishReason.LENGTH and event.token_ids == ()
@@ -223,7 +226,7 @@ def test_preemptions_of_one_request_are_bounded() -> None:
     driver = oversubscribed(13)
     while driver.scheduler.has_work:
         output = driver.step()
-        worst = max(worst, *(work.seq.num_preemptions for work in output.work))
+        worst = max(worst, *(item.seq.num_preemptions for item in output.scheduled))
     driver.check_outputs()
     assert 0 < worst <= 3  # the pool has twelve blocks: 2 ** 4 would be more
 
@@ -272,7 +275,7 @@ def test_the_youngest_gives_way() -> None:
     driver.add(make_request(2, range(10, 14), max_tokens=12))
     while not driver.scheduler.stats.num_preemptions:
         output = driver.step()
-    assert [work.seq.request_id for work in output.work] == [1]
+    assert [item.seq.request_id for item in output.scheduled] == [1]
     driver.run().check_outputs()
     assert list(driver.ends) == [1, 2]
 
@@ -401,17 +404,17 @@ def test_logits_that_are_not_finite_fail_one_request_and_spoil_no_cache() -> Non
     driver.check_idle()
 
 
-@pytest.mark.parametrize("method", ["enter", "allocate_slots", "cache_blocks"])
+@pytest.mark.parametrize("method", ["allocate", "allocate_slots", "cache_blocks"])
 def test_a_mistake_with_one_sequence_fails_that_one(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     driver = Driver(make_config())
-    real = getattr(driver.scheduler.blocks, method)
+    real = getattr(driver.scheduler.kv_cache_manager, method)
 
     def broken(seq, *rest):
         if seq.request_id == 2:
             raise RuntimeError("injected")
         return real(seq, *rest)
 
-    monkeypatch.setattr(driver.scheduler.blocks, method, broken)
+    monkeypatch.setattr(driver.scheduler.kv_cache_manager, method, broken)
     for number in (1, 2, 3):
         driver.add(make_request(number, range(number, number + 9), max_tokens=8, eos_token_ids=(EOS,)))
     driver.run().check_outputs()
@@ -424,14 +427,14 @@ def test_growth_that_breaks_while_decoding_fails_that_one(monkeypatch: pytest.Mo
     for number in (1, 2):
         driver.add(make_request(number, range(number, number + 3), max_tokens=8))
     driver.step()
-    real = driver.scheduler.blocks.allocate_slots
+    real = driver.scheduler.kv_cache_manager.allocate_slots
 
     def broken(seq, num_tokens):
         if seq.request_id == 2:
             raise RuntimeError("injected")
         return real(seq, num_tokens)
 
-    monkeypatch.setattr(driver.scheduler.blocks, "allocate_slots", broken)
+    monkeypatch.setattr(driver.scheduler.kv_cache_manager, "allocate_slots", broken)
     driver.run().check_outputs()
     assert driver.ends[2].finish_reason is FinishReason.ERROR
     assert driver.ends[1].finish_reason is FinishReason.LENGTH

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.errors import QueueFullError, RequestError
-from engine.scheduler.sequence import SchedulerOutput
+from engine.scheduler.output import SchedulerOutput
 from engine.types import FinishReason
 
 # Few distinct prompts, many shared prefixes.
@@ -122,8 +122,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule()
     def reset_cache(self) -> None:
-        self.driver.scheduler.blocks.reset_cache()
-        assert self.driver.scheduler.blocks.num_cached == 0
+        self.driver.scheduler.kv_cache_manager.reset_prefix_cache()
+        assert self.driver.scheduler.kv_cache_manager.num_cached == 0
 
     @invariant()
     def books_balance(self) -> None:

@@ -21,11 +21,11 @@ def test_a_long_answer_holds_its_window(caching: bool) -> None:
     held = []
     while driver.scheduler.has_work:
         output = driver.begin()
-        held.append(driver.scheduler.blocks.num_held)
-        (work,) = output.work
-        first_read = max(0, work.start - WINDOW + 1) // 4
+        held.append(driver.scheduler.kv_cache_manager.num_held)
+        (item,) = output.scheduled
+        first_read = max(0, item.start - WINDOW + 1) // 4
         table = driver.group._step.block_tables[0].tolist()
-        assert all(block != NULL_BLOCK for block in table[first_read : work.start // 4 + 1])
+        assert all(block != NULL_BLOCK for block in table[first_read : item.start // 4 + 1])
         given_back = max(0, first_read - 1)  # one more is, when the next block is taken
         assert table[:given_back] == [NULL_BLOCK] * given_back
         driver.finish(output)
@@ -42,7 +42,7 @@ def test_a_long_prompt_needs_room_for_its_window_and_a_step_only() -> None:
     most = 0
     while driver.scheduler.has_work:
         driver.step()
-        most = max(most, driver.scheduler.blocks.num_held)
+        most = max(most, driver.scheduler.kv_cache_manager.num_held)
     driver.check_outputs()
     assert most <= IN_WINDOW + (WINDOW + 2 * 16) // 4 + 1
     assert driver.scheduler.stats.num_preemptions == 0
@@ -67,16 +67,16 @@ def test_a_prefix_is_found_by_its_last_window() -> None:
     prompt = [number % 60 for number in range(80)]
     driver.add(make_request(1, prompt, max_tokens=1))
     driver.run()
-    blocks = driver.scheduler.blocks
-    assert blocks.num_cached == 20
-    early = [block for _, block in list(blocks._published.items())[:10]]
+    manager = driver.scheduler.kv_cache_manager
+    assert manager.num_cached == 20
+    early = [block for _, block in list(manager._block_of_hash.items())[:10]]
     for block in early:  # as if others had taken them
-        blocks._forget(block)
-        del blocks._cached[block]
-        blocks._free[block] = None
+        manager._uncache(block)
+        del manager._cached[block]
+        manager._free[block] = None
     driver.add(make_request(2, [*prompt, 61, 62], max_tokens=2))
     output = driver.begin()
-    assert output.work[0].start == 80 and blocks.num_held == IN_WINDOW
+    assert output.scheduled[0].start == 80 and manager.num_held == IN_WINDOW
     driver.finish(output)
     driver.run().check_outputs()
     assert driver.ends[2].num_cached_tokens == 80
@@ -89,9 +89,9 @@ def test_what_was_given_back_is_forgotten_with_the_rest_when_numbers_are_not_fin
     driver.add(make_request(1, [number % 60 for number in range(80)], max_tokens=5))  # in three steps
     driver.step()
     driver.step()
-    assert driver.scheduler.blocks.num_cached > 0
+    assert driver.scheduler.kv_cache_manager.num_cached > 0
     driver.run().check_outputs()
-    assert driver.ends[1].error == NOT_FINITE and driver.scheduler.blocks.num_cached == 0
+    assert driver.ends[1].error == NOT_FINITE and driver.scheduler.kv_cache_manager.num_cached == 0
     driver.check_idle()
 
 
@@ -104,6 +104,6 @@ def test_who_is_preempted_computes_a_window_again_and_no_more() -> None:
     scheduler._preempt(scheduler._open[1])
     scheduler.audit()
     output = driver.step()
-    assert output.work[0].start >= 80
+    assert output.scheduled[0].start >= 80
     driver.run().check_outputs()
     driver.check_idle()

@@ -7,7 +7,8 @@ from engine_fakes import EOS, VOCAB, make_config, make_request
 
 from engine.input_batch.input_batch import InputBatch
 from engine.sampling_params import Grammar
-from engine.scheduler.sequence import ScheduledTokens, SchedulerOutput, Sequence
+from engine.scheduler.output import ScheduledTokens, SchedulerOutput
+from engine.scheduler.sequence import Sequence
 from workers.protocol import StepMetadata, max_step_bytes, pack_step, unpack_step
 
 SIZE = 4
@@ -30,10 +31,10 @@ def running(row: int, prompt, blocks, *, generated=(), **params) -> Sequence:
     return seq
 
 
-def output_of(*work: ScheduledTokens, step_id: int = 1, new: bool = True) -> SchedulerOutput:
-    seqs = [item.seq for item in work] if new else []
+def output_of(*scheduled: ScheduledTokens, step_id: int = 1, new: bool = True) -> SchedulerOutput:
+    seqs = [item.seq for item in scheduled] if new else []
     blocks = [(seq.row, column, block) for seq in seqs for column, block in enumerate(seq.block_ids)]
-    return SchedulerOutput(step_id, list(work), blocks, seqs)
+    return SchedulerOutput(step_id, list(scheduled), blocks, seqs)
 
 
 class WholeSteps:
@@ -96,8 +97,8 @@ def test_every_array_has_the_type_of_the_layout(params) -> None:
 def test_scored_rows_and_a_sampled_one() -> None:
     seq = running(3, [10, 11, 12, 13], [2], prompt_logprobs=1, logprobs=0)
     other = running(0, [5], [3])
-    work = ScheduledTokens(other, 0, 1, True), ScheduledTokens(seq, 1, 3, True, score_from=1, num_scored=2)
-    step = builder().build(output_of(*work))
+    scheduled = ScheduledTokens(other, 0, 1, True), ScheduledTokens(seq, 1, 3, True, score_from=1, num_scored=2)
+    step = builder().build(output_of(*scheduled))
     assert step.logits_indices.tolist() == [0, 1, 2, 3]
     assert step.target_ids.tolist() == [-1, 12, 13, -1]
     assert step.sample_positions.tolist() == [1, 2, 3, 4]
@@ -116,8 +117,8 @@ def test_bans_end_with_min_tokens() -> None:
     free = running(1, [1], [3])
     banned = []
     for count, token in enumerate([40, 41, 42]):
-        work = ScheduledTokens(free, 0, 1, True), ScheduledTokens(seq, 1 + count, 1, True)
-        step = made.build(output_of(*work, step_id=count + 1, new=count == 0))
+        scheduled = ScheduledTokens(free, 0, 1, True), ScheduledTokens(seq, 1 + count, 1, True)
+        step = made.build(output_of(*scheduled, step_id=count + 1, new=count == 0))
         banned.append((step.bias_rows.tolist(), step.bias_ids.tolist()))
         assert np.isneginf(step.bias_values).all()
         seq.token_ids.append(token)
@@ -132,12 +133,12 @@ def test_what_some_rows_ask_for_stands_in_sections_of_its_own() -> None:
     everything = running(2, [1, 2, 1], [5], **EVERYTHING)
     present = running(0, [1, 2, 1], [6, 7], generated=[9, 8, 9], presence_penalty=1.0)
     masked = running(1, [1], [8], generated=[2], allowed_token_ids=(0, 31, 32, 63), bad_words=((2, 31), (1, 32)))
-    work = [
+    scheduled = [
         ScheduledTokens(everything, 0, 3, True),
         ScheduledTokens(running(3, [4], [9]), 0, 1, True),
         ScheduledTokens(present, 5, 1, True),
     ]
-    step = builder().build(output_of(*work, ScheduledTokens(masked, 1, 1, True)))
+    step = builder().build(output_of(*scheduled, ScheduledTokens(masked, 1, 1, True)))
     assert step.bias_rows.tolist() == [0, 0, 0, 3]
     assert step.bias_ids.tolist() == [9, 4, 5, 31], "the prompt completes no bad word"
     np.testing.assert_array_equal(step.bias_values, np.array([2.5, -np.inf, -np.inf, -np.inf], np.float32))
@@ -191,7 +192,7 @@ def test_scored_rows_are_not_chosen_from() -> None:
 
 def test_a_grammar_narrows_what_is_allowed() -> None:
     seq = running(0, [1], [5], allowed_token_ids=(3, 4, 5, 6))
-    seq.grammar_state = CountingGrammar(Grammar("lark", "9"))
+    seq.grammar_matcher = CountingGrammar(Grammar("lark", "9"))
     assert bits(builder().build(output_of(ScheduledTokens(seq, 0, 1, True))).mask_bits[0]) == [3, 6]
 
 

@@ -1,0 +1,79 @@
+"""Ranks without a model: a formula for the seconds of a step, and an executor that lets only virtual time pass."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.config import WorkerConfig
+from workers.config import WorkerInfo
+from workers.executor import FillMasks
+from workers.protocol import StepMetadata, StepOutput
+
+END_TOKEN = 0  # ends an answer
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Seconds of one step: a constant for the weights, and so much per computed token and per token of context."""
+
+    step_s: float = 0.020
+    token_s: float = 0.0006
+    context_token_s: float = 2e-7
+
+    def seconds(self, step: StepMetadata) -> float:
+        context = int(step.seq_lens.sum())
+        return self.step_s + self.token_s * step.num_tokens + self.context_token_s * context
+
+
+class VirtualClock:
+    """Seconds since the start of a simulation; moved on by `SimulatedExecutor`."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class SimulatedExecutor:
+    """Answers each step after its virtual seconds, with tokens that depend on (seed, position) alone."""
+
+    rank_pids: tuple[int, ...] = ()
+
+    def __init__(
+        self, config: WorkerConfig, info: WorkerInfo, cost: CostModel, clock: VirtualClock, ends: np.ndarray
+    ) -> None:
+        """`ends`, int64 by seed: the position at which each sequence gets `END_TOKEN`."""
+        self.config = config
+        self.info = info
+        self._cost = cost
+        self._clock = clock
+        self._ends = ends
+        self.num_tokens = 0  # computed, in all steps
+        self._step: StepMetadata | None = None
+
+    def submit(self, step: StepMetadata, fill_masks: FillMasks | None = None) -> None:
+        if fill_masks is not None:
+            fill_masks(step.mask_bits)
+        self._step = step
+
+    def collect(self) -> StepOutput:
+        step, self._step = self._step, None
+        assert step is not None
+        self._clock.now_s += self._cost.seconds(step)
+        self.num_tokens += step.num_tokens
+        mixed = step.seeds * 1_000_003 + step.sample_positions.astype(np.int64) * 7919
+        sampled = np.where(
+            step.sample_positions == self._ends[step.seeds], END_TOKEN, 1 + mixed % (self.info.vocab_size - 1)
+        )
+        token_ids = np.where(step.target_ids >= 0, step.target_ids, sampled)
+        return StepOutput(step.step_id, token_ids.astype(np.int32), np.ones(len(token_ids), bool))
+
+    def ping(self) -> None:
+        return None
+
+    def fileno_for_death(self) -> list[int]:
+        return []
+
+    def close(self) -> None:
+        self._step = None
