@@ -31,7 +31,7 @@ ORDER: dict[str, Order] = {
         "chat": entries("llm tokenizer protocol"),
         "llm": entries("tokenizer config protocol errors.py"),
         "tokenizer": entries("config"),
-        "config": entries("protocol"),
+        "config": entries(""),
         "protocol": entries("observability errors.py json_text.py"),
         "observability": entries(""),
         "errors.py": entries("json_text.py"),

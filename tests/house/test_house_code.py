@@ -16,7 +16,7 @@ WRITTEN = ("*.md", "*.toml", "*.yml", "*.txt", "Makefile", "Dockerfile", "docs/*
 
 
 SOURCES = {rules.place(path): path.read_text("utf-8") for path in PACKAGE_FILES}
-IN_ORDER = ("engine",)
+IN_ORDER = ("server", "engine")
 
 
 def findings(check, files) -> list[str]:
