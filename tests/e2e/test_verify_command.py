@@ -1,4 +1,4 @@
-"""`oarlock verify` as a user runs it: a table and exit code 0 for a sound model, two lines for every mistake."""
+"""`oarlock verify` as a user runs it: a table and exit code 0 for a correct model, two lines for every mistake."""
 
 import json
 import subprocess
@@ -27,7 +27,7 @@ def test_the_demo_model_on_two_ranks(tmp_path: Path, foreign: Path) -> None:
     assert lines[0].startswith("oarlock-demo (Qwen2ForCausalLM), float32, tensor-parallel size 2: ")
     assert lines[2].split()[:2] == ["layer", "tensor"]
     assert [line.split()[0] for line in lines[4:12]] == [str(layer) for layer in range(8)]
-    assert lines[-1] == "verdict: ok"
+    assert lines[-1] == "result: ok"
     assert "greedy text: 24 tokens of 2 prompts as transformers' generate" in lines
     assert "verify: transformers: every layer in float64" in result.stderr
     report = json.loads(out.read_text())

@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.golden.cases import PROMPT, TOTAL
 from workers.preflight import read_spec
-from workers.verify.exact import in_float64
-from workers.verify.hooks import Recording
+from workers.verify.reference import TransformersRecorder, in_float64
 
 GREEDY = 10
 
@@ -70,7 +69,7 @@ class Judge:
         beyond = self.spec.rope.original_max_positions if self.spec.rope.stretched else 0
         return {seq: prompt for seq, prompt in prompts.items() if len(prompt) > beyond}
 
-    def _both(self, ask: Callable[[Recording], Result]) -> tuple[Result, Result]:
+    def _both(self, ask: Callable[[TransformersRecorder], Result]) -> tuple[Result, Result]:
         with torch.inference_mode():
             with self._recording() as recording:
                 theirs = ask(recording)
@@ -79,14 +78,14 @@ class Judge:
         return truth, theirs
 
     @contextmanager
-    def _recording(self) -> Iterator[Recording]:
-        recording = Recording(self.model, self.spec, torch.float64)
+    def _recording(self) -> Iterator[TransformersRecorder]:
+        recording = TransformersRecorder(self.model, self.spec, torch.float64)
         try:
             yield recording
         finally:
             recording.close()
 
-    def _record(self, recording: Recording) -> dict[str, Tensor]:
+    def _record(self, recording: TransformersRecorder) -> dict[str, Tensor]:
         answer = self.model(torch.tensor([self.tokens[:PROMPT]]), use_cache=False)
         recording.record("logits", answer.logits)
         return recording.tensors()

@@ -59,7 +59,7 @@ def ours(model: Path, folder: Path, dtype: str, size: int) -> Comparison:
     config = preflight(
         WorkerConfig(
             str(model), device="cpu", dtype=dtype, tensor_parallel_size=size, block_size=16, log_level="WARNING",
-            max_model_len=max(map(len, text.fed())) + 1, max_num_seqs=len(text.prompts),
+            max_model_len=max(map(len, text.inputs())) + 1, max_num_seqs=len(text.prompts),
             max_num_batched_tokens=max(sum(map(len, text.prompts)), len(text.prompts)),
         )
     )  # fmt: skip
@@ -117,7 +117,7 @@ def bound_table(
         )
         all_ok &= ok
     for size, comparison in greedy.items():
-        equal = all(token.verdict == "ok" and token.near_ties == 0 for token in comparison.tokens)
+        equal = all(token.result == "ok" and token.near_ties == 0 for token in comparison.tokens)
         count = sum(token.count for token in comparison.tokens)
         lines.append(
             f"| greedy, float32, TP {size} | {count} tokens | {'all equal' if equal else 'not equal'} | | | | "

@@ -19,7 +19,7 @@ from tests.golden.exact_reference import Judge
 from tests.golden.paged_run import BLOCK_SIZE, NUM_BLOCKS, PagedRun, load_decoder, on_ranks
 from workers.distributed.parallel_state import TensorParallel
 from workers.layers.decoder_spec import DecoderSpec
-from workers.verify.taps import TappedDecoder
+from workers.verify.rank import RecordingDecoder
 
 # In the order of computation. `pages`: the bytes of KV memory, which must be those of KV heads stored once.
 LAYER = ("input_norm", "q", "k", "v", "q_rope", "k_rope", "attention", "o_proj", "mid_residual", "mlp_norm", "gate_up",
@@ -67,12 +67,12 @@ def rms(x: Tensor) -> float:
 def our_layers(tp: TensorParallel, judge: Judge) -> dict[str, Tensor]:
     """This rank's tensors for the prompt, which is fed in two chunks."""
     decoder = load_decoder(judge.path, tp, judge.dtype, judge.max_model_len)
-    tapped = TappedDecoder(decoder)
-    run = PagedRun(tapped)
+    recording = RecordingDecoder(decoder)
+    run = PagedRun(recording)
     run.step({0: judge.tokens[:_FIRST_CHUNK]})
     run.step({0: judge.tokens[_FIRST_CHUNK:PROMPT]})
-    tapped.close()
-    tensors = {name: torch.cat([step[name] for step in tapped.steps]).double() for name in tapped.last}
+    recording.close()
+    tensors = {name: torch.cat([step[name] for step in recording.steps]).double() for name in recording.last}
     held = sum(t.numel() * t.element_size() for page in run.pages for t in (page.k, page.v))
     return tensors | {"pages": torch.tensor(held)}
 

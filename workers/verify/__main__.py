@@ -1,8 +1,10 @@
-"""`oarlock verify`: a checkpoint's numbers, layer by layer, on N ranks, against transformers' own.
+"""`oarlock verify`: every tensor of a model on N ranks against transformers' own.
 
-Knows the order of things: check everything that can be checked for nothing, run the reference, run the ranks, compare,
-say what was found. Exit codes: 0 all right, 1 something differs, 2 wrong command line, 3 wrong model or file.
+Checks the arguments, runs the reference, runs the ranks, compares and prints the report. Exit codes: 0 all right,
+1 something differs, 2 wrong command line, 3 wrong model or file, 4 out of memory, 6 a rank that hangs.
 """
+
+from __future__ import annotations
 
 import argparse
 import json
@@ -12,15 +14,26 @@ import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from workers.config import WorkerConfig
 from workers.errors import StartupError
 from workers.preflight import preflight, read_spec
 from workers.verify.launch import run_ranks, run_reference
-from workers.verify.prompts import BUILT_IN, NEW_TOKENS, has_tokenizer, read_prompts, seeded_prompts, tokenized
-from workers.verify.report import Report
-from workers.verify.request import Request, Text
+from workers.verify.request import (
+    BUILT_IN_PROMPTS,
+    NEW_TOKENS,
+    Request,
+    Text,
+    has_tokenizer,
+    random_prompts,
+    read_prompts,
+    tokenize,
+)
 from workers.worker.worker_process import die_with_parent
+
+if TYPE_CHECKING:
+    from workers.verify.report import Report
 
 BLOCK_SIZE = 16  # small, so that short prompts fill several blocks
 
@@ -28,7 +41,7 @@ BLOCK_SIZE = 16  # small, so that short prompts fill several blocks
 def main(argv: list[str]) -> int:
     arguments = _parser().parse_args(argv)
     if arguments.parent is not None:
-        die_with_parent(arguments.parent, signal.SIGTERM)  # which removes the folder as well
+        die_with_parent(arguments.parent, signal.SIGTERM)  # its handler removes the folder as well
     try:
         report = verify(arguments)
         print(report.to_text())
@@ -43,7 +56,7 @@ def main(argv: list[str]) -> int:
 
 
 def verify(arguments: argparse.Namespace) -> Report:
-    """Everything but printing. Raises `StartupError` for what cannot be verified at all."""
+    """Everything but printing. Raises `StartupError` for what cannot be verified."""
     started = time.monotonic()
     config, prompts = checked(arguments)
     spec = read_spec(config.model_path)
@@ -55,19 +68,20 @@ def verify(arguments: argparse.Namespace) -> Report:
         say(f"our {config.tensor_parallel_size} rank(s): starting")
         run_ranks(config, folder, say)
         say("comparing")
-        # torch takes seconds to import: not before it is known that there is something to do
-        from workers.verify.causes import Scene, explain
+        # Imported late: torch takes seconds, and whatever can be checked without it has been checked by now.
+        from workers.verify.causes import explain
         from workers.verify.compare import compare
+        from workers.verify.report import Report
 
         size = config.tensor_parallel_size
         comparison = compare(folder, spec, size, config.dtype)
-        causes = explain(comparison, Scene(folder, Path(config.model_path), spec, size))
+        causes = explain(comparison, folder, Path(config.model_path), spec, size)
         return Report(
             model=Path(config.model_path).name,
             architecture=spec.architecture,
             dtype=config.dtype,
             size=size,
-            tokens=Text.read(folder).num_rows,
+            tokens=Text.read(folder).num_tokens,
             comparison=comparison,
             causes=causes,
             versions={package: version(package) for package in ("torch", "transformers")},
@@ -86,7 +100,7 @@ def _write(report: Report, path: Path) -> None:
 def checked(arguments: argparse.Namespace) -> tuple[WorkerConfig, list[list[int]]]:
     """The resolved configuration and the prompts, before any weight is read."""
     model = Path(arguments.model)
-    texts = list(BUILT_IN) if arguments.prompts is None else read_prompts(arguments.prompts)
+    texts = list(BUILT_IN_PROMPTS) if arguments.prompts is None else read_prompts(arguments.prompts)
     if arguments.output is not None and not arguments.output.parent.is_dir():
         raise StartupError(f"--output: the directory {arguments.output.parent} does not exist.", "Make it first.")
     if arguments.output is not None and arguments.output.is_dir():
@@ -104,18 +118,17 @@ def checked(arguments: argparse.Namespace) -> tuple[WorkerConfig, list[list[int]
     assert config.max_model_len is not None, "preflight resolves the context length"
     vocab_size, longest = read_spec(config.model_path).vocab_size, config.max_model_len - NEW_TOKENS
     if has_tokenizer(model):
-        prompts = tokenized(model, texts, vocab_size, longest)
+        prompts = tokenize(model, texts, vocab_size, longest)
     elif arguments.prompts is not None:
         raise StartupError(
             f"{model} has no tokenizer to read --prompts with.", "Add its tokenizer.json, or leave --prompts out."
         )
     else:
-        prompts = seeded_prompts(vocab_size, longest)
-    rows = sum(map(len, prompts))
+        prompts = random_prompts(vocab_size, longest)
     config = config.with_(
         max_model_len=max(map(len, prompts)) + NEW_TOKENS,
         max_num_seqs=len(prompts),
-        max_num_batched_tokens=max(rows, len(prompts)),
+        max_num_batched_tokens=max(sum(map(len, prompts)), len(prompts)),
     )
     return config, prompts
 

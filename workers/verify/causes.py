@@ -1,160 +1,182 @@
-"""From the first tensor that differs to the projection and the shard that are its likely cause.
+"""Names the likely cause of the first tensor that differs: the weight, norm or collective, and the ranks.
 
-Works on what was recorded: what came before is right, so the fault lies in the one operation between, and the shape of
-the error tells which part of it. Knows a decoder's operations by name; never runs one.
+All tensors before it are right, so the fault lies in the one operation that computes it. The table in docs/accuracy.md
+lists what is looked at to tell the possible causes apart.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from workers.layers.decoder_spec import DecoderSpec
 from workers.layers.shards import shard_vocab
-from workers.verify.compare import Comparison, Files, Row
-from workers.verify.names import part_of
-from workers.verify.probes import gate_is_right, wrong_shares
+from workers.verify.compare import Comparison, Recorded, Row, part_of, same_bits
 from workers.verify.request import Text
+from workers.weights.checkpoint import Checkpoint
 
-# Tensors that are computed from the same inputs: when the first of them is wrong, the others may be wrong as well.
+# Tensors computed from the same inputs: when the first of a group is wrong, the others may be wrong independently.
 _TOGETHER = ({"q", "k", "v"}, {"q_rope", "k_rope"})
-_SAME_HEAD = 0.1  # relative distance below which two heads hold the same numbers
+_CLOSE = 0.1  # relative distance below which two tensors are the same but for rounding, grown over all layers
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
-    """Everything an explanation may look at."""
+class _Fault:
+    """A wrong tensor, and everything that was recorded of the run."""
 
+    row: Row
     folder: Path
     model: Path
     spec: DecoderSpec
     size: int
 
-    def files(self, row: Row) -> Files:
-        return Files(self.folder, "ends" if row.layer is None else str(row.layer), self.size)
+    @property
+    def module(self) -> str:
+        return f"model.layers.{self.row.layer}"
 
-    def error(self, row: Row, rank: int) -> tuple[Tensor, Tensor]:
-        """(ours - truth, truth) of a rank's part, float64 [T, columns]."""
-        files, part = self.files(row), part_of(row.tensor, self.spec, rank, self.size)
-        truth = files.truth(row.name)[:, part.start : part.stop]
-        return files.ours(rank, row.name)[:, : part.width].double() - truth, truth
+    @property
+    def ranks(self) -> str:
+        return _ranks(self.row.wrong_ranks)
 
-    def wrong_rows(self, row: Row, rank: int) -> Tensor:
-        """Which tokens are wrong: bool [T]. A token is wrong when it is off by much of what the worst token is off."""
-        error, _ = self.error(row, rank)
-        size = error.square().mean(1).sqrt()
-        return size > 0.1 * size.max()
+    def truth(self, rank: int, name: str | None = None) -> Tensor:
+        """The columns that `rank` should hold, by default of this tensor: float64 [T, columns]."""
+        part = part_of(self.row.tensor, self.spec, rank, self.size)
+        return Recorded(self.folder).truth(name or self.row.name)[:, part.start : part.stop]
+
+    def ours(self, rank: int, suffix: str = "") -> Tensor:
+        """float64 [T, columns of `rank`, perhaps padding behind them]. `suffix`: of a diagnostic tensor's name."""
+        return Recorded(self.folder).ours(rank, self.row.name + suffix).double()
+
+    def error(self, rank: int) -> Tensor:
+        """[T, columns of `rank`]."""
+        truth = self.truth(rank)
+        return self.ours(rank)[:, : truth.shape[1]] - truth
+
+    def wrong_tokens(self) -> Tensor:
+        """Which tokens are wrong on the first wrong rank, bool [T]: off by a tenth of the worst token's error."""
+        rms = self.error(self.row.wrong_ranks[0]).square().mean(1).sqrt()
+        return rms > 0.1 * rms.max()
+
+    def is_constant(self) -> bool:
+        """Whether the error is the same for every token on all wrong ranks, as a bias's is and a weight's is not."""
+        return all(_is_constant(self.error(rank)) for rank in self.row.wrong_ranks)
 
 
-def explain(comparison: Comparison, scene: Scene) -> list[str]:
-    """One sentence per likely cause of the first fault; empty when there is none."""
+def explain(comparison: Comparison, folder: Path, model: Path, spec: DecoderSpec, size: int) -> list[str]:
+    """One sentence per likely cause of the first fault; empty when there is none.
+
+    `folder` holds what was recorded, `model` the checkpoint.
+    """
     first = comparison.first_fault
     if first is None:
-        if all(token.verdict == "ok" for token in comparison.tokens):
+        if all(token.result == "ok" for token in comparison.tokens):
             return []
         return ["every tensor is right and a chosen token is not: the sampler, or the gathering of logits for it"]
     rows = [first]
     for group in _TOGETHER:
         if first.tensor in group:
             rows = [row for row in comparison.rows if row.layer == first.layer and row.tensor in group]
-    return [_explain(row, scene) for row in rows if row.verdict != "ok"]
+    causes = []
+    for row in rows:
+        if row.wrong_ranks:
+            is_infinite = any(math.isinf(error.ratio) for error in row.errors)
+            cause = _cause(_Fault(row, folder, model, spec, size))
+            causes.append(f"{cause}; the numbers there are NaN or infinite" if is_infinite else cause)
+        elif not row.ranks_agree:
+            ours = [Recorded(folder).ours(rank, row.name) for rank in range(size)]
+            others = tuple(rank for rank in range(1, size) if not same_bits(ours[0], ours[rank]))
+            causes.append(
+                f"{row.where}: {_ranks(others)} hold other bits than rank 0 after the sum over ranks (all-reduce)"
+            )
+    return causes
 
 
-def _explain(row: Row, scene: Scene) -> str:
-    if row.verdict == "ranks disagree":
-        others = _different_ranks(row, scene)
-        return f"{_where(row)}: {_ranks(others)} hold other bits than rank 0 after the sum over ranks (all-reduce)"
-    if any(math.isinf(error.ratio) for error in row.errors):
-        return f"{_cause(row, scene)}; the numbers there are NaN or infinite"
-    return _cause(row, scene)
+def _cause(fault: _Fault) -> str:
+    post_norms = fault.spec.post_norms  # Gemma's layers norm the result of each half as well
+    match fault.row.tensor:
+        case "embedding":
+            return _embedding(fault)
+        case "input_norm":
+            return f"{fault.module}.input_layernorm: its weight, or the norm itself"
+        case "q" | "k" | "v":
+            return _projection(fault)
+        case "q_rope" | "k_rope":
+            return _rotation(fault)
+        case "attention":
+            return _attention(fault)
+        case "o_proj":
+            return _row_parallel(fault, "self_attn.o_proj", "attention")
+        case "mid_residual":
+            return _residual(fault, "post_attention_layernorm", "o_proj")
+        case "mlp_norm":
+            name = "pre_feedforward_layernorm" if post_norms else "post_attention_layernorm"
+            return f"{fault.module}.{name}: its weight, or the norm itself"
+        case "gate_up":
+            return _gate_up(fault)
+        case "mlp":
+            return _row_parallel(fault, "mlp.down_proj", "gate_up")
+        case "residual":
+            return _residual(fault, "post_feedforward_layernorm", "down_proj")
+        case "final_norm":
+            return "model.norm.weight, or the final norm itself"
+        case _:
+            return _logits(fault)
 
 
-def _cause(row: Row, scene: Scene) -> str:
-    tensor, spec = row.tensor, scene.spec
-    if tensor in ("q", "k", "v"):
-        return _projection(row, scene)
-    if tensor in ("q_rope", "k_rope"):
-        return _rotation(row, scene)
-    if tensor == "attention":
-        return _attention(row, scene)
-    if tensor in ("o_proj", "mlp"):
-        return _row_parallel(row, scene)
-    if tensor == "gate_up":
-        return _gate_up(row, scene)
-    if tensor in ("embedding", "logits"):
-        return _vocabulary(row, scene)
-    if tensor == "final_norm":
-        return "model.norm.weight, or the final norm itself"
-    prefix = f"model.layers.{row.layer}"
-    norm = "pre_feedforward_layernorm" if _has_post_norms(spec) else "post_attention_layernorm"
-    added = "post_attention_layernorm" if tensor == "mid_residual" else "post_feedforward_layernorm"
-    return {
-        "input_norm": f"{prefix}.input_layernorm: its weight, or the norm itself",
-        "mlp_norm": f"{prefix}.{norm}: its weight, or the norm itself",
-    }.get(
-        tensor,
-        f"{prefix}: {f'{added}, or ' if _has_post_norms(spec) else ''}the addition of the residual after "
-        f"{'o_proj' if tensor == 'mid_residual' else 'down_proj'} (or a bias added on the wrong side of the sum)",
-    )
+def _embedding(fault: _Fault) -> str:
+    """The wrong tokens' ids say whose rows of the table are wrong."""
+    tokens = [token for sequence in Text.read(fault.folder).inputs() for token in sequence]
+    local = shard_vocab(fault.spec.vocab_size, 0, fault.size)[1]
+    owners = {token // local for token, wrong in zip(tokens, fault.wrong_tokens().tolist(), strict=True) if wrong}
+    return f"model.embed_tokens.weight: the rows of {_ranks(tuple(sorted(owners)))}, or the sum over ranks after it"
 
 
-def _has_post_norms(spec: DecoderSpec) -> bool:
-    """Gemma's layers norm what a half-block gives, too."""
-    return bool(getattr(spec, "post_norms", False)) or spec.architecture.startswith("Gemma")
+def _projection(fault: _Fault) -> str:
+    name = f"{fault.module}.self_attn.{fault.row.tensor}_proj"
+    if fault.is_constant():
+        return (
+            f"{name}.bias: the rows of {fault.ranks} (the error is the same for every token: a bias lost, doubled, or "
+            "another's)"
+        )
+    moved = _moved_heads(fault, fault.row.wrong_ranks[0])
+    return f"{name}.weight: the rows of {fault.ranks}{f' ({moved})' if moved else ''}"
 
 
-def _projection(row: Row, scene: Scene) -> str:
-    name = f"model.layers.{row.layer}.self_attn.{row.tensor}_proj"
-    kind = "bias" if all(_is_constant(scene.error(row, rank)[0]) for rank in row.wrong_ranks) else "weight"
-    text = f"{name}.{kind}: the rows of {_ranks(row.wrong_ranks)}"
-    if kind == "bias":
-        return f"{text} (the error is the same for every token: a bias lost, doubled, or another's)"
-    moved = _moved_heads(row, scene, row.wrong_ranks[0])
-    return f"{text}{f' ({moved})' if moved else ''}"
-
-
-def _moved_heads(row: Row, scene: Scene, rank: int) -> str:
-    """Whether a rank holds, in place of its own heads, other heads of the same tensor: a shard cut in a wrong place."""
-    part = part_of(row.tensor, scene.spec, rank, scene.size)
-    files = scene.files(row)
-    ours = files.ours(rank, row.name).double().unflatten(1, (-1, part.group))  # [T, local heads, D]
-    truth = files.truth(row.name).unflatten(1, (-1, part.group))  # [T, heads, D]
-    first = part.start // part.group
+def _moved_heads(fault: _Fault, rank: int) -> str:
+    """Which heads of a rank hold another head's numbers, as they do where a shard is cut in a wrong place."""
+    part = part_of(fault.row.tensor, fault.spec, rank, fault.size)
+    heads = Recorded(fault.folder).truth(fault.row.name).split(part.group, 1)
     found = []
-    for local in range(ours.shape[1]):
-        distance = (truth - ours[:, local : local + 1]).square().sum((0, 2)).sqrt()
-        scale = truth.square().sum((0, 2)).sqrt()
-        nearest = int((distance / scale).argmin())
-        if nearest != first + local and distance[nearest] < _SAME_HEAD * scale[nearest]:
-            found.append(f"its head {first + local} holds the numbers of head {nearest}")
+    for head, ours in enumerate(fault.ours(rank).split(part.group, 1), part.start // part.group):
+        nearest = _nearest(ours, heads)
+        if nearest not in (None, head):
+            found.append(f"its head {head} holds the numbers of head {nearest}")
     return "; ".join(found)
 
 
-def _rotation(row: Row, scene: Scene) -> str:
-    """At position 0 the rotation turns nothing: what is wrong there already is the norm before it."""
-    letter = row.tensor[0]
-    positions = torch.tensor([at for sequence in Text.read(scene.folder).fed() for at in range(len(sequence))])
-    wrong = scene.wrong_rows(row, row.wrong_ranks[0])
-    at_start = bool(wrong[positions == 0].any())
-    if scene.spec.qk_norm and at_start:
-        return f"model.layers.{row.layer}.self_attn.{letter}_norm: its weight, or the norm of heads itself"
+def _rotation(fault: _Fault) -> str:
+    """Position 0 is rotated by no angle: what is wrong there already is the norm before the rotation."""
+    letter = fault.row.tensor[0]
+    positions, _ = _positions(fault.folder)
+    at_start = bool(fault.wrong_tokens()[positions == 0].any())
+    if fault.spec.qk_norm and at_start:
+        return f"{fault.module}.self_attn.{letter}_norm: its weight, or the norm of heads itself"
     but = "even at position 0" if at_start else "position 0, which is not turned, is right"
-    return f"rotary embedding of {letter} in layer {row.layer} on {_ranks(row.wrong_ranks)} ({but})"
+    return f"rotary embedding of {letter} in layer {fault.row.layer} on {fault.ranks} ({but})"
 
 
-def _attention(row: Row, scene: Scene) -> str:
-    where = f"attention of layer {row.layer} on {_ranks(row.wrong_ranks)}"
-    text = Text.read(scene.folder)
-    positions = torch.tensor([at for sequence in text.fed() for at in range(len(sequence))])
-    prompts = zip(text.prompts, text.fed(), strict=True)
-    decoding = torch.tensor([at >= len(prompt) for prompt, sequence in prompts for at in range(len(sequence))])
-    wrong = scene.wrong_rows(row, row.wrong_ranks[0])
-    window = scene.spec.windows[row.layer or 0]
+def _attention(fault: _Fault) -> str:
+    where = f"attention of layer {fault.row.layer} on {fault.ranks}"
+    positions, generated = _positions(fault.folder)
+    wrong = fault.wrong_tokens()
+    window = fault.spec.windows[fault.row.layer or 0]
     if window is not None and not bool(wrong[positions < window].any()):
         return f"{where}: the sliding window of {window} tokens (only later tokens are wrong)"
-    if bool(decoding.any()) and not bool(wrong[~decoding].any()):
+    if bool(generated.any()) and not bool(wrong[~generated].any()):
         return f"{where}: reading KV pages back (prompts are right, the tokens generated after them are not)"
     if not bool(wrong[positions == 0].any()):
         return (
@@ -163,79 +185,103 @@ def _attention(row: Row, scene: Scene) -> str:
     return f"{where}: which KV head a query head reads, or the values in the KV pages"
 
 
-def _row_parallel(row: Row, scene: Scene) -> str:
-    module = "self_attn.o_proj" if row.tensor == "o_proj" else "mlp.down_proj"
-    name = f"model.layers.{row.layer}.{module}"
-    if all(_is_constant(scene.error(row, rank)[0]) for rank in row.wrong_ranks):
+def _positions(folder: Path) -> tuple[Tensor, Tensor]:
+    """Of every recorded token: its position in its sequence [T], and whether it follows the prompt, bool [T]."""
+    text = Text.read(folder)
+    counts = [(len(prompt), len(sequence)) for prompt, sequence in zip(text.prompts, text.inputs(), strict=True)]
+    positions = torch.cat([torch.arange(total) for _, total in counts])
+    return positions, torch.cat([torch.arange(total) >= prompt for prompt, total in counts])
+
+
+def _row_parallel(fault: _Fault, projection: str, inputs: str) -> str:
+    name = f"{fault.module}.{projection}"
+    if fault.is_constant():
         return f"{name}.bias (the error is the same for every token: lost, or added by more than one rank)"
-    if scene.size == 1:
+    if fault.size == 1:
         return f"{name}.weight"
-    wrong = wrong_shares(scene.files(row), row.tensor, f"{name}.weight", scene.model)
-    if wrong is None:
-        return f"{name}.weight, or its sum over ranks (all-reduce)"
-    return (
-        f"{name}.weight: the columns of {_ranks(wrong)}" if wrong else f"the sum over ranks (all-reduce) after {name}"
+    wrong = _wrong_shares(fault, f"{name}.weight", inputs)
+    if wrong:
+        return f"{name}.weight: the columns of {_ranks(wrong)}"
+    return f"the sum over ranks (all-reduce) after {name}"
+
+
+def _wrong_shares(fault: _Fault, weight: str, inputs: str) -> tuple[int, ...]:
+    """The ranks whose result, before the sum over ranks, is not their columns of the weight times their inputs."""
+    entry = Checkpoint.open(fault.model).find(weight)
+    assert entry is not None, "the ranks have loaded it"
+    with safe_open(entry.path, "pt") as file:
+        columns = file.get_tensor(weight).double().tensor_split(fault.size, 1)  # of [hidden, inputs], one per rank
+    parts = Recorded(fault.folder).truth(f"{fault.row.layer}.{inputs}").tensor_split(fault.size, 1)  # of [T, inputs]
+    return tuple(
+        rank
+        for rank in range(fault.size)
+        if not _distance(fault.ours(rank, "_partial"), parts[rank] @ columns[rank].T) < _CLOSE
     )
 
 
-def _gate_up(row: Row, scene: Scene) -> str:
-    prefix = f"model.layers.{row.layer}.mlp"
-    of = f"the rows of {_ranks(row.wrong_ranks)}"
-    if scene.spec.mlp_bias:  # a bias spoils the symmetry that tells the two apart
-        return f"{prefix}.gate_proj or {prefix}.up_proj: {of}, or the activation"
-    right = [gate_is_right(scene.files(row), rank, scene.spec, scene.size) for rank in row.wrong_ranks]
-    if all(right):
-        return f"{prefix}.up_proj.weight: {of}"
-    return f"{prefix}.gate_proj.weight: {of}, or the activation ({scene.spec.activation})"
+def _residual(fault: _Fault, post_norm: str, projection: str) -> str:
+    norm = f"{post_norm}, or " if fault.spec.post_norms else ""
+    return (
+        f"{fault.module}: {norm}the addition of the residual after {projection} "
+        "(or a bias added on the wrong side of the sum)"
+    )
 
 
-def _vocabulary(row: Row, scene: Scene) -> str:
-    table = "model.embed_tokens.weight"
-    if row.tensor == "embedding":
-        tokens = [token for sequence in Text.read(scene.folder).fed() for token in sequence]
-        wrong = scene.wrong_rows(row, 0).tolist()
-        local = shard_vocab(scene.spec.vocab_size, 0, scene.size)[1]
-        owners = sorted({token // local for token, bad in zip(tokens, wrong, strict=True) if bad})
-        return f"{table}: the rows of {_ranks(tuple(owners))}, or the sum over ranks after it"
-    head = f"{table} (tied head)" if scene.spec.tie_word_embeddings else "lm_head.weight"
-    text = f"{head}: the rows of {_ranks(row.wrong_ranks)}"
-    for rank in row.wrong_ranks:
-        other = _other_shard(row, scene, rank)
-        if other is not None:
-            return f"{text} (rank {rank} holds the shard of rank {other})"
+def _gate_up(fault: _Fault) -> str:
+    prefix, rows = f"{fault.module}.mlp", f"the rows of {fault.ranks}"
+    if fault.spec.mlp_bias:  # with a bias, `_gate_is_right` does not hold
+        return f"{prefix}.gate_proj or {prefix}.up_proj: {rows}, or the activation"
+    if all(_gate_is_right(fault, rank) for rank in fault.row.wrong_ranks):
+        return f"{prefix}.up_proj.weight: {rows}"
+    return f"{prefix}.gate_proj.weight: {rows}, or the activation ({fault.spec.activation})"
+
+
+def _gate_is_right(fault: _Fault, rank: int) -> bool:
+    """Whether a rank's wrong y(x) = act(g) * u, where g and u are linear in x, has the right g in it.
+
+    For silu and gelu, act(g) - act(-g) = g and act(g) + act(-g) = g * h(g), with h as in `_ODD`. So y(x) + y(-x) is
+    g * u and y(x) - y(-x) is g * u * h(g): their quotient depends on g alone.
+    """
+    gate = fault.truth(rank, f"{fault.row.layer}.gate")
+    output, mirrored = fault.ours(rank), fault.ours(rank, "_mirrored")  # y(x), y(-x)
+    return _distance((output + mirrored) * _ODD[fault.spec.activation](gate), output - mirrored) < _CLOSE
+
+
+_ODD: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": lambda gate: torch.tanh(gate / 2),
+    "gelu_tanh": lambda gate: torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate.pow(3))),
+}
+
+
+def _logits(fault: _Fault) -> str:
+    head = "model.embed_tokens.weight (tied head)" if fault.spec.tie_word_embeddings else "lm_head.weight"
+    text = f"{head}: the rows of {fault.ranks}"
+    shards = [fault.truth(rank) for rank in range(fault.size)]
+    for rank in fault.row.wrong_ranks:
+        nearest = _nearest(fault.ours(rank), shards)
+        if nearest not in (None, rank):
+            return f"{text} (rank {rank} holds the shard of rank {nearest})"
     return text
 
 
-def _other_shard(row: Row, scene: Scene, rank: int) -> int | None:
-    """The rank whose logits this one has in place of its own."""
-    files = scene.files(row)
-    truth, ours = files.truth(row.name), files.ours(rank, row.name).double()
-    for other in range(scene.size):
-        part = part_of(row.tensor, scene.spec, other, scene.size)
-        theirs = truth[:, part.start : part.stop]
-        if other != rank and part.width:
-            distance = (ours[:, : part.width] - theirs).norm()
-            if distance < _SAME_HEAD * theirs.norm():
-                return other
-    return None
-
-
 def _is_constant(error: Tensor) -> bool:
-    """Whether an error is the same for every token, as a bias's is and a weight's is not."""
+    """Whether the rows of `error` [T, columns] are the same but for rounding."""
     if len(error) < 2 or not bool(torch.isfinite(error).all()):
         return False
     mean = error.mean(0)
-    return bool((error - mean).square().mean().sqrt() < 0.1 * mean.square().mean().sqrt())
+    return bool((error - mean).norm() < _CLOSE * mean.expand_as(error).norm())
 
 
-def _different_ranks(row: Row, scene: Scene) -> tuple[int, ...]:
-    files = scene.files(row)
-    first = files.ours(0, row.name)
-    return tuple(rank for rank in range(1, scene.size) if not torch.equal(first, files.ours(rank, row.name)))
+def _distance(ours: Tensor, truth: Tensor) -> float:
+    """Relative to the norm of `truth`."""
+    return ((ours - truth).norm() / truth.norm()).item()
 
 
-def _where(row: Row) -> str:
-    return row.tensor if row.layer is None else f"layer {row.layer}, {row.tensor}"
+def _nearest(ours: Tensor, candidates: Sequence[Tensor]) -> int | None:
+    """The index of the candidate that `ours` equals but for rounding; None if there is none. Padding is left out."""
+    distances = [_distance(ours[:, : one.shape[1]], one) if one.shape[1] else math.inf for one in candidates]
+    nearest = min(range(len(distances)), key=distances.__getitem__)
+    return nearest if distances[nearest] < _CLOSE else None
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

@@ -1,12 +1,9 @@
-"""Our ranks' tensors against the truth: errors, measured in transformers' own errors, and who disagrees with whom.
+"""Each rank's tensors against transformers' in float64: errors, their limits, and whether the ranks hold the same bits.
 
-Knows files and numbers. Does not know why something differs (`causes.py`) nor how it is shown (`report.py`).
-
-How an error is judged. The truth is transformers' model in float64 on the same weights. transformers' own run at the
-dtype misses it by its rounding; a rank's part of a tensor may miss it by up to twice as much, as the root of the mean
-square, and so may each head of it. The largest single error may be twice theirs for the logits, and four times for any
-other tensor, where it is a matter of luck. What nobody can do better than is rounding once: no error is held to less
-than one rounding of the largest element.
+How an error is measured. The truth is transformers' model in float64 on the same weights. transformers' own run at the
+dtype differs from it by rounding. The root mean square error of a rank's part of a tensor, and of each head in it, may
+be up to twice that; the largest single error may be twice theirs for the logits and four times for any other tensor,
+where it is a matter of luck. No error is held to less than one rounding of the largest element.
 """
 
 import json
@@ -20,17 +17,97 @@ from safetensors import safe_open
 from torch import Tensor
 
 from workers.layers.decoder_spec import DecoderSpec
-from workers.verify.names import BEFORE, LAYER, REPLICATED, Part, part_of
+from workers.layers.shards import shard_evenly, shard_heads, shard_vocab
 from workers.verify.request import Text
 
-LIMIT = 2.0  # of the root mean square; of the largest error, too, where it is the logits'
-LARGEST_LIMIT = 4.0  # of any other tensor's largest error; how far right models go stands in docs/accuracy.md
-_UNIT = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+LIMIT = 2.0  # of root mean square errors, and of the largest error of the logits; in transformers' own errors
+LARGEST_LIMIT = 4.0  # of the largest error of any other tensor; docs/accuracy.md has what correct models reach
+_ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}  # relative, of one operation
+
+# The tensors of a layer in the order they are computed; `rank.py` describes each.
+LAYER_TENSORS = (
+    "input_norm", "q", "k", "v", "q_rope", "k_rope", "attention", "o_proj", "mid_residual",
+    "mlp_norm", "gate_up", "mlp", "residual",
+)  # fmt: skip
+_QUERY_HEADS = ("q", "q_rope", "attention")
+_KV_HEADS = ("k", "v", "k_rope")
+# Results of a sum over ranks, or of what every rank computes alike: the same bits on all ranks.
+REPLICATED = frozenset(
+    {"embedding", "input_norm", "o_proj", "mid_residual", "mlp_norm", "mlp", "residual", "final_norm"}
+)
+
+
+def tensor_names(num_layers: int) -> list[str]:
+    """All compared tensors, in the order they are computed; a layer's as `"3.q"`."""
+    layers = [f"{layer}.{tensor}" for layer in range(num_layers) for tensor in LAYER_TENSORS]
+    return ["embedding", *layers, "final_norm", "logits"]
+
+
+def file_of(name: str) -> str:
+    """The file a tensor is stored in, without its prefix: one per layer, and `"ends"` for what no layer computes."""
+    return name.rpartition(".")[0] or "ends"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Columns `start` to `stop` of the whole tensor, in groups of `group` (a head, or all of the rank's columns)."""
+
+    start: int
+    stop: int
+    group: int
+
+    @property
+    def width(self) -> int:
+        return self.stop - self.start
+
+
+def part_of(tensor: str, spec: DecoderSpec, rank: int, size: int) -> Part:
+    """What `rank` of `size` holds of `tensor`, a name without its layer."""
+    if tensor in _QUERY_HEADS or tensor in _KV_HEADS:
+        shard = shard_heads("attention", spec.num_heads, spec.num_kv_heads, rank, size)
+        first, count = (
+            (shard.first_head, shard.num_heads) if tensor in _QUERY_HEADS else (shard.first_kv_head, shard.num_kv_heads)
+        )
+        return Part(first * spec.head_dim, (first + count) * spec.head_dim, spec.head_dim)
+    if tensor == "gate_up":
+        local = shard_evenly("mlp", "intermediate size", spec.intermediate_size, size)
+        return Part(rank * local, (rank + 1) * local, local)
+    if tensor == "logits":
+        start, _, real = shard_vocab(spec.vocab_size, rank, size)
+        return Part(start, start + real, max(1, real))
+    return Part(0, spec.hidden_size, spec.hidden_size)
+
+
+class Recorded:
+    """The tensors that the reference and the ranks have written to `folder`, read one at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def has_tensors(self) -> bool:
+        """Not where only tokens were asked for."""
+        return (self._folder / "truth-ends.safetensors").is_file()
+
+    def truth(self, name: str) -> Tensor:
+        """[T, columns], float64."""
+        return self._read("truth", name, name).double()
+
+    def theirs(self, name: str) -> tuple[Tensor, Tensor]:
+        """transformers' errors by column: the largest, and the sum of squares over tokens."""
+        return self._read("theirs", name, f"{name}.max").double(), self._read("theirs", name, f"{name}.square").double()
+
+    def ours(self, rank: int, name: str) -> Tensor:
+        """[T, this rank's columns, perhaps padding behind them], in the dtype it was computed in."""
+        return self._read(f"rank-{rank}", name, name)
+
+    def _read(self, kind: str, name: str, key: str) -> Tensor:
+        with safe_open(self._folder / f"{kind}-{file_of(name)}.safetensors", "pt") as file:
+            return file.get_tensor(key)
 
 
 @dataclass(frozen=True, slots=True)
 class RankError:
-    """One rank's part of one tensor."""
+    """The errors of one rank's part of one tensor."""
 
     rank: int
     max_error: float
@@ -42,17 +119,16 @@ class RankError:
 
     @property
     def within(self) -> bool:
-        return self.badness <= 1
+        return self.share_of_limit <= 1
 
     @property
-    def badness(self) -> float:
-        """How much of what is allowed was used."""
+    def share_of_limit(self) -> float:
         return max(self.ratio / self.limit, self.rms_ratio / LIMIT, self.head_rms_ratio / LIMIT)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One tensor of one layer (None: before or after the layers)."""
+    """One tensor on all ranks. `layer` is None before and after the layers."""
 
     layer: int | None
     tensor: str
@@ -64,15 +140,19 @@ class Row:
         return self.tensor if self.layer is None else f"{self.layer}.{self.tensor}"
 
     @property
+    def where(self) -> str:
+        return self.tensor if self.layer is None else f"layer {self.layer}, {self.tensor}"
+
+    @property
     def worst(self) -> RankError:
-        return max(self.errors, key=lambda error: error.badness)
+        return max(self.errors, key=lambda error: error.share_of_limit)
 
     @property
     def wrong_ranks(self) -> tuple[int, ...]:
         return tuple(error.rank for error in self.errors if not error.within)
 
     @property
-    def verdict(self) -> str:
+    def result(self) -> str:
         if self.wrong_ranks:
             return "differs"
         return "ok" if self.ranks_agree else "ranks disagree"
@@ -80,87 +160,54 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """One prompt's greedy text. A near-tie is a token whose logit is too close to the best for rounding to tell."""
+    """One prompt's greedy text. A near-tie is a token whose logit is too close to the best for rounding to decide."""
 
     prompt: int
     count: int
     near_ties: int
-    first_difference: int | None = None  # index of the first token that no rounding explains
+    first_difference: int | None = None  # index of the first token that rounding does not explain
     gap: float = 0.0  # there: how far its true logit lies below that of transformers' token
     allowed: float = 0.0
 
     @property
-    def verdict(self) -> str:
+    def result(self) -> str:
         return "ok" if self.first_difference is None else "differs"
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Everything that was found out, in the order of computation."""
+    """All tensors in the order they are computed, and the greedy text."""
 
     rows: list[Row]
     tokens: list[TokenRow] = field(default_factory=list)
 
     @property
     def first_fault(self) -> Row | None:
-        return next((row for row in self.rows if row.verdict != "ok"), None)
+        return next((row for row in self.rows if row.result != "ok"), None)
 
     @property
     def ok(self) -> bool:
-        return self.first_fault is None and all(token.verdict == "ok" for token in self.tokens)
+        return self.first_fault is None and all(token.result == "ok" for token in self.tokens)
 
 
 def compare(folder: Path, spec: DecoderSpec, size: int, dtype: str) -> Comparison:
-    """Read what reference and ranks left in `folder`; one layer in memory at a time."""
-    ends = {row.name: row for row in _rows(Files(folder, "ends", size), spec, dtype)}
-    rows = [ends.pop(name) for name in BEFORE]
-    for layer in range(spec.num_layers):
-        rows += _rows(Files(folder, str(layer), size), spec, dtype)
-    return Comparison([*rows, *ends.values()], list(compare_tokens(folder, dtype)))
+    """What `size` ranks have left in `folder` against the reference's; one tensor in memory at a time."""
+    recorded = Recorded(folder)
+    rows = [_compare_tensor(recorded, name, spec, size, _ROUNDING[dtype]) for name in tensor_names(spec.num_layers)]
+    return Comparison(rows, list(compare_tokens(folder, dtype)))
 
 
-class Files:
-    """What was left about one layer (`"ends"`: about what comes before and after all of them)."""
-
-    def __init__(self, folder: Path, which: str, size: int) -> None:
-        self.layer = None if which == "ends" else int(which)
-        self.size = size
-        self._folder = folder
-        self._which = which
-
-    def names(self) -> list[str]:
-        """The tensors of this file, first computed first."""
-        return ["embedding", "final_norm", "logits"] if self.layer is None else [f"{self.layer}.{t}" for t in LAYER]
-
-    def truth(self, name: str) -> Tensor:
-        """[T, columns], float64."""
-        return self._read("truth", name).double()
-
-    def theirs(self, name: str) -> tuple[Tensor, Tensor]:
-        """transformers' errors by column: the largest, and the sum of squares over tokens."""
-        return self._read("theirs", f"{name}.max").double(), self._read("theirs", f"{name}.square").double()
-
-    def ours(self, rank: int, name: str) -> Tensor:
-        """[T, this rank's columns], in the dtype it was made in."""
-        return self._read(f"rank-{rank}", name)
-
-    def _read(self, kind: str, name: str) -> Tensor:
-        with safe_open(self._folder / f"{kind}-{self._which}.safetensors", "pt") as file:
-            return file.get_tensor(name)
-
-
-def _rows(files: Files, spec: DecoderSpec, dtype: str) -> Iterator[Row]:
-    for name in files.names():
-        tensor = name.rpartition(".")[2]
-        truth = files.truth(name)
-        largest, squares = files.theirs(name)
-        ours = [files.ours(rank, name) for rank in range(files.size)]
-        errors = tuple(
-            _measure(rank, mine, truth, largest, squares, part_of(tensor, spec, rank, files.size), tensor, _UNIT[dtype])
-            for rank, mine in enumerate(ours)
-        )
-        agree = tensor not in REPLICATED or all(same_bits(ours[0], other) for other in ours[1:])
-        yield Row(files.layer, tensor, errors, agree)
+def _compare_tensor(recorded: Recorded, name: str, spec: DecoderSpec, size: int, rounding: float) -> Row:
+    layer, _, tensor = name.rpartition(".")
+    truth, theirs = recorded.truth(name), recorded.theirs(name)
+    ours = [recorded.ours(rank, name) for rank in range(size)]
+    limit = LIMIT if tensor == "logits" else LARGEST_LIMIT
+    errors = tuple(
+        _measure(rank, mine, truth, theirs, part_of(tensor, spec, rank, size), rounding, limit)
+        for rank, mine in enumerate(ours)
+    )
+    agree = tensor not in REPLICATED or all(same_bits(ours[0], other) for other in ours[1:])
+    return Row(int(layer) if layer else None, tensor, errors, agree)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -169,29 +216,29 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _measure(
-    rank: int, ours: Tensor, truth: Tensor, largest: Tensor, squares: Tensor, part: Part, tensor: str, unit: float
+    rank: int, ours: Tensor, truth: Tensor, theirs: tuple[Tensor, Tensor], part: Part, rounding: float, limit: float
 ) -> RankError:
-    """`ours` holds the part's columns, perhaps padding behind them."""
+    """`ours` [T, the part's columns and padding], `truth` [T, columns], `theirs` as `Recorded.theirs` returns it."""
     if part.width == 0:  # a rank whose whole shard of the vocabulary is padding
         return RankError(rank, 0.0, 0.0, 0.0, 0.0)
     here = slice(part.start, part.stop)
     exact = truth[:, here].unflatten(1, (-1, part.group))  # [T, groups, columns of a group]
     error = (ours[:, : part.width].double().unflatten(1, (-1, part.group)) - exact).abs()
-    theirs = largest[here].view(-1, part.group).amax(1)  # [groups]
-    count = exact.shape[0] * part.group
-    theirs_rms = (squares[here].view(-1, part.group).sum(1) / count).sqrt()
-    one_rounding = exact.abs().amax((0, 2)) * unit
-    worst = error.amax((0, 2))
-    rms = error.square().mean((0, 2)).sqrt()
-    rms_bound = torch.maximum(theirs_rms, one_rounding / 2)
+    largest, squares = (column[here].view(-1, part.group) for column in theirs)  # [groups, columns of a group]
+    their_max = largest.amax(1)  # [groups], like all below
+    their_rms = (squares.sum(1) / (exact.shape[0] * part.group)).sqrt()
+    one_rounding = exact.abs().amax((0, 2)) * rounding
+    our_max = error.amax((0, 2))
+    our_rms = error.square().mean((0, 2)).sqrt()
+    rms_bound = torch.maximum(their_rms, one_rounding / 2)
     return RankError(
         rank,
-        worst.max().item(),
-        theirs.max().item(),
-        _ratio(worst, torch.maximum(theirs, one_rounding)),
-        _ratio(rms.square().mean().sqrt(), rms_bound.square().mean().sqrt()),
-        _ratio(rms, rms_bound),
-        LIMIT if tensor == "logits" else LARGEST_LIMIT,
+        our_max.max().item(),
+        their_max.max().item(),
+        _ratio(our_max, torch.maximum(their_max, one_rounding)),
+        _ratio(our_rms.square().mean().sqrt(), rms_bound.square().mean().sqrt()),
+        _ratio(our_rms, rms_bound),
+        limit,
     )
 
 
@@ -203,31 +250,28 @@ def _ratio(ours: Tensor, bound: Tensor) -> float:
 
 
 def compare_tokens(folder: Path, dtype: str) -> Iterator[TokenRow]:
-    """Our choice at every place of transformers' text. Equal everywhere means the same text by itself.
+    """Our greedy choice after each of transformers' tokens. If all are equal, our own text would be the same.
 
-    Where the tensors were not recorded, no difference is excused.
+    Where the tensors were not recorded, every difference counts.
     """
-    text = Text.read(folder)
+    text, recorded = Text.read(folder), Recorded(folder)
     ours: list[list[int]] = json.loads((folder / "tokens.json").read_text("utf-8"))
-    recorded = (folder / "truth-ends.safetensors").is_file()
-    logits = allowed = None
-    if recorded:
-        files = Files(folder, "ends", 1)
-        logits = files.truth("logits")
-        error = max(files.theirs("logits")[0].max().item(), logits.abs().max().item() * _UNIT[dtype])
-        allowed = (1 + LIMIT) * error  # theirs may be off by one error, ours by LIMIT of them
+    logits, allowed = None, -1.0
+    if recorded.has_tensors():
+        logits = recorded.truth("logits")
+        error = max(recorded.theirs("logits")[0].max().item(), logits.abs().max().item() * _ROUNDING[dtype])
+        allowed = (1 + LIMIT) * error  # their logit may be off by one error, ours by LIMIT of them
     start = 0
     for number, (prompt, output) in enumerate(zip(text.prompts, text.outputs, strict=True)):
-        ties, row = 0, None
+        near_ties, row = 0, None
         for index, (expected, found) in enumerate(zip(output, ours[number], strict=True)):
             if expected == found:
                 continue
             at = start + len(prompt) - 1 + index
             gap = math.inf if logits is None else (logits[at, expected] - logits[at, found]).abs().item()
-            if allowed is not None and gap <= allowed:
-                ties += 1
-                continue
-            row = TokenRow(number, len(output), ties, index, gap, allowed or 0.0)
-            break
-        yield row or TokenRow(number, len(output), ties)
+            if not gap <= allowed:  # NaN is never a near-tie
+                row = TokenRow(number, len(output), near_ties, index, gap, max(0.0, allowed))
+                break
+            near_ties += 1
+        yield row or TokenRow(number, len(output), near_ties)
         start += len(prompt) + max(0, len(output) - 1)

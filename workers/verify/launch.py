@@ -1,26 +1,27 @@
-"""Starts the reference of a verification, then its ranks, as processes, and follows them to their end.
+"""Starts the reference process of a verification, then its ranks, and follows them to their end. Torch-free."""
 
-Knows processes and channels. Knows neither tensors nor verdicts, and does not import torch.
-"""
-
+import contextlib
 import os
 import select
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from workers.config import WorkerConfig
-from workers.distributed.control_channel import Control
+from workers.config import LOADING_TIMEOUT_S, WorkerConfig
+from workers.distributed.shm_layout import last_of
 from workers.distributed.shm_ring import ChannelClosedError
 from workers.errors import StartupError
 from workers.python_child import start_python
-from workers.worker.spawn_ranks import RankExtras, describe_exit, spawn_ranks
+from workers.worker.loading import HUNG
+from workers.worker.spawn_ranks import RankExtras, SpawnedRanks, describe_exit, spawn_ranks
+
+_KILL_S = 5.0  # for the kernel to end a rank; one that waits for a dead network file system may never end
 
 Say = Callable[[str], None]
 
 
 def run_reference(folder: Path) -> None:
-    """transformers' side, in a process whose memory is given back before our ranks start."""
+    """transformers' side, in a process whose memory is free again when our ranks start."""
     with start_python(["-m", "workers.verify.reference", str(folder), str(os.getpid())]) as process:
         try:
             status = process.wait()
@@ -35,40 +36,65 @@ def run_reference(folder: Path) -> None:
         )
 
 
-def run_ranks(config: WorkerConfig, folder: Path, say: Say) -> None:
-    """Our side: one process per rank, as many as serve."""
+def run_ranks(config: WorkerConfig, folder: Path, say: Say, *, timeout_s: float = LOADING_TIMEOUT_S) -> None:
+    """Our side: one process per rank, as many as serve. None of them is left when this returns.
+
+    `timeout_s`: the longest time without progress of any rank. Raises `StartupError` after that, and when a rank fails.
+    """
     extras = [RankExtras({"folder": str(folder)})] * config.tensor_parallel_size
-    processes, controls, collectives = spawn_ranks("workers.verify.rank", config, extras)
+    ranks = spawn_ranks("workers.verify.rank", config, extras)
     try:
-        _follow(processes, controls, say)
+        _follow(ranks, say, timeout_s)
     finally:
-        for process in processes:
+        for process in ranks.processes:
             if process.poll() is None:
                 process.kill()
-            process.wait()
-        for control in controls:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_KILL_S)
+        for control in ranks.controls:
             control.close()
-        collectives.close()
+        ranks.collectives.close()
 
 
-def _follow(processes: list[subprocess.Popen[bytes]], controls: list[Control], say: Say) -> None:
+def _follow(ranks: SpawnedRanks, say: Say, timeout_s: float) -> None:
     """Until every rank is done; the first that fails ends all."""
-    running = dict(enumerate(controls))
+    running = dict(enumerate(ranks.controls))
+    progress = [["starting"] for _ in running]  # per rank, the different lines it has sent
     while running:
-        pending = [control for control in running.values() if control.has_pending]
-        for control in pending or select.select(list(running.values()), [], [])[0]:
-            rank = controls.index(control)
+        ready = [rank for rank, control in running.items() if control.has_pending]
+        if not ready:
+            readable = select.select(list(running.values()), [], [], timeout_s)[0]
+            ready = [rank for rank, control in running.items() if control in readable]
+        if not ready:
+            raise _stuck(ranks, progress, timeout_s)
+        for rank in ready:
             try:
-                message = control.recv()
+                message = running[rank].recv()
             except ChannelClosedError:
                 raise StartupError(
-                    f"rank {rank} ended before its work was done ({describe_exit(processes[rank].wait(10))}).",
+                    f"rank {rank} ended before its work was done ({describe_exit(ranks.processes[rank].wait(10))}).",
                     "Its own message stands above; if it was killed, the machine ran out of memory.",
                     4,
                 ) from None
             if message["kind"] == "failed":
                 raise StartupError(message["cause"], message["fix"], int(message["exit_code"]))
             if message["kind"] == "done":
+                progress[rank].append("done")
                 del running[rank]
-            elif rank == 0:
-                say(f"our {len(controls)} rank(s): {message['text']}")
+            elif message["text"] != progress[rank][-1]:
+                progress[rank].append(message["text"])
+                if rank == 0:
+                    say(f"our {len(progress)} rank(s): {message['text']}")
+
+
+def _stuck(ranks: SpawnedRanks, progress: list[list[str]], timeout_s: float) -> StartupError:
+    """Names the rank that the others wait for, or the first of those that are equally far."""
+    lines = [len(lines) for lines in progress]
+    last = last_of(lines, ranks.collectives.read())
+    rank = lines.index(min(lines)) if last is None else last
+    others = "" if last is not None else "; other ranks are as far"
+    return StartupError(
+        f"rank {rank} has made no progress for {timeout_s:g} s after this: {progress[rank][-1]}{others}.",
+        "If the model or Python's packages lie on a network file system, see whether it answers; then start again.",
+        HUNG,
+    )

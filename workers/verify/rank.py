@@ -1,81 +1,305 @@
-"""One rank of a verification: the serving code, fed known text, every tensor of every layer written down.
+"""One rank of a verification: the model runner that serves, fed known text, with every tensor of every layer recorded.
 
-`python -m workers.verify.rank '{"rank": 0, ...}'`, started by `launch.py`. What runs is the runner that serves, with
-its own pages, sampler and collectives; only taps are added. Judges nothing.
+`python -m workers.verify.rank ARGUMENTS`, started by `launch.py`, writes `rank-R-*.safetensors` and, on rank 0,
+`tokens.json`. Pages, sampler and collectives are those that serve; only recording hooks are added to the decoder.
 """
 
 import json
 import os
+import random
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from workers.attention.backend import AttentionBackend, AttentionSpec, LayerKV
+from workers.attention.forward_batch import ForwardBatch
 from workers.config import WorkerConfig
 from workers.distributed.control_channel import Control
 from workers.distributed.parallel_state import TensorParallel
 from workers.distributed.shm_ring import ChannelClosedError
 from workers.errors import StartupError
-from workers.verify.names import LAYER, tensor_names
+from workers.models.decoder import Decoder
+from workers.protocol import StepMetadata
+from workers.verify.compare import file_of
 from workers.verify.request import Request, Text
-from workers.verify.steps import blocks_needed, steps_of
-from workers.verify.taps import TappedDecoder
+from workers.worker.greedy_step import SequenceChunk, greedy_step
 from workers.worker.model_runner import ModelRunner
 from workers.worker.spawn_ranks import RankArguments
 from workers.worker.worker_process import die_with_parent, init_distributed, log_to_stderr
 
-PROBES = ("o_proj_partial", "mlp_partial", "gate_up_mirrored")
+_STEPS_PER_LINE = 16  # of progress
 
 
-def run_rank(config: WorkerConfig, tp: TensorParallel, folder: Path, say: Callable[[str], None]) -> None:
-    """Feed the text in `folder` and leave `rank-R-*.safetensors` and, from rank 0, `tokens.json` there."""
+def run_rank(config: WorkerConfig, tp: TensorParallel, folder: Path, on_progress: Callable[[str], None]) -> None:
+    """Run the text in `folder` on this rank and write what it computed there.
+
+    `on_progress` gets what is being done, often the same line again: it also shows that something moves.
+    """
     request, text = Request.read(folder), Text.read(folder)
     runner = ModelRunner(config, tp)
-    runner.load(lambda fraction: None)
+    runner.load(lambda fraction: on_progress("reading the weights"))
+    on_progress("allocating KV memory")
     runner.allocate(blocks_needed(text, config.block_size))
-    tapped = TappedDecoder(runner.model, probe=True) if request.record else None
-    if tapped is not None:
-        runner.model = tapped  # ty: ignore[invalid-assignment]
+    recording = RecordingDecoder(runner.model, diagnostics=True) if request.record else None
+    if recording is not None:
+        runner.model = recording  # ty: ignore[invalid-assignment]
     rows: list[tuple[int, int]] = []
     chosen: dict[tuple[int, int], int] = {}
     for number, (step, here) in enumerate(steps_of(text, config.block_size)):
-        if number % 16 == 0:
-            say(f"step {number + 1}")
+        on_progress(f"step {number // _STEPS_PER_LINE * _STEPS_PER_LINE + 1}")
         output = runner.execute(step)
         rows += here
         if output is not None:
             chosen |= dict(zip(here, output.token_ids.tolist(), strict=True))
     if tp.rank == 0:
         (folder / "tokens.json").write_text(json.dumps(_answers(text, chosen)), "utf-8")
-    if tapped is not None:
-        tapped.close()
+    if recording is not None:
+        recording.close()
         order = torch.tensor(sorted(range(len(rows)), key=rows.__getitem__))
-        _write(tapped.steps, order, runner.spec.num_layers, tp.rank, folder)
+        for file, tensors in _files(recording.steps, order):
+            on_progress("writing the tensors")
+            save_file(tensors, folder / f"rank-{tp.rank}-{file}.safetensors")
 
 
 def _answers(text: Text, chosen: dict[tuple[int, int], int]) -> list[list[int]]:
-    """For each sequence, what this model would have said in place of each token of the known output."""
+    """For each sequence, this model's greedy choice in place of each token of the known output."""
     return [
         [chosen[seq, len(prompt) - 1 + index] for index in range(len(output))]
         for seq, (prompt, output) in enumerate(zip(text.prompts, text.outputs, strict=True))
     ]
 
 
-def _write(steps: list[dict[str, Tensor]], order: Tensor, num_layers: int, rank: int, folder: Path) -> None:
-    """Sequence by sequence, as the reference has them; one file per layer."""
-    files = {str(layer): [f"{layer}.{tensor}" for tensor in (*LAYER, *PROBES)] for layer in range(num_layers)}
-    files["ends"] = tensor_names(0)
+def _files(steps: list[dict[str, Tensor]], order: Tensor) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """(file, its tensors [T, columns]) per layer; rows as the reference has them, sequence by sequence."""
+    files: dict[str, list[str]] = {}
+    for name in steps[0]:
+        files.setdefault(file_of(name), []).append(name)
     for file, names in files.items():
-        here = {
-            name: torch.cat([step.pop(name).flatten(1) for step in steps]).cpu()[order]
-            for name in names
-            if name in steps[0]
-        }
-        save_file(here, folder / f"rank-{rank}-{file}.safetensors")
+        yield file, {name: torch.cat([step.pop(name).flatten(1) for step in steps]).cpu()[order] for name in names}
+
+
+def steps_of(text: Text, block_size: int) -> Iterator[tuple[StepMetadata, list[tuple[int, int]]]]:
+    """All prompts in one step, then one token of each sequence per step; every row asks for logits.
+
+    With each step, the (sequence, position) of its rows.
+    """
+    sequences = text.inputs()
+    tables = _block_tables([len(sequence) for sequence in sequences], block_size)
+    starts = [0] * len(sequences)
+    ends = [len(prompt) for prompt in text.prompts]
+    number = 0
+    while any(start < end for start, end in zip(starts, ends, strict=True)):
+        number += 1
+        rows = [(seq, position) for seq in range(len(ends)) for position in range(starts[seq], ends[seq])]
+        chunks = [
+            SequenceChunk(sequence[start:end], start, table)
+            for sequence, table, start, end in zip(sequences, tables, starts, ends, strict=True)
+            if start < end
+        ]
+        yield greedy_step(chunks, block_size, range(len(rows)), step_id=number), rows
+        starts = ends
+        ends = [min(end + 1, len(sequence)) for end, sequence in zip(ends, sequences, strict=True)]
+
+
+def blocks_needed(text: Text, block_size: int) -> int:
+    """The null block included."""
+    return 1 + sum(-(-len(sequence) // block_size) for sequence in text.inputs())
+
+
+def _block_tables(lengths: list[int], block_size: int) -> list[list[int]]:
+    """In a shuffled order: nothing may rely on adjacent pages."""
+    counts = [-(-length // block_size) for length in lengths]
+    ids = list(range(1, 1 + sum(counts)))
+    random.Random(0).shuffle(ids)
+    return [[ids.pop() for _ in range(count)] for count in counts]
+
+
+class RecordingDecoder:
+    """A decoder that keeps a copy of every tensor it computes: hooks take the places of its parts.
+
+        recording = RecordingDecoder(decoder)         # used in place of the decoder until `recording.close()`
+        hidden = recording(batch, pages, backend, plan)
+        logits = recording.compute_logits(hidden)
+        recording.last["2.k_rope"]                    # [T, K, D] of layer 2, this rank's heads
+
+    `last` holds the tensors of the newest step, `steps` those of all. T tokens, in the order of the batch; H query
+    heads and K key-value heads of this rank; I its share of the intermediate size; dtypes as the layers made them.
+
+        embedding            [T, hidden]     input of the first layer: summed over ranks, and scaled (Gemma)
+        {i}.input_norm       [T, hidden]     input of the projections
+        {i}.q {i}.k {i}.v    [T, H or K, D]  after the projection, bias included
+        {i}.q_rope {i}.k_rope                after head norm (Qwen3, Gemma 3) and rotation: as attended, as cached
+        {i}.attention        [T, H, D]       input of o_proj
+        {i}.o_proj           [T, hidden]     summed over ranks, before any norm and before the residual is added
+        {i}.mid_residual     [T, hidden]     after the attention half
+        {i}.mlp_norm         [T, hidden]     input of the MLP
+        {i}.gate_up          [T, I]          activation(gate) * up
+        {i}.mlp              [T, hidden]     down_proj, as o_proj
+        {i}.residual         [T, hidden]     after the layer
+        final_norm           [T, hidden]
+        logits               [L, V]          this rank's shard of the vocabulary; only after `compute_logits`
+
+    Every rank of a group must be recorded, or none. Attributes that are not defined here are the decoder's.
+    """
+
+    def __init__(self, decoder: Decoder, *, diagnostics: bool = False) -> None:
+        """`diagnostics`: also keep what only the search for a cause needs, and serving does not compute.
+
+        {i}.o_proj_partial {i}.mlp_partial   [T, hidden]   this rank's share, before the sum; with several ranks
+        {i}.gate_up_mirrored                 [T, I]        gate_up of the negated input
+        """
+        self.decoder = decoder
+        self._diagnostics = diagnostics
+        self.steps: list[dict[str, Tensor]] = []
+        self._undo: list[Callable[[], None]] = []
+        self._summing: str | None = None  # the tensor that the next sum over ranks results in
+        self._install()
+
+    @property
+    def last(self) -> dict[str, Tensor]:
+        """The tensors of the newest step, by name."""
+        return self.steps[-1]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.decoder, name)
+
+    def __call__(self, batch: ForwardBatch, kv: list[LayerKV], backend: AttentionBackend, plan: Any) -> Tensor:
+        self.steps.append({})
+        recording = _RecordingBackend(backend, self._record)
+        return self.decoder(batch, kv, recording, plan)  # ty: ignore[invalid-argument-type]
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """As the decoder's."""
+        logits = self.decoder.compute_logits(hidden)
+        so_far = self.last.get("logits", logits[:0])  # a step with many rows asks in several calls
+        self._record("logits", torch.cat((so_far, logits)))
+        return logits
+
+    def close(self) -> None:
+        """Remove the hooks; what was recorded stays."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _record(self, name: str, value: Tensor) -> None:
+        if self.steps:  # a sum over ranks may also be asked for outside a step
+            self.last[name] = value.detach().clone()
+
+    def _install(self) -> None:
+        decoder = self.decoder
+        self._hook(decoder, "norm", after=lambda y: self._record("final_norm", y))
+        for layer in range(len(decoder.blocks)):
+            self._install_layer(layer)
+        # An instance attribute hides the method of the group, which other code keeps using.
+        tp = decoder.place.tp
+        before = vars(tp).get("all_reduce")
+        self._undo.append(lambda: delattr(tp, "all_reduce") if before is None else setattr(tp, "all_reduce", before))
+        tp.all_reduce = self._recording_all_reduce(tp.all_reduce)  # ty: ignore[invalid-assignment]
+
+    def _install_layer(self, layer: int) -> None:
+        block = self.decoder.blocks[layer]
+        attention, mlp = block.attention, block.mlp
+
+        def record(name: str) -> Callable[[Tensor], None]:
+            return lambda value: self._record(f"{layer}.{name}", value)
+
+        def record_qkv(qkv: Tensor) -> None:
+            heads, kv_heads = attention.spec.num_heads, attention.spec.num_kv_heads
+            parts = qkv.view(qkv.shape[0], -1, attention.spec.head_dim).split((heads, kv_heads, kv_heads), 1)
+            for name, part in zip("qkv", parts, strict=True):
+                self._record(f"{layer}.{name}", part)
+
+        self._hook(block, "attention_norm", after=record("input_norm"))
+        self._hook(attention, "qkv", after=record_qkv)
+        self._hook_row_parallel(attention, "output", f"{layer}.o_proj")
+        self._hook(block, "mlp_norm", before=record("mid_residual"), after=record("mlp_norm"))
+        self._hook_row_parallel(mlp, "down", f"{layer}.mlp", inputs=f"{layer}.gate_up")
+        if self._diagnostics:
+            gate_up = mlp.gate_up
+            self._hook(mlp, "gate_up", before=lambda x: self._record(f"{layer}.gate_up_mirrored", gate_up(-x)))
+        self._undo.append(lambda: self.decoder.blocks.__setitem__(layer, block))
+        before = (lambda x: self._record("embedding", x)) if layer == 0 else None
+        self.decoder.blocks[layer] = _Hooked(block, before, record("residual"))  # ty: ignore[invalid-assignment]
+
+    def _hook(self, owner: Any, name: str, before: Any = None, after: Any = None) -> None:
+        original = getattr(owner, name)
+        self._undo.append(lambda: setattr(owner, name, original))
+        setattr(owner, name, _Hooked(original, before, after))
+
+    def _hook_row_parallel(self, owner: Any, name: str, output: str, inputs: str | None = None) -> None:
+        """The layer adds the residual before it returns, so its sum over ranks is recorded inside `all_reduce`."""
+        layer = getattr(owner, name)
+
+        def before(x: Tensor) -> None:
+            if inputs is not None:
+                self._record(inputs, x)
+            if self.decoder.place.tp.size == 1:  # the product may add the residual itself: compute it without
+                self._record(output, layer.product(x))
+            else:
+                self._summing = output
+
+        self._hook(owner, name, before=before)
+
+    def _recording_all_reduce(self, all_reduce: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def recording(x: Tensor) -> Tensor:
+            if self._diagnostics and self._summing is not None:
+                self._record(f"{self._summing}_partial", x)
+            total = all_reduce(x)
+            if self._summing is not None:
+                self._record(self._summing, total)
+                self._summing = None
+            return total
+
+        return recording
+
+
+class _Hooked:
+    """A callable with a hook that gets its first argument and one that gets its result."""
+
+    def __init__(self, inner: Any, before: Callable[[Tensor], None] | None, after: Callable[[Tensor], None] | None):
+        self._inner = inner
+        self._before = before
+        self._after = after
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __call__(self, x: Tensor, *others: Any, **named: Any) -> Any:
+        if self._before is not None:
+            self._before(x)
+        result = self._inner(x, *others, **named)
+        if self._after is not None:
+            self._after(result)
+        return result
+
+
+class _RecordingBackend:
+    """An attention backend whose arguments and results are recorded."""
+
+    def __init__(self, inner: AttentionBackend, record: Callable[[str, Tensor], None]) -> None:
+        self._inner = inner
+        self._record = record
+        self._written: Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def write(self, kv: LayerKV, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
+        self._written = k  # of the layer that the next call of `attend` names
+        self._inner.write(kv, k, v, batch)
+
+    def attend(self, q: Tensor, kv: LayerKV, plan: Any, layer: AttentionSpec) -> Tensor:
+        assert self._written is not None, "attend without write"
+        self._record(f"{layer.layer}.k_rope", self._written)
+        self._record(f"{layer.layer}.q_rope", q)
+        attended = self._inner.attend(q, kv, plan, layer)
+        self._record(f"{layer.layer}.attention", attended.view(attended.shape[0], layer.num_heads, layer.head_dim))
+        return attended
 
 
 def main(argv: list[str]) -> int:
@@ -84,10 +308,14 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the parent decides
     log_to_stderr(arguments.rank, arguments.config.log_level)
     control = Control.from_fd(arguments.control_fd)
+
+    def on_progress(text: str) -> None:
+        control.send("progress", text=text)
+
     try:
+        on_progress("joining the other ranks")
         tp = init_distributed(arguments)
-        folder = Path(arguments.extra["folder"])
-        run_rank(arguments.config, tp, folder, lambda line: control.send("progress", text=line))
+        run_rank(arguments.config, tp, Path(arguments.extra["folder"]), on_progress)
         control.send("done")
         tp.leave()
     except StartupError as error:
@@ -101,5 +329,5 @@ def main(argv: list[str]) -> int:
 if __name__ == "__main__":
     status = main(sys.argv[1:])
     sys.stderr.flush()
-    # Skips interpreter teardown: a peer may be gone already, and gloo's threads would wait for it.
+    # Skips interpreter teardown: another rank may be gone already, and gloo's threads would wait for it.
     os._exit(status)

@@ -1,36 +1,40 @@
 """transformers' side of a verification: its greedy text, its tensors, and how far each is from the float64 truth.
 
-`python -m workers.verify.reference FOLDER PARENT_PID` reads `request.json` there and leaves, for the ranks that come
-after it, `text.json` (token ids), `truth-*.safetensors` (every tensor in float64, kept in float32 where the model's
-dtype is coarser), and `theirs-*.safetensors` (per column: the largest error of transformers' own run, and the sum of
-squares).
-A process of its own, so that all its memory is free again when our ranks start. Knows nothing of ranks or verdicts.
+`python -m workers.verify.reference FOLDER PARENT_PID` reads `request.json` in FOLDER and writes there
+  text.json              the token ids that the ranks are fed
+  truth-*.safetensors    every tensor in float64, stored in float32 where the model's dtype is coarser
+  theirs-*.safetensors   per column, the largest error of transformers' own run and the sum of squared errors
+It is a process of its own, so that all its memory is free again when our ranks start.
 """
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
-from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 from transformers.utils import logging as transformers_logging
 
 from workers.layers.decoder_spec import DecoderSpec
 from workers.preflight import read_spec
-from workers.verify.exact import in_float64
-from workers.verify.hooks import Recording
-from workers.verify.names import LAYER
+from workers.verify.compare import file_of, tensor_names
 from workers.verify.request import Request, Text
 from workers.worker.worker_process import die_with_parent
+
+_ROWS = 8192  # of a weight that are widened to float64 at once
 
 Say = Callable[[str], None]
 
 
 def record_reference(request: Request, folder: Path, say: Say) -> Text:
-    """Run transformers as `request` says and leave its tensors in `folder`."""
+    """Run transformers on `request` and write its text and tensors to `folder`."""
     if request.num_threads:
         torch.set_num_threads(request.num_threads)
     say(f"transformers: loading {request.model} in {request.dtype}")
@@ -52,7 +56,7 @@ def load_model(path: str, dtype: str, device: str) -> PreTrainedModel:
 
 
 def generate(model: PreTrainedModel, request: Request, say: Say) -> Text:
-    """Greedy text by transformers' own `generate`, whatever tokens come."""
+    """Greedy text by transformers' own `generate`; an end-of-sequence token does not end it."""
     outputs = []
     for number, prompt in enumerate(request.prompts):
         if request.new_tokens == 0:
@@ -69,41 +73,209 @@ def generate(model: PreTrainedModel, request: Request, say: Say) -> Text:
 
 
 def _record(model: PreTrainedModel, spec: DecoderSpec, text: Text, request: Request, folder: Path, say: Say) -> None:
-    exact_kept = torch.float64 if request.dtype == "float32" else torch.float32
+    truth_dtype = torch.float64 if request.dtype == "float32" else torch.float32
     say(f"transformers: every layer in {request.dtype}")
-    own = _run(model, spec, text, getattr(torch, request.dtype))
+    theirs = _run(model, spec, text, getattr(torch, request.dtype))
     say("transformers: every layer in float64")
     with in_float64(model):
-        truth = _run(model, spec, text, exact_kept)
+        truth = _run(model, spec, text, truth_dtype)
     say("transformers: writing its tensors")
-    for file, names in _files(spec.num_layers):
-        here = {name: truth[name] for name in names}
+    files: dict[str, list[str]] = {}
+    for name in [*tensor_names(spec.num_layers), *(f"{layer}.gate" for layer in range(spec.num_layers))]:
+        files.setdefault(file_of(name), []).append(name)
+    for file, names in files.items():
+        exact = {name: truth[name] for name in names}
         errors = {}
-        for name, exact in here.items():
-            error = (own.pop(name).double() - exact.double()).abs()
+        for name in names:
+            error = (theirs.pop(name).double() - exact[name].double()).abs()
             errors[f"{name}.max"] = error.amax(0)
             errors[f"{name}.square"] = error.square().sum(0)
-        save_file(here, folder / f"truth-{file}.safetensors")
+        save_file(exact, folder / f"truth-{file}.safetensors")
         save_file(errors, folder / f"theirs-{file}.safetensors")
 
 
 def _run(model: PreTrainedModel, spec: DecoderSpec, text: Text, keep: torch.dtype) -> dict[str, Tensor]:
     """All sequences, one after the other, each in one call: every tensor as [T, columns]."""
-    recording = Recording(model, spec, keep)
+    recorder = TransformersRecorder(model, spec, keep)
     try:
-        for sequence in text.fed():
-            answer = model(torch.tensor([sequence], device=model.device), use_cache=False)
-            recording.record("logits", answer.logits)
-        return recording.tensors()
+        for sequence in text.inputs():
+            output = model(torch.tensor([sequence], device=model.device), use_cache=False)
+            recorder.record("logits", output.logits)
+        return recorder.tensors()
     finally:
-        recording.close()
+        recorder.close()
 
 
-def _files(num_layers: int) -> Iterator[tuple[str, list[str]]]:
-    """Which tensors lie together: one file per layer, so that nobody need hold more than one."""
-    for layer in range(num_layers):
-        yield str(layer), [f"{layer}.{tensor}" for tensor in (*LAYER, "gate")]
-    yield "ends", ["embedding", "final_norm", "logits"]
+class TransformersRecorder:
+    """Hooks on a transformers model that keep the tensors of `compare.tensor_names`, and `{i}.gate`, as [T, columns].
+
+    Several calls of the model follow one another along T. `q_rope` and `k_rope` are taken from the arguments of the
+    attention function, which is registered anew under another name.
+    """
+
+    def __init__(self, model: PreTrainedModel, spec: DecoderSpec, keep: torch.dtype) -> None:
+        """`keep`: the dtype to keep tensors in."""
+        self._spec = spec
+        self._model = model
+        self._keep = keep
+        self._parts: dict[str, list[Tensor]] = {}
+        self._handles: list[Any] = []
+        self._usual_attention = usual = model.config._attn_implementation
+        inner: Any = model.model  # the decoder inside a model with a head
+        self._after(inner.norm, "final_norm")
+        self._before(inner.layers[0], "embedding")
+        for index, layer in enumerate(inner.layers):
+            self._hook_layer(index, layer)
+        name = f"oarlock_{usual}"
+        AttentionInterface.register(name, self._attend)
+        AttentionMaskInterface.register(name, sdpa_mask if usual == "sdpa" else eager_mask)
+        model.set_attn_implementation(name)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything recorded since the last call."""
+        joined = {name: torch.cat(parts) for name, parts in self._parts.items()}
+        self._parts = {}
+        return joined
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._model.set_attn_implementation(self._usual_attention)
+
+    def record(self, name: str, value: Tensor) -> None:
+        """`value` [1, T, ...]."""
+        rows = value.detach()[0]
+        self._parts.setdefault(name, []).append(rows.reshape(rows.shape[0], -1).to(self._keep, copy=True).cpu())
+
+    def _hook_layer(self, index: int, layer: Any) -> None:
+        attention, mlp, spec = layer.self_attn, layer.mlp, self._spec
+        heads, kv_heads = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        if hasattr(attention, "qkv_proj"):
+            self._before(attention.qkv_proj, f"{index}.input_norm")
+            self._after_split(attention.qkv_proj, [f"{index}.{part}" for part in "qkv"], [heads, kv_heads, kv_heads])
+        else:
+            self._before(attention.q_proj, f"{index}.input_norm")
+            for part in "qkv":
+                self._after(getattr(attention, f"{part}_proj"), f"{index}.{part}")
+        if hasattr(mlp, "gate_up_proj"):
+            size = spec.intermediate_size
+            self._after_split(mlp.gate_up_proj, [f"{index}.gate", f"{index}.up"], [size, size])
+        else:
+            self._after(mlp.gate_proj, f"{index}.gate")
+        self._before(attention.o_proj, f"{index}.attention")
+        self._after(attention.o_proj, f"{index}.o_proj")
+        # Gemma also norms the result of each half; there `post_attention_layernorm` comes before the addition.
+        norm = getattr(layer, "pre_feedforward_layernorm", layer.post_attention_layernorm)
+        self._before(norm, f"{index}.mid_residual")
+        self._after(norm, f"{index}.mlp_norm")
+        self._before(mlp.down_proj, f"{index}.gate_up")
+        self._after(mlp.down_proj, f"{index}.mlp")
+        self._after(layer, f"{index}.residual")
+
+    def _before(self, module: nn.Module, name: str) -> None:
+        def hook(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+            self.record(name, args[0] if args else named["hidden_states"])
+
+        self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def _after(self, module: nn.Module, name: str) -> None:
+        def hook(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+            self.record(name, result[0] if isinstance(result, tuple) else result)
+
+        self._handles.append(module.register_forward_hook(hook))
+
+    def _after_split(self, module: nn.Module, names: list[str], sizes: list[int]) -> None:
+        def hook(module: nn.Module, args: tuple[Any, ...], result: Tensor) -> None:
+            for name, part in zip(names, result.split(sizes, dim=-1), strict=True):
+                self.record(name, part)
+
+        self._handles.append(module.register_forward_hook(hook))
+
+    def _attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **named: Any
+    ) -> tuple[Tensor, None]:
+        """The model's usual attention, or `exact_attention` in float64; `query` [1, H, T, D]."""
+        self.record(f"{module.layer_idx}.q_rope", query.transpose(1, 2))
+        self.record(f"{module.layer_idx}.k_rope", key.transpose(1, 2))
+        if query.dtype == torch.float64:
+            scale = named.get("scaling") or query.shape[-1] ** -0.5
+            return exact_attention(query, key, value, attention_mask, scale, named.get("softcap")), None
+        if self._usual_attention == "eager":
+            function = sys.modules[type(module).__module__].eager_attention_forward
+        else:
+            function = AttentionInterface()[self._usual_attention]
+        return function(module, query, key, value, attention_mask, **named)[0], None
+
+
+@contextmanager
+def in_float64(model: nn.Module) -> Generator[None]:
+    """While this lasts, `model` computes in float64 on its own weights. Attention needs `exact_attention` as well.
+
+    Each module widens its weight while it computes, a block of rows at a time, so that no second copy of the model has
+    to fit. Norms, which transformers computes in float32 whatever the model's dtype, are written out. Only cos and sin
+    keep float32: they are part of what the model means.
+    """
+    changed = []
+    for module in model.modules():
+        forward = _exact_forward(module)
+        if forward is not None:
+            module.forward = forward
+            changed.append(module)
+    try:
+        yield
+    finally:
+        for module in changed:
+            del module.forward
+
+
+def _exact_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """The float64 form of a module with weights; None for one that has none and computes in the dtype it is given."""
+    if isinstance(module, nn.Linear):
+        return lambda x: _linear(module, x)
+    if isinstance(module, nn.Embedding):
+        scale = 1.0
+        if hasattr(module, "embed_scale"):  # Gemma's, which it rounds to the dtype: that is part of what it means
+            scale = torch.as_tensor(module.embed_scale).to(module.weight.dtype).item()
+        return lambda ids: F.embedding(ids, module.weight).double() * scale
+    if type(module).__name__.endswith("RMSNorm"):
+        return lambda x: _norm(module, x)
+    if any(True for _ in module.parameters(recurse=False)):
+        raise NotImplementedError(f"no float64 form of {type(module).__name__} is known")
+    return None
+
+
+def _linear(module: nn.Linear, x: Tensor) -> Tensor:
+    bias = None if module.bias is None else module.bias.double().split(_ROWS)
+    blocks = module.weight.split(_ROWS)
+    parts = [F.linear(x, block.double(), None if bias is None else bias[i]) for i, block in enumerate(blocks)]
+    return torch.cat(parts, dim=-1)
+
+
+def _norm(module: Any, x: Tensor) -> Tensor:
+    eps: float = module.eps if hasattr(module, "eps") else module.variance_epsilon
+    weight: Tensor = module.weight.double()
+    if type(module).__name__.startswith("Gemma"):
+        weight = 1.0 + weight
+    return weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def exact_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, softcap: float | None
+) -> Tensor:
+    """`query` [1, H, T, D] over `key`, `value` [1, K, N, D] -> [1, T, H, D]. No mask means causal: the queries are the
+    last T of N tokens."""
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    scores = query @ key.transpose(2, 3) * scale  # [1, H, T, N]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is None:
+        rows, columns = scores.shape[-2:]
+        mask = torch.ones((rows, columns), dtype=torch.bool, device=scores.device).tril(columns - rows)
+    is_bool = mask.dtype == torch.bool
+    scores = scores.masked_fill(~mask, float("-inf")) if is_bool else scores + mask
+    return (scores.softmax(dim=-1) @ value).transpose(1, 2)
 
 
 def main(argv: list[str]) -> int:

@@ -1,14 +1,13 @@
-"""What verify found, for people as one table and for programs as JSON.
-
-Knows how a comparison looks, not how it was made.
-"""
+"""A verification's findings as a table for people and as JSON for programs."""
 
 import math
 from dataclasses import dataclass
 from typing import Any
 
-from workers.verify.compare import LARGEST_LIMIT, LIMIT, Comparison, Row
-from workers.verify.names import REPLICATED
+from workers.verify.compare import LARGEST_LIMIT, LIMIT, REPLICATED, Comparison, Row
+
+_HEADINGS = ("layer", "tensor", "rank", "max error", "/ theirs", "rms / theirs", "result")
+_LEFT_ALIGNED = ("layer", "tensor", "result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +24,10 @@ class Report:
     versions: dict[str, str]
     seconds: float
 
+    @property
+    def result(self) -> str:
+        return "ok" if self.comparison.ok else "differs"
+
     def to_json(self) -> dict[str, Any]:
         first = self.comparison.first_fault
         return {
@@ -37,15 +40,14 @@ class Report:
             "tokens_compared": self.tokens,
             "ok": self.comparison.ok,
             "first_fault": None if first is None else {
-                "layer": first.layer, "tensor": first.tensor, "verdict": first.verdict,
-                "ranks": list(first.wrong_ranks),
+                "layer": first.layer, "tensor": first.tensor, "result": first.result, "ranks": list(first.wrong_ranks),
             },
             "likely_causes": self.causes,
             "tensors": [_row_json(row) for row in self.comparison.rows],
             "greedy": [
                 {
                     "prompt": token.prompt, "tokens": token.count, "near_ties": token.near_ties,
-                    "first_difference": token.first_difference, "gap": _number(token.gap), "verdict": token.verdict,
+                    "first_difference": token.first_difference, "gap": _number(token.gap), "result": token.result,
                 }
                 for token in self.comparison.tokens
             ],
@@ -54,98 +56,78 @@ class Report:
         }  # fmt: skip
 
     def to_text(self) -> str:
+        comparison = self.comparison
         head = f"{self.model} ({self.architecture}), {self.dtype}, tensor-parallel size {self.size}"
-        return "\n".join(
-            [
-                f"{head}: {self.tokens} tokens through every layer, judged by transformers in float64",
-                "",
-                *table(shown(self.comparison)),
-                "",
-                *_summary(self),
-            ]
-        )
+        lines = [f"{head}: {self.tokens} tokens through every layer, compared with transformers in float64", ""]
+        lines += [*table(shown(comparison)), ""]
+        if self.size > 1:
+            lines.append(_ranks_line(comparison))
+        lines.append(_greedy_line(comparison))
+        if comparison.first_fault is not None:
+            lines.append(f"first difference: {comparison.first_fault.where}")
+        lines += [f"likely cause: {cause}" for cause in self.causes]
+        return "\n".join([*lines, f"result: {self.result}"])
 
 
 def shown(comparison: Comparison) -> list[Row]:
     """The worst tensor of each layer; of the first layer with a fault, all of them."""
     first = comparison.first_fault
-    layers: dict[int | None, list[Row]] = {}
+    groups: dict[int | str, list[Row]] = {}  # by layer; a tensor outside the layers is a group of its own
+    for row in comparison.rows:
+        groups.setdefault(row.tensor if row.layer is None else row.layer, []).append(row)
     rows = []
-    for row in comparison.rows:
-        layers.setdefault(row.layer, []).append(row)
-    for row in comparison.rows:
-        if row.layer is None or (first is not None and row.layer == first.layer):
-            rows.append(row)
-        elif row is layers[row.layer][0]:
-            rows.append(max(layers[row.layer], key=lambda one: (one.verdict != "ok", one.worst.badness)))
+    for group in groups.values():
+        if first in group:
+            rows += group
+        else:
+            rows.append(max(group, key=lambda row: (row.result != "ok", row.worst.share_of_limit)))
     return rows
 
 
 def table(rows: list[Row]) -> list[str]:
     """Lines, headings first."""
-    lines = [("layer", "tensor", "rank", "max error", "/ theirs", "rms / theirs", "verdict")]
+    lines = [_HEADINGS]
     for row in rows:
         worst = row.worst
-        lines.append(
-            (
-                "-" if row.layer is None else str(row.layer),
-                row.tensor,
-                str(worst.rank),
-                f"{worst.max_error:.2e}",
-                f"{worst.ratio:.2f}",
-                f"{worst.rms_ratio:.2f}",
-                row.verdict,
-            )
-        )
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    left = (0, 1, 6)
+        figures = (f"{worst.max_error:.2e}", f"{worst.ratio:.2f}", f"{worst.rms_ratio:.2f}")
+        lines.append(("-" if row.layer is None else str(row.layer), row.tensor, str(worst.rank), *figures, row.result))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
         "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+            cell.ljust(width) if heading in _LEFT_ALIGNED else cell.rjust(width)
+            for heading, cell, width in zip(_HEADINGS, line, widths, strict=True)
         ).rstrip()
         for line in lines
     ]
 
 
-def _summary(report: Report) -> list[str]:
-    comparison = report.comparison
-    sums = sum(row.tensor in REPLICATED for row in comparison.rows)
-    disagreeing = [row.name for row in comparison.rows if not row.ranks_agree]
-    lines = []
-    if report.size > 1:
-        lines.append(
-            f"ranks: not the same bits in {len(disagreeing)} of {sums} tensors that all hold, first {disagreeing[0]}"
-            if disagreeing
-            else f"ranks: the same bits in all {sums} tensors that every rank holds"
+def _ranks_line(comparison: Comparison) -> str:
+    """Whether the ranks hold the same bits where they should."""
+    count = sum(row.tensor in REPLICATED for row in comparison.rows)
+    differ = [row.name for row in comparison.rows if not row.ranks_agree]
+    if differ:
+        return f"ranks: not the same bits in {len(differ)} of {count} tensors that all hold, first {differ[0]}"
+    return f"ranks: the same bits in all {count} tensors that every rank holds"
+
+
+def _greedy_line(comparison: Comparison) -> str:
+    tokens = comparison.tokens
+    wrong = next((token for token in tokens if token.result != "ok"), None)
+    if wrong is not None:
+        return (
+            f"greedy text: prompt {wrong.prompt + 1} differs at token {wrong.first_difference}, by a logit gap of "
+            f"{wrong.gap:.3g} where rounding explains {wrong.allowed:.3g}"
         )
-    ties = sum(token.near_ties for token in comparison.tokens)
-    wrong = [token for token in comparison.tokens if token.verdict != "ok"]
-    count = sum(token.count for token in comparison.tokens)
-    text = f"greedy text: {count} tokens of {len(comparison.tokens)} prompts as transformers' generate"
-    if ties:
-        text += f", {ties} near-tie{'s' if ties > 1 else ''} that rounding decides"
-    if wrong:
-        first = wrong[0]
-        text = (
-            f"greedy text: prompt {first.prompt + 1} differs at token {first.first_difference}, by a logit gap of "
-            f"{first.gap:.3g} where rounding explains {first.allowed:.3g}"
-        )
-    lines.append(text)
-    fault = comparison.first_fault
-    if fault is not None:
-        where = fault.tensor if fault.layer is None else f"layer {fault.layer}, {fault.tensor}"
-        lines.append(f"first difference: {where}")
-    lines += [f"likely cause: {cause}" for cause in report.causes]
-    lines.append(f"verdict: {'ok' if comparison.ok else 'differs'}")
-    return lines
+    count, ties = sum(token.count for token in tokens), sum(token.near_ties for token in tokens)
+    line = f"greedy text: {count} tokens of {len(tokens)} prompts as transformers' generate"
+    return f"{line}, {ties} near-tie{'s' if ties > 1 else ''} that rounding decides" if ties else line
 
 
 def _row_json(row: Row) -> dict[str, Any]:
     return {
         "layer": row.layer,
         "tensor": row.tensor,
-        "verdict": row.verdict,
+        "result": row.result,
         "ranks_agree": row.ranks_agree,
         "ranks": [
             {

@@ -16,7 +16,7 @@ from tests.golden.paged_run import on_ranks
 from workers.config import WorkerConfig
 from workers.distributed.parallel_state import TensorParallel
 from workers.preflight import preflight, read_spec
-from workers.verify.causes import Scene, explain
+from workers.verify.causes import explain
 from workers.verify.compare import Comparison, compare
 from workers.verify.rank import run_rank
 from workers.verify.reference import record_reference
@@ -75,7 +75,7 @@ class Bench:
     def compared(self, size: int) -> tuple[Comparison, list[str]]:
         spec = read_spec(str(self.model))
         comparison = compare(self.folder, spec, size, self.dtype)
-        return comparison, explain(comparison, Scene(self.folder, self.model, spec, size))
+        return comparison, explain(comparison, self.folder, self.model, spec, size)
 
 
 def altered(model: Path, into: Path, name: str, change: Callable[[Tensor], Tensor]) -> Path:

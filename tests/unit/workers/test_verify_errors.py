@@ -1,4 +1,4 @@
-"""Whatever cannot be verified is refused before a weight is read: one line of cause, one of fix, exit code 3."""
+"""What cannot be verified is refused before a weight is read: one line of cause, one of fix, exit code 3."""
 
 import json
 import shutil
@@ -16,9 +16,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def spoken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def with_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with a tokenizer."""
-    return make_tiny(tmp_path_factory.mktemp("spoken"), "qwen2", tokenizer=True, max_position_embeddings=64)
+    return make_tiny(tmp_path_factory.mktemp("with_tokenizer"), "qwen2", tokenizer=True, max_position_embeddings=64)
 
 
 def unknown_family(folder: Path) -> None:
@@ -40,15 +40,18 @@ MISTAKES = {
     "prompts not text": (["{model}", "--prompts={folder}/binary"], "is not UTF-8 text (byte 0)"),
     "empty prompts": (["{model}", "--prompts={folder}/empty"], "holds no prompt"),
     "prompts without tokenizer": (["{model}", "--prompts={folder}/good"], "has no tokenizer"),
-    "prompt too long": (["{spoken}", "--prompts={folder}/long"], "prompt 2 has 200 tokens; the model has room for 52"),
-    "too many prompts": (["{spoken}", "--prompts={folder}/many"], "the limit is 512"),
+    "prompt too long": (
+        ["{with_tokenizer}", "--prompts={folder}/long"],
+        "prompt 2 has 200 tokens; the model has room for 52",
+    ),
+    "too many prompts": (["{with_tokenizer}", "--prompts={folder}/many"], "the limit is 512"),
     "output in no directory": (["{model}", "--output={folder}/no/report.json"], "--output: the directory"),
     "a directory as output": (["{model}", "--output={folder}"], "is a directory"),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_gets_two_lines(tmp_path: Path, tiny: Path, spoken: Path, name: str, capsys) -> None:
+def test_a_mistake_gets_two_lines(tmp_path: Path, tiny: Path, with_tokenizer: Path, name: str, capsys) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00hello")
     (tmp_path / "empty").write_text("\n\n")
     (tmp_path / "good").write_text("hello\n")
@@ -57,7 +60,7 @@ def test_a_mistake_gets_two_lines(tmp_path: Path, tiny: Path, spoken: Path, name
     unknown_family(Path(shutil.copytree(tiny, tmp_path / "mamba")))
     shutil.copytree(tiny, tmp_path / "empty-model", ignore=shutil.ignore_patterns("*.safetensors"))
     words, cause = MISTAKES[name]
-    code = command.main([word.format(folder=tmp_path, model=tiny, spoken=spoken) for word in words])
+    code = command.main([word.format(folder=tmp_path, model=tiny, with_tokenizer=with_tokenizer) for word in words])
     out, error = capsys.readouterr()
     lines = error.splitlines()
     assert (code, out, len(lines)) == (3, "", 2), error

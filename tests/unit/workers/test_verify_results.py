@@ -1,4 +1,4 @@
-"""What counts as rounding and what as a fault, which rank holds what, and what the report says of it."""
+"""What counts as rounding and what as a fault, which part a rank holds, and the report of it."""
 
 import json
 from pathlib import Path
@@ -11,11 +11,21 @@ from tests.house.rules import ROOT
 from tests.unit.workers.verify_cases import PROMPTS, Bench
 from workers.preflight import read_spec
 from workers.verify import __main__ as command
-from workers.verify.compare import LARGEST_LIMIT, LIMIT, Comparison, RankError, Row, TokenRow, compare_tokens, same_bits
-from workers.verify.names import part_of, tensor_names
+from workers.verify.compare import (
+    LARGEST_LIMIT,
+    LIMIT,
+    Comparison,
+    RankError,
+    Row,
+    TokenRow,
+    compare_tokens,
+    part_of,
+    same_bits,
+    tensor_names,
+)
+from workers.verify.rank import blocks_needed, steps_of
 from workers.verify.report import Report, shown, table
 from workers.verify.request import Text
-from workers.verify.steps import blocks_needed, steps_of
 
 
 def row(
@@ -27,12 +37,12 @@ def row(
     head: float = 0.5,
     limit: float = LARGEST_LIMIT,
 ) -> Row:
-    sound, judged = RankError(0, 1e-6, 1e-6, 0.5, 0.5), RankError(1, 1e-6, 1e-6, ratio, rms, head, limit)
-    return Row(layer, tensor, (sound, judged), agree)
+    right, other = RankError(0, 1e-6, 1e-6, 0.5, 0.5), RankError(1, 1e-6, 1e-6, ratio, rms, head, limit)
+    return Row(layer, tensor, (right, other), agree)
 
 
 @pytest.mark.parametrize(
-    ("ratio", "rms", "head", "limit", "verdict"),
+    ("ratio", "rms", "head", "limit", "result"),
     [
         (1.0, 1.0, 1.0, 4.0, "ok"),
         (4.0, 2.0, 2.0, 4.0, "ok"),
@@ -43,10 +53,10 @@ def row(
         (float("inf"), 1.0, 1.0, 4.0, "differs"),
     ],
 )
-def test_a_verdict_depends_on_every_error(ratio: float, rms: float, head: float, limit: float, verdict: str) -> None:
-    judged = row("q", ratio, rms, head=head, limit=limit)
-    assert judged.verdict == verdict
-    assert judged.wrong_ranks == (() if verdict == "ok" else (1,))
+def test_a_result_depends_on_every_error(ratio: float, rms: float, head: float, limit: float, result: str) -> None:
+    measured = row("q", ratio, rms, head=head, limit=limit)
+    assert measured.result == result
+    assert measured.wrong_ranks == (() if result == "ok" else (1,))
 
 
 def test_the_limits_are_those_of_the_document() -> None:
@@ -56,9 +66,9 @@ def test_the_limits_are_those_of_the_document() -> None:
 
 
 def test_ranks_that_disagree_are_a_fault_even_within_the_bound() -> None:
-    judged = row("o_proj", 1.0, 1.0, agree=False)
-    assert judged.verdict == "ranks disagree"
-    assert Comparison([row("q", 1, 1), judged]).first_fault is judged
+    measured = row("o_proj", 1.0, 1.0, agree=False)
+    assert measured.result == "ranks disagree"
+    assert Comparison([row("q", 1, 1), measured]).first_fault is measured
 
 
 def test_bits_are_compared_and_not_values() -> None:
@@ -68,9 +78,9 @@ def test_bits_are_compared_and_not_values() -> None:
 
 
 def test_the_table_shows_the_worst_of_a_layer_and_all_of_a_faulty_one() -> None:
-    sound = [row("q", 1.0, 0.5, 0), row("k", 1.5, 0.5, 0), row("v", 1.2, 0.5, 0)]
+    right = [row("q", 1.0, 0.5, 0), row("k", 1.5, 0.5, 0), row("v", 1.2, 0.5, 0)]
     faulty = [row("q", 1.0, 0.5), row("k", 90.0, 80.0), row("v", 1.2, 0.5)]
-    rows = shown(Comparison([row("embedding", 0, 0, None), *sound, *faulty, row("logits", 99, 99, None)]))
+    rows = shown(Comparison([row("embedding", 0, 0, None), *right, *faulty, row("logits", 99, 99, None)]))
     assert [one.name for one in rows] == ["embedding", "0.k", "1.q", "1.k", "1.v", "logits"]
     assert table(rows)[4].split() == ["1", "k", "1", "1.00e-06", "90.00", "80.00", "differs"]
 
@@ -113,11 +123,11 @@ def test_a_near_tie_is_no_fault_and_any_other_token_is(bench: Bench) -> None:
     answers[0][0] = order[-1]
     (bench.folder / "tokens.json").write_text(json.dumps(answers))
     found = list(compare_tokens(bench.folder, "bfloat16"))
-    assert [token.verdict for token in found] == ["differs", "ok", "ok"]
+    assert [token.result for token in found] == ["differs", "ok", "ok"]
     assert found[0].first_difference == 0 and found[0].gap > found[0].allowed > 0
     make_tie(bench, at, order[0], order[-1])
     found = list(compare_tokens(bench.folder, "bfloat16"))
-    assert [(token.verdict, token.near_ties) for token in found] == [("ok", 1), ("ok", 0), ("ok", 0)]
+    assert [(token.result, token.near_ties) for token in found] == [("ok", 1), ("ok", 0), ("ok", 0)]
     (bench.folder / "truth-ends.safetensors").write_bytes(saved)
 
 
@@ -145,7 +155,7 @@ def test_a_report_is_complete_json_and_a_table(bench: Bench) -> None:
     assert len(data["tensors"]) == len(tensor_names(3))
     assert data["tensors"][2]["ranks"][1]["rank"] == 1
     lines = report.to_text().splitlines()
-    assert lines[-1] == "verdict: ok"
+    assert lines[-1] == "result: ok"
     assert any(line.startswith("ranks: the same bits in all") for line in lines)
 
 
@@ -155,21 +165,21 @@ def test_a_report_of_a_fault_names_it() -> None:
     )
     report = Report("tiny", "LlamaForCausalLM", "float32", 2, 24, comparison, ["k_proj"], {}, 1.0)
     text = report.to_text()
-    assert "first difference: layer 1, k" in text and "likely cause: k_proj" in text and "verdict: differs" in text
+    assert "first difference: layer 1, k" in text and "likely cause: k_proj" in text and "result: differs" in text
     assert "prompt 1 differs at token 2, by a logit gap of 3 where rounding explains 0.1" in text
     data = json.loads(json.dumps(report.to_json(), allow_nan=False))
-    assert data["first_fault"] == {"layer": 1, "tensor": "k", "verdict": "differs", "ranks": [1]}
+    assert data["first_fault"] == {"layer": 1, "tensor": "k", "result": "differs", "ranks": [1]}
     assert data["tensors"][1]["ranks"][1]["largest_ratio"] is None
 
 
 @pytest.mark.parametrize(("ratio", "code"), [(1.0, 0), (9.0, 1)])
-def test_the_exit_code_is_the_verdict(ratio: float, code: int, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_the_exit_code_follows_the_result(ratio: float, code: int, tmp_path: Path, monkeypatch, capsys) -> None:
     report = Report("tiny", "X", "float32", 2, 24, Comparison([row("q", ratio, 1.0)]), [], {}, 1.0)
     monkeypatch.setattr(command, "verify", lambda arguments: report)
     out = tmp_path / "report.json"
     assert command.main(["model", f"--output={out}"]) == code
     assert json.loads(out.read_text())["ok"] is (code == 0)
-    assert capsys.readouterr().out.splitlines()[-1] == f"verdict: {'differs' if code else 'ok'}"
+    assert capsys.readouterr().out.splitlines()[-1] == f"result: {'differs' if code else 'ok'}"
 
 
 def test_a_report_that_cannot_be_written_is_a_mistake_in_two_lines(tmp_path: Path, monkeypatch, capsys) -> None:
@@ -177,5 +187,5 @@ def test_a_report_that_cannot_be_written_is_a_mistake_in_two_lines(tmp_path: Pat
     monkeypatch.setattr(command, "verify", lambda arguments: report)
     assert command.main(["model", f"--output={tmp_path}"]) == 3
     out, error = capsys.readouterr()
-    assert out.splitlines()[-1] == "verdict: ok"
+    assert out.splitlines()[-1] == "result: ok"
     assert [line.split(":")[0] for line in error.splitlines()] == ["error", "fix"]
