@@ -1,4 +1,4 @@
-"""`oarlock verify` and `oarlock replay` end as a whole: however the command is stopped, none of its processes stays."""
+"""`oarlock verify` and `oarlock replay` end as a whole: however they are stopped, none of their processes is left."""
 
 import os
 import signal
@@ -45,7 +45,7 @@ class Program:
         status = self.process.wait(20)
         eventually(lambda: not any(map(alive, self.below)), 10, "every process below has ended")
         self._reader.join(10)
-        assert not self._reader.is_alive(), "somebody still holds its output"
+        assert not self._reader.is_alive(), "a process still holds its output"
         return status, "".join(self.lines)
 
 
@@ -66,7 +66,7 @@ STOPS = {"SIGTERM": (signal.SIGTERM, 143), "Ctrl-C": (signal.SIGINT, 130), "SIGK
 
 
 def stop(program: Program, how: str) -> int:
-    """Returns the status that is due. Ctrl-C reaches everybody in the terminal."""
+    """Returns the expected exit status. Ctrl-C reaches every process of the terminal."""
     number, status = STOPS[how]
     (os.killpg if how == "Ctrl-C" else os.kill)(program.process.pid, number)
     return status
@@ -77,9 +77,9 @@ def test_verify_while_transformers_runs(started, tmp_path, how):
     started.append(program := Program(tmp_path, "verify", DEMO))
     program.wait_for(2)  # the program and transformers' own process
     eventually(lambda: list(tmp_path.glob("oarlock-verify-*")), 30, "the folder of tensors")
-    due = stop(program, how)
+    expected = stop(program, how)
     status, text = program.end()
-    assert status == due, text
+    assert status == expected, text
     assert "Traceback" not in text and "error:" not in text
     assert list(tmp_path.glob("oarlock-*")) == []
 
@@ -91,9 +91,9 @@ def test_verify_while_ranks_run(started, tmp_path):
     scratch.mkdir()
     started.append(program := Program(scratch, "verify", DEMO, "-tp", 2, "--prompts", prompts))
     program.wait_for(3)  # the program and two ranks
-    due = stop(program, "SIGTERM")
+    expected = stop(program, "SIGTERM")
     status, text = program.end()
-    assert status == due, text
+    assert status == expected, text
     assert "Traceback" not in text and "error:" not in text
     assert list(scratch.glob("oarlock-*")) == []
 
@@ -110,7 +110,7 @@ def recording(tmp_path_factory) -> Path:
 def test_replay(started, tmp_path, recording, how):
     started.append(program := Program(tmp_path, "replay", recording, "-tp", 2))
     program.wait_for(3)  # the program and two ranks
-    due = stop(program, how)
+    expected = stop(program, how)
     status, text = program.end()
-    assert status == due, text
+    assert status == expected, text
     assert "Traceback" not in text and "error:" not in text

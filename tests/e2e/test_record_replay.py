@@ -1,4 +1,4 @@
-"""How a user sends us a bug: a server records, is killed without warning, and the file still gives the same tokens."""
+"""The recording of a server that was killed without warning still replays to the same tokens."""
 
 import signal
 import subprocess
@@ -40,13 +40,13 @@ def test_a_recording_is_not_overwritten_at_a_start(tmp_path):
     assert file.read_bytes() == b"evidence"
 
 
-def test_a_file_that_is_no_recording(tmp_path):
+def test_a_file_that_is_not_a_recording_is_refused(tmp_path):
     result = oarlock("replay", DEMO / "config.json")
     assert result.returncode == 3 and "Traceback" not in result.stderr
     assert [line.split(":")[0] for line in result.stderr.strip().splitlines()] == ["error", "fix"]
 
 
-def test_how_replay_is_called():
+def test_the_usage_of_replay():
     result = oarlock("replay", "--help")
     assert result.returncode == 0 and "--tensor-parallel-size" in result.stdout and "--model" in result.stdout
     assert oarlock("replay").returncode == 2

@@ -1,6 +1,6 @@
 """`oarlock replay FILE`: feed a recording to ranks, without engine or server, and compare their answers.
 
-Knows the command's own arguments. The work is done by `engine.replay`, in a process of its own.
+The work is done by `engine.replay`, a program of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ HELP = "replay a recording of `serve --record` and compare every token"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="what `oarlock serve --record FILE` wrote")
+    parser.add_argument("file", metavar="FILE", help="a recording that `oarlock serve --record FILE` wrote")
     parser.add_argument(
         "-tp", "--tensor-parallel-size", type=int, metavar="N", help="ranks to replay with (default: as recorded)"
     )
@@ -23,14 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="X",
         help="largest difference of a logprob that passes (default: 0 with the recorded number of ranks; with "
-        "another, logprobs are reported and not judged)",
+        "another, logprobs are reported but not limited)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    words = []
+    options = []
     for name in ("tensor_parallel_size", "model", "tolerance"):
         value = getattr(arguments, name)
         if value is not None:
-            words.append(f"--{name.replace('_', '-')}={value}")
-    return run_program("engine.replay", [*words, "--", arguments.file])
+            options.append(f"--{name.replace('_', '-')}={value}")
+    return run_program("engine.replay", [*options, "--", arguments.file])

@@ -1,6 +1,6 @@
 """`oarlock verify MODEL`: compare every layer with transformers, on as many ranks as serve, and name what differs.
 
-Knows the command's own arguments and where a model lies. The work is done by `workers.verify`, in a process of its own.
+Finds or fetches the model; the rest is done by `workers.verify`, a program of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="auto, float32, bfloat16 or float16; float32 is the sharpest check (default auto: the model's own)",
     )  # fmt: skip
     parser.add_argument("--device", metavar="DEVICE", default="auto", help="auto, cpu or cuda (default auto)")
-    parser.add_argument("--prompts", metavar="FILE", help="one prompt per line (default: a few of our own)")
+    parser.add_argument("--prompts", metavar="FILE", help="one prompt per line (default: a few built-in ones)")
     parser.add_argument("--output", metavar="FILE.json", help="write the whole report, every tensor of every layer")
 
 
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     size = arguments.tensor_parallel_size
     if not size.isdecimal():
         raise StartupError(f"--tensor-parallel-size is {size!r}.", "Give a whole number of ranks, at least 1.")
-    # As the server would be told, so that a hub id is checked as it would be there before it is fetched.
+    # A server's settings: a hub id is checked against them before it is fetched.
     values = {"model": arguments.model, "tensor_parallel_size": int(size)}
     settings = make_settings(values | {"dtype": arguments.dtype, "device": arguments.device})
     progress = Progress()
@@ -45,9 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
         model = asyncio.run(resolve(settings, progress))
     finally:
         progress.finish()
-    words = [f"--tensor-parallel-size={size}"]
+    options = [f"--tensor-parallel-size={size}"]
     for name in ("dtype", "device", "prompts", "output"):
         value = getattr(arguments, name)
         if value is not None:
-            words.append(f"--{name}={value}")
-    return run_program("workers.verify", [*words, "--", model])
+            options.append(f"--{name}={value}")
+    return run_program("workers.verify", [*options, "--", model])

@@ -64,14 +64,14 @@ def test_the_shard_of_another_rank_is_recognised(benches, tmp_path: Path) -> Non
     assert bench.run(SIZE, copy)[1] == ["lm_head.weight: the rows of rank 1 (rank 1 holds the shard of rank 0)"]
 
 
-def test_a_tied_head_is_called_so(benches, tmp_path: Path) -> None:
+def test_a_tied_head_is_named_as_tied(benches, tmp_path: Path) -> None:
     bench = benches("qwen3")
     damaged = altered(bench.model, tmp_path / "copy", "model.embed_tokens.weight", rows(310, 311))
     causes = bench.run(SIZE, damaged)[1]  # id 310 is in no prompt, so only the head sees it
     assert causes == ["model.embed_tokens.weight (tied head): the rows of rank 1"]
 
 
-def test_a_wrong_rotation_is_told_from_a_wrong_projection(benches, tmp_path: Path) -> None:
+def test_a_wrong_rotation_is_distinguished_from_a_wrong_projection(benches, tmp_path: Path) -> None:
     bench = benches("qwen3")
     rope = json.loads((bench.model / "config.json").read_text())["rope_parameters"]
     copy = reconfigured(bench.model, tmp_path / "copy", rope_parameters=rope | {"rope_theta": 1000.0})

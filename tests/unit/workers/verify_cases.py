@@ -1,6 +1,6 @@
 """A verification in one process: transformers' side recorded once, our ranks as threads, faults planted in a copy.
 
-Knows tiny checkpoints. The files it leaves are those of `oarlock verify`.
+It writes the same files as `oarlock verify`.
 """
 
 import json
@@ -47,7 +47,7 @@ class Bench:
         record_reference(request, folder, lambda line: None)
 
     def run(self, size: int, model: Path | None = None, plant: Callable[[TensorParallel], None] | None = None):
-        """Our side on `size` ranks, from `model` if it is another; `plant` meets every rank's group first."""
+        """Our side on `size` ranks, from `model` if it is another; `plant` is first called with every rank's group."""
         config = preflight(
             WorkerConfig(
                 str(model or self.model),
@@ -88,7 +88,7 @@ def altered(model: Path, into: Path, name: str, change: Callable[[Tensor], Tenso
 
 
 def reconfigured(model: Path, into: Path, **changes: object) -> Path:
-    """A copy of a checkpoint whose config.json says something else."""
+    """A copy of a checkpoint with other values in its config.json."""
     shutil.copytree(model, into)
     path = into / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))

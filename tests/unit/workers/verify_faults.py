@@ -1,6 +1,6 @@
 """Damage to a tensor of a checkpoint, and the cause that verify must name for it: planted one at a time.
 
-python -m tests.unit.workers.verify_faults        # the table: tensor, damage, what verify says
+python -m tests.unit.workers.verify_faults        # the table: tensor, damage, named cause
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ _WORDS = {0.0: "lost", 0.5: "halved", 2.0: "doubled"}
 
 @dataclass(frozen=True)
 class Damage:
-    """Calling it does it."""
+    """A change of a tensor, called with it, and its description."""
 
     what: str
     change: Callable[[Tensor], Tensor]
