@@ -69,17 +69,17 @@ def on_ranks(size: int, work: Callable[[TensorParallel], Result]) -> list[Result
     if size == 1:
         with torch.inference_mode():
             return [work(TensorParallel.solo())]
-    threads = RankThreads(size)
+    group = RankThreads(size)
     results: list[Result | None] = [None] * size
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
             with torch.inference_mode():
-                results[rank] = work(ThreadRank(rank, threads))
+                results[rank] = work(ThreadRank(rank, group))
         except BaseException as error:
             errors.append(error)
-            threads.barrier.abort()
+            group.barrier.abort()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
