@@ -208,7 +208,7 @@ class AsyncLLM:
 
         What opens a text stands before the first mark, once, whether it is added here or the prompt brought it along.
         """
-        marks = self.tokenizer.fill_in_marks
+        marks = self.tokenizer.fim_token_ids
         if marks is None:
             message = "'suffix' needs a model with fill-in-the-middle tokens, which this one is not. Leave it out."
             raise RequestError(message, "suffix", "unsupported_parameter")

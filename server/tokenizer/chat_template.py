@@ -1,7 +1,6 @@
-"""Conversations to text by the checkpoint's own Jinja template, with the names that published templates expect.
+"""Conversations to text by the checkpoint's own Jinja template, with the variables that Hugging Face templates expect.
 
-Renders inside `template_sandbox`. Knows which variables Hugging Face templates are written for; knows nothing of tokens
-or of HTTP.
+Rendered in the sandbox of `jinja_sandbox.py`.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from server.tokenizer.jinja_sandbox import Sandbox, TemplateLimitError
 
 MAX_SECONDS = 2.0  # of this thread's own CPU time: a busy machine does not make a template slow
 _TOOL_USE = "tool_use"
-_MAX_TRIAL = 64 * 1024  # characters around a few words
+_MAX_TRIAL = 64 * 1024  # characters of a rendered trial conversation
 
 
 class ChatTemplate:
-    """The checkpoint's templates, compiled, or the knowledge that it has none."""
+    """The checkpoint's compiled templates; it may have none."""
 
     def __init__(
         self, source: str | Mapping[str, str] | None, names: dict[str, str], max_seconds: float = MAX_SECONDS
@@ -36,7 +35,7 @@ class ChatTemplate:
         self._max_seconds = max_seconds
         self._sandbox = _sandbox()
         self._templates: dict[str, jinja2.Template] = {}
-        self.source = sources.get(_TOOL_USE) or sources.get("default") or ""  # of the one that knows about tools
+        self.source = sources.get(_TOOL_USE) or sources.get("default") or ""  # of the one for tools, if there is one
         for name in ("default", _TOOL_USE):
             if name not in sources:
                 continue
@@ -50,7 +49,10 @@ class ChatTemplate:
 
     @staticmethod
     def from_config(config: dict[str, Any], names: dict[str, str]) -> ChatTemplate:
-        """The template in a tokenizer configuration: a text, or several with names (`default`, `tool_use`)."""
+        """The template in a tokenizer configuration: a text, or several with names (`default`, `tool_use`).
+
+        Raises `StartupError` for one that is not valid Jinja.
+        """
         source = config.get("chat_template")
         if isinstance(source, list):
             source = {item["name"]: item["template"] for item in source}
@@ -62,16 +64,16 @@ class ChatTemplate:
 
     @cached_property
     def takes_system(self) -> bool:
-        """There is a role `system`: some templates refuse it, some drop it in silence."""
-        return self._shows("system", "user")
+        """Whether messages of the role `system` are written: some templates refuse them, some drop them silently."""
+        return self._writes("system", "user")
 
     @cached_property
     def takes_runs(self) -> bool:
-        """Turns of one role may follow each other."""
-        return self._shows("user", "user", "assistant", "assistant", "user")
+        """Whether turns of one role may follow each other."""
+        return self._writes("user", "user", "assistant", "assistant", "user")
 
-    def _shows(self, *roles: str) -> bool:
-        """Whether such turns are accepted and written, each of them."""
+    def _writes(self, *roles: str) -> bool:
+        """Whether turns of these roles are accepted and all of them written."""
         turns = [{"role": role, "content": f"turn{number}"} for number, role in enumerate(roles)]
         try:
             text = self.render(turns, True, _MAX_TRIAL)
@@ -88,9 +90,10 @@ class ChatTemplate:
         tools: list[dict[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt's text. Raises `RequestError` when the template refuses, runs too long or writes too much.
+        """The prompt's text, at most `max_size` characters.
 
-        `variables` are the caller's own, such as `enable_thinking`; they never replace the ones named here.
+        Raises `RequestError` when the template refuses, runs too long or writes too much. `variables` are the
+        caller's, such as `enable_thinking`; they never replace the ones named here.
         """
         template = self._templates.get(_TOOL_USE if tools else "default") or self._templates.get("default")
         if template is None:
@@ -113,13 +116,13 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             message = f"The chat template refuses these messages: {str(error)[:300]}"
             raise RequestError(message, "messages") from None
-        except Exception as error:  # the checkpoint's code, not ours: whatever it trips over is about this input
+        except Exception as error:  # the template is foreign code: any error in it is about this input
             message = f"The chat template fails on these messages ({type(error).__name__})."
             raise RequestError(message, "messages") from None
 
 
 class _Generation(Extension):
-    """`{% generation %} … {% endgeneration %}` marks the assistant's words for training; here it is its body."""
+    """`{% generation %} … {% endgeneration %}` marks the assistant's text for training; here only its body counts."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
 
@@ -129,7 +132,7 @@ class _Generation(Extension):
 
 
 def _sandbox() -> Sandbox:
-    """The names that published templates expect, and no others."""
+    """A sandbox with the names that published templates expect, and no others."""
     sandbox = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     sandbox.filters["tojson"] = _to_json
     names: dict[str, Any] = sandbox.globals  # typed by Jinja as what it puts there itself

@@ -1,8 +1,8 @@
-"""Token ids to text, piece by piece, byte-exact: a character is shown when its last byte has come.
+"""Token ids to text, piece by piece, byte-exact: a character is returned when its last byte has come.
 
-Two ways, chosen by the tokenizer's decoder. `TokenBytes` knows the bytes of every token (byte-level BPE, and
-SentencePiece with byte fallback): constant work per token and the true bytes for logprobs. Decoders of other kinds go
-through a sliding window over the library's own `decode`. Knows nothing of stop strings or of requests.
+Two ways, chosen by the tokenizer's decoder. `TokenBytes` has the bytes of every token (byte-level BPE, and
+SentencePiece with byte fallback): constant work per token, and the bytes for logprobs. For decoders of other kinds, a
+sliding window over the library's own `decode`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Backend(Protocol):
-    """What is needed of a `tokenizers.Tokenizer`."""
+    """The methods used here of a `tokenizers.Tokenizer`."""
 
     def id_to_token(self, id: int) -> str | None: ...
 
@@ -31,14 +31,14 @@ class Detokenizer(Protocol):
         ...
 
     def flush(self) -> str:
-        """What is left when no more ids come: an unfinished character becomes U+FFFD."""
+        """The rest of the text when no more ids come: an unfinished character becomes U+FFFD."""
         ...
 
 
 class TokenBytes:
     """The bytes of each token id, computed once and kept.
 
-    `skipped` are the special ids: they have a name but add nothing to the text.
+    `skipped` are the special ids: they have a name and add nothing to the text.
     """
 
     def __init__(self, backend: Backend, style: str, skipped: frozenset[int], strip_first_space: bool) -> None:
@@ -72,10 +72,10 @@ class BytesDetokenizer:
     """Incremental decoding over `TokenBytes`."""
 
     def __init__(
-        self, token_bytes: TokenBytes, prompt_ids: Sequence[int] = (), shown: frozenset[int] = frozenset()
+        self, token_bytes: TokenBytes, prompt_ids: Sequence[int] = (), kept_special_ids: frozenset[int] = frozenset()
     ) -> None:
         self._bytes = token_bytes
-        self._skipped = token_bytes.skipped  # the prompt's own marks are never part of a character
+        self._skipped = token_bytes.skipped  # in the prompt all special tokens are skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip = token_bytes.strip_first_space
         # A prompt may end inside a character, and it decides whether this is the start of the text.
@@ -83,7 +83,7 @@ class BytesDetokenizer:
             self.push((token_id,))
         if prompt_ids and any(i not in token_bytes.skipped and token_bytes(i) for i in prompt_ids):
             self._strip = False
-        self._skipped = token_bytes.skipped - shown
+        self._skipped = token_bytes.skipped - kept_special_ids
 
     def push(self, ids: Sequence[int]) -> str:
         table, skipped = self._bytes, self._skipped
@@ -98,20 +98,22 @@ class BytesDetokenizer:
 
 
 class WindowDetokenizer:
-    """Incremental decoding by the difference of two decodes of a short window: for any other decoder."""
+    """Incremental decoding for any decoder: the difference of two decodes of a short window of ids."""
 
-    def __init__(self, backend: Backend, prompt_ids: Sequence[int] = (), shown: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, backend: Backend, prompt_ids: Sequence[int] = (), kept_special_ids: frozenset[int] = frozenset()
+    ) -> None:
         self._backend = backend
-        self._special = shown  # special ids to show: the library drops them, so they are written by name
+        self._kept_special_ids = kept_special_ids  # `decode` drops them, so they are written by name
         self._ids = list(prompt_ids[-8:])
         self._start = 0  # the window's first id
-        self._shown = len(self._ids)  # ids whose text has been returned
+        self._returned = len(self._ids)  # ids whose text has been returned
 
     def push(self, ids: Sequence[int]) -> str:
-        return "".join([self._push_special(i) if i in self._special else self._push(i) for i in ids])
+        return "".join([self._push_special(i) if i in self._kept_special_ids else self._push(i) for i in ids])
 
     def _push_special(self, token_id: int) -> str:
-        """What came before is complete; the text goes on behind it."""
+        """The text before a special token is complete; its name follows."""
         pending = self.flush()
         return pending + (self._backend.id_to_token(token_id) or "")
 
@@ -120,17 +122,17 @@ class WindowDetokenizer:
         text, before = self._window()
         if len(text) <= len(before) or text.endswith("\ufffd"):
             return ""
-        self._start, self._shown = self._shown, len(self._ids)
+        self._start, self._returned = self._returned, len(self._ids)
         return text[len(before) :]
 
     def flush(self) -> str:
         text, before = self._window()
-        self._start = self._shown = len(self._ids)
+        self._start = self._returned = len(self._ids)
         return text[len(before) :]
 
     def _window(self) -> tuple[str, str]:
         decode = self._backend.decode
-        before = decode(self._ids[self._start : self._shown], skip_special_tokens=True)
+        before = decode(self._ids[self._start : self._returned], skip_special_tokens=True)
         return decode(self._ids[self._start :], skip_special_tokens=True), before
 
 

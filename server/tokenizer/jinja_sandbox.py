@@ -1,8 +1,8 @@
-"""Jinja without attributes that reach Python, and with a budget of time and size that loops cannot dodge.
+"""Jinja without attributes that reach Python, and with limits of CPU time and text size.
 
-A template comes with the checkpoint, so it is foreign code. Every loop, macro and block begins with a look at the
-clock, put there when the template is parsed; every operation that makes a large text or number out of small ones is
-checked before it is done. Knows nothing of conversations.
+A template comes with the checkpoint, so it is foreign code. Every loop, macro and block begins with a check of the
+time, inserted when the template is parsed; every operation that makes a large text or number out of small ones is
+checked before it is done.
 """
 
 from __future__ import annotations
@@ -20,55 +20,55 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from jinja2.visitor import NodeTransformer
 
-_MAX_NUMBER = 1_000_000  # as an argument: wider paddings and longer ranges have no place in a prompt
+_MAX_NUMBER = 1_000_000  # as an argument: no prompt needs wider paddings or longer ranges
 _MAX_BITS = 4096
 _WIDE = re.compile(r"\d{5}|\*")  # a width in a format string, or one taken from the arguments
 _NO_LIMIT = 2**62
-_NEEDLESS_FILTERS = ("center", "pprint", "random", "urlize", "wordwrap", "xmlattr")
+_REMOVED_FILTERS = ("center", "pprint", "random", "urlize", "wordwrap", "xmlattr")
 
 
 class TemplateLimitError(TemplateError):
-    """The budget is spent."""
+    """The template takes more time, or makes a larger value, than it may."""
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The environment. One serves all threads: the budget of a rendering belongs to the thread that renders."""
+    """The environment. One serves all threads: the limits of a rendering belong to the thread that renders."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._budget = threading.local()
+        self._limits = threading.local()
         self.concat: Callable[[Iterable[str]], str] = self.collect  # how macros and `{% set %}` blocks are put together
-        for name in _NEEDLESS_FILTERS:
+        for name in _REMOVED_FILTERS:
             self.filters.pop(name, None)
         self.filters.update({name: _bounded(function) for name, function in self.filters.items()})
         self.filters["format"] = self.formatted
 
     @contextmanager
     def limits(self, seconds: float, size: int) -> Generator[None, None, None]:
-        """What happens inside may take so much of this thread's CPU time, and no text may become larger."""
-        self._budget.deadline, self._budget.size = time.thread_time() + seconds, size
+        """Inside: so many seconds of this thread's CPU time, and so many characters for any text."""
+        self._limits.deadline, self._limits.size = time.thread_time() + seconds, size
         try:
             yield
         finally:
-            del self._budget.deadline, self._budget.size
+            del self._limits.deadline, self._limits.size
 
-    def tick(self) -> str:
-        """One more turn of a loop, or one more call of a macro."""
-        if time.thread_time() > getattr(self._budget, "deadline", _NO_LIMIT):
+    def check_time(self) -> str:
+        """Called at each turn of a loop and each call of a macro. Raises `TemplateLimitError`."""
+        if time.thread_time() > getattr(self._limits, "deadline", _NO_LIMIT):
             raise TemplateLimitError
         return ""
 
     def collect(self, pieces: Iterable[str]) -> str:
-        """The pieces as one text, unless it becomes too large on the way."""
-        kept, size, most = [], 0, getattr(self._budget, "size", _NO_LIMIT)
+        """The pieces as one text. Raises `TemplateLimitError` as soon as it is too large."""
+        kept, size, most = [], 0, getattr(self._limits, "size", _NO_LIMIT)
         for piece in pieces:
             kept.append(piece)
             size += len(piece)
             if size > most:
                 raise TemplateLimitError
-            self.tick()
+            self.check_time()
         return "".join(kept)
 
     def joined(self, values: list[Any]) -> str:
@@ -82,7 +82,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context | None, operator: str, left: Any, right: Any) -> Any:
         if operator == "%" and isinstance(left, str) and _WIDE.search(left):
             raise TemplateLimitError
-        if operator in ("+", "*") and self._size(operator, left, right) > getattr(self._budget, "size", _NO_LIMIT):
+        if operator in ("+", "*") and self._size(operator, left, right) > getattr(self._limits, "size", _NO_LIMIT):
             raise TemplateLimitError
         if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
@@ -92,7 +92,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def _size(operator: str, left: Any, right: Any) -> int:
-        """How long the text or list will be."""
+        """The length of the text or list that `left operator right` makes; 0 for numbers."""
         sizes = [len(value) if isinstance(value, str | list | tuple) else None for value in (left, right)]
         if operator == "+":
             return sum(size or 0 for size in sizes)
@@ -110,11 +110,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return wrapped
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        return _Guards(self).visit(super()._parse(source, name, filename))
+        return _InsertChecks(self).visit(super()._parse(source, name, filename))
 
 
-class _Guards(NodeTransformer):
-    """Puts `tick` at the start of everything that can repeat, and `joined` in place of `~`."""
+class _InsertChecks(NodeTransformer):
+    """Inserts `check_time` at the start of all that can repeat, and `joined` in place of `~`."""
 
     def __init__(self, environment: Sandbox) -> None:
         self._environment = environment
@@ -124,13 +124,13 @@ class _Guards(NodeTransformer):
         call.set_lineno(line).set_environment(self._environment)
         return call
 
-    def _guarded(self, node: Any) -> Any:
+    def _checked(self, node: Any) -> Any:
         self.generic_visit(node)
-        tick = nodes.ExprStmt(self._call("tick", [], node.lineno))
-        node.body.insert(0, tick.set_lineno(node.lineno).set_environment(self._environment))
+        check_time = nodes.ExprStmt(self._call("check_time", [], node.lineno))
+        node.body.insert(0, check_time.set_lineno(node.lineno).set_environment(self._environment))
         return node
 
-    visit_For = visit_Macro = visit_CallBlock = visit_Block = _guarded
+    visit_For = visit_Macro = visit_CallBlock = visit_Block = _checked
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Call:
         self.generic_visit(node)
@@ -138,7 +138,7 @@ class _Guards(NodeTransformer):
 
 
 def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter whose arguments (what stands in the brackets) may not be huge numbers."""
+    """The filter, refusing huge numbers as arguments (the values in its parentheses)."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,7 @@
 """Long texts: how few tokens one can have, and where it can be cut so that its pieces have the tokens of the whole.
 
-Both are read from the description of the tokenizer (`tokenizer.json`), and only where they can be proven: a bound that
-is too high would refuse a prompt that fits, and a cut in the wrong place would change tokens. Knows text and
-descriptions; knows nothing of threads or of requests.
+Both are derived from `tokenizer.json`, and only where they can be proven: a bound that is too high would refuse a
+prompt that fits, and a cut in the wrong place would change tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 from tokenizers.pre_tokenizers import ByteLevel
 
-_STRIDE = 64 * 1024  # characters that are looked through while no other thread may run
+_STRIDE = 64 * 1024  # characters that are searched while holding the GIL
 # What Unicode's normal forms can make of a text at most: so many bytes, or characters, become one.
 _MAX_SHRINK_BYTES, _MAX_SHRINK_CHARACTERS = 5, 4
 _NORMAL_FORMS = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
@@ -57,15 +56,15 @@ _BRANCHES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class TextPieces:
-    """What one tokenizer allows."""
+    """The bounds and the places to cut of one tokenizer."""
 
     longest: int = 0  # bytes, or characters, of the longest token; 0: nothing is known
     longest_word: int = 0  # the same without white space
     in_bytes: bool = False
     shrinks: bool = False  # the text is brought to a normal form first
-    swallowers: tuple[str, ...] = ()  # added tokens that take any white space around them with them
+    stripping_tokens: tuple[str, ...] = ()  # added tokens that include any white space around them
     cuts: str = ""  # the characters before which a text may be cut, when an ASCII letter or digit precedes
-    drops_space: bool = False  # every piece gets a mark for a space at its start: the space itself goes
+    drops_space: bool = False  # each piece gets a `▁` at its start, which stands for the space: it is left out
 
     def least_tokens(self, text: str) -> int:
         """No encoding of `text` has fewer tokens; 0 when nothing is known."""
@@ -77,7 +76,7 @@ class TextPieces:
         if is_changed:
             shrink = _MAX_SHRINK_BYTES if self.in_bytes else _MAX_SHRINK_CHARACTERS
         of_words = -(-(size - spaces) // (shrink * self.longest_word))
-        if any(is_changed or token in text for token in self.swallowers):
+        if any(is_changed or token in text for token in self.stripping_tokens):
             return of_words
         return max(of_words, -(-size // (shrink * self.longest)))
 
@@ -93,7 +92,7 @@ class TextPieces:
         yield start, len(text)
 
     def _cut(self, text: str, start: int) -> int | None:
-        """The first place to cut from `start` on. Looked for in strides, between which other threads may run."""
+        """The first place to cut from `start` on. Searched in strides: the GIL is released between two."""
         place = re.compile(f"(?<={_WORD})[{self.cuts}]" + (f"(?={_WORD})" if self.drops_space else ""))
         for stride in range(start, len(text), _STRIDE):
             found = place.search(text, stride, stride + _STRIDE)
@@ -103,7 +102,7 @@ class TextPieces:
 
 
 def pieces_for(described: dict[str, Any]) -> TextPieces:
-    """What is known of the tokenizer that `tokenizer.json` describes."""
+    """The `TextPieces` of the tokenizer that the JSON object `tokenizer.json` describes."""
     model = described["model"]
     normalizers = _steps(described.get("normalizer"), "normalizers")
     splitters = _steps(described.get("pre_tokenizer"), "pretokenizers")
@@ -128,7 +127,7 @@ def pieces_for(described: dict[str, Any]) -> TextPieces:
         longest_word=max(1, longest_word),
         in_bytes=in_bytes,
         shrinks=any(step["type"] in _NORMAL_FORMS for step in normalizers),
-        swallowers=tuple(token["content"] for token in added if token["lstrip"] or token["rstrip"]),
+        stripping_tokens=tuple(token["content"] for token in added if token["lstrip"] or token["rstrip"]),
         cuts=cuts,
         drops_space=drops_space,
     )

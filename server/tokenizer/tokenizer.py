@@ -1,8 +1,7 @@
-"""Text to ids and back, and chat templates, from the files of a checkpoint. Loaded once; used from a small thread pool.
+"""Text to token ids and back, from the files of a checkpoint: one `Tokenizer` with a few threads of its own.
 
 Reads `tokenizer.json` with the `tokenizers` library alone, so that the frontend needs neither torch nor transformers;
-a checkpoint without that file is converted by transformers. Never runs code from the checkpoint: templates are rendered
-in Jinja's immutable sandbox.
+a checkpoint without that file is converted by transformers. Never runs Python code of the checkpoint.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from server.tokenizer.text_pieces import TextPieces, pieces_for
 
 _T = TypeVar("_T")
 _MAX_RENDERED = 64 * 1024  # characters a template may add to four times its input
-_DECODED_AT_ONCE = 1 << 14  # ids; joining the bytes of a million would hold the interpreter's lock for too long
+_DECODED_AT_ONCE = 1 << 14  # ids; joining the bytes of a million would hold the GIL for too long
 _LONG = 256 * 1024  # about a quarter of a second's work
-_PIECE = 64 * 1024  # characters of a long text that are tokenized in one go
+_PIECE = 64 * 1024  # characters of a long text that are tokenized at once
 _SAMPLE = "a"
-# As the families that were trained to fill in the middle name them.
-_FILL_IN_MARKS = (
+# The fill-in-the-middle tokens of each model family: before the prompt, before the suffix, before the answer.
+_FIM_TOKENS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # noqa: RUF001
@@ -41,7 +40,7 @@ _FILL_IN_MARKS = (
 
 
 class TooManyTokensError(Exception):
-    """A text has more tokens than the caller has room for. It was not tokenized to its end."""
+    """A text has more tokens than the caller accepts: `at_least` so many. It was not tokenized to its end."""
 
     def __init__(self, at_least: int) -> None:
         super().__init__(f"at least {at_least} tokens")
@@ -57,7 +56,7 @@ class Tokenizer:
         backend.no_padding()
         written = backend.to_str()
         described = json.loads(written)
-        # Of all that turns text into ids: vocabulary and rules, special tokens, the chat template.
+        # Covers all that decides ids: vocabulary and rules, special tokens, the chat template.
         self.digest = hashlib.sha256(f"{written}{json.dumps(config, sort_keys=True)}".encode()).hexdigest()
         self._special = frozenset(item["id"] for item in described["added_tokens"] if item["special"])
         self._bytes = token_bytes_for(backend, described["decoder"], self._special)
@@ -65,16 +64,16 @@ class Tokenizer:
         self.eos_token_ids = self._ids_of(self._names.get("eos_token"))  # one, or none
         self.bos = list(self._ids_of(self._names.get("bos_token")))  # one id, or none
         self._add_bos = config.get("add_bos_token")
-        self._marks = self._find_marks()
-        self._pieces = pieces_for(described) if self._marks is not None else TextPieces()
+        self._added_ids = self._find_added_ids()
+        self._pieces = pieces_for(described) if self._added_ids is not None else TextPieces()
         self.template = ChatTemplate.from_config(config, self._names)
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
-        self._slow_lane = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer-long")
-        self._uncut_lane = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer-uncut")
+        self._long_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer-long")
+        self._uncut_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer-uncut")
 
     @staticmethod
     def load(directory: str | Path) -> Tokenizer:
-        """Read the tokenizer of a checkpoint directory. Raises `StartupError`."""
+        """The tokenizer of a checkpoint's folder. Raises `StartupError`."""
         path = Path(directory)
         config = read_json(path / "tokenizer_config.json")
         template_file = path / "chat_template.jinja"
@@ -91,9 +90,9 @@ class Tokenizer:
         return self._special
 
     @property
-    def fill_in_marks(self) -> tuple[int, int, int] | None:
+    def fim_token_ids(self) -> tuple[int, int, int] | None:
         """The ids before the prompt, between prompt and suffix, and behind the suffix; None without such tokens."""
-        for names in _FILL_IN_MARKS:
+        for names in _FIM_TOKENS:
             before, between, after = (self.backend.token_to_id(name) for name in names)
             if before is not None and between is not None and after is not None:
                 return before, between, after
@@ -102,16 +101,16 @@ class Tokenizer:
     @property
     def opening(self) -> list[int]:
         """The ids that `encode` puts before a text, such as a BOS."""
-        return self._with_bos(self._marks[0] if self._marks else [], "")
+        return self._with_bos(self._added_ids[0] if self._added_ids else [], "")
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of `text`, with the marks that the checkpoint puts around a plain text (such as a BOS)."""
-        # Only the batch form works without the interpreter's lock: a long text must not hold up the event loop.
+        """The ids of `text`, with the special tokens that the checkpoint adds to a text (such as a BOS)."""
+        # Only the batch method releases the GIL: a long text must not block the event loop.
         ids = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return self._with_bos(ids, text) if add_special_tokens else ids
 
     def _with_bos(self, ids: list[int], text: str) -> list[int]:
-        """The ids of a text and its marks, with a BOS exactly if the configuration says so."""
+        """`ids` of `text` with a BOS, or without one, where the configuration sets `add_bos_token`."""
         if not self.bos or self._add_bos is None:
             return ids
         if self._add_bos and ids[:1] != self.bos:
@@ -120,9 +119,9 @@ class Tokenizer:
             return ids[1:]
         return ids
 
-    def _find_marks(self) -> tuple[list[int], list[int]] | None:
-        """The ids that stand before and behind every text; None if they cannot be told from the text's own."""
-        plain, whole = (self.backend.encode(_SAMPLE, add_special_tokens=marks).ids for marks in (False, True))
+    def _find_added_ids(self) -> tuple[list[int], list[int]] | None:
+        """The ids that the checkpoint adds before and behind a text; None if they cannot be separated from its own."""
+        plain, whole = (self.backend.encode(_SAMPLE, add_special_tokens=add).ids for add in (False, True))
         for start in range(len(whole) - len(plain) + 1):
             if plain and whole[start : start + len(plain)] == plain:
                 return whole[:start], whole[start + len(plain) :]
@@ -137,12 +136,12 @@ class Tokenizer:
     async def aencode(
         self, text: str, add_special_tokens: bool = True, *, most: int | None = None, last: int | None = None
     ) -> list[int]:
-        """What `encode` returns, made by this tokenizer's threads; cancelling ends the work on a long text.
+        """What `encode` returns, computed in this tokenizer's threads; cancelling ends the work on a long text.
 
         `most`: raises `TooManyTokensError` as soon as it is certain that the text has more. `last`: only so many ids
         from the end are wanted; of a long text no others are looked for, but some may come.
         """
-        if len(text) <= _PIECE or self._marks is None:
+        if len(text) <= _PIECE or self._added_ids is None:
             whole = partial(self.encode, text, add_special_tokens=add_special_tokens)
             return await self.run(whole, len(text), is_uncut=len(text) > _LONG)
         least = 0 if most is None else await self.run(lambda: self._pieces.least_tokens(text), len(text))
@@ -153,7 +152,7 @@ class Tokenizer:
             places.reverse()
         parts: list[list[int]] = []
         count = 0
-        for start, end in places:  # piece by piece: those who share the lane take turns
+        for start, end in places:  # one piece at a time: texts that share a thread take turns
             work = partial(self.encode, text[start:end], add_special_tokens=False)
             parts.append(await self.run(work, len(text), is_uncut=end - start > _LONG))
             count += len(parts[-1])
@@ -166,31 +165,36 @@ class Tokenizer:
         ids = list(chain.from_iterable(parts))
         if not add_special_tokens:
             return ids
-        before, behind = self._marks
+        before, behind = self._added_ids
         if len(parts) < len(places):  # the beginning is not wanted
             return [*ids, *behind]
         return self._with_bos([*before, *ids, *behind], text)
 
-    def detokenizer(self, prompt_ids: Sequence[int] = (), shown: frozenset[int] = frozenset()) -> Detokenizer:
-        """The incremental decoder of one sequence that goes on from `prompt_ids`. `shown`: special ids that count."""
-        if self._bytes is not None:
-            return BytesDetokenizer(self._bytes, prompt_ids, shown)
-        return WindowDetokenizer(self.backend, prompt_ids, shown & self._special)
+    def detokenizer(
+        self, prompt_ids: Sequence[int] = (), kept_special_ids: frozenset[int] = frozenset()
+    ) -> Detokenizer:
+        """The incremental decoder of a sequence that continues `prompt_ids`.
 
-    def decode(self, ids: Sequence[int], shown: frozenset[int] = frozenset()) -> str:
-        """The whole text of `ids`, as a stream of pieces would have shown it."""
-        detokenizer = self.detokenizer((), shown)
+        `kept_special_ids`: special ids whose name is part of the text; the others add nothing.
+        """
+        if self._bytes is not None:
+            return BytesDetokenizer(self._bytes, prompt_ids, kept_special_ids)
+        return WindowDetokenizer(self.backend, prompt_ids, kept_special_ids & self._special)
+
+    def decode(self, ids: Sequence[int], kept_special_ids: frozenset[int] = frozenset()) -> str:
+        """The text of `ids`, equal to what a stream of pieces makes up."""
+        detokenizer = self.detokenizer((), kept_special_ids)
         pieces = [
             detokenizer.push(ids[start : start + _DECODED_AT_ONCE]) for start in range(0, len(ids), _DECODED_AT_ONCE)
         ]
         return "".join(pieces) + detokenizer.flush()
 
     async def atext(self, ids: Sequence[int]) -> str:
-        """The text of `ids` with special tokens by name: what the model sees, for people."""
+        """The text of `ids` with special tokens by name."""
         return await self.run(lambda: self.decode(ids, self._special), len(ids))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The true bytes of one token; the name, for special ones."""
+        """The bytes of one token; a special token's are its name."""
         if self._bytes is not None:
             return self._bytes(token_id)
         if token_id in self._special:
@@ -198,7 +202,7 @@ class Tokenizer:
         return self.backend.decode([token_id], skip_special_tokens=False).encode()
 
     def token_text(self, token_id: int) -> str:
-        """One token for people and for dictionary keys; a piece of a character is shown as `bytes:\\xe4\\xb8`."""
+        """One token as text; a piece of a character is written `bytes:\\xe4\\xb8`."""
         data = self.token_bytes(token_id)
         try:
             return data.decode()
@@ -206,7 +210,8 @@ class Tokenizer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def close(self) -> None:
-        for pool in (self._pool, self._slow_lane, self._uncut_lane):
+        """End the threads. Work that has not begun is cancelled."""
+        for pool in (self._pool, self._long_pool, self._uncut_pool):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _ids_of(self, token: str | None) -> tuple[int, ...]:
@@ -214,12 +219,12 @@ class Tokenizer:
         return () if token_id is None else (token_id,)
 
     async def run(self, work: Callable[[], _T], size: int, *, is_uncut: bool = False) -> _T:
-        """The result of slow work with this tokenizer, done by its threads.
+        """The result of `work`, done by this tokenizer's threads.
 
-        `size`: characters or ids of the input. Megabytes queue behind each other, not before a line; what cannot be cut
-        into pieces (`is_uncut`) not before those that can.
+        `size`: characters or ids of the input. Long inputs share one thread, so that short ones never wait for them;
+        long texts that cannot be cut into pieces (`is_uncut`) share another.
         """
-        pool = self._uncut_lane if is_uncut else self._pool if size < _LONG else self._slow_lane
+        pool = self._uncut_pool if is_uncut else self._pool if size < _LONG else self._long_pool
         return await asyncio.get_running_loop().run_in_executor(pool, work)
 
 
@@ -240,7 +245,7 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
 
 
 def _convert(path: Path) -> tokenizers.Tokenizer:
-    """A checkpoint with only a SentencePiece model, or a vocabulary and merges, by way of transformers."""
+    """The tokenizer of a checkpoint that has only a SentencePiece model, or a vocabulary and merges."""
     if not any((path / name).is_file() for name in _VOCABULARY_FILES):  # transformers would make up an empty one
         raise StartupError(
             f"{path} has no tokenizer.json, nor any other vocabulary of a tokenizer.",
@@ -251,7 +256,7 @@ def _convert(path: Path) -> tokenizers.Tokenizer:
     try:
         loaded = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
         return _checked(getattr(loaded, "backend_tokenizer", None))
-    except Exception as error:  # anything may be wrong with a foreign folder
+    except Exception as error:  # transformers raises exceptions of many kinds
         raise StartupError(
             f"{path} has no tokenizer.json and its tokenizer cannot be converted: {str(error)[:200]}.",
             "Put the checkpoint's tokenizer.json beside its weights.",

@@ -52,7 +52,7 @@ def capabilities(document: dict[str, Any], serving: OpenAIServing) -> dict[str, 
         },
         "features": {
             "chat": service.tokenizer.template.exists,
-            "fill_in_the_middle": service.tokenizer.fill_in_marks is not None,
+            "fill_in_the_middle": service.tokenizer.fim_token_ids is not None,
             "prefix_caching": info.enable_prefix_caching,
             "strict_parameters": settings.strict_parameters,
             "unknown_parameters": "refused" if settings.strict_parameters else "reported in X-Ignored-Parameters",

@@ -33,7 +33,7 @@ CORPUS = [
     Path(__file__).read_text(encoding="utf-8"),
     "naïve façade — 中文。字符。 don't DON'T I'll\n\n\tx = 12345 ** 2\r\n" * 20,
 ]
-MARKS = [
+ADDED = [
     AddedToken("<s>", special=True),
     AddedToken("<|end|>", special=True, rstrip=True),
     AddedToken("<mask>", lstrip=True),
@@ -52,12 +52,12 @@ def _bytes(splitter, normalizer=None):
     backend.train_from_iterator(
         CORPUS, trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, show_progress=False)
     )
-    backend.add_special_tokens(MARKS)
+    backend.add_special_tokens(ADDED)
     return backend
 
 
 def _sentencepiece(prepends):
-    """As Llama 2 (with a normalizer that puts a mark before each text), or as its later form and Mistral's."""
+    """As Llama 2 (with a normalizer that puts `▁` before each text), or as its later form and Mistral's."""
     trained = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
     trained.normalizer = normalizers.Replace(" ", "▁")
     trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
@@ -74,7 +74,7 @@ def _sentencepiece(prepends):
         backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     else:
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    backend.add_special_tokens(MARKS)
+    backend.add_special_tokens(ADDED)
     return backend
 
 
@@ -171,14 +171,14 @@ def test_a_token_in_another_spelling_takes_white_space_too():
     assert pieces_for(json.loads(backend.to_str())).least_tokens(text) <= 1
 
 
-def test_a_bound_is_worth_having(kind):
+def test_a_bound_is_within_a_factor_of_the_text(kind):
     _, known = kind
     for text in ("a" * 10_000, "中文" * 5_000, " " * 10_000, "<|end|>" + " x" * 10_000):
         assert known.least_tokens(text) * 300 > len(text)
     assert len(list(known.pieces("some words " * 1000, 100))) > 90
 
 
-def test_normal_forms_shrink_no_more_than_is_reckoned_with():
+def test_normal_forms_shrink_no_more_than_is_assumed():
     """The heaviest input for each character of a decomposition, summed over what a character is composed of."""
     heaviest: dict[str, float] = {}
     for character in ASSIGNED:
@@ -222,7 +222,7 @@ def test_a_token_across_words_forbids_cuts():
     assert TextPieces().least_tokens("x" * 100) == 0
 
 
-def test_a_text_that_cannot_be_cut_does_not_stand_before_one_that_can(monkeypatch):
+def test_a_text_that_can_be_cut_does_not_wait_for_one_that_cannot(monkeypatch):
     loaded = Tokenizer(KINDS["demo"](), {})
     begun, release, encode = threading.Event(), threading.Event(), loaded.encode
 
@@ -249,13 +249,13 @@ def test_a_text_that_cannot_be_cut_does_not_stand_before_one_that_can(monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("marks", "add_bos"), [("<s> $A", None), ("<s> $A <|end|>", True), ("<s> $A", False), ("$A", True)]
+    ("added", "add_bos"), [("<s> $A", None), ("<s> $A <|end|>", True), ("<s> $A", False), ("$A", True)]
 )
-def test_a_long_text_gets_its_marks_once(monkeypatch, marks, add_bos):
+def test_a_long_text_gets_its_special_tokens_once(monkeypatch, added, add_bos):
     monkeypatch.setattr("server.tokenizer.tokenizer._PIECE", 30)
     backend = KINDS["llama3"]()
     ids = [(name, backend.token_to_id(name)) for name in ("<s>", "<|end|>")]
-    backend.post_processor = TemplateProcessing(single=marks, special_tokens=ids)
+    backend.post_processor = TemplateProcessing(single=added, special_tokens=ids)
     loaded = Tokenizer(backend, {"bos_token": "<s>", "add_bos_token": add_bos})
     words = "some words 字 and more. " * 20
 

@@ -94,7 +94,7 @@ def test_a_model_without_a_template_refuses_chat(folder):
         loaded.render_chat(USER)
 
 
-def test_templates_may_raise_and_the_client_learns_why():
+def test_an_error_that_a_template_raises_reaches_the_client():
     template = _template("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(RequestError, match="roles must alternate"):
         template.render(USER, True, 1000)
@@ -117,7 +117,7 @@ def test_templates_cannot_leave_the_sandbox(source):
         _template(source).render(USER, True, 1000)
 
 
-def test_templates_see_no_inside_of_python():
+def test_templates_cannot_read_attributes_of_python_objects():
     assert _template("[{{ raise_exception.__globals__ }}{{ messages.__class__ }}]").render(USER, True, 10) == "[]"
 
 
@@ -139,8 +139,8 @@ def test_several_named_templates():
     assert ChatTemplate.from_config(config, {}).render(USER, True, 10) == "D"
 
 
-def test_a_long_text_does_not_stand_before_a_short_one(folder):
-    """Two of them fill every thread there was, were they not sent to a lane of their own."""
+def test_a_short_text_does_not_wait_for_a_long_one(folder):
+    """Long texts have a thread of their own: three of them would occupy all threads for short ones."""
     tokenizer = Tokenizer.load(folder)
     release = threading.Event()
 
