@@ -1,4 +1,4 @@
-"""The FastAPI application: which routes exist, how errors look, what stands before them. No engine is started here."""
+"""The FastAPI application: its routes, its error bodies and its middleware."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from server.serving.base import OpenAIServing
 from server.serving.server_state import ServerState
 from server.version import VERSION
 
-# Families of OpenAI's API, and of others that clients try, which have no counterpart here.
+# Routes of OpenAI's API and of others that clients try, which are not served.
 _NOT_SERVED = (
     "assistants",
     "audio",
@@ -48,7 +48,7 @@ _NOT_SERVED = (
 
 
 def create_app(settings: Settings, state: ServerState, counters: HttpCounters | None = None) -> ASGIApp:
-    """The application for one server. It answers 503 until `state` is ready and holds a service."""
+    """The application for one server. It answers 503 until `state` is ready."""
     counters = counters or HttpCounters()
     app = application(settings, state, counters)
     counters.routes = frozenset(path for path in app.openapi()["paths"] if "{" not in path)
@@ -59,9 +59,9 @@ def create_app(settings: Settings, state: ServerState, counters: HttpCounters | 
 
 
 def application(settings: Settings, state: ServerState, counters: HttpCounters) -> FastAPI:
-    """The routes alone, with nothing before them."""
+    """The routes without the middleware."""
     app = FastAPI(title="Oarlock", version=VERSION, docs_url=None, redoc_url=None, openapi_url="/openapi.json")
-    app.router.redirect_slashes = False  # a redirect would have no body of ours, and name a host that the client sent
+    app.router.redirect_slashes = False  # a redirect would trust the Host header, and have another body than our errors
     for module in (completions, chat, render, tokens, models, about, health, metrics, admin):
         app.include_router(module.router)
     app.add_exception_handler(HTTPException, _framework_error)
@@ -71,7 +71,7 @@ def application(settings: Settings, state: ServerState, counters: HttpCounters) 
 
 
 async def _framework_error(request: Request, error: Exception) -> Response:
-    """The framework's own refusals, in our shape."""
+    """Errors of the framework itself, with the body that all errors have."""
     assert isinstance(error, HTTPException)
     path = request.url.path[:200]
     if error.status_code == 404:

@@ -1,8 +1,7 @@
-"""One HTTP/1.1 connection: uvicorn's protocol with the limits and the endings it lacks.
+"""One HTTP/1.1 connection: uvicorn's protocol with limits, deadlines and an orderly close.
 
-Heads and the framing of chunked bodies are bounded before the parser has read them; offers to change the protocol are
-ignored, bodies kept; every state but answering has a deadline; a refusal reaches clients that are still writing. Knows
-sockets and bytes, not routes.
+Heads and the framing of chunked bodies are bounded before they are parsed; offers to upgrade the protocol are ignored
+and the body is kept; every state but answering has a deadline; a refusal reaches clients that are still writing.
 """
 
 from __future__ import annotations
@@ -19,46 +18,46 @@ from uvicorn.server import ServerState
 from server.errors import HttpError, error_bytes
 
 HEAD_TIMEOUT_S = 20.0
-KEEP_ALIVE_S = 65.0  # above the usual 60 s of proxies, so that they and not we close idle connections
-LINGER_TIMEOUT_S = 20.0  # for the rest of a request whose answer has been given
-UNREAD_TIMEOUT_S = 90.0  # for a client that takes no byte of its answer; streams have a shorter limit of their own
+KEEP_ALIVE_S = 65.0  # above the usual 60 s of proxies, which then close idle connections before the server does
+LINGER_TIMEOUT_S = 20.0  # for the rest of a request that has been answered
+UNREAD_TIMEOUT_S = 90.0  # for a client that reads no byte of its response; streams have a shorter limit of their own
 MAX_HEAD_BYTES = 32 * 1024
 MAX_HEAD_FIELDS = 100
 MAX_LINGER_BYTES = 256 * 2**20
 _MAX_PIPELINED = 32
-_RESERVED = 16  # connections beyond the limit: probes are answered there, everything else is told to come again
+_RESERVED = 16  # connections beyond the limit: probes are answered there, everything else gets 503
 _REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 _FRAMING = frozenset({b"content-length", b"transfer-encoding"})
 
 
 class Connections(ServerState):
-    """All connections of one server: how many there may be, and which of them wait for a request."""
+    """All connections of one server, their limit, and which of them wait for a request."""
 
     connections: set[Any]
 
     def __init__(self, limit: int) -> None:
         super().__init__()
         self.limit = limit
-        self.waiting: dict[BoundedProtocol, None] = {}  # for a head or the rest of one; the longest wait comes first
+        self.waiting: dict[BoundedProtocol, None] = {}  # those that wait for a request head, the longest wait first
 
     def make_room(self, newcomer: BoundedProtocol) -> bool:
-        """Close the connection that has waited longest for a request. False: that frees no place, all are busy."""
+        """Close the connection that has waited longest for a request. False if that frees no place: all are busy."""
         for oldest in self.waiting:
             if oldest is not newcomer and not oldest.transport.get_write_buffer_size():
                 del self.waiting[oldest]
-                self.connections.discard(oldest)  # it counts no more, though the loop has yet to bury it
+                self.connections.discard(oldest)  # not counted any more, though the loop closes it later
                 oldest.transport.abort()
                 return not oldest.is_crowded
         return False
 
     def expire(self, now: float) -> None:
-        """End what has passed its deadline. `now`: the loop's clock."""
+        """End connections that have passed their deadline. `now`: the loop's clock, in seconds."""
         for connection in [each for each in self.connections if each.deadline < now]:
             connection.expire(now)
 
 
 class _CycleTransport:
-    """What a request's answer needs of the transport; closing it waits for a client that is still writing."""
+    """The transport as a response uses it; closing it waits for a client that is still writing."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
         self.write = transport.write
@@ -67,14 +66,14 @@ class _CycleTransport:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection, with a size for every head and a deadline for everything that is not answering."""
+    """One connection, with a limit for every head and a deadline in every state but answering."""
 
     server_state: Connections
     parser: httptools.HttpRequestParser
-    deadline = math.inf  # on the loop's clock
+    deadline = math.inf  # on the loop's clock, in seconds
     is_crowded = False  # beyond the limit of connections
-    _in_head = False  # waiting for a head, or in the middle of one
-    _lingering = False  # answered and half closed: what still comes is dropped
+    _in_head = False  # waiting for a request head, or in the middle of one
+    _lingering = False  # answered and half closed: further bytes are dropped
     _replaying = False  # the parser reads a head for the second time
     _upgrade_offered = False
     _head_size = 0
@@ -116,7 +115,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 return
 
     def _feed(self, piece: bytes | memoryview) -> int:
-        """How many bytes the parser took; all, unless an offer to change the protocol ends a head among them."""
+        """How many bytes the parser took: all, unless a head that offers an upgrade ends among them."""
         try:
             self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade as offer:
@@ -127,8 +126,10 @@ class BoundedProtocol(HttpToolsProtocol):
         return len(piece)
 
     def _replay_head(self) -> None:
-        """Go on behind a head that offers another protocol. The parser takes such a request to have no body, so a new
-        one is told again how long it is. We keep to HTTP/1.1, as anyone may (RFC 9110, 7.8)."""
+        """Continue behind a head that offers another protocol, and stay with HTTP/1.1, as RFC 9110, 7.8 allows.
+
+        The parser assumes that such a request has no body, so a new parser reads its framing fields again.
+        """
         framing = [b"%s: %s\r\n" % (name, value) for name, value in self.headers if name in _FRAMING]
         self._upgrade_offered, self._replaying = False, True
         self.parser = httptools.HttpRequestParser(self)
@@ -142,7 +143,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unframed = max(self._unframed, 1)  # it may have begun behind another request
         self._head_size = 0
         state = self.scope["state"]
-        # For the stream that finds its reader gone: only the transport can drop what is already buffered.
+        # For a stream whose client is gone: only the transport can drop what is already buffered.
         state["abort_connection"] = self.transport.abort
         if self.is_crowded:
             state["crowded"] = True
@@ -166,7 +167,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._replaying = False
             return
         if self.parser.get_method() == b"CONNECT" or len(self.pipeline) >= _MAX_PIPELINED:
-            raise ValueError("neither a proxy nor a queue")
+            raise ValueError("CONNECT, or too many pipelined requests")
         super().on_headers_complete()
         self._in_head = False
         self._upgrade_offered = self.parser.should_upgrade()
@@ -182,7 +183,7 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self._upgrade_offered:  # its body is still to come
+        if self._upgrade_offered:  # the body is still to come
             return
         self._unframed = 0
         self.cycle.more_body = False
@@ -227,16 +228,16 @@ class BoundedProtocol(HttpToolsProtocol):
             self.deadline = math.inf
 
     def expire(self, now: float) -> None:
-        """The deadline has passed."""
+        """Act on a deadline that has passed."""
         num_unsent = self.transport.get_write_buffer_size()
-        if num_unsent and num_unsent < self._num_unsent:  # a slow reader, but a reader
+        if num_unsent and num_unsent < self._num_unsent:  # the client is slow, but it reads
             self._num_unsent = num_unsent
             self.deadline = now + UNREAD_TIMEOUT_S
         elif num_unsent or self._lingering or self.transport.is_closing():
             self.transport.abort()
         elif self._in_head and self._unframed:
             self._refuse(408, f"No complete request head arrived within {HEAD_TIMEOUT_S:.0f} seconds.")
-        else:  # opened ahead of need, or kept open, and not used: nobody waits for an answer
+        else:  # opened or kept open and not used: no request waits for a response
             self.transport.close()
 
     @property
@@ -250,7 +251,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.server_state.waiting[self] = None
 
     def _drop(self, num_bytes: int) -> None:
-        """Bytes of a request that has its answer."""
+        """Count dropped bytes of a request that has been answered."""
         self._num_dropped += num_bytes
         if self._num_dropped > MAX_LINGER_BYTES:
             self.transport.abort()
@@ -262,14 +263,17 @@ class BoundedProtocol(HttpToolsProtocol):
             self._close()
 
     def _close(self) -> None:
-        """Close as soon as what is written has been taken."""
+        """Close as soon as the client has read what is written."""
         self._num_unsent = self.transport.get_write_buffer_size()
         self.deadline = self.loop.time() + UNREAD_TIMEOUT_S
         self.transport.close()
 
     def _linger(self) -> None:
-        """Close our half, and read on until the client closes its own. Were bytes left unread, the kernel would answer
-        them with a reset, and a client that writes first and reads later would never see what it was told."""
+        """Close the sending half, and read on until the client closes its own.
+
+        If bytes were left unread, the kernel would answer them with a reset, and a client that writes first and reads
+        later would never see the response.
+        """
         if self.transport.is_closing():
             return
         self.server_state.waiting.pop(self, None)
@@ -279,7 +283,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.deadline = self.loop.time() + LINGER_TIMEOUT_S
         try:
             self.transport.write_eof()
-        except OSError:  # the client has reset the connection: nobody is left to linger for
+        except OSError:  # the client has reset the connection
             self.transport.abort()
             return
         self.flow.resume_reading()
@@ -293,9 +297,9 @@ class BoundedProtocol(HttpToolsProtocol):
     def _refuse(self, status: int, message: str) -> None:
         if self._is_answering:
             if self._in_head or self.cycle.response_started or self.pipeline:
-                self._close()  # a refusal written now would land in the middle of another answer
+                self._close()  # a refusal written now would be in the middle of another response
                 return
-            self.cycle.disconnected = True  # the body that it waits for will not come
+            self.cycle.disconnected = True  # the body that it waits for will not arrive
             self.cycle.message_event.set()
         body = error_bytes(HttpError(status, message))
         head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"

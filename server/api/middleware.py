@@ -1,7 +1,7 @@
-"""What stands before every route: request id, Host check, key check, and "not now" while loading or draining.
+"""The middleware before every route: request id, Host check, API keys, and 503 while loading or draining.
 
-Plain ASGI: it must see streams as they are and cost nothing per chunk. Authorises on the ASGI path, never on a URL put
-together from headers. Deny by default: only the routes named here are open.
+Plain ASGI, so it costs nothing per chunk of a stream. It authorises on the ASGI path, never on a URL made from headers.
+Deny by default: without a key only the routes named here are open.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logger("http")
 
 
 class ApiMiddleware:
-    """The outermost layer of the application."""
+    """The outermost layer of the application: every request passes it."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class ApiMiddleware:
                 counted = True
             await self._app(scope, receive, send_with_id)
         except Exception as error:
-            if status:  # the answer has begun: nothing can be said any more, the server closes the connection
+            if status:  # the response has begun: no error can be sent any more, the server closes the connection
                 raise
             answer = describe(error)
             if answer.status == 500:
@@ -87,24 +87,24 @@ class ApiMiddleware:
             self._counters.count(scope["method"], scope["path"], status)
 
     def _check(self, path: str, headers: dict[bytes, bytes]) -> Key | None:
-        """The key that the request came with, if any are wanted. Raises `HttpError`."""
-        # A page of somebody else's knows no key, so a route that wants one needs no other guard against it.
-        wants_key = bool(self._keys) and path not in self._open
-        if not wants_key and path not in ALWAYS_OPEN and headers.get(b"host", b"") not in self._hosts:
+        """The API key of the request, if its route requires one. Raises `HttpError`."""
+        # A foreign web page has no key, so a route that requires one needs no check of the Host header.
+        requires_key = bool(self._keys) and path not in self._open
+        if not requires_key and path not in ALWAYS_OPEN and headers.get(b"host", b"") not in self._hosts:
             raise _foreign_host(headers[b"host"])
         authorization = headers.get(b"authorization", b"")
         if path.startswith(ADMIN):
             self._check_admin(authorization)
             return None
-        if not wants_key:
+        if not requires_key:
             return None
         key = self._keys.find(authorization)
         if key is None:
-            raise _key_wanted("A valid API key")
+            raise _key_required("A valid API key")
         return key
 
     def _check_admin(self, authorization: bytes) -> None:
-        """Only the operator's key opens the admin routes; without one they are closed to everyone."""
+        """Raises `HttpError` unless the request has the admin key. Without one the admin routes are closed."""
         if not self._admin:
             message = "No admin key is set, so the admin routes are closed. Start the server with --admin-api-key KEY."
             raise HttpError(403, message, code="admin_disabled")
@@ -112,11 +112,11 @@ class ApiMiddleware:
             return
         scheme, _, given = authorization.partition(b" ")
         if scheme.lower() != b"bearer" or not given.strip():
-            raise _key_wanted("The admin key")
-        raise HttpError(403, "This key does not open the admin routes: they want the admin key.", code="not_admin_key")
+            raise _key_required("The admin key")
+        raise HttpError(403, "This is not the admin key, which the admin routes require.", code="not_admin_key")
 
     def _check_state(self, is_admin: bool) -> None:
-        """Raises `HttpError` unless requests are let in. The operator may end what holds up a drain."""
+        """Raises `HttpError` unless requests are served. Admin requests are served while draining as well."""
         heartbeat, phase = self._state.heartbeat, self._state.phase
         serves = phase is Phase.READY or (is_admin and phase is Phase.DRAINING)
         if serves and heartbeat is not None and heartbeat.is_alive:
@@ -133,8 +133,8 @@ class ApiMiddleware:
 
 
 def _crowded() -> HttpError:
-    """For a connection beyond the limit, which only probes may use."""
-    message = "All connections of this server are in use. Try again in a moment, or use one connection for more."
+    """The error on a connection beyond the limit, which only probes may use."""
+    message = "All connections of this server are in use. Try again in a moment, or reuse one connection for more."
     return HttpError(503, message, code="too_many_connections", headers={"Connection": "close", **retry_after(1)})
 
 
@@ -147,7 +147,7 @@ def _foreign_host(header: bytes) -> HttpError:
     return HttpError(403, message, code="host_not_allowed")
 
 
-def _key_wanted(what: str) -> HttpError:
+def _key_required(what: str) -> HttpError:
     message = f"{what} is required: send the header 'Authorization: Bearer KEY'."
     return HttpError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
@@ -160,7 +160,7 @@ def _first_headers(headers: Iterable[tuple[bytes, bytes]]) -> dict[bytes, bytes]
 
 
 def _request_id(given: bytes | None) -> str:
-    """The client's id when it is harmless, else a new one."""
+    """The client's id if it has only plain characters, else a new one."""
     if given is not None and _REQUEST_ID.fullmatch(given):
         return given.decode()
     return secrets.token_hex(12)

@@ -1,6 +1,6 @@
-"""The HTTP/1.1 server: uvicorn with its signal handling removed, a limit of connections, and one clock for them all.
+"""The HTTP/1.1 server: uvicorn without its signal handling, with a limit of connections and one timer for deadlines.
 
-What a single connection may do is in `http_connection`. Knows sockets and descriptors, not routes.
+The limits of a single connection are in `http_connection`.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ class HttpServer(uvicorn.Server):
 
 
 def raise_descriptor_limit() -> None:
-    """As many open files as this process may have without asking anyone: each connection takes one."""
+    """Raise the soft limit of open files to the hard one: each connection takes one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2**16 if hard == resource.RLIM_INFINITY else hard
-    with contextlib.suppress(ValueError, OSError):  # some systems allow less than they say: it stays as it was
+    with contextlib.suppress(ValueError, OSError):  # some systems allow less than their hard limit: it stays as it was
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def connection_limit() -> int:
-    """How many connections there may be: an eighth of the descriptors, 64 at least, is left for everything else."""
+    """The limit of connections. An eighth of the file descriptors, at least 64, is left for everything else."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return _MAX_CONNECTIONS
@@ -77,11 +77,13 @@ def connection_limit() -> int:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """The listening socket, before anything slow begins. Raises `StartupError` that names the holder of the port."""
+    """The listening socket. Raises `StartupError`, which names the process that uses the port."""
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
-        raise StartupError(f"The host {host} is not known ({error.strerror}).", "Use 127.0.0.1 or 0.0.0.0.") from None
+        raise StartupError(
+            f"The host {host} cannot be resolved ({error.strerror}).", "Use 127.0.0.1 or 0.0.0.0."
+        ) from None
     family, kind, protocol, _, address = infos[0]
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -97,9 +99,9 @@ def bind(host: str, port: int) -> socket.socket:
 
 def _bind_error(host: str, port: int, error: OSError) -> StartupError:
     if error.errno == errno.EADDRINUSE:
-        holder = _holder_of(port)
+        process = _process_on(port)
         return StartupError(
-            f"Port {port} on {host} is in use{f' by {holder}' if holder else ''}.",
+            f"Port {port} on {host} is in use{f' by {process}' if process else ''}.",
             f"Stop that process, or choose another port: --port {port + 1 if port < 65535 else 8000}",
         )
     if error.errno == errno.EACCES:
@@ -109,8 +111,8 @@ def _bind_error(host: str, port: int, error: OSError) -> StartupError:
     return StartupError(f"Cannot listen on {host} port {port}: {error.strerror}.", "Choose another --host or --port.")
 
 
-def _holder_of(port: int) -> str | None:
-    """The process that listens on `port`, if we may see it."""
+def _process_on(port: int) -> str | None:
+    """The process that listens on `port`, if this user may see it."""
     import psutil  # only needed to explain a failure
 
     try:
@@ -118,12 +120,12 @@ def _holder_of(port: int) -> str | None:
             if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
                 return f"process {connection.pid} ({psutil.Process(connection.pid).name()})"
     except psutil.Error:
-        return None  # not ours to see: the message does without the name
+        return None  # of another user
     return None
 
 
 def url_of(listener: socket.socket) -> str:
-    """An address that a person on this machine can open."""
+    """The URL of the server on this machine."""
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = "127.0.0.1"
@@ -131,7 +133,7 @@ def url_of(listener: socket.socket) -> str:
 
 
 def warn_if_exposed(host: str, has_keys: bool) -> str | None:
-    """A sentence for the log when strangers could use this server."""
+    """A warning for the log when the network can use this server without a key."""
     if is_loopback(host) or has_keys:
         return None
     return f"listening on {host} without --api-key: everyone who can reach this machine can use the model"

@@ -1,7 +1,6 @@
-"""Which names a request may call this server by: what keeps a page that a browser loaded elsewhere from reaching it.
+"""The names that are allowed in a request's Host header, against DNS rebinding.
 
-Such a page may point a name of its own at this machine (DNS rebinding); the browser then sends that name in the Host
-header. Knows names and addresses, not requests.
+A foreign web page may point a name of its own at this machine; the browser then sends that name in the Host header.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ def is_loopback(host: str) -> bool:
 
 
 def is_pattern(pattern: str) -> bool:
-    """Whether it can be allowed: a name or an address, `*.` and a domain, or `*`."""
+    """Whether it is a valid pattern: a name or an address, `*.` and a domain, or `*`."""
     return _PATTERN.fullmatch(pattern.lower()) is not None or _address(pattern.strip("[]")) is not None
 
 
 class AllowedHosts:
     """The names of one server.
 
-    Always: `localhost`, every address written as a number (no name, nothing to rebind), and the host it listens on.
-    Where the network can reach it also this machine's own name, names without a dot, as containers have, and those
-    that only a local network can resolve: on loopback they would let a neighbour of the local network in.
+    Always: `localhost`, every numeric address (which cannot be rebound), and the host it listens on. Where the network
+    can reach it also this machine's own name, names without a dot, as containers have, and those that only a local
+    network can resolve. On loopback the last would allow rebinding by other machines of the local network.
     """
 
     def __init__(self, host: str, allowed: Iterable[str] = ()) -> None:
@@ -49,7 +48,7 @@ class AllowedHosts:
             self._endings += _PRIVATE_ENDINGS
 
     def __contains__(self, header: bytes) -> bool:
-        """Whether this Host header is one of ours. HTTP/1.0 probes send none; browsers always do."""
+        """Whether this Host header is allowed. HTTP/1.0 probes send none; browsers always do."""
         text = header.decode("latin-1").strip().lower()
         if self._any or not text:
             return True

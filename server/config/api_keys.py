@@ -1,6 +1,6 @@
-"""Who may ask: the keys of the command line, the environment and a file, compared in constant time.
+"""API keys from the command line, the environment and a file, compared in constant time.
 
-Keys are kept hashed. A key has a label, which is what logs show. Knows files and hashes; not routes, not requests.
+Keys are kept hashed. Logs show only a key's label.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from engine.errors import StartupError
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One client's key, without the key."""
+    """The label and the SHA-256 of one key."""
 
     label: str
     digest: bytes
 
     @property
     def salt(self) -> str:
-        """Keeps what this client's prompts left in the cache apart from all others'."""
+        """Keeps this client's prompts apart from other clients' in the prefix cache."""
         return self.digest.hex()[:16]
 
 
@@ -37,7 +37,7 @@ class ApiKeys:
         return bool(self._keys)
 
     def find(self, authorization: bytes) -> Key | None:
-        """The key in an `Authorization` header. It takes the same time whatever was sent."""
+        """The key in an `Authorization` header, found in constant time."""
         scheme, _, given = authorization.partition(b" ")
         digest = hashlib.sha256(given.strip()).digest()
         matches = [key for key in self._keys if hmac.compare_digest(digest, key.digest)]  # no early exit
@@ -53,7 +53,7 @@ def load_keys(given: Iterable[str], file: str | None) -> ApiKeys:
 
 
 def load_admin_key(given: str | None, others: ApiKeys) -> ApiKeys:
-    """The operator's one key, or a ring without any. Raises `StartupError` when a client's key would open as much."""
+    """The admin key, or no key. Raises `StartupError` when it is one of the API keys too."""
     if given is not None and others.find(b"Bearer " + given.encode()) is not None:
         raise StartupError("The admin key is one of the API keys, too.", "Give --admin-api-key a key of its own.")
     return ApiKeys([] if given is None else [("admin", given)])
@@ -79,6 +79,6 @@ def _read(path: Path, already: int) -> list[tuple[str, str]]:
                 f"Line {number} of {path} has {len(words)} words.", "Write one key per line, with a label before it."
             )
         keys.append((words[0] if len(words) == 2 else f"key-{already + len(keys) + 1}", words[-1]))
-    if not keys:  # an empty file must not open the server to everyone
+    if not keys:  # an empty file must not open the server to every client
         raise StartupError(f"The file of API keys {path} holds no key.", "Write one key per line.")
     return keys

@@ -19,7 +19,7 @@ _REVISION = re.compile(r"\w[\w./-]*")
 
 
 def display_name(model: str | None) -> str:
-    """What clients call the model when no name was given."""
+    """The model's name for clients when `--served-model-name` gives none."""
     return DEMO_NAME if model is None else (Path(model).resolve().name if Path(model).is_dir() else model)
 
 
@@ -37,7 +37,7 @@ async def resolve(settings: Settings, on_progress: OnDetailedProgress) -> str:
     if path.exists():
         if settings.revision is not None:
             raise StartupError(
-                f"{path} is on this machine, so --revision {settings.revision} means nothing.",
+                f"{path} is on this machine, so --revision {settings.revision} does not apply.",
                 "Leave --revision out, or give a hub id.",
             )
         return _checked(path)
@@ -48,7 +48,7 @@ async def resolve(settings: Settings, on_progress: OnDetailedProgress) -> str:
         )
     revision = settings.revision or "main"
     if not _REVISION.fullmatch(revision) or ".." in revision:
-        raise StartupError(f"--revision {revision} is no revision.", "Give a branch, a tag or a full commit.")
+        raise StartupError(f"--revision {revision} is not a valid revision.", "Give a branch, a tag or a full commit.")
     engine = settings.engine_config("")
     return await download(HubModel(model, revision, settings.download_dir, settings.offline, engine), on_progress)
 

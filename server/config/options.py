@@ -1,7 +1,7 @@
-"""How one option is described, parsed from text and checked. Knows types and ranges, not which options exist.
+"""How one option is described, parsed from text and checked: its type, range, choices and names.
 
-An option is a dataclass field whose metadata says everything: help, example, range, choices, flag. Flags, environment
-names, TOML keys and the documentation table are all read from there, so none of them can drift.
+An option is a dataclass field with metadata. Flags, environment names, TOML keys and the table of the documentation are
+all made from it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class OptionError(ValueError):
-    """A value or a name given by the operator is wrong. `cause` and `fix` are one line each."""
+    """A wrong value or name of an option. `cause` and `fix` are one line each."""
 
     def __init__(self, cause: str, fix: str) -> None:
         super().__init__(f"{cause} {fix}")
@@ -31,7 +31,7 @@ class OptionError(ValueError):
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_KIND_NAMES: dict[type, str] = {str: "text", int: "integer", float: "number", bool: "switch"}
+_JSON_NAMES: dict[type, str] = {str: "string", int: "integer", float: "number", bool: "boolean"}
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
 
@@ -43,7 +43,7 @@ class Option:
     name: str  # the TOML key and the attribute of Settings
     kind: type  # str, int, float or bool
     many: bool  # a tuple of `kind`
-    optional: bool  # None is a value: "decide for me"
+    optional: bool  # None is a value: decided automatically, or without a limit
     default: Any
     help: str
     example: str
@@ -68,8 +68,12 @@ class Option:
     def type_name(self) -> str:
         if self.choices:
             return "|".join(self.choices)
-        name = "size" if self.is_bytes else _KIND_NAMES[self.kind]
-        return f"{name} …" if self.many else name
+        return f"array of {self.item_type_name}" if self.many else self.item_type_name
+
+    @property
+    def item_type_name(self) -> str:
+        """The type of one value, by its name in JSON; a number of bytes, which may have a unit, is a `size`."""
+        return "size" if self.is_bytes else _JSON_NAMES[self.kind]
 
     @property
     def default_text(self) -> str:
@@ -89,11 +93,11 @@ class Option:
         return self.check(tuple(self._scalar(text) for text in self._not_blank(list(texts))))
 
     def from_toml(self, value: Any) -> Any:
-        """The value of a TOML key: already typed, so its type is checked instead of guessed."""
+        """The value of a TOML key. It has a type already, which is checked."""
         if self.many:
             items = value if isinstance(value, list) else [value]
             if not all(isinstance(item, self.kind) for item in items):
-                raise self._wrong(value, f"a list of {self.type_name}")
+                raise self._wrong(value, f"of type {self.type_name}")
             return self.check(tuple(self._not_blank(items)))
         if self.is_bytes and isinstance(value, str):
             return self.check(self._scalar(value))
@@ -125,7 +129,7 @@ class Option:
         return value
 
     def _not_blank(self, values: list[Any]) -> list[Any]:
-        """`values`. Of a secret, there must be some: who gave an empty one believes that a door is locked."""
+        """`values`. A secret must not be blank: it would leave open what the operator believes to be protected."""
         if self.secret and not (values and all(value.strip() for value in values)):
             raise OptionError(
                 f"{self.env}, {self.flag} or {self.name} is given, but holds no key.",
@@ -159,7 +163,7 @@ class Option:
 
 
 def option(default: Any, *, help: str, example: str, group: str, **metadata: Any) -> Any:
-    """A dataclass field that describes itself. See `Option` for the metadata."""
+    """A dataclass field with the metadata of an `Option`."""
     return dataclasses.field(default=default, metadata=dict(help=help, example=example, group=group, **metadata))
 
 

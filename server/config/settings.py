@@ -10,7 +10,7 @@ from engine.config import EngineConfig, WorkerConfig
 from server.config.option_checks import check_allowed_hosts, check_step_size, unknown_name
 from server.config.options import Option, describe, option
 
-# Where the operator leaves them to the machine: the most and the least of what follows from a measured step.
+# Where the options are not given: the largest step and the shortest timeout that measuring a step may result in.
 MAX_NUM_BATCHED_TOKENS = 2048
 STEP_TIMEOUT_S = 120.0
 
@@ -19,7 +19,7 @@ _MODEL, _HTTP, _PARALLEL, _SCHEDULE, _LOG = "Model", "HTTP", "Devices", "Schedul
 
 @dataclass(frozen=True)
 class Settings:
-    """What the operator decided. Values are checked; `model` is still a name, resolved later to a directory."""
+    """The operator's settings, checked. `model` is a name, which is resolved to a directory later."""
 
     model: str | None = option(
         None,
@@ -43,9 +43,7 @@ class Settings:
         example="/data/models",
         help="where models of the hub are kept, as huggingface_hub lays them out (default: its cache, HF_HOME)",
     )
-    offline: bool = option(
-        False, group=_MODEL, example="", help="serve hub ids from what was fetched earlier, and never ask the network"
-    )
+    offline: bool = option(False, group=_MODEL, example="", help="serve hub ids from the cache, without the network")
     dtype: str = option(
         "auto",
         group=_MODEL,
@@ -67,8 +65,7 @@ class Settings:
         "auto",
         group=_MODEL,
         example="vllm",
-        help="sampling where a request says nothing: auto: as the model's generation_config.json says; vllm: neutral; "
-        "or a folder with such a file",
+        help="default sampling; auto: the model's generation_config.json; vllm: neutral; or a folder with such a file",
     )
     seed: int = option(
         0,
@@ -76,7 +73,7 @@ class Settings:
         example="1",
         minimum=0,
         maximum=2**31 - 1,
-        help="of dummy weights; requests bring their own",
+        help="seed of dummy weights; requests have their own",
     )
     max_model_len: int | None = option(
         None,
@@ -87,7 +84,10 @@ class Settings:
         help="longest prompt plus answer in tokens (default: what the model was trained for)",
     )
     host: str = option(
-        "127.0.0.1", group=_HTTP, example="0.0.0.0", help="address to listen on; wider than loopback wants an --api-key"
+        "127.0.0.1",
+        group=_HTTP,
+        example="0.0.0.0",
+        help="address to listen on; beyond loopback, set an --api-key",
     )
     port: int = option(8000, group=_HTTP, example="8080", minimum=0, maximum=65535, help="0: any free port")
     api_key: tuple[str, ...] = option(
@@ -101,21 +101,21 @@ class Settings:
         None,
         group=_HTTP,
         example="keys.txt",
-        help="more keys, one per line, each with a label before it if you like; the label shows in the request log",
+        help="file of more keys, one per line, with an optional label before each; the request log shows the label",
     )
     admin_api_key: str | None = option(
         None,
         group=_HTTP,
         example="KEY",
         secret=True,
-        help="the one key that opens /admin and nothing else; none: /admin is closed; better in OARLOCK_ADMIN_API_KEY",
+        help="key of the /admin routes, and only of them; without one they are closed; better in OARLOCK_ADMIN_API_KEY",
     )
     allowed_hosts: tuple[str, ...] = option(
         (),
         group=_HTTP,
         example="llm.example.org *.lan",
-        help="more names that requests may call this server by, where no key is needed: behind a proxy its public "
-        "name; *.example.org for all below one, * for any",
+        help="more names that the Host header may have where no key is required, such as the public name of a proxy; "
+        "*.example.org for all below it, * for any",
     )
     max_body_size: int = option(
         16 * 2**20,
@@ -136,13 +136,13 @@ class Settings:
         False,
         group=_HTTP,
         example="",
-        help="refuse a token limit that the context has no room for (400) instead of cutting it to what there is",
+        help="refuse a token limit that does not fit the context (400) instead of lowering it",
     )
     always_stream_usage: bool = option(
-        False, group=_HTTP, example="", help="end every stream with a chunk of usage, asked for or not"
+        False, group=_HTTP, example="", help="end every stream with a chunk of usage, even when not requested"
     )
     ignore_model_case: bool = option(
-        False, group=_HTTP, example="", help="let requests write the served names in capitals or small letters"
+        False, group=_HTTP, example="", help="accept the served names in upper or lower case"
     )
     request_timeout: float | None = option(
         None,
@@ -185,7 +185,7 @@ class Settings:
         group=_PARALLEL,
         example="reference",
         choices=("auto", "avx512", "torch", "reference"),
-        help="reference: slow and obviously right",
+        help="reference: plain torch, slow, for comparison",
     )
     step_timeout: float | None = option(
         None,
@@ -228,7 +228,11 @@ class Settings:
         True, group=_SCHEDULE, example="", help="keep KV blocks of shared prompt beginnings"
     )
     log_level: str = option(
-        "info", group=_LOG, example="debug", choices=("debug", "info", "warning", "error"), help="least severe shown"
+        "info",
+        group=_LOG,
+        example="debug",
+        choices=("debug", "info", "warning", "error"),
+        help="least severe shown",
     )
     enable_log_requests: bool = option(
         False, group=_LOG, example="", help="one line per request: id, tokens, times; never its text"

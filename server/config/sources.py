@@ -48,7 +48,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
             continue
         if name not in by_env:
             raise unknown_name("environment variable", name, by_env)
-        if not text.strip() and not by_env[name].secret:  # how compose files pass on a variable that nobody set
+        if not text.strip() and not by_env[name].secret:  # compose files pass on unset variables as empty
             continue
         values[by_env[name].name] = by_env[name].from_text(text)
     return values
@@ -70,7 +70,7 @@ def _from_file(path: str | None) -> dict[str, Any]:
         name = key.replace("-", "_")
         if isinstance(value, dict):
             raise OptionError(
-                f"{path} has a table [{key}], but options stand for themselves.",
+                f"{path} has a table [{key}], but options are not in tables.",
                 f"Write the keys below it at the beginning of the file, without [{key}].",
             )
         if name not in OPTIONS:

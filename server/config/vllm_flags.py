@@ -1,6 +1,6 @@
-"""Flags of vLLM that are no options here: which of them ask for what holds anyway, and what holds in place of the rest.
+"""Flags of vLLM that are not options here: accepted with a note if they ask for what Oarlock does anyway, else refused.
 
-A command line made for vLLM works here, or says in one line why not; nothing in it is dropped without a word.
+The note or the error says in one sentence what Oarlock does.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _YES = ("true", "1", "yes", "on")
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One of them, refused unless `is_switch` or `harmless` say otherwise. `holds`: one sentence about Oarlock."""
+    """One flag, refused unless `is_switch` or `harmless` accept it. `holds`: one sentence about Oarlock."""
 
     holds: str
-    is_switch: bool = False  # asks for what is so here
-    harmless: tuple[str, ...] | None = None  # values that ask for what is so here; empty: every value
+    is_switch: bool = False  # without a value; asks for what Oarlock does
+    harmless: tuple[str, ...] | None = None  # values that ask for what Oarlock does; empty: every value
 
 
 def _switches(holds: str, *names: str) -> dict[str, Flag]:
@@ -36,21 +36,21 @@ def _refused(holds: str, *names: str) -> dict[str, Flag]:
 
 
 FLAGS: dict[str, Flag] = {
-    **_switches("tools are always on, and the model chooses unless the request does.", "enable-auto-tool-choice"),
-    **_values("the format of tool calls is found out from the model's chat template.", "tool-call-parser"),
-    **_values("thoughts are told apart by the marks in the model's chat template.", "reasoning-parser"),
-    **_switches("thoughts are told apart by the marks in the model's chat template.", "enable-reasoning"),
+    **_switches("tools are always enabled, and the model chooses unless the request does.", "enable-auto-tool-choice"),
+    **_values("the format of tool calls is determined from the model's chat template.", "tool-call-parser"),
+    **_values("reasoning is recognised by the markers in the model's chat template.", "reasoning-parser"),
+    **_switches("reasoning is recognised by the markers in the model's chat template.", "enable-reasoning"),
     **_switches("code of a checkpoint is never run, and no model that is served needs any.", "trust-remote-code"),
-    **_switches("prompts are always computed in chunks, beside running answers.", "enable-chunked-prefill"),
+    **_switches("prompts are always computed in chunks, together with running sequences.", "enable-chunked-prefill"),
     **_switches("steps always run eagerly; there are no CUDA graphs.", "enforce-eager"),
     **_values("there are no CUDA graphs.", "max-seq-len-to-capture"),
     **_values("preempted sequences are computed again, so no memory is set aside for swapping.", "swap-space"),
     **_switches("requests are not logged unless --enable-log-requests is given.", "disable-log-requests"),
     **_switches("statistics are not logged; /metrics has them.", "disable-log-stats"),
     **_switches("there is no access log.", "disable-uvicorn-access-log"),
-    **_switches("usage always tells cached tokens.", "enable-prompt-tokens-details"),
-    **_switches("every answer carries X-Request-Id.", "enable-request-id-headers"),
-    **_switches("there is one block manager.", "use-v2-block-manager"),
+    **_switches("usage always includes cached tokens.", "enable-prompt-tokens-details"),
+    **_switches("every response carries X-Request-Id.", "enable-request-id-headers"),
+    **_switches("there is one KV cache manager.", "use-v2-block-manager"),
     **_values("ranks are processes of this machine.", "distributed-executor-backend", harmless=("mp",)),
     **_values("grammars are compiled by llguidance.", "guided-decoding-backend", harmless=("auto", "guidance")),
     **_values("every layer is shared by --tensor-parallel-size ranks.", "pipeline-parallel-size", harmless=("1",)),
@@ -62,25 +62,29 @@ FLAGS: dict[str, Flag] = {
     **_values("text is generated.", "task", "runner", harmless=("auto", "generate")),
     **_values("the checkpoint's own fast tokenizer is used.", "tokenizer-mode", harmless=("auto", "hf")),
     **_values("config.json is read as transformers writes it.", "config-format", harmless=("auto", "hf")),
-    **_values("requests share by weight and priority, and none starves.", "scheduling-policy", harmless=("priority",)),
-    **_values("models take text alone.", "limit-mm-per-prompt"),
+    **_values(
+        "waiting requests run by priority and waiting time, so none starves.",
+        "scheduling-policy",
+        harmless=("priority",),
+    ),
+    **_values("models take text only.", "limit-mm-per-prompt"),
     **_refused("models are served in bfloat16, float16 or float32, not quantised.", "quantization"),
     **_refused("the tokenizer is the checkpoint's own.", "tokenizer", "tokenizer-revision", "skip-tokenizer-init"),
-    **_refused("config.json is read as it is; edit a copy of the checkpoint.", "hf-overrides", "rope-scaling"),
-    **_refused("the chat template is the checkpoint's own; put yours into its chat_template.jinja.", "chat-template"),
+    **_refused("config.json is used as it is; edit a copy of the checkpoint.", "hf-overrides", "rope-scaling"),
+    **_refused("the chat template is the checkpoint's own; put another into its chat_template.jinja.", "chat-template"),
     **_refused("adapters are not served; merge them into the checkpoint.", "enable-lora", "lora-modules"),
     **_refused(
         "there is no speculative decoding.", "speculative-config", "speculative-model", "num-speculative-tokens"
     ),
-    **_refused("--kv-cache-memory says how much memory the KV cache gets.", "num-gpu-blocks-override"),
-    **_refused("sliding windows are the model's.", "disable-sliding-window"),
+    **_refused("--kv-cache-memory sets the memory of the KV cache.", "num-gpu-blocks-override"),
+    **_refused("sliding windows are used as the model defines them.", "disable-sliding-window"),
     **_refused("nothing is compiled by torch.compile.", "compilation-config"),
-    **_refused("experts are not served.", "enable-expert-parallel"),
+    **_refused("models with experts are not served.", "enable-expert-parallel"),
     **_refused("ranks are processes of one machine.", "nnodes", "node-rank", "headless"),
     **_refused("the log has one level for all: --log-level.", "uvicorn-log-level"),
-    **_refused("HTTPS is the work of a proxy in front.", "ssl-keyfile", "ssl-certfile", "ssl-ca-certs"),
+    **_refused("HTTPS is not served; put a proxy in front.", "ssl-keyfile", "ssl-certfile", "ssl-ca-certs"),
     **_refused("the server listens on --host and --port, at the root; a proxy may rewrite both.", "uds", "root-path"),
-    **_refused("answers carry no CORS headers; a proxy may add them.", "allowed-origins", "allow-credentials"),
+    **_refused("responses have no CORS headers; a proxy may add them.", "allowed-origins", "allow-credentials"),
     **_refused("no code is loaded by name.", "middleware", "tool-parser-plugin", "logits-processors"),
     **_refused("the answer's role is assistant.", "response-role"),
 }
@@ -88,7 +92,7 @@ _SHORT = {"-pp": "pipeline-parallel-size", "-dp": "data-parallel-size", "-q": "q
 
 
 def take_out(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The command line without them, and one note for each. Raises `OptionError` for what cannot be had here."""
+    """The command line without these flags, and one note for each. Raises `OptionError` for a refused one."""
     kept: list[str] = []
     notes: list[str] = []
     words = list(arguments)
@@ -108,7 +112,7 @@ def take_out(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _find(word: str) -> tuple[str, Flag | None, str | None]:
-    """(the flag as written, what is known of it, its value behind `=`)."""
+    """(the flag as written, its entry, its value behind `=`)."""
     shown, equals, value = word.partition("=")
     name = _SHORT.get(shown) or (shown[2:].replace("_", "-") if shown.startswith("--") else "")
     found = FLAGS.get(name) or FLAGS.get(name.removeprefix("no-"))
@@ -130,14 +134,14 @@ def _note(shown: str, flag: Flag, value: str | None) -> str:
         return f"{written}: {flag.holds}"
     if not flag.is_switch and flag.harmless is not None:
         if value is None:
-            raise OptionError(f"{shown} of vLLM wants a value.", f"Leave it out: {flag.holds}")
+            raise OptionError(f"{shown} of vLLM needs a value.", f"Leave it out: {flag.holds}")
         if not flag.harmless or value in flag.harmless:
             return f"{written}: {flag.holds}"
-    raise OptionError(f"{written}, a flag of vLLM, asks for what is not to be had here.", f"Leave it out: {flag.holds}")
+    raise OptionError(f"{written}, a flag of vLLM, is not supported.", f"Leave it out: {flag.holds}")
 
 
 def what_holds(name: str) -> str | None:
-    """The same for a key of a file or a variable."""
+    """The fix for a key of a file or an environment variable that is a flag of vLLM."""
     found = FLAGS.get(name.removeprefix("OARLOCK_").lower().replace("_", "-"))
     return None if found is None else f"Leave it out: {found.holds}"
 
@@ -147,7 +151,7 @@ def as_markdown() -> str:
     rows: dict[str, list[str]] = {}
     for name, flag in FLAGS.items():
         values = "" if not flag.harmless else f" {' or '.join(flag.harmless)}"
-        taken = "taken with a note" if flag.is_switch or flag.harmless is not None else "refused"
+        taken = "accepted with a note" if flag.is_switch or flag.harmless is not None else "refused"
         rows.setdefault(f"{taken} | {flag.holds}", []).append(f"`--{name}{values}`")
     lines = ["| flag of vLLM | here it is | because |", "|---|---|---|"]
     return "\n".join([*lines, *(f"| {', '.join(names)} | {rest} |" for rest, names in rows.items())]) + "\n"

@@ -75,7 +75,7 @@ def _add_option(group: Any, described: Option, positional: bool) -> None:
         group.add_argument(described.flag, dest=described.name, default=None, action=action, help=help_text)
     else:
         names = [name for name in (described.flag, described.short) if name]
-        metavar = described.type_name if described.choices else described.type_name.upper().removesuffix(" …")
+        metavar = described.type_name if described.choices else described.item_type_name.upper()
         nargs = "+" if described.many else None
         group.add_argument(*names, dest=described.name, default=None, nargs=nargs, metavar=metavar, help=help_text)
 

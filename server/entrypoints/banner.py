@@ -1,7 +1,4 @@
-"""What a person sees at the start: progress on one line, then the last lines with everything needed to use it.
-
-Knows words and terminals; the numbers come from `EngineInfo`.
-"""
+"""The output of a start: progress on one line, then URL, model, memory and a command to try."""
 
 from __future__ import annotations
 
@@ -19,12 +16,12 @@ _PLAIN_STEP = 0.25  # without a terminal, a line per quarter is enough
 
 
 class Progress:
-    """Phase and percent: one rewritten line on a terminal, few lines elsewhere. Remembers how long each phase took."""
+    """Phase and percent: one rewritten line on a terminal, few lines elsewhere. `seconds`: the time of each phase."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
         self._tty = self._stream.isatty()
-        self._phase = "starting"  # until somebody says more: imports, processes
+        self._phase = "starting"  # imports and processes, until the first report
         self._shown = -1.0
         self._detail = ""
         self._since = time.monotonic()
@@ -34,7 +31,7 @@ class Progress:
         if phase != self._phase:
             self._close_phase()
             self._phase, self._shown, self._detail = phase, -1.0, ""
-        if not self._is_news(fraction, detail):
+        if not self._is_shown(fraction, detail):
             return
         self._shown, self._detail = fraction, detail
         text = f"{phase} {fraction:4.0%}{f' ({detail})' if detail else ''}"
@@ -43,7 +40,7 @@ class Progress:
         self._stream.write(f"\r\x1b[K{text}" if self._tty else f"{text}\n")
         self._stream.flush()
 
-    def _is_news(self, fraction: float, detail: str) -> bool:
+    def _is_shown(self, fraction: float, detail: str) -> bool:
         if self._tty and detail != self._detail:
             return True
         if fraction <= self._shown:
@@ -67,7 +64,7 @@ class Progress:
 def banner(
     url: str, names: tuple[str, ...], info: EngineInfo, max_len: int, chat: bool, seconds: dict[str, float], key: bool
 ) -> str:
-    """The last lines of a start."""
+    """The summary of a successful start. `max_len`: tokens of prompt and answer; `key`: requests need an API key."""
     blocks = info.num_blocks - 1
     tokens = blocks * info.block_size
     context = min(_TYPICAL_CONTEXT, max_len)
@@ -90,7 +87,7 @@ def banner(
 
 
 def _curl(url: str, chat: bool, key: bool) -> str:
-    """A line that works when pasted."""
+    """A command for a shell."""
     auth = " -H 'Authorization: Bearer KEY'" if key else ""
     head = f"curl -s {url}/v1/{'chat/completions' if chat else 'completions'} -H 'Content-Type: application/json'{auth}"
     if chat:

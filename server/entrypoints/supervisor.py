@@ -1,6 +1,6 @@
-"""The life of one server process: bind, answer probes, load, serve, drain, leave with a code that says how it went.
+"""The lifecycle of one server process: bind, answer probes, load, serve, drain, exit with a code.
 
-The only owner of signals and the owner of `ServerState`. Exit codes: 0 clean; 2 usage; 3 bad configuration or
+It alone handles signals and changes the phase of `ServerState`. Exit codes: 0 clean; 2 usage; 3 bad configuration or
 model; 4 out of memory at start; 5 a worker died; 6 a worker hung; 7 the drain timed out with requests lost; 128 + n
 second signal n.
 """
@@ -36,9 +36,9 @@ from server.tokenizer.tokenizer import Tokenizer
 
 EXIT_WORKER_DIED = 5
 EXIT_DRAIN_TIMED_OUT = 7
-_LAST_WORDS_S = 2.0  # for open streams to carry their error event to the client
+_ERROR_DELIVERY_S = 2.0  # for open streams to send their error event
 _CLOSE_ENGINE_S = 5.0
-_REAP_S = 4.0
+_ENGINE_EXIT_S = 4.0  # for the exit code of an engine that is ending
 _LIVENESS_S = 0.25
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _log = logs.logger("supervisor")
@@ -84,24 +84,24 @@ class Supervisor:
         self._generation_config = GenerationConfig()
         self._abort = asyncio.Event()
         self._signal = 0
-        self._reapers: list[threading.Timer] = []
+        self._watchdogs: list[threading.Timer] = []
 
     async def run(self) -> int:
-        """Serve until told to stop. Raises `StartupError` when the start fails."""
+        """Serve until a signal or a drain. Returns the exit code. Raises `StartupError` when the start fails."""
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
         http = asyncio.create_task(self._server.run_until_stopped())
         try:
-            return await self._live()
+            return await self._load_and_serve()
         finally:
             await self._shut_down(http)
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
-            for reaper in self._reapers:
-                reaper.cancel()
+            for watchdog in self._watchdogs:
+                watchdog.cancel()
 
-    async def _live(self) -> int:
+    async def _load_and_serve(self) -> int:
         self.state.phase = Phase.LOADING
         loading = asyncio.create_task(self._load())
         await _first(loading, self.state.stop.wait())
@@ -110,12 +110,12 @@ class Supervisor:
             await asyncio.wait((loading,), timeout=_CLOSE_ENGINE_S)
             return 0
         engine = loading.result()
-        self._announce(engine)
-        dead = asyncio.create_task(_until_dying(engine))
+        self._start_serving(engine)
+        dead = asyncio.create_task(_engine_has_died(engine))
         try:
             await _first(dead, self.state.stop.wait())
             if dead.done():
-                return await self._on_death(engine)
+                return await self._on_engine_death(engine)
             return await self._drain(engine, dead)
         finally:
             dead.cancel()
@@ -128,7 +128,7 @@ class Supervisor:
         tokenizer = asyncio.create_task(asyncio.to_thread(Tokenizer.load, path))
         engine = asyncio.ensure_future(self._start_engine(config, self._on_progress))
         try:
-            self._tokenizer = await tokenizer  # much faster, and a missing file should not cost a whole load
+            self._tokenizer = await tokenizer  # much faster, so a missing file is reported before the load ends
             self._engine = await engine
         except BaseException:
             engine.cancel()
@@ -140,12 +140,12 @@ class Supervisor:
         self.state.loading_step, self.state.loading_fraction, self.state.loading_detail = phase, fraction, detail
         self._progress(phase, fraction, detail)
 
-    def _announce(self, engine: RunningEngine) -> None:
+    def _start_serving(self, engine: RunningEngine) -> None:
         assert self._tokenizer is not None
         self._progress.finish()
         self.state.heartbeat = engine
         service = connect(self.settings, self.state, self.counters, engine, self._tokenizer, self._generation_config)
-        # What was made so far stays for good: a full collection that looks through it holds every answer up.
+        # Objects of the start live as long as the process: the garbage collector must not pause to scan them.
         gc.collect()
         gc.freeze()
         self.state.phase = Phase.READY
@@ -155,8 +155,8 @@ class Supervisor:
             _log.warning(logs.event("tokenizer_larger_than_model", **sizes))
         config = self._generation_config
         if config.sampling or config.max_new_tokens:
-            told = dict(config.sampling) | ({"max_new_tokens": config.max_new_tokens} if config.max_new_tokens else {})
-            _log.info(logs.event("sampling_defaults", source=config.source, **told))
+            limit = {"max_new_tokens": config.max_new_tokens} if config.max_new_tokens else {}
+            _log.info(logs.event("sampling_defaults", source=config.source, **config.sampling, **limit))
         exposed = warn_if_exposed(self.settings.host, self.settings.has_api_keys)
         if exposed:
             _log.warning(logs.event("exposed", warning=exposed))
@@ -168,44 +168,47 @@ class Supervisor:
         key = self.settings.has_api_keys
         print(banner.banner(self._url, names, info, service.max_len, chat, self._progress.seconds, key), flush=True)
 
-    async def _on_death(self, engine: RunningEngine) -> int:
-        """Every open request gets its error, then the process leaves with the cause in its code."""
+    async def _on_engine_death(self, engine: RunningEngine) -> int:
+        """Fail every open request. Returns the exit code of the cause."""
         self.state.phase = Phase.DEAD
-        self._leave_within(8.0, engine.exit_code or EXIT_WORKER_DIED)
+        self._exit_within(8.0, engine.exit_code or EXIT_WORKER_DIED)
         _log.error(logs.event("engine_dead", cause=engine.death_cause or "its process has ended"))
-        await self._last_words(EngineDeadError(engine.death_cause or "The engine has stopped."))
-        with contextlib.suppress(TimeoutError):  # how it ended is known once its process is gone
-            async with asyncio.timeout(_REAP_S):
+        await self._fail_open_requests(EngineDeadError(engine.death_cause or "The engine has stopped."))
+        with contextlib.suppress(TimeoutError):  # the exit code is known once its process has ended
+            async with asyncio.timeout(_ENGINE_EXIT_S):
                 await engine.dead.wait()
         return engine.exit_code or EXIT_WORKER_DIED
 
     async def _drain(self, engine: RunningEngine, dead: asyncio.Task[None]) -> int:
-        """Refuse what is new, finish what runs. A second signal, a death or the time limit ends the patience."""
+        """Refuse new requests and finish running ones, until a second signal, a dead engine or the time limit.
+
+        Returns the exit code.
+        """
         self.state.phase = Phase.DRAINING
         running = self.state.num_in_flight
-        self._leave_within(self.settings.drain_timeout + 10.0, EXIT_DRAIN_TIMED_OUT)
+        self._exit_within(self.settings.drain_timeout + 10.0, EXIT_DRAIN_TIMED_OUT)
         _log.info(logs.event("draining", requests=running, timeout_s=self.settings.drain_timeout))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.settings.drain_timeout):
                 await _first(self.state.idle.wait(), self._abort.wait(), asyncio.shield(dead))
         if self._abort.is_set():
-            await self._last_words(_stopped_error())
+            await self._fail_open_requests(_stopped_error())
             return 128 + self._signal
         if dead.done():
-            return await self._on_death(engine)
+            return await self._on_engine_death(engine)
         lost = self.state.num_in_flight
         if lost:
             _log.error(logs.event("drain_timed_out", requests_lost=lost))
-            await self._last_words(_stopped_error())
+            await self._fail_open_requests(_stopped_error())
             return EXIT_DRAIN_TIMED_OUT
         return 0
 
-    async def _last_words(self, error: Exception) -> None:
-        """Let every open request end with an error that its client can read."""
+    async def _fail_open_requests(self, error: Exception) -> None:
+        """End every open request with this error, and wait until it is sent."""
         if self.state.service is not None:
             self.state.service.fail_all(error)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LAST_WORDS_S):
+            async with asyncio.timeout(_ERROR_DELIVERY_S):
                 await self.state.idle.wait()
 
     async def _shut_down(self, http: asyncio.Task[None]) -> None:
@@ -223,16 +226,16 @@ class Supervisor:
         self._listener.close()
         _log.info(logs.event("stopped"))
 
-    def _leave_within(self, seconds: float, code: int) -> None:
-        """A second, dumb timer: the process ends even if the clean-up hangs. Children follow: they read end-of-file."""
-        reaper = threading.Timer(seconds, _leave, (code,))
-        reaper.daemon = True
-        reaper.start()
-        self._reapers.append(reaper)
+    def _exit_within(self, seconds: float, code: int) -> None:
+        """Start a watchdog: the process exits even if the shutdown hangs. Children follow: they read end-of-file."""
+        watchdog = threading.Timer(seconds, _exit_now, (code,))
+        watchdog.daemon = True
+        watchdog.start()
+        self._watchdogs.append(watchdog)
 
     def _on_signal(self, number: int) -> None:
         if self._signal:
-            self._leave_within(2.0, 128 + number)
+            self._exit_within(2.0, 128 + number)
             self._abort.set()
         self._signal = number
         self.state.drain()
@@ -254,7 +257,7 @@ def serve(settings: Settings) -> int:
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
         import uvloop
-    except ImportError:  # optional: the standard loop serves as well, a little slower
+    except ImportError:  # optional: the standard loop works, a little slower
         return None
     return uvloop.new_event_loop
 
@@ -264,14 +267,14 @@ async def _start_engine(config: EngineConfig, on_progress: Callable[[str, float]
 
     try:
         return await EngineClient.start(config, on_progress)
-    except OSError as error:  # its process went away in the middle of a word
+    except OSError as error:  # its process ended in the middle of a message
         raise StartupError(
             f"The engine process could not be started ({error}).", "The lines above say why.", EXIT_WORKER_DIED
         ) from None
 
 
-async def _until_dying(engine: RunningEngine) -> None:
-    """Until the engine can serve no more. Its process may need seconds to end after that; clients should not wait."""
+async def _engine_has_died(engine: RunningEngine) -> None:
+    """Wait until the engine can serve no more; its process may need seconds more to end."""
     while engine.is_alive and not engine.dead.is_set():
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LIVENESS_S):
@@ -279,7 +282,7 @@ async def _until_dying(engine: RunningEngine) -> None:
 
 
 async def _first(*awaitables: Awaitable[Any]) -> None:
-    """Wait until one is done; cancel those of the others that were made here."""
+    """Wait until one is done. Tasks that were created here are cancelled, tasks of the caller are not."""
     tasks = [asyncio.ensure_future(item) for item in awaitables]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -289,8 +292,8 @@ async def _first(*awaitables: Awaitable[Any]) -> None:
                 task.cancel()
 
 
-def _leave(code: int) -> None:
-    sys.stderr.write("the clean-up took too long; leaving now\n")
+def _exit_now(code: int) -> None:
+    sys.stderr.write("the shutdown took too long; exiting now\n")
     sys.stderr.flush()
     os._exit(code)
 

@@ -1,4 +1,4 @@
-"""A server's life in one process: loading, ready, draining, dead; what clients see and which code it leaves with."""
+"""The phases of one server process: loading, ready, draining, dead; what clients receive, and the exit code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_supervisor(make_stage, monkeypatch):
     Its watchdog, which would end this process, fails the test instead.
     """
     left = []
-    monkeypatch.setattr("server.entrypoints.supervisor._leave", left.append)
+    monkeypatch.setattr("server.entrypoints.supervisor._exit_now", left.append)
 
     def make(*args, gate=None, error=None, drain_timeout=30.0, **options):
         engine = make_stage(*args, **options).engine
@@ -106,7 +106,7 @@ def test_probes_answer_while_the_model_loads(make_supervisor, capsys):
     assert "curl -s " in printed
 
 
-def test_sigterm_lets_streams_finish_and_refuses_new_requests(make_supervisor):
+def test_sigterm_finishes_streams_and_refuses_new_requests(make_supervisor):
     async def scenario():
         supervisor, engine, url = make_supervisor("one two three", pause_after=2)
         run = asyncio.create_task(supervisor.run())
@@ -157,7 +157,7 @@ def test_the_operator_drains_as_sigterm_does(make_supervisor):
     assert asyncio.run(scenario()) == (0, True)
 
 
-def test_a_drain_that_runs_out_tells_the_clients_and_the_exit_code(make_supervisor):
+def test_a_drain_that_times_out_fails_open_requests_and_exits_with_its_own_code(make_supervisor):
     async def scenario():
         supervisor, engine, url = make_supervisor("one two three", pause_after=2, drain_timeout=0.05)
         run = asyncio.create_task(supervisor.run())
@@ -176,7 +176,7 @@ def test_a_drain_that_runs_out_tells_the_clients_and_the_exit_code(make_supervis
 
 
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_second_signal_ends_the_patience(make_supervisor, number, expected):
+def test_a_second_signal_stops_at_once(make_supervisor, number, expected):
     async def scenario():
         supervisor, engine, url = make_supervisor("one two three", pause_after=2)
         run = asyncio.create_task(supervisor.run())
@@ -194,7 +194,7 @@ def test_a_second_signal_ends_the_patience(make_supervisor, number, expected):
 
 
 @pytest.mark.parametrize("exit_code", [5, 6])
-def test_the_death_of_the_engine_reaches_every_client_and_the_exit_code(make_supervisor, exit_code):
+def test_a_dead_engine_fails_every_open_request_and_decides_the_exit_code(make_supervisor, exit_code):
     async def scenario():
         supervisor, engine, url = make_supervisor("one two three", pause_after=2)
         run = asyncio.create_task(supervisor.run())

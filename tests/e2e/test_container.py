@@ -1,6 +1,6 @@
 """The image's own command where the image would run it: read-only root, an unprivileged user, no way to the network.
 
-Linux namespaces stand in for the container, and /mnt for its /cache. What the build installs is not tried here.
+Linux namespaces stand in for the container, and /mnt for its /cache. The build of the image is not tested here.
 """
 
 import json
@@ -32,7 +32,7 @@ mount -t tmpfs -o mode=1777 tmpfs /tmp
 mount -t tmpfs -o "mode=755,uid=$OWNER,gid=$OWNER" tmpfs /mnt
 exec $DROP "$@"
 """
-# The life of a container: the command starts, the health check turns good, SIGTERM ends it.
+# A container's lifecycle: the command starts, the health check succeeds, SIGTERM ends it.
 LIVE = """
 import json, os, signal, subprocess, sys, time
 command, check, places = json.loads(sys.argv[1])
@@ -40,7 +40,7 @@ writable = [place for place in places if os.access(place, os.W_OK)]
 server = subprocess.Popen(command, stdout=sys.stderr)
 until = time.monotonic() + 120
 while subprocess.run(check, stderr=subprocess.DEVNULL).returncode and server.poll() is None:
-    assert time.monotonic() < until, "the health check never turned good"
+    assert time.monotonic() < until, "the health check never succeeded"
     time.sleep(0.3)
 from workers.kernels.cpu.build import _cache_directory
 kernels = str(_cache_directory())
@@ -82,7 +82,7 @@ def namespaces():
         pytest.skip(f"namespaces are not permitted here: {tried.stderr.strip()[-200:]}")
 
 
-def test_the_command_of_the_image_serves_and_ends_with_nothing_to_write_to_but_cache_and_tmp():
+def test_the_command_of_the_image_serves_and_writes_only_to_cache_and_tmp():
     stages = recipes.stages((ROOT / "Dockerfile").read_text())
     command = [json.loads(recipes.inherited(stages, "cpu", word) or "") for word in ("ENTRYPOINT", "CMD")]
     check = json.loads((recipes.inherited(stages, "cpu", "HEALTHCHECK") or "").partition("CMD ")[2])
@@ -101,9 +101,9 @@ def test_the_command_of_the_image_serves_and_ends_with_nothing_to_write_to_but_c
         OARLOCK_NUM_THREADS="1",
     )
     assert result.returncode == 0, result.stderr
-    told = json.loads(result.stdout)
-    assert told["user"] == (USER if os.geteuid() == 0 else 0)
-    assert told["writable"] == ["/tmp", "/mnt"]
-    assert told["status"] == 0
-    assert told["kernels"] == "/mnt/oarlock/kernels"
+    seen = json.loads(result.stdout)
+    assert seen["user"] == (USER if os.geteuid() == 0 else 0)
+    assert seen["writable"] == ["/tmp", "/mnt"]
+    assert seen["status"] == 0
+    assert seen["kernels"] == "/mnt/oarlock/kernels"
     assert "Traceback" not in result.stderr

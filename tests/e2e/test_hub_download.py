@@ -1,4 +1,4 @@
-"""A model fetched from a hub, as a user meets it: Ctrl-C in the middle, a killed server, a second start."""
+"""A model fetched from a hub by a real server: Ctrl-C in the middle, a killed server, a second start."""
 
 import hashlib
 import signal
@@ -20,12 +20,14 @@ def hub():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_signal_in_the_middle_of_a_download_ends_the_server_and_keeps_what_came(hub, tmp_path, number):
+def test_a_signal_in_the_middle_of_a_download_ends_the_server_and_keeps_partial_files(hub, tmp_path, number):
     server = RunningServer(hub.model, env=hub.environment(tmp_path))
     try:
         eventually(lambda: sum(path.stat().st_size for path in tmp_path.rglob(PARTIAL)), 60, "weights arrive")
         if number is signal.SIGINT:
-            eventually(lambda: "KiB/s" in server.client.get("/health").json().get("detail", ""), 20, "a speed is told")
+            eventually(
+                lambda: "KiB/s" in server.client.get("/health").json().get("detail", ""), 20, "a speed is reported"
+            )
             assert server.client.get("/health").json()["step"] == f"fetching {hub.model}"
         server.processes()
         since = time.monotonic()

@@ -1,6 +1,6 @@
-"""An operator's mistakes: a line that says what is wrong, a line that says what to do, a telling status, no traceback.
+"""Mistakes of the operator: one line of cause, one line of fix, an exit code, and no traceback.
 
-Each is run as a user would run it, and none of them may leave a process behind or take long.
+Each is run as a user would run it, in less than half a minute.
 """
 
 import json
@@ -26,14 +26,14 @@ def start(*arguments, **env):
     causes = [line for line in output.splitlines() if line.startswith("error: ")]
     fixes = [line for line in output.splitlines() if line.startswith("fix: ")]
     assert (len(causes), len(fixes)) == (1, 1), output
-    assert output.count(causes[0].removeprefix("error: ")) == 1, output  # the log does not say it again
+    assert output.count(causes[0].removeprefix("error: ")) == 1, output  # the log does not repeat it
     assert result.returncode in (USAGE, CONFIGURATION, MEMORY), (result.returncode, output)
     return result.returncode, causes[0], fixes[0]
 
 
 @pytest.fixture
 def copy(tmp_path):
-    """A checkpoint to spoil."""
+    """A copy of the demo checkpoint, to damage."""
     return shutil.copytree(DEMO, tmp_path / "model")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from server.api.app import application
 from server.api.openapi.capabilities import endpoints
-from server.api.openapi.wording import behaviour, default_words, range_words
+from server.api.openapi.wording import behaviour, default_text, range_text
 from server.config.settings import Settings
 from server.observability.metrics import HttpCounters
 from server.serving.server_state import ServerState
@@ -56,7 +56,7 @@ def as_markdown() -> str:
 def _table(parameters: dict[str, Any]) -> list[str]:
     lines = ["| parameter | range | default | behaviour |", "|---|---|---|---|"]
     for name, parameter in parameters.items():
-        cells = (range_words(parameter), default_words(parameter), behaviour(parameter))
+        cells = (range_text(parameter), default_text(parameter), behaviour(parameter))
         lines.append(f"| `{name}` | {' | '.join(map(_cell, cells))} |")
     return lines
 

@@ -1,6 +1,6 @@
 """What this server honours, machine-readable: every endpoint, parameter, range, default and limit.
 
-Read from the OpenAPI document, which is made from the wire types that check requests. Knows shapes; answers nothing.
+Read from the OpenAPI document, which is made from the request schemas.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from server.protocol.request_body import NEUTRAL_VALUES
 from server.serving.base import OpenAIServing
 from server.version import VERSION
 
-# A schema's own word for each limit, and ours.
+# Keywords of JSON schema, and the names of the same limits here.
 _LIMITS = {
     "minimum": "minimum",
     "maximum": "maximum",
@@ -29,7 +29,7 @@ _LIMITS = {
 
 
 def capabilities(document: dict[str, Any], serving: OpenAIServing) -> dict[str, Any]:
-    """The whole answer of `GET /v1/capabilities`."""
+    """The response of `GET /v1/capabilities`."""
     settings, service, info = serving.settings, serving.service, serving.info
     config = service.generation_config
     return {
@@ -84,11 +84,11 @@ def endpoints(document: dict[str, Any]) -> dict[str, Any]:
             schemas = document["components"]["schemas"]
             each = [parameters(schemas, name) for name in names]
             known = entry["parameters"] = {}
-            for found_here in each:
-                known |= found_here
-            for name, told in known.items():  # of two forms of a body, one is enough
-                if told["required"] and not all(name in other for other in each):
-                    known[name] = told | {"required": False, "default": None}
+            for body in each:
+                known |= body
+            for name, parameter in known.items():  # of two forms of a body, one is enough
+                if parameter["required"] and not all(name in other for other in each):
+                    known[name] = parameter | {"required": False, "default": None}
             entry["refused"] = {name: list(values) for name, values in NEUTRAL_VALUES.items() if name not in known}
         found[path] = entry
     return found
@@ -102,7 +102,7 @@ def body_schemas(operation: dict[str, Any]) -> list[str]:
 
 
 def parameters(schemas: dict[str, Any], name: str) -> dict[str, Any]:
-    """Every parameter of one body: type, range, default, and what it does."""
+    """Every parameter of one request schema: type, range, default, and what it does."""
     schema = schemas[name]
     required = schema.get("required", [])
     return {
@@ -132,7 +132,7 @@ def _shape(schemas: dict[str, Any], form: dict[str, Any]) -> list[dict[str, Any]
         name = form["$ref"].rsplit("/", 1)[1]
         return [{"type": "object", "parameters": parameters(schemas, name)}]
     shape: dict[str, Any] = {"type": form.get("type", "any")}
-    shape |= {ours: form[theirs] for theirs, ours in _LIMITS.items() if theirs in form}
+    shape |= {name: form[keyword] for keyword, name in _LIMITS.items() if keyword in form}
     if isinstance(form.get("items"), dict):
         inner = form["items"]
         shape["items"] = {"type": "object"} if "$ref" in inner else _shape(schemas, inner)[0]

@@ -1,7 +1,4 @@
-"""The API as one HTML page without scripts, styles or fonts from elsewhere: it works where there is no network.
-
-Made from the OpenAPI document alone.
-"""
+"""The OpenAPI document as one HTML page that loads nothing from elsewhere: it works without a network."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from html import escape
 from typing import Any
 
 from server.api.openapi.capabilities import body_schemas, parameters
-from server.api.openapi.wording import behaviour, default_words, range_words
+from server.api.openapi.wording import behaviour, default_text, range_text
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
@@ -50,14 +47,15 @@ def _operation(document: dict[str, Any], path: str, method: str, operation: dict
     for schema in body_schemas(operation):
         rows = parameters(document["components"]["schemas"], schema)
         parts.append("<table><tr><th>parameter</th><th>range</th><th>default</th><th></th></tr>")
-        for field, told in rows.items():
-            cells = (f"<code>{escape(field)}</code>", *map(_rich, (range_words(told), default_words(told))))
-            parts.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in (*cells, _rich(behaviour(told))))}</tr>")
+        for field, parameter in rows.items():
+            texts = (range_text(parameter), default_text(parameter), behaviour(parameter))
+            cells = (f"<code>{escape(field)}</code>", *map(_rich, texts))
+            parts.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
         parts.append("</table>")
     return "\n".join(parts)
 
 
 def _rich(text: str) -> str:
-    """Escaped, with what stands between backquotes set as code."""
+    """Escaped, with text between backquotes as code."""
     pieces = escape(text).split("`")
     return "".join(f"<code>{piece}</code>" if number % 2 else piece for number, piece in enumerate(pieces))

@@ -1,7 +1,6 @@
-"""The OpenAPI document: bodies that routes read for themselves, the shapes of answers, an example of each.
+"""The OpenAPI document: request bodies, response schemas, and an example of each.
 
-Made from the wire types, so that it cannot say anything else than what is checked. Knows names and shapes; answers no
-request.
+Request schemas are made from the wire types that check requests.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
-from server.api.openapi import response_schemas as answer_shapes
+from server.api.openapi import response_schemas
 from server.protocol.admin import AbortRequest
 from server.protocol.chat_completion import ChatRequest
 from server.protocol.completion import CompletionRequest
@@ -30,18 +29,18 @@ _BODIES: tuple[type[BaseModel], ...] = (
     AbortRequest,
 )
 _ABOUT = "OpenAI's wire format over a tensor-parallel engine. Every error has one shape: `Error`."
-# What any route may answer, whatever it does.
+# Errors that any route may answer with.
 _ERRORS = {
     "400": "The request is wrong; `param` names the field.",
     "401": "No API key, or a wrong one.",
-    "403": "A Host header that is no name of this server, or an admin route without the admin key.",
+    "403": "The Host header is not a name of this server, or an admin route was called without the admin key.",
     "404": "There is no such route or model.",
     "408": "The time limit passed before anything was generated, or the body came too slowly.",
     "413": "The body is too large.",
     "415": "The body is not JSON.",
-    "429": "The waiting room is full; see Retry-After.",
-    "500": "The server's own mistake.",
-    "503": "Loading, draining, dead, or out of connections; see Retry-After.",
+    "429": "The queue is full; see Retry-After.",
+    "500": "An internal error of the server.",
+    "503": "The server is loading, draining, dead, or out of connections; see Retry-After.",
 }
 
 
@@ -56,7 +55,7 @@ def describe(
     streams: bool = False,
     status: int = 200,
 ) -> dict[str, Any]:
-    """What a route adds to its operation: `answer` and `bodies` are names of schemas."""
+    """What a route adds to its OpenAPI operation. `answer` and `bodies` are names of schemas."""
     content: dict[str, Any] = {media: {"schema": {"$ref": _REF + answer} if answer else {"type": "string"}}}
     if example_answer is not None:
         content[media]["example"] = example_answer
@@ -84,7 +83,7 @@ def build(app: FastAPI) -> dict[str, Any]:
         wanted: list[tuple[type[BaseModel], JsonSchemaMode]] = [(body, "validation") for body in _BODIES]
         _, definitions = models_json_schema(wanted, ref_template=_REF + "{model}")
         components = document.setdefault("components", {})
-        components["schemas"] = definitions["$defs"] | answer_shapes.SCHEMAS
+        components["schemas"] = definitions["$defs"] | response_schemas.SCHEMAS
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{}, {"key": []}]
         for path, operations in document["paths"].items():
@@ -95,7 +94,7 @@ def build(app: FastAPI) -> dict[str, Any]:
 
 
 def with_defaults(document: dict[str, Any], defaults: Mapping[str, float]) -> dict[str, Any]:
-    """The same document, with these defaults of a generating request in force."""
+    """The same document, with these defaults in the schemas of generating requests."""
     for schema in (CompletionRequest, ChatRequest):
         described = document["components"]["schemas"][schema.__name__]["properties"]
         for name, value in defaults.items():
@@ -104,12 +103,12 @@ def with_defaults(document: dict[str, Any], defaults: Mapping[str, float]) -> di
 
 
 def _finish(path: str, method: str, operation: dict[str, Any]) -> None:
-    """The answers that every route has, and no trace of the framework's own error body."""
+    """Add the errors that every route has, and remove the framework's own error schema."""
     operation["operationId"] = "_".join([method, *path.replace("{", "").replace("}", "").strip("/").split("/")])
     responses = operation["responses"]
     responses.pop("422", None)
-    content = next(told["content"] for status, told in responses.items() if status.startswith("2"))
-    if content.get("application/json") == {"schema": {}}:  # the framework's guess for what is no JSON
+    content = next(response["content"] for status, response in responses.items() if status.startswith("2"))
+    if content.get("application/json") == {"schema": {}}:  # the framework's guess for a response that is not JSON
         del content["application/json"]
     for status, meaning in _ERRORS.items():
         if method == "get" and status in ("408", "413", "415", "429"):

@@ -1,13 +1,10 @@
-"""The shapes of answers as JSON schemas, for the OpenAPI document. Answers themselves are written by `answers`.
-
-Knows names and types. A test holds real answers against them.
-"""
+"""JSON schemas of the responses, for the OpenAPI document. A test validates real responses against them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-_TEXT = {"type": "string"}
+_STRING = {"type": "string"}
 _NUMBER = {"type": "number"}
 _COUNT = {"type": "integer", "minimum": 0}
 _IDS = {"type": "array", "items": _COUNT}
@@ -29,26 +26,26 @@ def _ref(name: str) -> dict[str, Any]:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-_HEAD = {"id": _TEXT, "object": _TEXT, "created": _COUNT, "model": _TEXT, "system_fingerprint": _TEXT}
+_HEAD = {"id": _STRING, "object": _STRING, "created": _COUNT, "model": _STRING, "system_fingerprint": _STRING}
 _FINISH = {"type": "string", "enum": ["stop", "length", "tool_calls", "timeout", "abort"]}
-_STOP = {"anyOf": [_TEXT, {"type": "integer"}, {"type": "null"}]}
+_STOP = {"anyOf": [_STRING, {"type": "integer"}, {"type": "null"}]}
 _PROMPT_SCORE = _nullable(
     {
         "type": "object",
-        "additionalProperties": _object({"logprob": _NUMBER, "rank": _COUNT, "decoded_token": _TEXT}),
+        "additionalProperties": _object({"logprob": _NUMBER, "rank": _COUNT, "decoded_token": _STRING}),
     }
 )
 _PROMPT_EXTRAS = {"prompt_token_ids": _IDS, "prompt_logprobs": _list(_PROMPT_SCORE)}
 _IDS_OF_CHOICE = {"token_ids": _IDS}
 _LOGPROBS = _object(
     {
-        "tokens": _list(_TEXT),
+        "tokens": _list(_STRING),
         "token_logprobs": _list(_nullable(_NUMBER)),
         "top_logprobs": _list(_nullable({"type": "object", "additionalProperties": _NUMBER})),
         "text_offset": _IDS,
     }
 )
-_CHAT_TOKEN = {"token": _TEXT, "logprob": _NUMBER, "bytes": _IDS}
+_CHAT_TOKEN = {"token": _STRING, "logprob": _NUMBER, "bytes": _IDS}
 _CHAT_LOGPROBS = _object(
     {
         "content": _list(_object({**_CHAT_TOKEN, "top_logprobs": _list(_object(_CHAT_TOKEN))})),
@@ -57,20 +54,24 @@ _CHAT_LOGPROBS = _object(
 )
 _CALL = _object(
     {
-        "id": _TEXT,
+        "id": _STRING,
         "type": {"const": "function"},
-        "function": _object({"name": _TEXT, "arguments": {**_TEXT, "description": "JSON"}}),
+        "function": _object({"name": _STRING, "arguments": {**_STRING, "description": "JSON"}}),
     }
 )
 _MESSAGE = _object(
-    {"role": {"const": "assistant"}, "content": _nullable(_TEXT), "refusal": {"type": "null"}},
-    {"tool_calls": {**_list(_CALL), "minItems": 1}, "reasoning_content": _TEXT, "reasoning": _TEXT},
+    {"role": {"const": "assistant"}, "content": _nullable(_STRING), "refusal": {"type": "null"}},
+    {"tool_calls": {**_list(_CALL), "minItems": 1}, "reasoning_content": _STRING, "reasoning": _STRING},
 )
-_RENDERED = _object({"text": _TEXT, "token_ids": _IDS, "num_tokens": _COUNT})
+_RENDERED = _object({"text": _STRING, "token_ids": _IDS, "num_tokens": _COUNT})
 
 SCHEMAS: dict[str, Any] = {
     "Error": _object(
-        {"error": _object({"message": _TEXT, "type": _TEXT, "param": _nullable(_TEXT), "code": _nullable(_TEXT)})}
+        {
+            "error": _object(
+                {"message": _STRING, "type": _STRING, "param": _nullable(_STRING), "code": _nullable(_STRING)}
+            )
+        }
     ),
     "Usage": _object(
         {"prompt_tokens": _COUNT, "completion_tokens": _COUNT, "total_tokens": _COUNT},
@@ -81,7 +82,7 @@ SCHEMAS: dict[str, Any] = {
     ),
     "Aborted": _object({"aborted": _COUNT}),
     "CacheReset": _object({"reset": {"type": "boolean"}, "blocks": _COUNT}),
-    "Draining": _object({"status": _TEXT, "open": _COUNT}),
+    "Draining": _object({"status": _STRING, "open": _COUNT}),
     "Completion": _object(
         {
             **_HEAD,
@@ -89,7 +90,7 @@ SCHEMAS: dict[str, Any] = {
                 _object(
                     {
                         "index": _COUNT,
-                        "text": _TEXT,
+                        "text": _STRING,
                         "logprobs": _nullable(_LOGPROBS),
                         "finish_reason": _FINISH,
                         "stop_reason": _STOP,
@@ -121,8 +122,8 @@ SCHEMAS: dict[str, Any] = {
     ),
     "Rendered": _object(
         {
-            "object": _TEXT,
-            "model": _TEXT,
+            "object": _STRING,
+            "model": _STRING,
             "prompts": _list(_RENDERED),
             "choices_per_prompt": _COUNT,
             "max_model_len": _COUNT,
@@ -130,13 +131,13 @@ SCHEMAS: dict[str, Any] = {
         }
     ),
     "Tokens": _object(
-        {"count": _COUNT, "max_model_len": _COUNT, "tokens": _IDS, "token_strs": _nullable(_list(_TEXT))}
+        {"count": _COUNT, "max_model_len": _COUNT, "tokens": _IDS, "token_strs": _nullable(_list(_STRING))}
     ),
-    "Text": _object({"prompt": _TEXT}),
+    "Text": _object({"prompt": _STRING}),
     "Model": _object(
-        {"id": _TEXT, "object": _TEXT, "created": _COUNT, "owned_by": _TEXT, "max_model_len": _COUNT},
+        {"id": _STRING, "object": _STRING, "created": _COUNT, "owned_by": _STRING, "max_model_len": _COUNT},
     ),
-    "ModelList": _object({"object": _TEXT, "data": _list(_ref("Model"))}),
+    "ModelList": _object({"object": _STRING, "data": _list(_ref("Model"))}),
     "Load": _object(
         {
             "server_load": _COUNT,
@@ -146,13 +147,13 @@ SCHEMAS: dict[str, Any] = {
             "kv_cache_usage": _NUMBER,
         }
     ),
-    "Health": _object({"status": _TEXT, "state": _TEXT}, {"reason": _TEXT, "step": _TEXT, "progress": _NUMBER}),
-    "Version": _object({"version": _TEXT}),
+    "Health": _object({"status": _STRING, "state": _STRING}, {"reason": _STRING, "step": _STRING, "progress": _NUMBER}),
+    "Version": _object({"version": _STRING}),
     "Capabilities": _object(
         {
-            "object": _TEXT,
-            "version": _TEXT,
-            "models": _list(_TEXT),
+            "object": _STRING,
+            "version": _STRING,
+            "models": _list(_STRING),
             "limits": {"type": "object"},
             "features": {"type": "object"},
             "endpoints": {"type": "object"},

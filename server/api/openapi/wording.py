@@ -1,6 +1,6 @@
-"""A parameter's range, default and behaviour in a few words, from what `capabilities` says of it.
+"""A parameter's type and range, default and behaviour as text, for the page at `/docs` and the documentation.
 
-For people: the page at `/docs` and the table of the documentation. Knows nothing of endpoints.
+Types have their JSON names. The input is one parameter as `capabilities` describes it.
 """
 
 from __future__ import annotations
@@ -8,24 +8,24 @@ from __future__ import annotations
 import json
 from typing import Any
 
-_TYPES = {"string": "text", "integer": "integer", "number": "number", "boolean": "switch", "object": "object"}
 
-
-def range_words(told: dict[str, Any]) -> str:
-    """`0 to 2`, `text of up to 512 characters`, `list of up to 64 …`."""
-    forms = told.get("forms", [told])
+def range_text(parameter: dict[str, Any]) -> str:
+    """`number, 0 to 2`, `string of up to 512 characters`, `array of up to 64, each …`."""
+    forms = parameter.get("forms", [parameter])
     return "; or ".join(dict.fromkeys(_form(form) for form in forms))
 
 
-def default_words(told: dict[str, Any]) -> str:
-    if told["required"]:
+def default_text(parameter: dict[str, Any]) -> str:
+    """The default as JSON in backquotes, `none` or `required`."""
+    if parameter["required"]:
         return "required"
-    default = told.get("default")
+    default = parameter.get("default")
     return "none" if default in (None, []) else f"`{json.dumps(default, ensure_ascii=False)}`"
 
 
-def behaviour(told: dict[str, Any]) -> str:
-    return told.get("does", "")
+def behaviour(parameter: dict[str, Any]) -> str:
+    """What the parameter does, in one sentence."""
+    return parameter.get("does", "")
 
 
 def _form(form: dict[str, Any]) -> str:
@@ -36,26 +36,25 @@ def _form(form: dict[str, Any]) -> str:
         return f"`{form['value']}`"
     if kind == "array":
         items = _form(form["items"]) if "items" in form else "anything"
-        return f"list{_count(form, 'items')}, each {items}"
+        return f"array{_count(form, 'items')}, each {items}"
     if kind == "object":
         inner = f" of {', '.join(f'`{name}`' for name in form['parameters'])}" if "parameters" in form else ""
         entries = f" of up to {form['max_entries']:,} entries" if "max_entries" in form else ""
         return f"object{inner}{entries}"
     if kind == "string":
-        return "text" + _length(form)
+        return "string" + _length(form)
     return _numbers(form, kind)
 
 
 def _numbers(form: dict[str, Any], kind: str) -> str:
-    name = _TYPES.get(kind, kind)
     low, high = form.get("minimum"), form.get("maximum")
     if "above" in form:
-        return f"{name} above {form['above']:,}" + ("" if high is None else f", at most {_big(high)}")
+        return f"{kind} above {form['above']:,}" + ("" if high is None else f", at most {_big(high)}")
     if low is None and high is None:
-        return name
+        return kind
     if low is None or high is None:
-        return f"{name}, at least {_big(low)}" if low is not None else f"{name}, at most {_big(high or 0)}"
-    return f"{name}, {_big(low)} to {_big(high)}"
+        return f"{kind}, at least {_big(low)}" if low is not None else f"{kind}, at most {_big(high or 0)}"
+    return f"{kind}, {_big(low)} to {_big(high)}"
 
 
 def _big(value: float) -> str:

@@ -1,6 +1,6 @@
-"""A hub on loopback, as far as a download asks it: what a repository holds, and its files, whole or from a byte on.
+"""A model hub on loopback: the description of one repository, and its files, whole or from a byte on.
 
-Drips what it sends, remembers what it was asked, and can refuse, break off or forget ranges. Knows HTTP, no model.
+It can send slowly, refuse, close the connection early or ignore ranges, and it records the requests.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class FakeHub:
         return {name for name, _ in self.asked}
 
     def environment(self, home: Any) -> dict[str, str]:
-        """What points a program here, with its cache in `home`."""
+        """Environment variables that point a program here, with its cache in `home`."""
         found = {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
         return found | {"HF_TOKEN": "", "no_proxy": "127.0.0.1"}
 
@@ -80,7 +80,7 @@ class FakeHub:
 
 class _Server(ThreadingHTTPServer):
     def handle_error(self, request: object, client_address: object) -> None:
-        """Who is killed in the middle of a request resets its connection: that is no error of a hub."""
+        """A client that is killed in the middle of a request resets its connection: not an error here."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
@@ -139,7 +139,7 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
                     self.wfile.write(content[start : min(start + _CHUNK, limit)])
                     if is_large and hub.bytes_per_second:
                         time.sleep(_CHUNK / hub.bytes_per_second)
-            except OSError:  # who asked has left
+            except OSError:  # the client has gone
                 pass
             if limit < len(content):
                 self.close_connection = True

@@ -65,7 +65,7 @@ def test_help_shows_every_flag_with_its_environment_name(capsys):
         (["serve", "--api-key", " "], 2, "--api-key", "key"),
         (["serve", "--admin-api-key", ""], 2, "--admin-api-key", "key"),
         (["serve", "m", "--quantization", "awq"], 2, "--quantization", "bfloat16"),
-        (["serve", "--tool_call_parser"], 2, "--tool_call_parser of vLLM wants a value", "template"),
+        (["serve", "--tool_call_parser"], 2, "--tool_call_parser of vLLM needs a value", "template"),
         (["serve", "--no-enable-chunked-prefill"], 2, "--no-enable-chunked-prefill", "always"),
         (["serve", "--enable-chunked-prefill=false"], 2, "--enable-chunked-prefill false", "always"),
         (["serve", "-pp", "2"], 2, "-pp", "--tensor-parallel-size"),
@@ -101,7 +101,7 @@ def test_a_variable_that_holds_no_key_does_not_open_the_server(capsys, monkeypat
     assert lines[1].startswith("fix: ") and "unset" in lines[1]
 
 
-def test_flags_of_vllm_that_ask_for_what_holds_anyway_are_taken_with_a_note(capsys):
+def test_harmless_flags_of_vllm_are_accepted_with_a_note(capsys):
     flags = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--swap-space=4", "--trust-remote-code"]
     flags += ["--enable_chunked_prefill", "true", "--pipeline-parallel-size", "1", "--tensor-parallel-size", "2"]
     assert main(["config", "show", *flags]) == 0
@@ -112,19 +112,19 @@ def test_flags_of_vllm_that_ask_for_what_holds_anyway_are_taken_with_a_note(caps
     assert "--tool-call-parser hermes: " in notes[1] and "template" in notes[1]
 
 
-def test_the_value_of_a_foreign_flag_is_not_the_model(capsys):
+def test_the_value_of_a_vllm_flag_is_not_the_model(capsys):
     assert main(["serve", "--tool-call-parser", "hermes", "./no/such/dir/model", "--port", "0"]) == 3
     assert "./no/such/dir/model" in capsys.readouterr().err
 
 
-def test_no_flag_of_ours_is_in_the_list_of_foreign_ones():
+def test_no_option_is_also_a_flag_of_vllm():
     ours = {described.name.replace("_", "-") for described in OPTIONS.values()}
     assert ours.isdisjoint(FLAGS)
     assert FLAGS["max-logprobs"].harmless == (str(MAX_LOGPROBS),)
     assert all(flag.holds.endswith(".") and "\n" not in flag.holds for flag in FLAGS.values())
 
 
-def test_a_port_in_use_is_named_with_its_holder(capsys):
+def test_a_port_in_use_is_named_with_the_process_that_uses_it(capsys):
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
@@ -143,7 +143,7 @@ def test_a_model_that_cannot_be_fetched_is_explained(capsys, monkeypatch, tmp_pa
     assert "Traceback" not in error
 
 
-def test_config_show_tells_where_values_come_from(capsys, monkeypatch):
+def test_config_show_names_the_source_of_each_value(capsys, monkeypatch):
     monkeypatch.setenv("OARLOCK_PORT", "9")
     assert main(["config", "show", "-tp", "2", "--api-key", "k1", "k2"]) == 0
     rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}

@@ -1,4 +1,4 @@
-"""End tokens and sampling from a checkpoint's files: who wins, and what is refused before anything is loaded."""
+"""End tokens and sampling from a checkpoint's files: which file counts, and values that are refused."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_without_a_file_sampling_is_neutral(model):
 
 
 @pytest.mark.parametrize("value", ["hot", "0.7", True, -1, 3, float("nan"), [0.5], {}])
-def test_a_value_that_no_request_could_have_is_refused(model, value):
+def test_a_value_that_no_request_may_have_is_refused(model, value):
     (model / "generation_config.json").write_text(json.dumps({"temperature": value}))
     with pytest.raises(StartupError, match=r"'temperature' in .*generation_config\.json is") as refused:
         GenerationConfig.load(model)

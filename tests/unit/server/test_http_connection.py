@@ -36,7 +36,7 @@ CHUNKED = JDK % b"Transfer-encoding: chunked" + b"6\r\n" + BODY[:6] + b"\r\n9\r\
 POST = b"POST /p HTTP/1.1\r\nHost: localhost\r\n"
 
 
-class Wire(asyncio.Transport):
+class FakeTransport(asyncio.Transport):
     """The client's side: what was written, and whether the connection is still open."""
 
     def __init__(self) -> None:
@@ -89,13 +89,13 @@ class Client:
     def __init__(self, limit=10, connections=None):
         self.config = uvicorn.Config(echo, http=BoundedProtocol, ws="none", lifespan="off", log_config=None)
         self.connections = connections or Connections(limit)
-        self.wire = Wire()
+        self.transport = FakeTransport()
         self.protocol = BoundedProtocol(self.config, self.connections, {}, asyncio.get_running_loop())
-        self.protocol.connection_made(self.wire)
+        self.protocol.connection_made(self.transport)
 
     async def feed(self, *pieces):
         for piece in pieces:
-            if not self.wire.closed:
+            if not self.transport.closed:
                 self.protocol.data_received(piece)
         for _ in range(16):
             await asyncio.sleep(0)
@@ -103,7 +103,7 @@ class Client:
 
     def answers(self):
         """(status, JSON body) of everything that came back."""
-        found, rest = [], bytes(self.wire.sent)
+        found, rest = [], bytes(self.transport.sent)
         while rest:
             head, _, rest = rest.partition(b"\r\n\r\n")
             length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
@@ -141,7 +141,7 @@ def test_an_offer_of_http2_is_ignored_and_the_body_read_wherever_it_is_cut(data)
     run(scenario)
 
 
-def test_a_websocket_is_answered_as_the_get_that_it_also_is():
+def test_a_websocket_request_is_answered_as_a_plain_get():
     async def scenario():
         head = b"GET /chat HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
         key = b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
@@ -161,12 +161,12 @@ def test_an_offer_does_not_hide_a_body_of_unclear_length(body):
         client = Client()
         (answer,) = await client.feed(JDK % body + b"0\r\n\r\n")
         assert answer[0] == 400
-        assert client.wire.half_closed or client.wire.closed
+        assert client.transport.half_closed or client.transport.closed
 
     run(scenario)
 
 
-def test_trailers_are_read_and_are_no_fields_of_the_request():
+def test_trailers_are_read_and_are_not_fields_of_the_request():
     async def scenario():
         head = POST + b"TE: trailers\r\nConnection: TE\r\nTrailer: X-A\r\nTransfer-Encoding: chunked\r\n\r\n"
         client = Client()
@@ -201,7 +201,7 @@ def test_what_is_too_large_is_refused_before_the_parser_has_read_it_all(data, st
         (answer,) = await client.feed(data)
         assert (answer[0], set(answer[1]["error"])) == (status, {"message", "type", "param", "code"})
         assert sum(parsed) <= 2 * (MAX_HEAD_BYTES + 1)
-        assert client.wire.half_closed
+        assert client.transport.half_closed
 
     run(scenario)
 
@@ -211,25 +211,25 @@ def test_a_refusal_waits_for_a_client_that_is_still_writing():
         client = Client()
         close = b"POST /early HTTP/1.1\r\nConnection: close\r\nContent-Length: 1000\r\n\r\n"
         ((status, _),) = await client.feed(close, b"x" * 10)
-        assert (status, client.wire.half_closed, client.wire.closed) == (200, True, False)
+        assert (status, client.transport.half_closed, client.transport.closed) == (200, True, False)
         await client.feed(b"x" * 500)
-        assert not client.wire.closed
+        assert not client.transport.closed
         assert 0 < client.left_s <= LINGER_TIMEOUT_S
         client.expire()
-        assert client.wire.aborted
+        assert client.transport.aborted
 
     run(scenario)
 
 
-def test_nobody_lingers_for_a_client_that_is_gone(monkeypatch):
+def test_a_connection_that_the_client_has_reset_is_closed_at_once(monkeypatch):
     def reset(self):
         raise OSError(107, "not connected")
 
     async def scenario():
-        monkeypatch.setattr(Wire, "write_eof", reset)
+        monkeypatch.setattr(FakeTransport, "write_eof", reset)
         client = Client()
         await client.feed(b"NONSENSE\r\n\r\n")
-        assert client.wire.aborted
+        assert client.transport.aborted
 
     run(scenario)
 
@@ -241,7 +241,7 @@ def test_requests_sent_ahead_of_their_turn_are_bounded():
         assert [status for status, _ in answers] == [200] * 10
         client = Client()
         await client.feed(b"GET / HTTP/1.1\r\n\r\n" * 10_000)
-        assert client.wire.closed
+        assert client.transport.closed
         assert len(client.protocol.pipeline) <= 32
 
     run(scenario)
@@ -256,7 +256,7 @@ def test_every_state_but_answering_has_a_deadline():
         await client.feed(b"TP/1.1\r\n\r\n")
         assert HEAD_TIMEOUT_S < client.left_s <= KEEP_ALIVE_S
         await client.feed(POST + b"Content-Length: 4\r\n\r\n{")
-        assert client.left_s == math.inf  # whoever reads the body has a limit of its own
+        assert client.left_s == math.inf  # reading the body has a limit of its own
         await client.feed(b"   ")
         assert client.left_s <= KEEP_ALIVE_S
         await client.feed(b"POST /early HTTP/1.1\r\nContent-Length: 4\r\n\r\n")  # answered, and the body is to come
@@ -277,47 +277,47 @@ def test_a_body_that_comes_too_late_after_its_answer_ends_the_connection():
         await client.feed(b"POST /early HTTP/1.1\r\nContent-Length: 4\r\n\r\n")
         await client.feed(b"{}")
         client.expire()
-        assert client.wire.closed
+        assert client.transport.closed
 
     run(scenario)
 
 
-def test_a_client_that_takes_nothing_is_dropped_and_a_slow_one_is_not():
+def test_a_client_that_reads_nothing_is_dropped_and_a_slow_one_is_not():
     async def scenario():
         client = Client()
-        client.wire.unsent = 100_000
+        client.transport.unsent = 100_000
         client.protocol.pause_writing()
         assert client.left_s <= UNREAD_TIMEOUT_S
-        client.wire.unsent = 60_000
+        client.transport.unsent = 60_000
         client.expire()
-        assert not client.wire.closed
+        assert not client.transport.closed
         client.expire()
-        assert client.wire.aborted
+        assert client.transport.aborted
 
     run(scenario)
 
 
-def test_beyond_the_limit_the_longest_idle_gives_way_and_the_busy_do_not():
+def test_beyond_the_limit_the_longest_idle_is_closed_and_the_busy_are_not():
     async def scenario():
         first = Client(limit=2)
         share = {"connections": first.connections}
         busy = Client(**share)
         await busy.feed(POST + b"Content-Length: 4\r\n\r\n{")
         third = Client(**share)
-        assert (first.wire.closed, busy.wire.closed, third.wire.closed) == (True, False, False)
+        assert (first.transport.closed, busy.transport.closed, third.transport.closed) == (True, False, False)
         first.protocol.connection_lost(None)
         await third.feed(POST + b"Content-Length: 4\r\n\r\n{")
         crowded = []
-        for _ in range(40):  # nobody else is idle now: the next takes the place of the one before
+        for _ in range(40):  # no other connection is idle now: the next one replaces the one before
             crowded.append(Client(**share))
-            assert not crowded[-1].wire.closed
+            assert not crowded[-1].transport.closed
             assert crowded[-1].protocol.is_crowded
             for each in crowded[:-1]:
-                assert each.wire.closed
+                assert each.transport.closed
                 each.protocol.connection_lost(None)
         at_once = [Client(**share) for _ in range(40)]  # before the loop has seen any of them go
-        assert sum(each.wire.closed for each in at_once) == 39
-        assert not busy.wire.closed
-        assert not third.wire.closed
+        assert sum(each.transport.closed for each in at_once) == 39
+        assert not busy.transport.closed
+        assert not third.transport.closed
 
     run(scenario)

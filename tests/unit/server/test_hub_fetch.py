@@ -1,4 +1,4 @@
-"""Fetching a model: what is asked of the hub and in which order, what is kept, and what is said when it fails."""
+"""Fetching a model: which files are requested and in which order, what is kept, and the errors."""
 
 import fcntl
 import json
@@ -67,7 +67,7 @@ def partial(hub, tmp_path, content):
     return path
 
 
-def test_what_is_fetched_lies_where_other_programs_look_for_it(hub, tmp_path):
+def test_files_are_kept_in_the_cache_layout_of_huggingface_hub(hub, tmp_path):
     directory = run(hub)
     assert directory == tmp_path / "cache" / "models--owner--model" / "snapshots" / COMMIT
     assert {path.name: path.read_bytes() for path in directory.iterdir()} == hub.files
@@ -90,7 +90,7 @@ def test_what_is_fetched_lies_where_other_programs_look_for_it(hub, tmp_path):
         ({"torch_dtype": None, "dtype": None}, {"kv_cache_bytes": 2**16}, "Not enough KV memory for one sequence"),
     ],
 )
-def test_what_config_json_decides_costs_no_other_file(hub, change, worker, cause):
+def test_a_model_refused_for_its_config_json_costs_no_other_file(hub, change, worker, cause):
     hub.files["config.json"] = json.dumps(json.loads(SMALL["config.json"]) | change).encode()
     assert cause in refused(hub, **worker).cause
     assert hub.names_asked == {"config.json"}
@@ -149,14 +149,14 @@ def test_dummy_weights_need_none(hub):
     assert "model.safetensors" not in hub.names_asked
 
 
-def test_an_interrupted_file_goes_on_where_it_stopped(hub, tmp_path):
+def test_an_interrupted_file_is_resumed(hub, tmp_path):
     partial(hub, tmp_path, WEIGHTS[:100_000])
     directory = run(hub)
     assert [begin for name, begin in hub.asked if name == "model.safetensors"] == [100_000]
     assert (directory / "model.safetensors").read_bytes() == WEIGHTS
 
 
-def test_a_line_that_breaks_is_taken_up_again(hub):
+def test_a_broken_connection_is_resumed(hub):
     hub.break_off_after = 50_000
     assert (run(hub) / "tokenizer.json").read_bytes() == SMALL["tokenizer.json"]
     begins = [begin for name, begin in hub.asked if name == "tokenizer.json"]
@@ -181,10 +181,10 @@ def test_two_servers_fetch_a_file_once(hub, tmp_path):
     path = partial(hub, tmp_path, b"")
     with path.open("ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        found, told, waits = [], [], threading.Event()
+        found, details, waits = [], [], threading.Event()
 
         def report(phase, fraction, detail):
-            told.append(detail)
+            details.append(detail)
             if "another process fetches 1 of the files" in detail:
                 waits.set()
 
@@ -192,7 +192,7 @@ def test_two_servers_fetch_a_file_once(hub, tmp_path):
             target=lambda: found.append(hub_files.Path(fetch(model(hub), report, check_tokenizer)))
         )
         second.start()
-        assert waits.wait(20), told
+        assert waits.wait(20), details
         assert second.is_alive() and "model.safetensors" not in hub.names_asked
         other.write(WEIGHTS)
         path.rename(path.with_suffix(""))
@@ -232,7 +232,7 @@ def test_the_download_dir_takes_the_place_of_the_cache(hub, tmp_path):
 
 
 @pytest.mark.parametrize("by_variable", [True, False])
-def test_offline_serves_what_is_here_and_asks_nobody(hub, monkeypatch, by_variable):
+def test_offline_serves_the_cache_without_requests(hub, monkeypatch, by_variable):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", by_variable)
     error = refused(hub, offline=not by_variable)
     assert "in the cache" in error.cause and "--offline" in error.fix
@@ -282,7 +282,7 @@ def test_a_gated_file_of_a_public_page(hub):
     assert "is gated" in refused(hub).cause
 
 
-def test_nobody_answers(hub, monkeypatch):
+def test_a_hub_that_cannot_be_reached(hub, monkeypatch):
     _point_to(monkeypatch, "http://127.0.0.1:9")
     error = refused(hub)
     assert "http://127.0.0.1:9" in error.cause and "cannot be reached" in error.cause and "network" in error.fix
@@ -299,7 +299,7 @@ def test_a_proxy_on_the_way_is_named_without_its_password(hub, monkeypatch):
     assert "HTTP_PROXY" in error.fix
 
 
-def test_an_outage_of_the_hub_does_not_stop_what_is_here(hub, capsys):
+def test_an_outage_of_the_hub_does_not_stop_a_complete_cache(hub, capsys):
     directory = run(hub)
     hub.refuse = (503, {})
     assert run(hub) == directory
@@ -310,7 +310,7 @@ def test_an_outage_of_the_hub_does_not_stop_what_is_here(hub, capsys):
     assert "nor a model on the hub" in refused(hub).cause
 
 
-def test_progress_tells_bytes_speed_and_time_left():
+def test_progress_has_bytes_speed_and_time_left():
     now = [0.0]
     rate = TransferRate(1000 * 2**20, lambda: now[0])
     rate.add(200 * 2**20, is_new=False)  # of an earlier attempt

@@ -1,4 +1,4 @@
-"""`--record`, its limit and `--check-weights` reach the rooms below, from every source."""
+"""`--record`, its limit and `--check-weights` reach the configuration of the engine, from every source."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def test_recording_is_off_and_checking_is_on_by_default() -> None:
     assert OPTIONS["record"].default_text == "none"
 
 
-def test_the_environment_and_the_file_can_ask_for_it(tmp_path: Path) -> None:
+def test_the_environment_and_the_file_can_set_them(tmp_path: Path) -> None:
     file = tmp_path / "oarlock.toml"
     file.write_text('record = "steps.rec"\nrecord_limit = "2MiB"\n')
     settings = load_settings({}, {"OARLOCK_CHECK_WEIGHTS": "false"}, str(file)).settings

@@ -30,7 +30,7 @@ def test_flag_over_environment_over_file_over_default(tmp_path):
     ]
 
 
-def test_an_empty_variable_is_an_unset_one():
+def test_an_empty_variable_counts_as_unset():
     loaded = load_settings({}, {"OARLOCK_MODEL": "", "OARLOCK_PORT": ""})
     assert loaded.settings == Settings()
     assert set(loaded.origins.values()) == {"default"}
@@ -53,7 +53,7 @@ def test_the_file_may_be_named_by_the_environment(tmp_path):
         ({}, "port = true", "of type integer", "--port"),
         ({}, 'device = "gpu"', "did you mean cpu", "--device"),
         ({}, "kv_cache_memory = 'lots'", "of type size", "2GiB"),
-        ({"OARLOCK_ENABLE_PREFIX_CACHING": "maybe"}, "", "of type switch", "--no-enable-prefix-caching"),
+        ({"OARLOCK_ENABLE_PREFIX_CACHING": "maybe"}, "", "of type boolean", "--no-enable-prefix-caching"),
         ({"OARLOCK_GPU_MEMORY_UTILIZATION": "nan"}, "", "finite", "0.8"),
         ({}, "port = ", "not valid TOML", "line"),
         ({"OARLOCK_MAX_NUM_SEQS": "64", "OARLOCK_MAX_NUM_BATCHED_TOKENS": "32"}, "", "below --max-num-seqs", "64"),
@@ -98,7 +98,7 @@ def test_sizes(text, size):
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "2XB", "-1", "1e3", "2 GiB please"])
-def test_what_is_no_size(text):
+def test_what_is_not_a_size(text):
     with pytest.raises(ValueError):
         parse_size(text)
 
@@ -118,7 +118,7 @@ def test_every_option_is_described_and_its_example_is_valid():
             described.check(described.default)
 
 
-def test_every_option_reaches_a_room_below_or_is_used_by_this_one():
+def test_every_option_reaches_the_engine_or_is_one_of_the_servers_own():
     """Nothing is accepted and ignored: a changed value changes the engine's configuration, or the server reads it."""
     base = Settings().engine_config("/m")
     for name, described in OPTIONS.items():
@@ -167,7 +167,7 @@ SERVER_OPTIONS = {
         ("api_key = ['', 'k']", "no key", "unset"),
     ],
 )
-def test_a_file_with_a_strange_key_is_told_what_is_wrong_with_it(tmp_path, text, cause, fix):
+def test_an_unknown_key_of_a_file_is_explained(tmp_path, text, cause, fix):
     path = tmp_path / "c.toml"
     path.write_text(text)
     with pytest.raises(OptionError) as error:

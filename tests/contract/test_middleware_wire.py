@@ -1,4 +1,4 @@
-"""Keys, Host, request ids, probes, models and metrics: what stands around the endpoints."""
+"""API keys, the Host header, request ids, models, metrics, and limits of connections over HTTP."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _get(stage, path, **options):
     return anyio.run(send)
 
 
-def test_every_route_but_the_named_few_wants_the_key(make_stage):
+def test_every_route_but_the_open_ones_requires_the_key(make_stage):
     stage = make_stage(api_key=("first", "second"), admin_api_key="third")
     paths = [*json.loads(_get(make_stage(), "/openapi.json").text)["paths"], "/openapi.json", "/docs", "/nope", "/"]
     assert len(paths) > 9
@@ -43,7 +43,7 @@ def test_every_route_but_the_named_few_wants_the_key(make_stage):
             assert response.json()["error"]["type"] == "authentication_error"
 
 
-def test_metrics_want_the_key_when_the_network_can_ask(make_stage):
+def test_metrics_require_the_key_unless_the_server_listens_on_loopback(make_stage):
     assert _get(make_stage(api_key=("k",), host="0.0.0.0"), "/metrics").status_code == 401
     assert _get(make_stage(api_key=("k",), host="0.0.0.0"), "/health").status_code == 200
 
@@ -69,10 +69,10 @@ def test_a_foreign_host_header_is_refused_wherever_the_server_listens(make_stage
     assert (named["evil.example:8000"].status_code, refusal["code"]) == (403, "host_not_allowed")
     assert "'evil.example'" in refusal["message"]
     assert "--allowed-hosts" in refusal["message"]
-    assert _get(stage, "/health", headers={"Host": "evil.example"}).status_code == 200  # probes are for everyone
+    assert _get(stage, "/health", headers={"Host": "evil.example"}).status_code == 200  # probes are open
 
 
-def test_the_operator_names_more_hosts(make_stage):
+def test_the_operator_may_allow_more_hosts(make_stage):
     stage = make_stage(allowed_hosts=("LLM.example.org", "*.lan"))
     for host, status in (
         ("llm.example.org", 200),
@@ -87,7 +87,7 @@ def test_the_operator_names_more_hosts(make_stage):
     assert _get(make_stage(allowed_hosts=("*",)), "/v1/models", headers={"Host": "evil.example"}).status_code == 200
 
 
-def test_keys_make_the_host_header_free_but_for_what_they_do_not_guard(make_stage):
+def test_with_keys_the_host_header_is_checked_only_on_open_routes(make_stage):
     stage = make_stage(api_key=("k",))
     foreign = {"Host": "llm.example.org"}
     assert _get(stage, "/v1/models", headers=foreign | {"Authorization": "Bearer k"}).status_code == 200
@@ -109,7 +109,7 @@ def test_no_origin_is_ever_allowed(make_stage):
     assert not [name for name in response.headers if name.startswith("access-control")]
 
 
-def test_models_tell_what_is_served(make_stage):
+def test_models_describe_what_is_served(make_stage):
     stage = make_stage()
     body = _get(stage, "/v1/models").json()
     assert body["object"] == "list"
@@ -207,7 +207,7 @@ def _raw(port, data, close=False):
         (b"GET / HTTP/1.1\r\nX-Big: " + b"x" * 40_000, 431),
     ],
 )
-def test_broken_and_oversized_heads_are_answered_in_shape_and_closed(make_server, head, status):
+def test_broken_and_oversized_heads_get_an_error_body_and_are_closed(make_server, head, status):
     answer = _raw(make_server().port, head)
     assert answer.startswith(f"HTTP/1.1 {status} ".encode())
     assert set(json.loads(answer.split(b"\r\n\r\n")[1])["error"]) == {"message", "type", "param", "code"}
@@ -230,7 +230,7 @@ def test_a_body_that_never_arrives_is_given_up(make_server, monkeypatch):
     assert set(json.loads(answer.split(b"\r\n\r\n")[1])["error"]) == {"message", "type", "param", "code"}
 
 
-def test_a_reader_that_never_reads_is_dropped(make_server, wait_for, monkeypatch, caplog):
+def test_a_client_that_never_reads_is_dropped(make_server, wait_for, monkeypatch, caplog):
     monkeypatch.setattr("server.serving.sse.SEND_TIMEOUT_S", 0.2)
     server = make_server(lambda request: [300] * 200, eos=False)
     body = json.dumps({"prompt": ["x"] * 16, "n": 4, "stream": True, "max_tokens": 200, "logprobs": 20}).encode()
