@@ -370,7 +370,7 @@ TOO_LONG = {
 def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(make_stage, tokenizer, monkeypatch, kind, form):
     stage, seen, encode = make_stage(), [], tokenizer.encode
     monkeypatch.setattr(tokenizer, "encode", lambda text, **how: (seen.append(len(text)), encode(text, **how))[1])
-    monkeypatch.setattr(type(tokenizer), "fill_in_marks", (5, 6, 7))
+    monkeypatch.setattr(type(tokenizer), "fim_token_ids", (5, 6, 7))
     text, path, param = TOO_LONG[kind], "/v1/completions", "prompt"
     body: dict = {"prompt": text}
     if form == "list":

@@ -268,7 +268,7 @@ def test_best_of_ranks_by_mean_logprob_and_counts_everything(make_stage, tokeniz
 def test_a_suffix_needs_a_model_that_fills_in(make_stage, tokenizer, monkeypatch):
     error = _post(make_stage(), {"prompt": "a", "suffix": "b"}).json()["error"]
     assert (error["param"], error["code"]) == ("suffix", "unsupported_parameter")
-    monkeypatch.setattr(type(tokenizer), "fill_in_marks", (11, 12, 13))
+    monkeypatch.setattr(type(tokenizer), "fim_token_ids", (11, 12, 13))
     stage = make_stage()
     _choice(stage, {"prompt": "a", "suffix": "b"})
     a, b = (tokenizer.encode(text, add_special_tokens=False) for text in "ab")
