@@ -4,10 +4,14 @@ Does not know: requests, users, defaults of flags (those live in `server/config/
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from workers.step_cost import StepCost
+
+# Called with a phase of starting ("loading") and the share of it that is done, 0 to 1.
+OnProgress = Callable[[str, float], None]
 
 LOADING_TIMEOUT_S = 300.0  # without progress of any rank; more than compiling the kernels may take
 

@@ -7,26 +7,24 @@ said to be.
 
 import ctypes
 import importlib.util
-import json
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from workers.config import WorkerConfig
 from workers.errors import StartupError
 from workers.layers.decoder_spec import FUSED_TENSORS, DecoderSpec, is_ignorable, tensor_shapes
 from workers.layers.shards import working_sizes
-from workers.models.registry import describe
+from workers.models.registry import describe, read_config
 from workers.platform import processor
 from workers.platform.cores import available_cores
 from workers.platform.dtypes import ITEM_BYTES, SAFETENSORS_DTYPES
 from workers.platform.host_memory import free_host_bytes, human_bytes
-from workers.platform.memory_needs import check_weights_fit, weight_bytes
-from workers.weights.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, weight_files
+from workers.weights.checkpoint import Checkpoint, weight_files
 from workers.weights.tied import HEAD, head_differs
+from workers.worker.memory_needs import check_weights_fit, weight_bytes
 
-__all__ = ["check_without_weights", "preflight", "read_spec", "weight_files"]
+__all__ = ["check_without_weights", "preflight", "weight_files"]
 
 logger = logging.getLogger("oarlock.preflight")
 
@@ -42,7 +40,7 @@ _MAX_BLOCK_SIZE = 1024
 def check_without_weights(config: WorkerConfig) -> None:
     """What `config.json`, the machine and the numbers in `config` decide by themselves. Raises `StartupError`."""
     _check_limits(config)
-    spec = describe(_read_config(Path(config.model_path)))
+    spec = describe(read_config(Path(config.model_path)))
     _check_parallel(config.tensor_parallel_size, spec)
     length, device = _resolve_length(config.max_model_len, spec), _resolve_device(config)
     if config.kv_cache_bytes is not None:
@@ -64,7 +62,7 @@ def preflight(config: WorkerConfig) -> WorkerConfig:
     """
     _check_limits(config)
     directory = Path(config.model_path)
-    spec = describe(_read_config(directory))
+    spec = describe(read_config(directory))
     _check_parallel(config.tensor_parallel_size, spec)
     checkpoint = None if config.load_format == "dummy" else Checkpoint.open(directory)
     if checkpoint is not None:
@@ -88,19 +86,6 @@ def preflight(config: WorkerConfig) -> WorkerConfig:
         max_model_len=_resolve_length(config.max_model_len, spec),
         num_threads=config.num_threads or max(1, available_cores() // config.tensor_parallel_size),
     )
-
-
-def read_spec(model_path: str, max_model_len: int | None = None, *, tied: bool | None = None) -> DecoderSpec:
-    """The model in `model_path`, as described by its `config.json`, for sequences of up to `max_model_len` tokens.
-
-    `tied`: whether the head is the embedding, where that is known; None: found out, from the weights as well.
-    """
-    directory = Path(model_path)
-    spec = describe(_read_config(directory))
-    if tied is None:
-        stored = any((directory / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
-        tied = spec.tie_word_embeddings and not (stored and head_differs(Checkpoint.open(directory)))
-    return replace(spec, tie_word_embeddings=tied).for_length(max_model_len or spec.default_length)
 
 
 def _check_limits(config: WorkerConfig) -> None:
@@ -132,23 +117,6 @@ def _check_limits(config: WorkerConfig) -> None:
 def _check_at_least_one(field: str, value: int) -> None:
     if value < 1:
         raise StartupError(f"{field} is {value}.", "It must be at least 1.")
-
-
-def _read_config(directory: Path) -> dict[str, Any]:
-    if not directory.is_dir():
-        raise StartupError(f"model directory {directory} does not exist.", "Check the path, or download the model.")
-    path = directory / "config.json"
-    try:
-        config = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError as error:
-        raise StartupError(
-            f"{directory} has no config.json.", "Point to a model directory in the Hugging Face layout."
-        ) from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise StartupError(f"{path} cannot be read: {error}.", "Download config.json again.") from error
-    if not isinstance(config, dict):
-        raise StartupError(f"{path} is not a table of settings.", "Download config.json again.")
-    return config
 
 
 def _check_parallel(size: int, spec: DecoderSpec) -> None:

@@ -14,6 +14,7 @@ Knows numpy. Does not know torch, requests, scheduling or text.
 import math
 import struct
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -35,6 +36,9 @@ _CHECKSUM = struct.Struct("<I")
 _HEADER_BYTES = _HEADER.size + _CHECKSUM.size
 _ITEM_BYTES = {"<i4": 4, "<u4": 4, "<i8": 8, "<f4": 4, "|u1": 1}
 
+
+# Writes every word of a step's `mask_bits` (uint32 [G, W]) into the array it is given.
+FillMasks = Callable[[np.ndarray], None]
 
 # what stands in the sections that few steps use
 _no_ints = partial(np.zeros, 0, "<i4")

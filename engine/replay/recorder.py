@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from engine.replay.fingerprint import layout, model_sums, versions
 from engine.replay.recording import ANSWER, END, STEP, Header, RecordingWriter
-from workers.protocol import StepMetadata, StepOutput, output_bytes, pack_output, pack_step, step_bytes
+from workers.protocol import FillMasks, StepMetadata, StepOutput, output_bytes, pack_output, pack_step, step_bytes
 
 if TYPE_CHECKING:
-    from workers.executor import Executor, FillMasks
+    from workers.executor import Executor
 
 logger = logging.getLogger("oarlock.engine")
 
@@ -49,7 +49,7 @@ class RecordingGroup:
     def rank_pids(self) -> tuple[int, ...]:
         return self._group.rank_pids
 
-    def submit(self, step: StepMetadata, fill_masks: "FillMasks | None" = None) -> None:
+    def submit(self, step: StepMetadata, fill_masks: FillMasks | None = None) -> None:
         if self._writer is not None:
             if fill_masks is not None:  # a step without its masks could not be replayed: the ranks wait for them
                 fill_masks(step.mask_bits)

@@ -6,8 +6,7 @@ import numpy as np
 
 from engine.config import WorkerConfig
 from workers.config import WorkerInfo
-from workers.executor import FillMasks
-from workers.protocol import StepMetadata, StepOutput
+from workers.protocol import FillMasks, StepMetadata, StepOutput
 
 END_TOKEN = 0  # ends an answer
 

@@ -19,7 +19,7 @@ from tests.house.documents import filled
 from tests.house.rules import ROOT
 from tests.unit.workers.verify_cases import Bench
 from workers.layers.shards import working_sizes
-from workers.preflight import read_spec
+from workers.models.registry import read_spec
 from workers.verify.compare import Comparison
 
 PAGE = "docs/accuracy.md"

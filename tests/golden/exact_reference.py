@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.golden.cases import PROMPT, TOTAL
-from workers.preflight import read_spec
+from workers.models.registry import read_spec
 from workers.verify.reference import TransformersRecorder, in_float64
 
 GREEDY = 10

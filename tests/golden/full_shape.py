@@ -20,8 +20,9 @@ from tests.house.documents import filled
 from tests.house.rules import ROOT
 from tests.load.checkpoint import ensure, prompts
 from workers.config import WorkerConfig
+from workers.models.registry import read_spec
 from workers.platform import processor
-from workers.preflight import preflight, read_spec
+from workers.preflight import preflight
 from workers.verify.compare import Comparison, compare, compare_tokens
 from workers.verify.launch import run_ranks, run_reference
 from workers.verify.request import Request, Text

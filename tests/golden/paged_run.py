@@ -18,7 +18,7 @@ from workers.attention.forward_batch import ForwardBatch
 from workers.attention.reference import ReferenceBackend
 from workers.distributed.parallel_state import TensorParallel
 from workers.models.decoder import Decoder
-from workers.preflight import read_spec
+from workers.models.registry import read_spec
 from workers.protocol import StepMetadata
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.reader import WeightReader

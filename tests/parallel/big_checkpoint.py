@@ -104,7 +104,7 @@ def main(directory: Path, way: str) -> int:
 
     from workers.distributed.parallel_state import TensorParallel
     from workers.models.decoder import Decoder
-    from workers.preflight import read_spec
+    from workers.models.registry import read_spec
     from workers.weights.checkpoint import Checkpoint
     from workers.weights.reader import WeightReader
 

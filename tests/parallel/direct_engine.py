@@ -15,8 +15,8 @@ from engine.core.engine_core import EngineCore
 from engine.scheduler.sequence import GrammarMatcherProtocol
 from engine.types import Request, TokenEvent, TokenLogprobs
 from workers.config import WorkerInfo
-from workers.executor import Executor, FillMasks
-from workers.protocol import StepMetadata, StepOutput
+from workers.executor import Executor
+from workers.protocol import FillMasks, StepMetadata, StepOutput
 
 
 @dataclass

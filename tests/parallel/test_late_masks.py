@@ -16,8 +16,9 @@ from tests.golden.tiny_models import make_tiny
 from tests.parallel.direct_engine import DirectEngine
 from tests.parallel.test_process_group import config_for, start, step_of
 from workers.errors import WorkerError
-from workers.executor import Executor, UniProcExecutor, start_group
+from workers.executor import Executor, start_group
 from workers.protocol import StepMetadata, mask_words
+from workers.worker.uniproc_executor import UniProcExecutor
 
 PROMPT = [5, 9, 17, 3, 8, 21, 2]
 

@@ -20,7 +20,7 @@ from workers.config import WorkerConfig
 from workers.distributed.parallel_state import TensorParallel
 from workers.executor import start_group
 from workers.models.decoder import Decoder
-from workers.preflight import read_spec
+from workers.models.registry import read_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 ALLOWED_SHARE, ALLOWED_BYTES = 1.3, 300 * MIB

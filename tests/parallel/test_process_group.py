@@ -16,12 +16,13 @@ import pytest
 from tests.golden.tiny_models import make_tiny
 from workers.config import WorkerConfig
 from workers.errors import StartupError, WorkerError
-from workers.executor import Executor, UniProcExecutor, start_group
+from workers.executor import Executor, start_group
 from workers.preflight import preflight
 from workers.protocol import StepMetadata
 from workers.python_child import start_python
 from workers.worker.greedy_step import SequenceChunk, greedy_step
 from workers.worker.multiproc_executor import MultiprocExecutor
+from workers.worker.uniproc_executor import UniProcExecutor
 
 BLOCK = 16
 

@@ -1,6 +1,9 @@
-"""Which architectures are served, and the page that describes each. Torch-free."""
+"""Which architectures are served, and the `DecoderSpec` that a `config.json` or a model directory means. Torch-free."""
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from workers.errors import StartupError
@@ -13,6 +16,8 @@ from workers.models.mistral import describe_mistral
 from workers.models.phi3 import describe_phi3
 from workers.models.qwen2 import describe_qwen2
 from workers.models.qwen3 import describe_qwen3
+from workers.weights.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
+from workers.weights.tied import head_differs
 
 FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
     "Gemma2ForCausalLM": describe_gemma2,
@@ -42,3 +47,35 @@ def describe(hf_config: dict[str, Any]) -> DecoderSpec:
             "Use the model's bfloat16, float16 or float32 checkpoint.",
         )
     return family(Fields(hf_config))
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """`config.json` of a model directory, parsed. Raises `StartupError` when there is none that can be read."""
+    if not directory.is_dir():
+        raise StartupError(f"model directory {directory} does not exist.", "Check the path, or download the model.")
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise StartupError(
+            f"{directory} has no config.json.", "Point to a model directory in the Hugging Face layout."
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise StartupError(f"{path} cannot be read: {error}.", "Download config.json again.") from error
+    if not isinstance(config, dict):
+        raise StartupError(f"{path} is not a table of settings.", "Download config.json again.")
+    return config
+
+
+def read_spec(model_path: str, max_model_len: int | None = None, *, tied: bool | None = None) -> DecoderSpec:
+    """The model in `model_path`, as its `config.json` describes it, for sequences of up to `max_model_len` tokens.
+
+    `tied`: whether the output head is the embedding, where that is known; None: read from `config.json` and, where it
+    says yes, from the weights (see `workers/weights/tied.py`). Raises `StartupError` for what is not served.
+    """
+    directory = Path(model_path)
+    spec = describe(read_config(directory))
+    if tied is None:
+        stored = any((directory / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
+        tied = spec.tie_word_embeddings and not (stored and head_differs(Checkpoint.open(directory)))
+    return replace(spec, tie_word_embeddings=tied).for_length(max_model_len or spec.default_length)

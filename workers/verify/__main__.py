@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 from workers.config import WorkerConfig
 from workers.errors import StartupError
-from workers.preflight import preflight, read_spec
+from workers.models.registry import read_spec
+from workers.preflight import preflight
 from workers.verify.launch import run_ranks, run_reference
 from workers.verify.request import (
     BUILT_IN_PROMPTS,

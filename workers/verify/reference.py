@@ -23,7 +23,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_
 from transformers.utils import logging as transformers_logging
 
 from workers.layers.decoder_spec import DecoderSpec
-from workers.preflight import read_spec
+from workers.models.registry import read_spec
 from workers.verify.compare import file_of, tensor_names
 from workers.verify.request import Request, Text
 from workers.worker.worker_process import die_with_parent

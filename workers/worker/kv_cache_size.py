@@ -11,7 +11,7 @@ from workers.config import WorkerConfig
 from workers.errors import StartupError
 from workers.layers.decoder_spec import DecoderSpec
 from workers.platform.host_memory import free_host_bytes, human_bytes
-from workers.platform.memory_needs import OUT_OF_MEMORY
+from workers.worker.memory_needs import OUT_OF_MEMORY
 
 # Of the memory that is free once the weights are loaded: the machine has other work, and the page cache serves too.
 CPU_SHARE = 0.25

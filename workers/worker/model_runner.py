@@ -19,8 +19,7 @@ from workers.config import WorkerConfig, WorkerInfo
 from workers.distributed.parallel_state import TensorParallel
 from workers.kernels.cpu.in_use import kernels_in_use
 from workers.models.decoder import Decoder
-from workers.platform.memory_needs import is_out_of_memory, out_of_memory
-from workers.preflight import read_spec
+from workers.models.registry import read_spec
 from workers.protocol import StepMetadata, StepOutput
 from workers.sampling.sampler import Sampler
 from workers.step_cost import StepCost
@@ -29,6 +28,7 @@ from workers.weights.dummy import DummyWeights
 from workers.weights.reader import WeightReader
 from workers.worker.batch_invariance import batch_invariance
 from workers.worker.kv_cache_size import available_kv_bytes, blocks_that_fit, free_bytes
+from workers.worker.memory_needs import is_out_of_memory, out_of_memory
 from workers.worker.step_timing import null_step, time_steps
 
 logger = logging.getLogger("oarlock.runner")

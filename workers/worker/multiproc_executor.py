@@ -14,13 +14,13 @@ import time
 from dataclasses import asdict, replace
 from typing import NoReturn
 
-from workers.config import LOADING_TIMEOUT_S, WorkerConfig, WorkerInfo
+from workers.config import LOADING_TIMEOUT_S, OnProgress, WorkerConfig, WorkerInfo
 from workers.distributed.control_channel import Control
 from workers.distributed.shm_layout import last_of
 from workers.distributed.shm_ring import ChannelClosedError, RingLayout, RingReader, RingWriter, anonymous_memory
 from workers.errors import StartupError, WorkerError
-from workers.executor import FillMasks, OnProgress
 from workers.protocol import (
+    FillMasks,
     StepMetadata,
     StepOutput,
     empty_step,
@@ -30,12 +30,12 @@ from workers.protocol import (
     unpack_output,
     unpack_step,
 )
-from workers.step_cost import adapted
 from workers.worker.loading import Loading
 from workers.worker.spawn_ranks import RankExtras, describe_exit, spawn_ranks
+from workers.worker.step_limits import adapted
 from workers.worker.worker_process import RankRings
 
-logger = logging.getLogger("oarlock.group")
+logger = logging.getLogger("oarlock.executor")
 
 _GRACE_S = 3.0  # for a rank to leave by itself
 _KILL_S = 5.0  # for the kernel to end a rank; one that waits for a dead network file system may never end

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 from workers.distributed.control_channel import Control
 from workers.distributed.shm_ring import ChannelClosedError, RingLayout, RingReader, RingWriter
 from workers.errors import StartupError
-from workers.platform.memory_needs import OUT_OF_MEMORY, is_out_of_memory
 from workers.protocol import pack_output, unpack_step
+from workers.worker.memory_needs import OUT_OF_MEMORY, is_out_of_memory
 from workers.worker.spawn_ranks import RankArguments
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ from engine.scheduler.output import SchedulerOutput
 from engine.scheduler.scheduler import Scheduler
 from engine.types import FinishReason, Request, TokenEvent, TokenLogprobs
 from workers.config import WorkerInfo
-from workers.executor import FillMasks
-from workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata, StepOutput
+from workers.protocol import ALL_BANNED, FINITE, NONFINITE, FillMasks, StepMetadata, StepOutput
 
 EOS = 7
 _ROOT = 12345

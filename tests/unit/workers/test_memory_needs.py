@@ -9,8 +9,8 @@ from tests.golden.tiny_models import make_tiny
 from workers.config import WorkerConfig
 from workers.distributed.parallel_state import TensorParallel
 from workers.errors import StartupError
-from workers.platform.memory_needs import is_out_of_memory, weight_bytes
 from workers.preflight import preflight
+from workers.worker.memory_needs import is_out_of_memory, weight_bytes
 from workers.worker.model_runner import ModelRunner
 
 CPU_SAYS = (

@@ -20,7 +20,8 @@ from workers.distributed.parallel_state import TensorParallel
 from workers.errors import StartupError
 from workers.layers.matmul import can_pack
 from workers.models.decoder import Decoder
-from workers.preflight import preflight, read_spec
+from workers.models.registry import read_spec
+from workers.preflight import preflight
 from workers.weights.checkpoint import SINGLE_FILE, Checkpoint
 from workers.weights.dummy import DummyWeights
 from workers.weights.reader import WeightReader

@@ -15,10 +15,12 @@ from tests.golden.tiny_models import FAMILIES, make_tiny
 from workers import preflight as module
 from workers.config import WorkerConfig
 from workers.errors import StartupError
-from workers.platform import memory_needs, processor
+from workers.models.registry import read_spec
+from workers.platform import processor
 from workers.platform.cores import available_cores
-from workers.preflight import cuda_device_count, preflight, read_spec
+from workers.preflight import cuda_device_count, preflight
 from workers.weights.checkpoint import SINGLE_FILE
+from workers.worker import memory_needs
 
 
 @pytest.fixture

@@ -6,8 +6,9 @@ import pytest
 
 from workers.config import WorkerConfig
 from workers.protocol import StepMetadata
-from workers.step_cost import FEWEST_TOKENS, PATIENCE, TARGET_S, StepCost, adapted
+from workers.step_cost import TARGET_S, StepCost
 from workers.worker import step_timing
+from workers.worker.step_limits import FEWEST_TOKENS, PATIENCE, adapted
 from workers.worker.step_timing import time_steps
 
 FAST = StepCost(fixed_s=0.01, token_s=0.0005, context_s=1e-8, logits_s=1e-4)
@@ -40,7 +41,7 @@ def test_every_running_sequence_gets_a_token() -> None:
 
 
 def test_what_the_operator_says_stays_with_a_warning_where_it_is_too_short(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("WARNING", logger="oarlock.group")
+    caplog.set_level("WARNING", logger="oarlock.executor")
     own = config(lower_step_size=False, raise_step_timeout=False, step_timeout_s=20.0)
     assert adapted(own, SLOW) == own
     assert "event=step_timeout_too_short step_timeout_s=20 worst_step_s=" in caplog.text

@@ -9,7 +9,7 @@ import torch
 from tests.golden.tiny_models import make_tiny
 from tests.house.rules import ROOT
 from tests.unit.workers.verify_cases import PROMPTS, Bench
-from workers.preflight import read_spec
+from workers.models.registry import read_spec
 from workers.verify import __main__ as command
 from workers.verify.compare import (
     LARGEST_LIMIT,

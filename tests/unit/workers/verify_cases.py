@@ -15,7 +15,8 @@ from torch import Tensor
 from tests.golden.paged_run import on_ranks
 from workers.config import WorkerConfig
 from workers.distributed.parallel_state import TensorParallel
-from workers.preflight import preflight, read_spec
+from workers.models.registry import read_spec
+from workers.preflight import preflight
 from workers.verify.causes import explain
 from workers.verify.compare import Comparison, compare
 from workers.verify.rank import run_rank
