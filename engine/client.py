@@ -1,6 +1,6 @@
-"""The async door to the engine: one process started, one socket, one iterator of events per request.
+"""The asyncio client of the engine: starts its process, and gives an iterator of events per request.
 
-Knows asyncio, frames and the engine's vocabulary. Does not know HTTP, text, or what happens inside the engine.
+Knows asyncio and frames. Does not know HTTP, text, or what happens inside the engine.
 """
 
 import asyncio
@@ -29,19 +29,19 @@ _Answer = TokenEvent | OarlockError
 
 _MODULE = ("-m", "engine.core.process")
 _READ_BYTES = 1 << 18
-_STATS_TIMEOUT_S = 1.0  # a step in flight may take longer; then the last snapshot serves
-_REAP_S = 8.0  # more than the engine itself allows its clean-up
+_STATS_TIMEOUT_S = 1.0  # a step in flight may take longer; then the last snapshot is used
+_REAP_S = 8.0  # more than the engine allows its own clean-up
 _POLL_S = 0.01
 _WATCH_S = 0.25
-_SILENCE_MARGIN_S = 1.5  # an engine that finds out by itself that a rank hangs can say more: it gets to speak first
+_SILENCE_MARGIN_S = 1.5  # time for the engine to report a hung rank by itself: its report says more
 _EXIT_DIED = 5
 _EXIT_HUNG = 6
 
 
 class EngineClient:
-    """Made by `start`. All methods belong to one event loop.
+    """One running engine, made by `start`. All methods belong to one event loop.
 
-    The engine ends with the thread that started it (the kernel sees to that), so start it from one that stays.
+    The kernel ends the engine together with the thread that started it, so start it from one that stays alive.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class EngineClient:
         self._frames = frames
         self._ids = itertools.count(1)
         self._queues: dict[int, asyncio.Queue[_Answer]] = {}
-        self._asked: dict[int, asyncio.Future[EngineStats]] = {}
+        self._stats_calls: dict[int, asyncio.Future[EngineStats]] = {}
         self._resets: dict[int, asyncio.Future[int]] = {}
         self._last_stats = EngineStats()
         self._progress_s = time.monotonic()
@@ -91,7 +91,7 @@ class EngineClient:
             writer.write(messages.config(config))
             frames = FrameReader()
             info = await _until_ready(process, reader, frames, on_progress)
-        except BaseException:  # cancelled too: nobody else knows of the process
+        except BaseException:  # cancellation as well: the process must not be left behind
             ours.close()
             process.kill()
             process.wait()
@@ -99,7 +99,7 @@ class EngineClient:
         return EngineClient(process, reader, writer, frames, info)
 
     async def close(self, timeout_s: float = 10.0) -> None:
-        """Ask the engine to stop; open requests get their terminal event. If it stays, it is killed. Idempotent."""
+        """Stop the engine; open requests get their terminal event. After `timeout_s` it is killed. Idempotent."""
         self._is_closing = True
         if self._is_connected:
             self._writer.write(messages.stop())
@@ -113,9 +113,10 @@ class EngineClient:
         return next(self._ids)
 
     async def generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
-        """Events of one request, the last of which has a `finish_reason`. Closing the iterator is the abort.
+        """Events of one request; the last one has a `finish_reason`. Closing the iterator aborts the request.
 
-        Before the first event: `RequestError` or `QueueFullError`. At any time: `EngineDeadError`.
+        Raises `RequestError`, `QueueFullError` or `UnavailableError` before the first event, `EngineDeadError` at any
+        time.
         """
         self._check_alive()
         request_id = request.request_id
@@ -140,7 +141,7 @@ class EngineClient:
                 if answer.finish_reason is not None:
                     return
         finally:
-            # Still listed: no terminal event has come, so the engine is at work for nobody.
+            # Still listed: no terminal event has come, so the engine still works on it.
             if self._queues.get(request_id) is queue:
                 del self._queues[request_id]
                 if self._is_connected:
@@ -158,7 +159,7 @@ class EngineClient:
 
     @property
     def last_progress_age_s(self) -> float:
-        """Time since the engine proved that every rank answers: by a step, or by a heartbeat when idle."""
+        """Seconds since the engine last proved that every rank answers: by a step, or by a heartbeat when idle."""
         return time.monotonic() - self._progress_s
 
     @property
@@ -167,22 +168,22 @@ class EngineClient:
         return len(self._queues)
 
     async def stats(self) -> EngineStats:
-        """A fresh snapshot; the last known one when the engine is busy for long, or dead (`state` says so)."""
+        """A new snapshot; the last known one when the engine is busy for long, or dead (then `state` is "dead")."""
         if self._is_connected:
             number = next(self._ids)
             future: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
-            self._asked[number] = future
+            self._stats_calls[number] = future
             self._writer.write(messages.ask_stats(number))
             try:
                 return await asyncio.wait_for(future, _STATS_TIMEOUT_S)
             except TimeoutError:
-                pass  # the last snapshot serves
+                pass  # the last snapshot is used
             finally:
-                self._asked.pop(number, None)
+                self._stats_calls.pop(number, None)
         return self._last_stats
 
     async def reset_prefix_cache(self) -> int:
-        """Forget every cached prefix; how many blocks that were. Waits for the step in flight. `EngineDeadError`."""
+        """Empty the prefix cache; return how many blocks it had. Waits for the step in flight. `EngineDeadError`."""
         self._check_alive()
         number = next(self._ids)
         future = self._resets[number] = asyncio.get_running_loop().create_future()
@@ -195,13 +196,13 @@ class EngineClient:
     # -- the reading side
 
     async def _dispatch(self) -> None:
-        """Until the socket ends, hand every frame to whom it is for; then tell everyone who still waits."""
+        """Until the socket ends, pass every frame to the call that waits for it; then fail all that still wait."""
         cause: str | None = None
         try:
             while data := await self._reader.read(_READ_BYTES):
                 for frame in self._frames.feed(data):
                     self._receive(frame)
-        except ConnectionError as error:  # an end like any other: unread bytes of ours were lost with the engine
+        except ConnectionError as error:  # also an end of the socket: the engine ended without reading all
             logger.info('event=engine_socket_reset cause="%s"', error)
         except Exception as error:
             logger.exception("event=engine_socket_failed")
@@ -229,7 +230,7 @@ class EngineClient:
             self._answer(request_id, error, is_last=True)
         elif frame.kind == "stats":
             number, self._last_stats = messages.read_stats(frame)
-            future = self._asked.pop(number, None)
+            future = self._stats_calls.pop(number, None)
             if future is not None and not future.done():
                 future.set_result(self._last_stats)
         elif frame.kind == "cache_reset":
@@ -251,11 +252,11 @@ class EngineClient:
         queue.put_nowait(answer)
 
     def _fail_all(self) -> None:
-        """Nobody waits for an engine that is gone."""
+        """End every waiting call: the engine is gone."""
         queues, self._queues = self._queues, {}
         for queue in queues.values():
             queue.put_nowait(self._death())
-        asked, self._asked = self._asked, {}
+        asked, self._stats_calls = self._stats_calls, {}
         for future in asked.values():
             if not future.done():
                 future.set_result(self._last_stats)
@@ -264,7 +265,7 @@ class EngineClient:
                 reset.set_exception(self._death())
 
     async def _watch(self) -> None:
-        """End an engine that is silent for longer than one that works can be: it is stopped, or it hangs."""
+        """Kill an engine that is silent for longer than a working one can be: it is stopped, or it hangs."""
         limit_s = self.info.max_silence_s + _SILENCE_MARGIN_S
         silent_s, seen_s = 0.0, self._progress_s
         before = time.monotonic()
@@ -273,7 +274,7 @@ class EngineClient:
             if not self.is_alive:
                 return
             now = time.monotonic()
-            # Little of the time in which this process was itself stopped counts: what was said then is yet to be read.
+            # Time in which this process was itself stopped does not count: there may be frames that are not read yet.
             silent_s += min(now - before, 2 * _WATCH_S)
             before = now
             if self._progress_s != seen_s:
@@ -281,13 +282,13 @@ class EngineClient:
         logger.error("event=engine_hung silent_s=%.1f limit_s=%g", silent_s, limit_s)
         self.death_cause, self.exit_code = f"the engine process has not been heard for {silent_s:.1f} s", _EXIT_HUNG
         self._fail_all()
-        for pid in self.info.rank_pids:  # nobody else's numbers: their parent, which hangs, has not collected them
+        for pid in self.info.rank_pids:  # still valid: the hung parent has not reaped them
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._process.kill()
 
     async def _reap(self) -> None:
-        """Learn how the process ended; after that `dead` is set."""
+        """Wait for the end of the process, set `exit_code`, `death_cause` and then `dead`."""
         if not await self._ended(_REAP_S):
             self._process.kill()
             await self._ended(_REAP_S)
@@ -302,7 +303,7 @@ class EngineClient:
         self.dead.set()
 
     async def _ended(self, timeout_s: float) -> bool:
-        """Whether the process ends in time. Polled: a waiting thread would outlive a cancelled call."""
+        """Whether the process ends within `timeout_s`. Polled: a waiting thread would outlive a cancelled call."""
         deadline = time.monotonic() + timeout_s
         while self._process.poll() is None:
             if time.monotonic() >= deadline:
@@ -311,7 +312,7 @@ class EngineClient:
         return True
 
     async def _drain(self) -> None:
-        with contextlib.suppress(ConnectionError):  # the dispatcher sees the same end and tells everyone why
+        with contextlib.suppress(ConnectionError):  # the dispatcher sees the same end and fails all calls
             await self._writer.drain()
 
     def _check_alive(self) -> None:
@@ -334,7 +335,7 @@ async def _until_ready(
             elif frame.kind == "failed":
                 raise messages.read_failed(frame)
             elif frame.kind == "ready":
-                return messages.read_ready(frame)  # the engine sends nothing more before it is asked
+                return messages.read_ready(frame)  # the engine sends nothing more until it is asked
             else:
                 raise FrameError(f"the engine sent a {frame.kind!r} frame while starting")
     status = await asyncio.to_thread(process.wait)

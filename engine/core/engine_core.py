@@ -1,6 +1,6 @@
-"""Scheduler, step builder and ranks joined into one step: the part of the loop that is the same in every world.
+"""One step of the engine: scheduler, input batch and executor together.
 
-Serves the engine process and the simulation alike. Does not know sockets, signals or the frontend.
+Used by the engine process and by the simulator. Does not know sockets, signals or the frontend.
 """
 
 import logging
@@ -23,13 +23,13 @@ logger = logging.getLogger("oarlock.engine")
 
 
 class EngineCore:
-    """`begin` decides a step and hands it to the ranks, `finish` takes their answer in. They alternate."""
+    """`begin` schedules and submits a step, `finish` collects and applies the ranks' answer. They alternate."""
 
-    def __init__(self, config: EngineConfig, group: "Executor", clock: Callable[[], float]) -> None:
-        info = group.info
-        self.group = group
+    def __init__(self, config: EngineConfig, executor: "Executor", clock: Callable[[], float]) -> None:
+        info = executor.info
+        self.executor = executor
         self.scheduler = Scheduler(config, info)
-        self._builder = InputBatch(
+        self._input_batch = InputBatch(
             max_num_seqs=self.scheduler.max_num_seqs,
             max_model_len=info.max_model_len,
             block_size=info.block_size,
@@ -41,7 +41,7 @@ class EngineCore:
         self._num_rows = 0
 
     def begin(self) -> SchedulerOutput | None:
-        """Decide and submit; the ranks begin before masks are computed. None when there was nothing to do.
+        """Schedule and submit a step; ranks begin before its masks are computed. None when there was nothing to do.
 
         Raises `WorkerError` when the ranks are lost.
         """
@@ -52,16 +52,16 @@ class EngineCore:
             return None
         self._num_rows = len(built.step.logits_indices)
         if built.masks is None:
-            self.group.submit(built.step)
+            self.executor.submit(built.step)
             return output
-        self.group.submit(built.step, built.masks.fill)
-        for seq in built.masks.failed:  # what the step in flight answers for them is ignored
+        self.executor.submit(built.step, built.masks.fill)
+        for seq in built.masks.failed:  # the answer to the step in flight is ignored for them
             self._fail(seq)
         return output
 
     def finish(self, output: SchedulerOutput) -> list[TokenEvent]:
-        """Collect and commit. Raises `WorkerError` when the ranks are lost."""
-        answer = self.group.collect()
+        """Collect and apply the answer; return its events. Raises `WorkerError` when the ranks are lost."""
+        answer = self.executor.collect()
         if answer.step_id != output.step_id or len(answer.token_ids) != self._num_rows:
             raise WorkerError(
                 0,
@@ -78,16 +78,16 @@ class EngineCore:
         return self.scheduler.take_events() + events
 
     def _build(self, output: SchedulerOutput) -> BuiltStep | None:
-        """The step's arrays. One request whose numbers do not fit them fails alone; the others' step goes on."""
+        """The step's arrays; None if nothing is left of it. A request that cannot be built fails alone."""
         try:
-            return self._builder.build(output)
+            return self._input_batch.build(output)
         except Exception:
             logger.exception("event=build_failed step=%d", output.step_id)
             unfit = [item for item in output.scheduled if not self._fits(item, output)]
             if not unfit:
                 raise
         self.scheduler.withdraw(output, unfit, self._begun_s)
-        return self._builder.build(output) if output.scheduled else None
+        return self._input_batch.build(output) if output.scheduled else None
 
     def _fail(self, seq: Sequence) -> None:
         event = self.scheduler.fail(seq.request_id, INTERNAL, self._begun_s)
@@ -104,7 +104,7 @@ class EngineCore:
             new_rows=[seq for seq in output.new_rows if seq is item.seq],
         )
         try:
-            self._builder.build(alone)
+            self._input_batch.build(alone)
         except Exception:
             logger.exception("event=request_failed request_id=%d stage=build", item.seq.request_id)
             return False

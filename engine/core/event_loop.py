@@ -1,7 +1,7 @@
-"""The loop: drain the inbox, take a step, send what it did. Idle means blocked in one select, with a heartbeat.
+"""The engine's loop: read frames, run a step, send its events. An idle engine blocks in one `select`, with a heartbeat.
 
-A mistake with one request ends that request. A lost rank ends every request, each with one clear event, and the loop.
-Does not know asyncio, HTTP or text; never waits for the frontend to read.
+An exception with one request ends that request. A lost rank ends every request, each with one event, and the loop. Does
+not know asyncio, HTTP or text; never waits for the frontend to read.
 """
 
 import logging
@@ -17,7 +17,7 @@ from engine.config import EngineConfig
 from engine.core.engine_core import EngineCore
 from engine.errors import INTERNAL, QueueFullError, RequestError, UnavailableError, WorkerError
 from engine.ipc import messages
-from engine.ipc.frame_socket import FrameSocket, LinkClosedError
+from engine.ipc.frame_socket import FrameSocket, FrameSocketClosedError
 from engine.ipc.frames import Frame, FrameError
 from engine.stats import EngineStats
 from engine.types import FinishReason, Request, TokenEvent
@@ -36,44 +36,44 @@ EXIT_RANK_HUNG = 6
 DEAD = "The inference engine stopped while this request was running. Nothing more can be served until it is restarted."
 STOPPING = "The server is shutting down; this request was not completed."
 
-_LAST_WORDS_S = 2.0
+_DRAIN_S = 2.0  # for sending the last events to a frontend that reads slowly
 
 
 class EngineLoop:
-    """Owns the step and the link. `run` returns the process's exit code; the group is left for the caller to close."""
+    """Owns the steps and the socket. `run` returns the process's exit code; the caller closes the executor."""
 
     def __init__(
         self,
         config: EngineConfig,
-        group: "Executor",
-        link: FrameSocket,
+        executor: "Executor",
+        frame_socket: FrameSocket,
         *,
-        grammars: "StructuredOutputManager | None" = None,
+        structured_output: "StructuredOutputManager | None" = None,
         wake_fd: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.stepper = EngineCore(config, group, clock)
-        self.scheduler = self.stepper.scheduler
-        self.busy_since: float | None = None  # read by a watchdog thread: when the running step or ping began
-        self._group = group
-        self._link = link
-        self._grammars = grammars
+        self.engine_core = EngineCore(config, executor, clock)
+        self.scheduler = self.engine_core.scheduler
+        self.busy_since: float | None = None  # when the running step or ping began; read by the watchdog
+        self._executor = executor
+        self._frame_socket = frame_socket
+        self._structured_output = structured_output
         self._clock = clock
         self._interval_s = config.heartbeat_interval_s
         self._started_s = clock()
         self._next_beat_s = self._started_s + self._interval_s
         # Ranks in processes of their own compute while events are sent; an inline rank computes inside `submit`.
-        self._sends_during_step = bool(group.rank_pids)
+        self._sends_during_step = bool(executor.rank_pids)
         self._request_reader = messages.RequestReader()
         self._outbox: list[TokenEvent] = []
         self._stopping = False
         self._was_stuck = False
         self._selector = selectors.DefaultSelector()
-        self._selector.register(link, selectors.EVENT_READ, "link")
-        for fd in group.fileno_for_death():
+        self._selector.register(frame_socket, selectors.EVENT_READ, "socket")
+        for fd in executor.fileno_for_death():
             self._selector.register(fd, selectors.EVENT_READ, "death")
-        if grammars is not None:
-            self._selector.register(grammars, selectors.EVENT_READ, "grammars")
+        if structured_output is not None:
+            self._selector.register(structured_output, selectors.EVENT_READ, "structured_output")
         if wake_fd is not None:
             os.set_blocking(wake_fd, False)
             self._selector.register(wake_fd, selectors.EVENT_READ, "wake")
@@ -83,14 +83,14 @@ class EngineLoop:
         self._stopping = True
 
     def run(self) -> int:
-        """Until told to stop, or until the frontend or a rank is gone."""
+        """Until `stop`, or until the frontend or a rank is gone."""
         try:
             while not self._stopping:
                 if not self.tick() and not self._stopping:
                     self._wait()
-            self._part(STOPPING)
+            self._shut_down(STOPPING)
             return EXIT_OK
-        except LinkClosedError as error:
+        except FrameSocketClosedError as error:
             logger.info('event=frontend_gone cause="%s"', error)
             return EXIT_OK
         except WorkerError as error:
@@ -103,22 +103,22 @@ class EngineLoop:
     def tick(self) -> bool:
         """One turn: inbox, step, outbox. False when there is nothing to compute now."""
         self._receive()
-        if self._stopping or self._link.is_full:
+        if self._stopping or self._frame_socket.is_full:
             return False
         self.busy_since = self._clock()
-        output = self.stepper.begin()
-        self._outbox += self.stepper.take_events()
+        output = self.engine_core.begin()
+        self._outbox += self.engine_core.take_events()
         self._send_outbox()
         if output is None:
             self.busy_since = None
             return self._may_go_on()
         self._was_stuck = False
-        self._outbox += self.stepper.finish(output)
+        self._outbox += self.engine_core.finish(output)
         now = self._clock()
         self.busy_since = None
         self._next_beat_s = now + self._interval_s
         if not self._outbox:
-            self._link.send(messages.alive(output.step_id))
+            self._frame_socket.send(messages.alive(output.step_id))
         if not self._sends_during_step:
             self._send_outbox()
         return True
@@ -126,9 +126,9 @@ class EngineLoop:
     # -- inbox
 
     def _receive(self) -> None:
-        for frame in self._link.receive():
+        for frame in self._frame_socket.receive():
             self._handle(frame)
-        self._let_in()
+        self._add_compiled()
 
     def _handle(self, frame: Frame) -> None:
         if frame.kind == "request":
@@ -136,76 +136,78 @@ class EngineLoop:
         elif frame.kind == "abort":
             self._abort(messages.read_id(frame))
         elif frame.kind == "stats":
-            self._link.send(messages.stats(messages.read_number(frame), self.snapshot()))
+            self._frame_socket.send(messages.stats(messages.read_number(frame), self.snapshot()))
         elif frame.kind == "reset_cache":
             num_blocks = self.scheduler.kv_cache_manager.reset_prefix_cache()
-            self._link.send(messages.cache_reset(messages.read_number(frame), num_blocks))
+            self._frame_socket.send(messages.cache_reset(messages.read_number(frame), num_blocks))
         elif frame.kind == "stop":
             self.stop()
         else:
             raise FrameError(f"the frontend sent a {frame.kind!r} frame")
 
     def _add(self, frame: Frame) -> None:
-        with self._at_the_door(messages.read_id(frame)):
+        with self._refusing(messages.read_id(frame)):
             request = self._request_reader.read(frame)
-            self._count_parked()
+            self._count_pending()
             if request.params.grammar is None:
                 self.scheduler.add(request, self._clock())
             else:
                 self._add_with_grammar(request, self._clock())
 
-    def _count_parked(self) -> None:
-        if self._grammars is not None:
-            self.scheduler.set_pending(self._grammars.num_parked, self._grammars.num_parked_tokens)
+    def _count_pending(self) -> None:
+        manager = self._structured_output
+        if manager is not None:
+            self.scheduler.set_pending(manager.num_pending, manager.num_pending_tokens)
 
     @contextmanager
-    def _at_the_door(self, request_id: int) -> Generator[None]:
-        """Who cannot come in hears why, and nobody else does."""
+    def _refusing(self, request_id: int) -> Generator[None]:
+        """Send the refusal of a request that cannot be added; an exception of ours ends that request alone."""
         try:
             yield
         except (RequestError, QueueFullError) as error:
-            self._link.send(messages.refused(request_id, error))
+            self._frame_socket.send(messages.refused(request_id, error))
         except UnavailableError as error:
             self.scheduler.stats.num_errors += 1
-            self._link.send(messages.refused(request_id, error))
+            self._frame_socket.send(messages.refused(request_id, error))
         except Exception:
             logger.exception("event=request_failed request_id=%d stage=add", request_id)
             self._outbox.append(self._fail(request_id))
 
     def _add_with_grammar(self, request: Request, now: float) -> None:
-        """Who needs a grammar that nobody has asked for before waits at the desk, and holds up nobody."""
-        if self._grammars is None:
+        """A request whose grammar must be compiled first is pending in the manager until then."""
+        if self._structured_output is None:
             raise RequestError("This engine was started without grammars.", "structured_outputs")
         self.scheduler.check(request, now)
         try:
-            state = self._grammars.enter(request, now)
+            matcher = self._structured_output.submit(request, now)
         except (RequestError, QueueFullError):
             self.scheduler.stats.num_rejected += 1
             raise
-        if state is not None:
-            self.scheduler.add(request, now, state)
+        if matcher is not None:
+            self.scheduler.add(request, now, matcher)
 
-    def _let_in(self) -> None:
-        """Whoever waited for a grammar comes in by the time of arrival, or hears what is wrong with it."""
-        if self._grammars is None:
+    def _add_compiled(self) -> None:
+        """Add the requests whose grammars are ready, in the order of their arrival, or refuse them."""
+        if self._structured_output is None:
             return
-        for outcome in self._grammars.take():
-            with self._at_the_door(outcome.request.request_id):
+        for outcome in self._structured_output.poll():
+            with self._refusing(outcome.request.request_id):
                 if outcome.error is not None:
                     self.scheduler.stats.num_rejected += isinstance(outcome.error, RequestError)
                     raise outcome.error
-                # It was let in when it came: that the queue has filled since is no reason to refuse it.
-                self.scheduler.add(replace(outcome.request, has_place=True), outcome.arrival_s, outcome.state)
+                # It was accepted when it arrived: that the queue has filled since is no reason to refuse it.
+                self.scheduler.add(replace(outcome.request, has_place=True), outcome.arrival_s, outcome.matcher)
 
     def _abort(self, request_id: int) -> None:
         event = self.scheduler.abort(request_id, self._clock())
-        if event is None and self._grammars is not None and self._grammars.abort(request_id):
+        manager = self._structured_output
+        if event is None and manager is not None and manager.abort(request_id):
             event = TokenEvent(request_id, finish_reason=FinishReason.ABORT)
         if event is not None:
             self._outbox.append(event)
 
     def _fail(self, request_id: int) -> TokenEvent:
-        """One request ends by our fault, known to the scheduler or not."""
+        """End one request by the engine's fault, whether the scheduler knows it or not."""
         event = self.scheduler.fail(request_id, INTERNAL, self._clock())
         if event is None:
             self.scheduler.stats.num_errors += 1
@@ -213,7 +215,7 @@ class EngineLoop:
         return event
 
     def snapshot(self) -> EngineStats:
-        self._count_parked()
+        self._count_pending()
         stats = self.scheduler.refresh_gauges()
         stats.uptime_s = self._clock() - self._started_s
         return stats
@@ -222,16 +224,16 @@ class EngineLoop:
 
     def _send_outbox(self) -> None:
         outbox, self._outbox = self._outbox, []
-        for group in messages.chunks(outbox):
+        for chunk in messages.chunks(outbox):
             try:
-                frame = messages.events(group)
+                frame = messages.events(chunk)
             except Exception:
                 logger.exception("event=encode_failed")
-                frame = messages.events([self._sendable(event) for event in group])
-            self._link.send(frame)
+                frame = messages.events([self._sendable(event) for event in chunk])
+            self._frame_socket.send(frame)
 
     def _sendable(self, event: TokenEvent) -> TokenEvent:
-        """`event`, or the end of its request when it cannot be written."""
+        """`event`, or the failure of its request when it cannot be encoded."""
         try:
             messages.events([event])
         except Exception:
@@ -242,7 +244,7 @@ class EngineLoop:
     # -- idle
 
     def _may_go_on(self) -> bool:
-        """After a turn without a step: whether the next may have one. Work that nobody can run is our own mistake."""
+        """After a turn without a step: whether to try another. If two in a row have none, fail all open requests."""
         if not self.scheduler.has_work:
             return False
         if not self._was_stuck:
@@ -255,55 +257,56 @@ class EngineLoop:
         return False
 
     def _wait(self) -> None:
-        """Block until the frontend speaks or reads, a rank ends, a signal comes or a heartbeat is due."""
+        """Block until the socket is ready, a rank ends, a signal comes or a heartbeat is due."""
         now = self._clock()
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._link.has_pending else 0)
-        self._selector.modify(self._link, wanted, "link")
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._frame_socket.has_pending else 0)
+        self._selector.modify(self._frame_socket, wanted, "socket")
         for key, ready in self._selector.select(max(0.0, self._next_beat_s - now)):
             if key.data == "wake":
                 os.read(key.fd, 4096)
             elif key.data == "death":
-                self._group.ping()  # which says who it was
+                self._executor.ping()  # raises an error that names the rank
                 raise WorkerError(-1, self.scheduler.stats.step_id, "the channel of a rank was closed")
             elif ready & selectors.EVENT_WRITE:
-                self._link.flush()
+                self._frame_socket.flush()
         if self._clock() >= self._next_beat_s:
             self._beat()
 
     def _beat(self) -> None:
-        """An idle engine still proves that every rank answers."""
+        """Check that every rank answers, and report it to the frontend."""
         self.busy_since = self._clock()
-        self._group.ping()
+        self._executor.ping()
         self.busy_since = None
         self._next_beat_s = self._clock() + self._interval_s
-        self._link.send(messages.alive(self.scheduler.stats.step_id))
+        self._frame_socket.send(messages.alive(self.scheduler.stats.step_id))
 
     # -- the end
 
     def _die(self, cause: str, exit_code: int) -> int:
-        """The frontend hears first that nothing more will come, then of each request's end."""
+        """Tell the frontend first that the engine is dead, then end each request."""
         self.scheduler.stats.state = "dead"
         try:
             self._send_outbox()
-            self._link.send(messages.dead(cause, exit_code))
-            self._part(DEAD)
-        except LinkClosedError as error:
+            self._frame_socket.send(messages.dead(cause, exit_code))
+            self._shut_down(DEAD)
+        except FrameSocketClosedError as error:
             logger.info('event=frontend_gone cause="%s"', error)
         return exit_code
 
-    def _part(self, message: str) -> None:
-        """Every open request gets its terminal event, as far as the frontend still reads."""
+    def _shut_down(self, message: str) -> None:
+        """End every open request, and send what the frontend reads within `_DRAIN_S`."""
         self.busy_since = None
-        self._outbox += self.stepper.take_events() + self.scheduler.fail_all(message, self._clock())
-        for request_id in [] if self._grammars is None else self._grammars.abort_all():
+        self._outbox += self.engine_core.take_events() + self.scheduler.fail_all(message, self._clock())
+        manager = self._structured_output
+        for request_id in [] if manager is None else manager.abort_all():
             self._outbox.append(TokenEvent(request_id, finish_reason=FinishReason.ERROR, error=message))
         self._send_outbox()
-        deadline = time.monotonic() + _LAST_WORDS_S
+        drain_deadline = time.monotonic() + _DRAIN_S
         with selectors.DefaultSelector() as selector:
-            selector.register(self._link, selectors.EVENT_WRITE)
-            while self._link.has_pending and (left := deadline - time.monotonic()) > 0:
+            selector.register(self._frame_socket, selectors.EVENT_WRITE)
+            while self._frame_socket.has_pending and (left := drain_deadline - time.monotonic()) > 0:
                 selector.select(left)
-                self._link.flush()
+                self._frame_socket.flush()
 
 
 def _facts(error: WorkerError) -> tuple[int, int, bool, str]:

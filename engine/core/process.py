@@ -1,8 +1,8 @@
 """The engine's process: `python -m engine.core.process --fd N --parent PID`, started by `engine.client`.
 
-The first frame on the descriptor is the configuration. The group is started with progress frames, then the loop runs.
-The process never outlives its frontend: end-of-file on the socket ends it, and so does the kernel when the parent dies.
-Does not import torch (an inline rank does, on its own).
+The first frame on the descriptor is the configuration. Loading sends progress frames, then the loop runs. The process
+never outlives its frontend: end-of-file on the socket ends it, and so does the kernel when the parent dies. Does not
+import torch (an inline rank does).
 """
 
 import argparse
@@ -28,7 +28,7 @@ from engine.ipc.frame_socket import FrameSocket
 from engine.ipc.frames import Frame, FrameError, FrameReader
 from engine.ipc.parent_death import die_with_parent
 from engine.replay.fingerprint import numbers_digest
-from engine.replay.recorder import RecordingGroup
+from engine.replay.recorder import RecordingExecutor
 from engine.replay.recording import RecordingWriter
 from engine.structured_output.manager import StructuredOutputManager
 from engine.types import EngineInfo
@@ -39,15 +39,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("oarlock.engine")
 
-_LEAVE_S = 5.0  # for clean-up; then the process ends whatever hangs
-_ORPHAN_S = 1.0  # the same when nobody is left to wait for it; the ranks notice by themselves
+_SHUTDOWN_S = 5.0  # for clean-up; then the process ends, whatever hangs
+_ORPHAN_S = 1.0  # the same when the frontend is gone; ranks notice the end of this process by themselves
 _WATCH_S = 1.0
 
-StartGroup = Callable[..., "Executor"]
+StartExecutor = Callable[..., "Executor"]
 
 
 def main(
-    argv: list[str], start_group: StartGroup | None = None, *, loading_timeout_s: float = LOADING_TIMEOUT_S
+    argv: list[str], start_executor: StartExecutor | None = None, *, loading_timeout_s: float = LOADING_TIMEOUT_S
 ) -> int:
     """Serve one frontend until it leaves. Returns the exit code: 0, 1 (our bug), 3 and 4 (start), 5 and 6 (ranks)."""
     parser = argparse.ArgumentParser(prog="engine.core.process", description="Internal: started by the server.")
@@ -57,19 +57,19 @@ def main(
     die_with_parent(arguments.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole foreground group: the parent decides
     log_to_stderr()
-    if start_group is None:
-        from workers.executor import start_group as start_real_group
+    if start_executor is None:
+        from workers.executor import start_group
 
-        start_group = start_real_group
+        start_executor = start_group
     with socket.socket(fileno=arguments.fd) as sock:
         try:
-            return _serve(sock, start_group, loading_timeout_s)
+            return _serve(sock, start_executor, loading_timeout_s)
         except ConnectionError as error:
             logger.info('event=frontend_gone cause="%s"', error)
             return EXIT_OK
 
 
-def _serve(sock: socket.socket, start_group: StartGroup, loading_timeout_s: float) -> int:
+def _serve(sock: socket.socket, start_executor: StartExecutor, loading_timeout_s: float) -> int:
     _leave_at_end_of_file(sock)
     try:
         config = messages.read_config(_first_frame(sock))
@@ -77,13 +77,15 @@ def _serve(sock: socket.socket, start_group: StartGroup, loading_timeout_s: floa
         logger.error('event=bad_config cause="%s"', error)
         return EXIT_BUG
     log_to_stderr(config.worker.log_level)
-    opening = _Opening(config.worker.model_path)
-    # A group of processes reports its own stuck rank and gets some time to say so first.
-    watch = _LoadingWatch(sock, loading_timeout_s if config.inline_single_rank else loading_timeout_s + 2 * _LEAVE_S)
-    watch.start()
+    loader = _GrammarLoader(config.worker.model_path)
+    # An executor with rank processes finds a stuck rank by itself, and gets some time to report it first.
+    watchdog = _LoadingWatchdog(
+        sock, loading_timeout_s if config.inline_single_rank else loading_timeout_s + 2 * _SHUTDOWN_S
+    )
+    watchdog.start()
     try:
-        group = _start(config, start_group, watch.progress)
-        grammars = opening.result()
+        executor = _start(config, start_executor, watchdog.progress)
+        structured_output = loader.result()
     except ConnectionError:
         raise
     except Exception as error:
@@ -91,29 +93,31 @@ def _serve(sock: socket.socket, start_group: StartGroup, loading_timeout_s: floa
         sock.sendall(messages.failed(failure))
         return failure.exit_code
     finally:
-        watch.stop()
-    code = _loop(sock, replace(config, worker=group.config), group, grammars)
-    _Deadline(_LEAVE_S, code).start()
-    grammars.close()
-    group.close()
+        watchdog.stop()
+    code = _loop(sock, replace(config, worker=executor.config), executor, structured_output)
+    _Deadline(_SHUTDOWN_S, code).start()
+    structured_output.close()
+    executor.close()
     logger.info("event=engine_stopped exit_code=%d", code)
     return code
 
 
-def _start(config: EngineConfig, start_group: StartGroup, on_progress: Callable[[str, float], None]) -> "Executor":
-    """The ranks, loaded; recorded if asked to. A file that cannot be made is known before the model is read."""
+def _start(
+    config: EngineConfig, start_executor: StartExecutor, on_progress: Callable[[str, float], None]
+) -> "Executor":
+    """Start and load the ranks. A recording file that cannot be made fails before the model is read."""
     writer = None if config.record_path is None else RecordingWriter(config.record_path)
     try:
-        group = start_group(config.worker, inline=config.inline_single_rank, on_progress=on_progress)
+        executor = start_executor(config.worker, inline=config.inline_single_rank, on_progress=on_progress)
     except BaseException:
         if writer is not None:
             writer.discard()
         raise
-    return group if writer is None else RecordingGroup(group, writer, config.record_limit_bytes)
+    return executor if writer is None else RecordingExecutor(executor, writer, config.record_limit_bytes)
 
 
 def _startup_failure(error: Exception) -> StartupError:
-    """What to tell the operator. The traceback of a mistake of ours goes to the log."""
+    """The error to show the operator. Unexpected exceptions are logged with their traceback."""
     if isinstance(error, StartupError):
         return error  # the frontend prints it
     logger.exception("event=start_failed")
@@ -124,25 +128,27 @@ def _startup_failure(error: Exception) -> StartupError:
     return StartupError(cause, "The log has the traceback; please report it.", EXIT_BUG)
 
 
-def _loop(sock: socket.socket, config: EngineConfig, group: "Executor", grammars: StructuredOutputManager) -> int:
-    sock.sendall(messages.ready(engine_info(config, group)))
+def _loop(
+    sock: socket.socket, config: EngineConfig, executor: "Executor", structured_output: StructuredOutputManager
+) -> int:
+    sock.sendall(messages.ready(engine_info(config, executor)))
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
-    core = EngineLoop(config, group, FrameSocket(sock), grammars=grammars, wake_fd=wake_read)
+    loop = EngineLoop(config, executor, FrameSocket(sock), structured_output=structured_output, wake_fd=wake_read)
     signal.set_wakeup_fd(wake_write)
-    signal.signal(signal.SIGTERM, lambda *_: core.stop())
-    _Watchdog(core, config.worker.step_timeout_s, is_inline=not group.rank_pids).start()
-    # What was made while loading stays for good: a collection in the middle of a step need not look through it.
+    signal.signal(signal.SIGTERM, lambda *_: loop.stop())
+    _StepWatchdog(loop, config.worker.step_timeout_s, is_inline=not executor.rank_pids).start()
+    # Objects made while loading are kept for good: garbage collections during steps need not look through them.
     gc.collect()
     gc.freeze()
-    logger.info("event=engine_ready num_blocks=%d block_size=%d", group.info.num_blocks, group.info.block_size)
-    invariant = "true" if group.info.batch_invariant else "false"
-    logger.info('event=determinism batch_invariant=%s reason="%s"', invariant, group.info.batch_invariant_reason)
-    return core.run()
+    logger.info("event=engine_ready num_blocks=%d block_size=%d", executor.info.num_blocks, executor.info.block_size)
+    invariant = "true" if executor.info.batch_invariant else "false"
+    logger.info('event=determinism batch_invariant=%s reason="%s"', invariant, executor.info.batch_invariant_reason)
+    return loop.run()
 
 
-def engine_info(config: EngineConfig, group: "Executor") -> EngineInfo:
-    info, worker = group.info, config.worker
+def engine_info(config: EngineConfig, executor: "Executor") -> EngineInfo:
+    info, worker = executor.info, config.worker
     return EngineInfo(
         max_model_len=info.max_model_len,
         vocab_size=info.vocab_size,
@@ -164,7 +170,7 @@ def engine_info(config: EngineConfig, group: "Executor") -> EngineInfo:
         max_waiting_tokens=config.max_waiting_tokens,
         batch_invariant=info.batch_invariant,
         batch_invariant_reason=info.batch_invariant_reason,
-        rank_pids=group.rank_pids,
+        rank_pids=executor.rank_pids,
         numbers_digest=numbers_digest(worker, info),
         step_timeout_s=worker.step_timeout_s,
         max_silence_s=config.heartbeat_interval_s + worker.step_timeout_s,
@@ -172,7 +178,7 @@ def engine_info(config: EngineConfig, group: "Executor") -> EngineInfo:
 
 
 def _first_frame(sock: socket.socket) -> Frame:
-    """The frontend sends nothing more until it has seen `ready`, so nothing behind the first frame can be lost."""
+    """The configuration. Nothing may follow it: the frontend sends more only after it has read `ready`."""
     reader = FrameReader()
     while data := sock.recv(1 << 16):
         frames = reader.feed(data)
@@ -185,42 +191,42 @@ def _first_frame(sock: socket.socket) -> Frame:
 
 
 def _leave_at_end_of_file(sock: socket.socket) -> None:
-    """A thread that sleeps until the frontend's end is closed, and then bounds how long this process may stay."""
+    """Start a thread that waits until the frontend closes its end, and ends this process `_ORPHAN_S` later."""
 
     def wait() -> None:
         poll = select.poll()
-        poll.register(sock.fileno(), 0)  # hang-up is reported unasked; data wakes nobody here
+        poll.register(sock.fileno(), 0)  # hang-up is always reported; data is not
         poll.poll()
         _Deadline(_ORPHAN_S, EXIT_OK).run()
 
-    threading.Thread(target=wait, name="lifeline", daemon=True).start()
+    threading.Thread(target=wait, name="frontend-watch", daemon=True).start()
 
 
-class _Opening(threading.Thread):
-    """Reads the model's tokens while the ranks read its weights: it holds the interpreter for as long as it takes."""
+class _GrammarLoader(threading.Thread):
+    """Makes the `StructuredOutputManager`, which takes seconds, while the ranks load the weights."""
 
     def __init__(self, model_path: str) -> None:
         super().__init__(name="grammars", daemon=True)
         self._model_path = model_path
-        self._desk: StructuredOutputManager | None = None
+        self._manager: StructuredOutputManager | None = None
         self._error: Exception | None = None
         self.start()
 
     def run(self) -> None:
         try:
-            self._desk = StructuredOutputManager.open(self._model_path)
+            self._manager = StructuredOutputManager.open(self._model_path)
         except Exception as error:
             self._error = error
 
     def result(self) -> StructuredOutputManager:
         self.join()
-        if self._desk is None:
+        if self._manager is None:
             raise self._error or RuntimeError("the tokens were not read")
-        return self._desk
+        return self._manager
 
 
 class _Deadline(threading.Thread):
-    """A dumb timer: when it runs out, the process ends at once, whatever its clean-up is waiting for."""
+    """Ends the process after `seconds`, whatever its clean-up is waiting for."""
 
     def __init__(self, seconds: float, exit_code: int) -> None:
         super().__init__(name="deadline", daemon=True)
@@ -232,8 +238,8 @@ class _Deadline(threading.Thread):
         os._exit(self._exit_code)
 
 
-class _LoadingWatch(threading.Thread):
-    """Ends the process when loading makes no progress: the thread that loads may sit in a read that never returns."""
+class _LoadingWatchdog(threading.Thread):
+    """Ends the process when loading makes no progress: the loading thread may be in a read that never returns."""
 
     def __init__(self, sock: socket.socket, limit_s: float) -> None:
         super().__init__(name="loading", daemon=True)
@@ -268,21 +274,21 @@ class _LoadingWatch(threading.Thread):
         os._exit(failure.exit_code)
 
 
-class _Watchdog(threading.Thread):
+class _StepWatchdog(threading.Thread):
     """Ends the process when a step takes longer than `step_timeout_s`: the loop itself cannot, it is inside the step.
 
-    A group of processes reports its own hung rank and gets some time to say so first.
+    An executor with rank processes finds a hung rank by itself, and gets some time to report it first.
     """
 
-    def __init__(self, core: EngineLoop, step_timeout_s: float, *, is_inline: bool) -> None:
+    def __init__(self, loop: EngineLoop, step_timeout_s: float, *, is_inline: bool) -> None:
         super().__init__(name="watchdog", daemon=True)
-        self._core = core
-        self._limit_s = step_timeout_s if is_inline else step_timeout_s + 2 * _LEAVE_S
+        self._loop = loop
+        self._limit_s = step_timeout_s if is_inline else step_timeout_s + 2 * _SHUTDOWN_S
 
     def run(self) -> None:
         while True:
             time.sleep(min(_WATCH_S, self._limit_s / 4))
-            since = self._core.busy_since
+            since = self._loop.busy_since
             if since is not None and time.monotonic() - since > self._limit_s:
                 logger.critical("event=step_hung limit_s=%g", self._limit_s)
                 faulthandler.dump_traceback(sys.stderr)

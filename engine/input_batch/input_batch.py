@@ -1,7 +1,7 @@
-"""A decision becomes arrays: what the ranks will read, built from tables that live as long as the engine.
+"""Builds the arrays of a step, `StepMetadata`, from what the scheduler decided.
 
-Block tables and sampling parameters stay in arrays addressed by a sequence's row; a step writes only the entries that
-changed and gathers the rows it needs. Knows numpy and the step's layout. Does not know policy or transport.
+Block tables and sampling parameters are kept in tables addressed by a sequence's row; a step writes only the entries
+that changed and gathers the rows it needs. Knows numpy and the step's layout. Does not know policy or transport.
 """
 
 from typing import Any, NamedTuple
@@ -18,14 +18,14 @@ _SAMPLE = -1
 
 
 class BuiltStep(NamedTuple):
-    """A step for the ranks, and what writes its `mask_bits` once they have it; None when those are complete."""
+    """A step for the ranks, and what writes its `mask_bits` after its submission; None when they are complete."""
 
     step: StepMetadata
     masks: GrammarBitmask | None
 
 
 class InputBatch:
-    """Builds `StepMetadata` from `SchedulerOutput`. The arrays of a step are its own: later steps leave them alone."""
+    """Builds `StepMetadata` from `SchedulerOutput`. The arrays of a step are not changed by later ones."""
 
     def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
         self.block_size = block_size
@@ -38,7 +38,9 @@ class InputBatch:
         self._min_p = np.zeros(max_num_seqs, np.float32)
         self._seeds = np.zeros(max_num_seqs, np.int64)
         self._num_logprobs = np.zeros(max_num_seqs, np.int32)
-        self._plain_from = np.zeros(max_num_seqs, np.int64)  # first position that needs these columns alone
+        self._unconstrained_from = np.zeros(
+            max_num_seqs, np.int64
+        )  # position from which on no bias, penalty or mask is needed
 
     def build(self, output: SchedulerOutput) -> BuiltStep:
         """Arrays for `output`. Building the same output twice gives the same arrays."""
@@ -64,7 +66,7 @@ class InputBatch:
         blocks = self._tables[row_of_token, positions // self.block_size].astype(np.int64)  # [T]
         width = -(-int(seq_lens.max()) // self.block_size)
         rows_of_logits, columns = self._logits_columns(scheduled, rows, seq_lens, query_start_loc)
-        choices, masks = self._choices(scheduled, rows_of_logits, columns)
+        sampling, masks = self._sampling_metadata(scheduled, rows_of_logits, columns)
         step = StepMetadata(
             step_id=output.step_id,
             token_ids=np.array(token_ids, np.int32),
@@ -74,12 +76,12 @@ class InputBatch:
             seq_lens=seq_lens.astype(np.int32),
             block_tables=self._tables[rows, :width],
             **columns,
-            **choices,
+            **sampling,
         )
         return BuiltStep(step, masks)
 
     def _assign(self, seq: Sequence) -> None:
-        """`seq` is the new owner of its row."""
+        """Write the table entries of the row that `seq` has got."""
         params, row = seq.request.params, seq.row
         self._tables[row] = NULL_BLOCK
         self._temperature[row] = params.temperature
@@ -88,12 +90,12 @@ class InputBatch:
         self._min_p[row] = params.min_p
         self._seeds[row] = params.seed
         self._num_logprobs[row] = _NO_LOGPROBS if params.logprobs is None else params.logprobs
-        self._plain_from[row] = wanted_until(seq)
+        self._unconstrained_from[row] = wanted_until(seq)
 
     def _logits_columns(
         self, scheduled: list[ScheduledTokens], rows: np.ndarray, seq_lens: np.ndarray, query_start_loc: np.ndarray
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """The engine's row of each of the L rows, and the sections over L: which tokens, and how each is sampled."""
+        """The table row of each of the L rows of logits, int64 [L], and the fields of the step over L."""
         if any(item.num_scored for item in scheduled):
             return self._scoring_columns(scheduled, query_start_loc)
         wants = np.array([item.wants_logits for item in scheduled], bool)  # [S]
@@ -155,11 +157,12 @@ class InputBatch:
             "num_logprobs": num_logprobs,
         }
 
-    def _choices(
+    def _sampling_metadata(
         self, scheduled: list[ScheduledTokens], rows: np.ndarray, columns: dict[str, Any]
     ) -> tuple[dict[str, np.ndarray], GrammarBitmask | None]:
         """Bias, penalties and masks of the rows of logits that ask for any."""
-        more = (columns["target_ids"] == _SAMPLE) & (columns["sample_positions"] < self._plain_from[rows])  # [L]
+        is_early = columns["sample_positions"] < self._unconstrained_from[rows]  # [L]
+        more = (columns["target_ids"] == _SAMPLE) & is_early  # [L]
         if not more.any():
             return NO_BIAS, None
         indices = np.flatnonzero(more)

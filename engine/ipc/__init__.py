@@ -1,1 +1,1 @@
-"""How the engine process speaks with the server: framed messages over a socket pair."""
+"""Messages between the engine process and the server: frames over a socket pair."""

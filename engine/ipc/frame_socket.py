@@ -1,6 +1,6 @@
-"""The engine's end of the socket to its frontend: frames in, frames out, never waiting for a reader that does not read.
+"""The engine's end of the socket to its frontend: sends and receives frames, and never blocks.
 
-Knows sockets and frames. Does not know what the frames say.
+Does not know what the frames mean.
 """
 
 import socket
@@ -11,17 +11,17 @@ from contextlib import suppress
 from engine.ipc.frames import Frame, FrameReader
 
 _RECV_BYTES = 1 << 18
-_MAX_RECV_PER_CALL = 4 << 20  # so that a flood of requests cannot keep the loop from stepping
+_MAX_RECV_PER_CALL = 4 << 20  # so that many requests at once do not keep the loop from running steps
 _FULL_BYTES = 16 << 20
-_UNREAD_LIMIT_S = 60.0  # a frontend that has taken nothing for so long is as good as gone
+_UNREAD_LIMIT_S = 60.0  # a frontend that reads nothing for so long counts as gone
 
 
-class LinkClosedError(Exception):
+class FrameSocketClosedError(Exception):
     """The frontend is gone."""
 
 
 class FrameSocket:
-    """Buffers what the frontend has not yet read. `is_full` asks the loop to stop producing."""
+    """Buffers what the frontend has not yet read. While `is_full`, the loop should send nothing more."""
 
     def __init__(
         self, sock: socket.socket, *, full_bytes: int = _FULL_BYTES, clock: Callable[[], float] = time.monotonic
@@ -32,7 +32,7 @@ class FrameSocket:
         self._pending = bytearray()
         self._full_bytes = full_bytes
         self._clock = clock
-        self._blocked_s: float | None = None  # since when the frontend has taken nothing of what is pending
+        self._blocked_s: float | None = None  # when the frontend stopped reading what is pending
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -46,7 +46,7 @@ class FrameSocket:
         return len(self._pending) >= self._full_bytes
 
     def receive(self) -> list[Frame]:
-        """Whatever has arrived. Raises `LinkClosedError` at end-of-file, `FrameError` on garbage."""
+        """All frames that have arrived. Raises `FrameSocketClosedError` at end-of-file, `FrameError` on other bytes."""
         frames: list[Frame] = []
         received = 0
         while received < _MAX_RECV_PER_CALL:
@@ -55,9 +55,9 @@ class FrameSocket:
             except BlockingIOError:
                 break
             except ConnectionError as error:
-                raise LinkClosedError(str(error)) from error
+                raise FrameSocketClosedError(str(error)) from error
             if not data:
-                raise LinkClosedError("end of file")
+                raise FrameSocketClosedError("end of file")
             frames += self._reader.feed(data)
             received += len(data)
         return frames
@@ -68,7 +68,7 @@ class FrameSocket:
         self.flush()
 
     def flush(self) -> None:
-        """Send what the socket takes. Raises `LinkClosedError` when nobody reads any more."""
+        """Send what the socket takes. Raises `FrameSocketClosedError` when the frontend is gone or reads no more."""
         if not self._pending:
             return
         sent = 0
@@ -78,18 +78,18 @@ class FrameSocket:
                     sent += self._sock.send(view[sent:])
             self._blocked_s = None
         except BlockingIOError:
-            self._note_blocked(took_some=sent > 0)  # the rest goes when the socket is writable again
+            self._record_blocked(sent_some=sent > 0)  # the rest goes when the socket is writable again
         except ConnectionError as error:
-            raise LinkClosedError(str(error)) from error
+            raise FrameSocketClosedError(str(error)) from error
         del self._pending[:sent]
 
-    def _note_blocked(self, *, took_some: bool) -> None:
-        """Counts from one blocked attempt to the next: a loop that computed for long in between has not been unread."""
+    def _record_blocked(self, *, sent_some: bool) -> None:
+        """Only time between two blocked attempts counts, not that of a long step before the first."""
         now = self._clock()
-        if took_some or self._blocked_s is None:
+        if sent_some or self._blocked_s is None:
             self._blocked_s = now
         elif now - self._blocked_s > _UNREAD_LIMIT_S:
-            raise LinkClosedError(f"it has not read for {_UNREAD_LIMIT_S:g} s")
+            raise FrameSocketClosedError(f"it has not read for {_UNREAD_LIMIT_S:g} s")
 
     def close(self) -> None:
         with suppress(OSError):  # the other end may have gone first

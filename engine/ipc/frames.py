@@ -1,8 +1,8 @@
-"""Length-prefixed frames on a byte stream: a JSON head, raw int32 numbers, raw float32 numbers. Never pickle.
+"""Length-prefixed frames on a byte stream: a JSON head, then int32 and float32 numbers. No pickle.
 
     magic u32 | head bytes u32 | ints u32 | floats u32 | head | ints | floats        (little-endian)
 
-Knows bytes. Does not know what a frame means (`messages.py`) nor how bytes arrive (`link.py`, `client.py`).
+Does not know what a frame means (`messages.py`) nor how bytes arrive (`frame_socket.py`, `client.py`).
 """
 
 import json
@@ -24,7 +24,7 @@ if array("i").itemsize != _ITEM_BYTES or array("f").itemsize != _ITEM_BYTES or s
 
 
 class FrameError(ValueError):
-    """The bytes are not a frame, or not one that means anything: our own bug, or a stranger on the socket."""
+    """The bytes are not a frame, or the frame is not a valid message."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class Frame:
 
 
 def encode(head: dict[str, Any], ints: Iterable[int] = (), floats: Iterable[float] = ()) -> bytes:
-    """The bytes of one frame. Raises `FrameError` when it would be larger than a reader accepts."""
+    """The bytes of one frame. Raises `FrameError` for numbers over 32 bits, or a frame larger than a reader accepts."""
     try:
         int_bytes, float_bytes = array("i", ints).tobytes(), array("f", floats).tobytes()
     except (OverflowError, TypeError) as error:
@@ -53,14 +53,14 @@ def encode(head: dict[str, Any], ints: Iterable[int] = (), floats: Iterable[floa
 
 
 class FrameReader:
-    """Bytes in, frames out, however the bytes were cut. After a `FrameError` the stream cannot be trusted again."""
+    """Frames from bytes that arrive in pieces of any size. After a `FrameError` the stream must not be read further."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
         self._missing = _PREFIX.size  # no frame can be complete with fewer bytes
 
     def feed(self, data: bytes | memoryview) -> list[Frame]:
-        """All frames that `data` completes."""
+        """All frames that `data` completes. Raises `FrameError`."""
         self._buffer += data
         frames = []
         start = 0

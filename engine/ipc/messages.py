@@ -360,16 +360,16 @@ def read_dead(frame: Frame) -> tuple[str, int]:
 
 
 def chunks(values: Iterable[TokenEvent], most_entries: int = 4_000_000) -> Iterable[list[TokenEvent]]:
-    """Events in groups that each fit one frame, however many logprobs they carry."""
-    group: list[TokenEvent] = []
+    """Events in lists that each fit one frame, however many logprobs they carry."""
+    chunk: list[TokenEvent] = []
     size = 0
     for event in values:
-        group.append(event)
+        chunk.append(event)
         size += 1
         if event.prompt_logprobs:
             size += len(event.prompt_logprobs) * (2 + len(event.prompt_logprobs[0].top))
         if size >= most_entries:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk

@@ -1,4 +1,4 @@
-"""How a process of the engine ends with the one that started it. Knows the kernel's one call for it, and no pipes."""
+"""Ends a process together with the one that started it, by the kernel's parent-death signal (Linux)."""
 
 import ctypes
 import os
@@ -9,9 +9,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Let the kernel send `number` to this process when its parent ends; pipes say the same where it has no such call.
+    """Let the kernel send signal `number` to this process when its parent ends. Does nothing on other systems.
 
-    It also fires when the *thread* that started this process ends: such a thread must stay.
+    The signal also comes when the *thread* that started this process ends: that thread must stay alive.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number))

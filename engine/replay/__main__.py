@@ -1,7 +1,7 @@
-"""Feeds a recording to ranks, without scheduler or server, and compares what they answer: `python -m engine.replay`.
+"""`python -m engine.replay`: runs the steps of a recording on ranks, without scheduler or server, compares the answers.
 
-Started by `oarlock replay`. It works because a rank remembers nothing between steps but its KV pages, which the steps
-address. Inputs come from the recording alone, so a difference in one step does not carry over into the next tokens.
+Started by `oarlock replay`. It is possible because a rank keeps nothing between steps but its KV pages, which the steps
+address. Inputs come from the recording alone, so a difference in one step does not change the tokens of the next.
 
 Exit codes: 0 the same answers; 1 other answers, or a rank failed; 3 and 4 as at a start; 130 interrupted.
 """
@@ -30,7 +30,7 @@ _PROGRESS_S = 0.2
 
 @dataclass(slots=True)
 class Survey:
-    """What a first pass over the file found."""
+    """Counts of a first pass over the file."""
 
     num_steps: int = 0
     num_answers: int = 0
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
 
 
 def replay(path: str, tensor_parallel_size: int | None, model: str | None, tolerance: float | None) -> int:
-    """Replay the whole file and print what came of it."""
+    """Replay the whole file and print the result; returns the exit code. Raises `StartupError`."""
     if tolerance is not None and not tolerance >= 0:
         raise StartupError(f"--tolerance is {tolerance:g}.", "Use 0 or a small number such as 1e-4.")
     recording = Recording(path)
@@ -73,22 +73,22 @@ def replay(path: str, tensor_parallel_size: int | None, model: str | None, toler
     if tolerance is None and config.tensor_parallel_size == recorded:
         tolerance = 0.0
     comparison = Comparison(tolerance)
-    group = start_group(config, inline=True, on_progress=lambda phase, share: _progress(f"{phase} {share:.0%}"))
+    executor = start_group(config, inline=True, on_progress=lambda phase, share: _progress(f"{phase} {share:.0%}"))
     try:
-        failure = _run(group, recording, survey, comparison)
+        failure = _run(executor, recording, survey, comparison)
     finally:
         _clear_progress()
-        group.close()
+        executor.close()
     return _verdict(survey, comparison, failure)
 
 
-def _run(group: Executor, recording: Recording, survey: Survey, comparison: Comparison) -> str | None:
+def _run(executor: Executor, recording: Recording, survey: Survey, comparison: Comparison) -> str | None:
     """Every step in order. Returns how a rank failed, if one did."""
     shown = 0.0
     try:
         for number, (step, expected) in enumerate(_steps(recording), 1):
-            group.submit(step)
-            got = group.collect()
+            executor.submit(step)
+            got = executor.collect()
             if expected is not None:
                 comparison.add(step, expected, got)
             if time.monotonic() - shown > _PROGRESS_S:
@@ -143,7 +143,7 @@ def _check_layout(recording: Recording) -> None:
 
 
 def _config(recording: Recording, survey: Survey, ranks: int | None, model: str | None) -> WorkerConfig:
-    """The recorded configuration; only the ranks and the model's place may be others."""
+    """The recorded configuration with another number of ranks or model directory, if given."""
     header = recording.header
     changes: dict[str, Any] = {"num_kv_blocks": survey.num_blocks, "log_level": "WARNING"}
     if ranks is not None:
@@ -176,7 +176,7 @@ def _check_model(header: Header, directory: Path, *, given: bool) -> None:
         )
 
 
-# -- what people see
+# -- output
 
 
 def _print_head(recording: Recording, survey: Survey, config: WorkerConfig) -> None:
@@ -198,7 +198,7 @@ def _print_head(recording: Recording, survey: Survey, config: WorkerConfig) -> N
     elif recording.end is not None:
         print(f"end        {recording.end}")
     else:
-        print("note       the recording has no closing word: the server was killed, or still runs")
+        print("note       the recording was not closed: the server was killed, or still runs")
     sys.stdout.flush()
 
 
@@ -233,5 +233,5 @@ def _clear_progress() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an orderly end takes the ranks along
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the ranks are ended as well
     sys.exit(main(sys.argv[1:]))

@@ -1,6 +1,6 @@
-"""Answers beside the recorded ones: what is equal, what is not, and where the first difference stands.
+"""Compares answers with recorded ones: counts of equal and different values, and the first difference.
 
-Knows the arrays of an answer. Does not know files, ranks or where either answer came from.
+Does not know files or ranks.
 """
 
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ class Tally:
 
 
 class Comparison:
-    """Fed step by step. `tolerance` is the largest difference of a logprob that passes; None: they are not judged."""
+    """Fed step by step. `tolerance` is the largest difference of a logprob that passes; None: they only count."""
 
     def __init__(self, tolerance: float | None) -> None:
         self.tolerance = tolerance
         self.tokens = Tally()
         self.logprobs = Tally()
-        self.first: str | None = None  # the first difference, in words
+        self.first: str | None = None  # the first difference, as text
 
     @property
     def is_equal(self) -> bool:
@@ -55,15 +55,15 @@ class Comparison:
 
     def _add_tokens(self, step: StepMetadata, expected: StepOutput, got: StepOutput) -> None:
         self.tokens.compared += len(expected.token_ids)
-        # The token of a row without finite logits means nothing; that it had none, and why, must be the same.
+        # The token of a row without finite logits means nothing, but `finite` must be the same.
         wrong = expected.finite != got.finite
         wrong |= (expected.finite == FINITE) & (expected.token_ids != got.token_ids)
         self.tokens.different += int(wrong.sum())
         for row in np.flatnonzero(wrong)[:1]:
-            self._note(step, f"expected {_said(expected, row)}, got {_said(got, row)}", int(row))
+            self._note(step, f"expected {_describe(expected, row)}, got {_describe(got, row)}", int(row))
 
     def _add_logprobs(self, step: StepMetadata, expected: StepOutput, got: StepOutput) -> None:
-        """Rows that asked for them, where both answers speak of the same token."""
+        """Compare the rows that asked for logprobs, where both answers have the same token."""
         assert expected.logprobs is not None
         asked = (step.num_logprobs >= 0) | (step.target_ids >= 0)
         rows = np.flatnonzero(
@@ -100,7 +100,7 @@ class Comparison:
         self.first = f"{where}: {what}"
 
 
-def _said(output: StepOutput, row: int) -> str:
+def _describe(output: StepOutput, row: int) -> str:
     if output.finite[row] == FINITE:
         return f"token {output.token_ids[row]}"
     return "no token allowed" if output.finite[row] == ALL_BANNED else "logits that are not finite"

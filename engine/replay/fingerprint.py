@@ -1,7 +1,7 @@
-"""What decides the numbers: checksums that tell one checkpoint from another, versions of libraries, and how it is run.
+"""Fingerprints of everything that decides a number: the checkpoint, versions of libraries, and the configuration.
 
 A recording carries the parts, answers carry one digest of them all. Reads config.json, the headers of the weight files,
-which name every tensor and its place, and samples of their data; never all of it, which would take as long as loading.
+which name every tensor and its place, and samples of their data; not all of it, which would take as long as loading.
 Torch-free.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from workers.config import WorkerConfig, WorkerInfo
 from workers.protocol import StepMetadata, StepOutput
 
-_MAX_HEADER_BYTES = 100_000_000  # as the loader has it; beyond, the whole length field is in doubt
+_MAX_HEADER_BYTES = 100_000_000  # the loader's limit; a larger value means a damaged file
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 _PACKAGES = ("oarlock", "torch", "numpy", "safetensors", "transformers")
 
@@ -43,13 +43,13 @@ def model_sums(directory: Path) -> dict[str, str]:
 
 
 def _sample_at(begin: int, end: int, number: int) -> int:
-    """Where sample `number` of a file's data begins: they are spread evenly, from its first byte to its last."""
+    """Where sample `number` of a file's data begins: samples are spread evenly over the data."""
     room = max(0, end - begin - _SAMPLE_BYTES)
     return begin + room * number // (_SAMPLES - 1)
 
 
 def numbers_digest(worker: WorkerConfig, info: WorkerInfo) -> str:
-    """Of everything below text that decides a number; the same at every start of the same thing on one machine."""
+    """SHA-256 of everything below text that decides a number: the same at every start with the same inputs."""
     weights = f"dummy {worker.seed}" if worker.load_format == "dummy" else "stored"
     run = {name: getattr(worker, name) for name in ("dtype", "num_threads", "block_size", "max_model_len")}
     found = {name: getattr(info, name) for name in ("tensor_parallel_size", "device", "attention_backend", "kernels")}
@@ -58,13 +58,13 @@ def numbers_digest(worker: WorkerConfig, info: WorkerInfo) -> str:
 
 
 def layout() -> str:
-    """Names what a packed step and its answer consist of: it changes when the ranks' protocol does."""
+    """Hash of the field names of a packed step and its answer: changes when the ranks' protocol does."""
     names = [field.name for kind in (StepMetadata, StepOutput) for field in fields(kind)]
     return hashlib.sha256(",".join(names).encode()).hexdigest()[:16]
 
 
 def versions() -> dict[str, str]:
-    """Of everything that decides a number."""
+    """Versions of the software that decides a number."""
     found = {"python": platform.python_version(), "machine": platform.machine()}
     for name in _PACKAGES:
         try:

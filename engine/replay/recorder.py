@@ -1,8 +1,7 @@
-"""Ranks whose steps and answers are written down on the way: a `Executor` around another one.
+"""An `Executor` around another one that writes every step and answer to a file (`oarlock serve --record`).
 
-A step is written before the ranks get it, so that the step that kills them is in the file. Serving never suffers from
-it: when the file reaches its limit or the disk is full, recording stops with a line in the log. Without `--record` none
-of this exists.
+A step is written before the ranks get it, so that a step which kills them is in the file. When the file reaches its
+limit or the disk is full, recording stops with a line in the log, and serving goes on.
 """
 
 import logging
@@ -24,61 +23,61 @@ logger = logging.getLogger("oarlock.engine")
 _FIRST_BUFFER_BYTES = 1 << 16
 
 
-class RecordingGroup:
-    """Does what `group` does, and remembers it. Closing it closes both."""
+class RecordingExecutor:
+    """Forwards to `executor` and records. Closing it closes both. `limit_bytes`: of the file, None for no limit."""
 
-    def __init__(self, group: "Executor", writer: RecordingWriter, limit_bytes: int | None) -> None:
-        self.info = group.info
-        self.config = group.config
-        self._group = group
+    def __init__(self, executor: "Executor", writer: RecordingWriter, limit_bytes: int | None) -> None:
+        self.info = executor.info
+        self.config = executor.config
+        self._executor = executor
         self._writer: RecordingWriter | None = writer
         self._limit = limit_bytes
         self._buffer = memoryview(bytearray(_FIRST_BUFFER_BYTES))
         header = Header(
-            worker=asdict(group.config),
-            info=asdict(group.info),
-            model=model_sums(Path(group.config.model_path)),
+            worker=asdict(executor.config),
+            info=asdict(executor.info),
+            model=model_sums(Path(executor.config.model_path)),
             versions=versions(),
             layout=layout(),
             started=datetime.now(UTC).isoformat(timespec="seconds"),
         )
-        self._keep(lambda: writer.write_header(header))
+        self._guarded(lambda: writer.write_header(header))
         logger.info('event=recording path="%s" limit_bytes=%s', writer.path, limit_bytes or "none")
 
     @property
     def rank_pids(self) -> tuple[int, ...]:
-        return self._group.rank_pids
+        return self._executor.rank_pids
 
     def submit(self, step: StepMetadata, fill_masks: FillMasks | None = None) -> None:
         if self._writer is not None:
-            if fill_masks is not None:  # a step without its masks could not be replayed: the ranks wait for them
+            if fill_masks is not None:  # recorded with the step: it could not be replayed without them
                 fill_masks(step.mask_bits)
                 fill_masks = None
             buffer = self._buffer_of(step_bytes(step))
             self._write(STEP, buffer[: pack_step(step, buffer)])
-        self._group.submit(step, fill_masks)
+        self._executor.submit(step, fill_masks)
 
     def collect(self) -> StepOutput:
-        output = self._group.collect()
+        output = self._executor.collect()
         if self._writer is not None:
             buffer = self._buffer_of(output_bytes(output))
             self._write(ANSWER, buffer[: pack_output(output, buffer)])
         return output
 
     def ping(self) -> None:
-        self._group.ping()
+        self._executor.ping()
 
     def fileno_for_death(self) -> list[int]:
-        return self._group.fileno_for_death()
+        return self._executor.fileno_for_death()
 
     def close(self) -> None:
-        self._group.close()
+        self._executor.close()
         self._stop("the server stopped in order")
 
     # -- writing
 
     def _buffer_of(self, size: int) -> memoryview:
-        """Room for `size` bytes, kept for the next: the largest step there can be takes hundreds of megabytes."""
+        """A buffer of at least `size` bytes, reused. It grows as needed: the largest step can have hundreds of MB."""
         if size > len(self._buffer):
             self._buffer = memoryview(bytearray(1 << (size - 1).bit_length()))
         return self._buffer
@@ -90,10 +89,10 @@ class RecordingGroup:
             logger.warning("event=recording_stopped cause=limit limit_bytes=%d serving=on", self._limit)
             self._stop(f"the limit of {self._limit} bytes was reached")
             return
-        self._keep(lambda: writer.write(kind, content))
+        self._guarded(lambda: writer.write(kind, content))
 
-    def _keep(self, write: Callable[[], None]) -> None:
-        """A recording is not worth a request: when it cannot be written it ends, and the log says so."""
+    def _guarded(self, write: Callable[[], None]) -> None:
+        """Write; on an `OSError` the recording ends with a line in the log, and serving goes on."""
         try:
             write()
         except OSError as error:

@@ -1,10 +1,10 @@
-"""The file of a recorded run: what the ranks were told and what they answered, readable whatever ended the recording.
+"""The file format of a recording: steps and the ranks' answers, readable even if the writer was killed.
 
     magic | record | record | …        record = kind (1 byte), length, CRC-32 of kind and content, content
 
 The first record is the header (JSON), then come steps and answers as the ranks' protocol packs them, then one that says
-why the recording ended. Every record is one `write`, so a process that is killed leaves whole records and at most one
-torn one. (What a machine loses with its power is another matter: nothing is synced to the disk.)
+why the recording ended. Every record is one `write`, so a process that is killed leaves at most one incomplete record.
+Nothing is synced to the disk: a power failure may lose more.
 
 Knows bytes and this format. Does not know what a step means, ranks or the engine.
 """
@@ -29,13 +29,13 @@ _LARGEST = 1 << 32  # a longer record is a damaged length, not a step
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Everything a replay must know before its first step. Plain values: it travels as JSON."""
+    """What a replay needs before the first step. Stored as JSON."""
 
     worker: dict[str, Any]  # the resolved WorkerConfig
-    info: dict[str, Any]  # what the group found out at its start
+    info: dict[str, Any]  # the WorkerInfo of the ranks
     model: dict[str, str]  # file name -> SHA-256 of config.json and of each safetensors header
     versions: dict[str, str]
-    layout: str  # of the ranks' protocol: steps of another one cannot be read
+    layout: str  # names the fields of steps and answers: steps with others cannot be read
     started: str  # UTC, ISO 8601
     format: int = FORMAT
 
@@ -53,7 +53,7 @@ class RecordingWriter:
         self.path = path
         self.size = 0
         try:
-            # Never an existing file: what it holds may be the evidence of the crash before this start.
+            # Never an existing file: it may be the recording of a crash before this start.
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except FileExistsError:
             raise StartupError(
@@ -89,7 +89,7 @@ class RecordingWriter:
     def _put(self, *parts: bytes | memoryview) -> None:
         left = sum(len(part) for part in parts)
         written = os.writev(self._fd, parts)
-        if written < left:  # a disk that is filling up takes a part; then the next call says that it is full
+        if written < left:  # a nearly full disk takes a part; the next call then raises
             rest = b"".join(parts)[written:]
             while rest:
                 rest = rest[os.write(self._fd, rest) :]
@@ -101,8 +101,8 @@ class Recording:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.torn: str | None = None  # how the file breaks off, once it was read to there
-        self.end: str | None = None  # the recorder's own closing word
+        self.torn: str | None = None  # where the file is incomplete or damaged, known after `records`
+        self.end: str | None = None  # why the recording ended, known after `records`; None: it was not closed
         file = _open(path)
         with file:
             if file.read(len(_MAGIC)) != _MAGIC:
@@ -119,7 +119,7 @@ class Recording:
         return Path(self.path).stat().st_size
 
     def records(self) -> Iterator[Record]:
-        """Steps and answers in order, as far as the file is whole; `torn` and `end` say afterwards how it ended."""
+        """Steps and answers in order, as far as the file is whole. Sets `torn` and `end`."""
         with _open(self.path) as file:
             file.seek(len(_MAGIC))
             for record in self._records_from(file):
@@ -135,8 +135,8 @@ class Recording:
                 self.torn = f"its last record, at byte {position}, is incomplete"
                 return
             kind, length, checksum = _RECORD.unpack(fixed)
-            # The length is believed only as far as there are bytes: a damaged one must not ask for all memory.
-            content = bytearray(file.read(length) if length <= _LARGEST else b"")  # writable, as ring slots are
+            # `read` returns no more bytes than there are: a damaged length must not allocate all memory.
+            content = bytearray(file.read(length) if length <= _LARGEST else b"")  # writable, like ring slots
             if len(content) < length:
                 self.torn = f"its last record, at byte {position}, is incomplete"
                 return

@@ -1,1 +1,1 @@
-"""Grammars: compiled where they can do no harm, matched token by token, handed out as masks."""
+"""Structured output: grammars are compiled in a sandbox first, and decide a mask for each token."""

@@ -1,6 +1,7 @@
-"""Grammars that wait for a lane: a bounded queue, and whatever nobody waits for any more leaves it.
+"""Grammars that wait to be compiled: a bounded queue, without those that no request needs any more.
 
-The loop puts and withdraws, lane threads take. Knows grammars and counts. Does not know requests or what a lane does.
+The engine's loop puts and withdraws, compiler threads take. Knows grammars and counts. Does not know requests or
+compilers.
 """
 
 import threading
@@ -12,7 +13,7 @@ from engine.sampling_params import Grammar
 MAX_JOBS = 128
 MAX_CHARACTERS = 8 << 20
 _MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
-_WEIGHT = 0.2  # of the last compilation in what one is expected to take
+_WEIGHT = 0.2  # of the last compilation in the average of their times
 
 Key = tuple[str, str]  # kind, text
 
@@ -22,15 +23,15 @@ def key_of(grammar: Grammar) -> Key:
     return grammar.kind, grammar.text
 
 
-class GrammarJobs:
-    """In the order in which they came."""
+class CompileJobs:
+    """Grammars in the order in which they were put."""
 
-    def __init__(self, num_lanes: int) -> None:
-        self._num_lanes = num_lanes
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
         self._changed = threading.Condition()
         self._jobs: OrderedDict[Key, Grammar] = OrderedDict()
         self._num_characters = 0
-        self._seconds = 0.0  # that one takes, lately
+        self._mean_s = 0.0  # seconds of one compilation, moving average
         self._is_closed = False
 
     def __len__(self) -> int:
@@ -43,7 +44,7 @@ class GrammarJobs:
             raise QueueFullError(
                 f"{waiting} grammars wait to be compiled already (at most {MAX_JOBS} may, and {MAX_CHARACTERS} "
                 "characters of them). Retry later.",
-                min(_MAX_RETRY_S, max(_MIN_RETRY_S, waiting / 2 * self._seconds / self._num_lanes)),
+                min(_MAX_RETRY_S, max(_MIN_RETRY_S, waiting / 2 * self._mean_s / self._num_threads)),
             )
 
     def put(self, grammar: Grammar) -> None:
@@ -53,14 +54,14 @@ class GrammarJobs:
             self._changed.notify()
 
     def withdraw(self, key: Key) -> bool:
-        """Forget what nobody waits for. False: a lane has it already."""
+        """Remove a grammar that no request needs any more. False: a thread has taken it already."""
         with self._changed:
             grammar = self._jobs.pop(key, None)
             self._num_characters -= 0 if grammar is None else len(grammar.text)
         return grammar is not None
 
     def get(self) -> Grammar | None:
-        """The next one, waited for; None when there will be no more. For lane threads."""
+        """Wait for the next grammar; None after `close`. For compiler threads."""
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._is_closed)
             if self._is_closed:
@@ -69,9 +70,9 @@ class GrammarJobs:
             self._num_characters -= len(grammar.text)
             return grammar
 
-    def took(self, seconds: float) -> None:
-        """How long a lane was at work on one."""
-        self._seconds += _WEIGHT * (seconds - self._seconds)
+    def record_seconds(self, seconds: float) -> None:
+        """How long one compilation took."""
+        self._mean_s += _WEIGHT * (seconds - self._mean_s)
 
     def close(self) -> None:
         with self._changed:

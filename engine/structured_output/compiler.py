@@ -1,8 +1,8 @@
-"""A grammar's text to a matcher over the model's tokens, and everything that is decided about how answers look.
+"""Compiles the text of a grammar to a matcher over the model's tokens (with llguidance).
 
-JSON is compact: no space between its parts, properties in the order of the schema. Limits on the work of one
-compilation and of one token keep every call short, except for what the library does not count: it can recurse until the
-stack ends. So a text is compiled for good only after a process of its own has survived it (`grammar_forge`).
+JSON is compact: no space between its parts, properties in the order of the schema. Limits bound the work of one
+compilation and of one token, except for recursion, which the library does not count: it can overflow the stack. So the
+engine compiles only what the sandbox process has compiled before (`sandbox.py`).
 
 Knows llguidance and the tokenizer's file. Does not know requests, sequences, threads or processes.
 """
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 MAX_OBJECT_DEPTH = 16  # of `json_object`
 _COMPACT: "JsonCompileOptions" = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 _MAX_REASON = 300
-# Sets of tokens that a mask takes in as a whole where all of them may come: white space, and pieces of JSON strings up
-# to some length, which makes strings with a bounded length cheaper.
+# Sets of tokens that llguidance adds to a mask as a whole where all of them are allowed: white space, and pieces of
+# JSON strings up to some length, which makes strings with a bounded length cheaper.
 _IN_STRING = r'[^"\\\x00-\x1F\x7F]'
 _SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_IN_STRING}{{1,{most}}}" for most in (10, 20, 30)), f"{_IN_STRING}+"]
 # A token's mask may cost a few milliseconds in the worst case, a grammar some tens of megabytes.
@@ -39,34 +39,34 @@ _LIMITS = LLParserLimits(
 
 
 class GrammarError(Exception):
-    """The grammar is at fault. The text says how, for the one who wrote it."""
+    """The grammar is at fault. The text is for the caller who sent it."""
 
 
 class Compiled:
-    """A matcher at its beginning, to be copied for each sequence.
+    """A matcher at the beginning of its grammar, to be copied for each sequence.
 
-    Copies share what they learn about the grammar, which makes them fast, and its limit: after very many tokens the
-    store is full and every copy stops. Then `renew` gives a matcher with an empty store.
+    Copies share the library's cache of lexer states, which makes them fast, and its limit: after very many tokens the
+    cache is full and every copy fails. Then `renew` gives a matcher with an empty one.
     """
 
     def __init__(self, compiler: "Compiler", source: str, is_json: bool) -> None:
         self._compiler = compiler
         self._source = source
-        self.is_json = is_json  # numbers outside of strings are JSON's
+        self.is_json = is_json  # numbers outside of strings are JSON numbers
         self.matcher = compiler.matcher(source)
 
     def renew(self, full: LLMatcher) -> LLMatcher:
-        """The successor of `full`; made once for all who shared it."""
+        """The successor of `full`; made once for all sequences that shared it."""
         if self.matcher is full:
             self.matcher = self._compiler.matcher(self._source)
         return self.matcher
 
 
 class Compiler:
-    """One model's tokens. Building it takes seconds for a large vocabulary, and holds the interpreter for as long."""
+    """Compiles for one model's tokens. Making it takes seconds for a large vocabulary, with Python's lock held."""
 
     def __init__(self, tokenizer_file: Path) -> None:
-        """Raises `ValueError` when the tokens of this tokenizer cannot be told apart as bytes."""
+        """Raises `ValueError` when the file cannot be read, or its tokens cannot be mapped to bytes."""
         try:
             text = tokenizer_file.read_text(encoding="utf-8")
         except OSError as error:
@@ -74,7 +74,7 @@ class Compiler:
         if not text.lstrip().startswith("{"):  # the library takes anything else for the path of another file
             raise ValueError(f"{tokenizer_file} is not a table")
         self.tokens = LLTokenizer(text, slices=_SLICES)
-        # Tokens by what they do to a number: go on with digits, add an exponent to digits, be one that has an exponent.
+        # Masks of tokens that begin with digits, that add an exponent to digits, that are a number with an exponent.
         self.more_digits = self._mask(r"[0-9](?s:.)*")
         after_digit, number = r"[0-9]*(\.[0-9]*)?", r"-?[0-9]*\.?[0-9]+"
         self.exponent_after_digit = self._mask(after_digit + r"[eE](?s:.)*") & ~self._mask(after_digit)
@@ -93,7 +93,7 @@ class Compiler:
         return np.frombuffer(matcher.compute_bitmask(), np.uint32, self.num_words)
 
     def compile(self, grammar: Grammar) -> Compiled:
-        """Raises `GrammarError`. May take long or crash for a hostile text."""
+        """Raises `GrammarError`. May take long or crash the process for a hostile text."""
         try:
             source = _source(grammar)
         except (ValueError, RecursionError, GbnfToLarkError) as error:
@@ -110,7 +110,7 @@ class Compiler:
         return matcher
 
     def _check_beginning(self, matcher: LLMatcher) -> None:
-        """Some token must be allowed, and the end alone is not enough: nobody could ask for nothing."""
+        """Raise `GrammarError` unless some token other than the end is allowed first."""
         first = matcher.compute_bitmask()
         _raise_error(matcher)
         if not any(first) or (matcher.is_accepting() and _popcount(first) <= len(self.tokens.eos_tokens)):
@@ -135,7 +135,7 @@ def _short(reason: str) -> str:
 
 
 def _source(grammar: Grammar) -> str:
-    """The grammar as the library reads it."""
+    """The grammar in the format of llguidance."""
     if grammar.kind == "json_schema":
         return LLMatcher.grammar_from_json_schema(grammar.text, overrides=_COMPACT)
     if grammar.kind == "json_object":
@@ -151,7 +151,7 @@ def _source(grammar: Grammar) -> str:
 
 
 def _any_object() -> str:
-    """A JSON object of any content that is not nested without end."""
+    """The JSON schema of an object of any content, nested at most `MAX_OBJECT_DEPTH` deep."""
     values = {}
     for depth in range(1, MAX_OBJECT_DEPTH + 1):
         inner = {"$ref": f"#/$defs/value{depth + 1}"}

@@ -1,12 +1,12 @@
-"""Where requests with a grammar wait until it is compiled, out of everyone's way.
+"""Compiles the grammars of requests in threads; requests are pending here until their grammar is ready.
 
-    loop            `enter` a request: its state at once where the grammar is known, else it waits here
-    lane threads    ask the forge whether the grammar is safe, then compile it for the engine
-    loop            woken through `fileno`, it `take`s what has become ready, or has been refused
+    loop       `submit`s a request: a matcher at once where the grammar is known, else the request is pending
+    threads    let the sandbox check that the grammar is safe, then compile it for the engine
+    loop       is woken through `fileno`, and `poll`s the requests that are ready or refused
 
-Requests that ask for the same grammar share one compilation. What was compiled is kept, and so is what is wrong with a
-grammar. One that nobody waits for any more is not compiled, unless a lane has begun: that is over within a second or
-so, and kept. Knows grammars and threads. Does not know the scheduler, steps or frames.
+Requests with the same grammar share one compilation. Compiled grammars are kept, and so are the reasons of refusals. A
+grammar that no request needs any more is not compiled, unless a thread has begun with it. Does not know the scheduler,
+steps or frames.
 """
 
 import contextlib
@@ -22,65 +22,67 @@ from pathlib import Path
 
 from engine.errors import INTERNAL, EngineError, RequestError, UnavailableError
 from engine.sampling_params import Grammar
-from engine.structured_output.compile_jobs import GrammarJobs, Key, key_of
+from engine.structured_output.compile_jobs import CompileJobs, Key, key_of
 from engine.structured_output.compiler import Compiled, Compiler, GrammarError
 from engine.structured_output.matcher import GrammarMatcher
 from engine.structured_output.sandbox import TOO_LONG
-from engine.structured_output.sandbox_client import Forge, ForgeLostError
+from engine.structured_output.sandbox_client import CompileSandbox, SandboxLostError
 from engine.types import Request
 
 logger = logging.getLogger("oarlock.engine")
 
-NUM_LANES = 2
+NUM_THREADS = 2  # each with a connection of its own to the sandbox
 MAX_KEPT = 64
 MAX_KEPT_CHARACTERS = 4 << 20
 LOST = "The process that tries grammars could not be kept alive; the cause is in the server's log. Retry later."
 _STACK_BYTES = 16 << 20
 
 
-class _Ours(Enum):
+class _Failure(Enum):
     """Why a grammar was not compiled, when nothing is known to be wrong with it."""
 
-    LOST = auto()  # the process that tries it
-    BROKEN = auto()  # something here
+    SANDBOX_LOST = auto()
+    EXCEPTION = auto()
 
     def error(self) -> EngineError:
-        return UnavailableError(LOST, "grammar_process_lost") if self is _Ours.LOST else EngineError(INTERNAL)
+        if self is _Failure.SANDBOX_LOST:
+            return UnavailableError(LOST, "grammar_process_lost")
+        return EngineError(INTERNAL)
 
 
-_Result = Compiled | str | _Ours  # compiled, or what is wrong with it, or nothing is known of it
+_Result = Compiled | str | _Failure  # compiled, or what is wrong with the grammar, or our failure
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A request that waits no longer: it has a state, or it is refused."""
+    """A request that is pending no longer: it has a matcher, or an error."""
 
     request: Request
     arrival_s: float
-    state: GrammarMatcher | None
+    matcher: GrammarMatcher | None
     error: RequestError | EngineError | None
 
 
 @dataclass(frozen=True, slots=True)
-class _Parked:
+class _Pending:
     request: Request
     arrival_s: float
 
 
 class StructuredOutputManager:
-    """All methods belong to the engine's loop. Nothing in it waits."""
+    """All methods belong to the engine's loop, and none of them blocks."""
 
     def __init__(self, tokenizer_file: Path, compiler: Compiler | None, missing: str = "") -> None:
         """`missing` says why there is no compiler."""
         self._compiler = compiler
         self._missing = missing
-        self._forge = Forge(tokenizer_file, NUM_LANES)
+        self._sandbox = CompileSandbox(tokenizer_file, NUM_THREADS)
         self._kept: OrderedDict[Key, Compiled | str] = OrderedDict()  # compiled, or what is wrong with it
         self._kept_characters = 0
-        self._parked: dict[int, _Parked] = {}
-        self._num_parked_tokens = 0
-        self._waiting: dict[Key, dict[int, None]] = {}  # who waits for a grammar that has a job, or is being compiled
-        self._jobs = GrammarJobs(NUM_LANES)
+        self._pending: dict[int, _Pending] = {}
+        self._num_pending_tokens = 0
+        self._waiting: dict[Key, dict[int, None]] = {}  # request ids by grammar, queued or being compiled
+        self._jobs = CompileJobs(NUM_THREADS)
         self._done: queue.SimpleQueue[tuple[Grammar, _Result]] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._wake_read, self._wake_write = os.pipe()
@@ -89,7 +91,7 @@ class StructuredOutputManager:
 
     @staticmethod
     def open(model_path: str) -> "StructuredOutputManager":
-        """With the tokens of a checkpoint. One without usable tokens is served all the same, but not with grammars."""
+        """For a checkpoint. One without a usable tokenizer.json is served all the same, but not with grammars."""
         file = Path(model_path) / "tokenizer.json"
         begun = time.monotonic()
         try:
@@ -102,62 +104,62 @@ class StructuredOutputManager:
         return StructuredOutputManager(file, compiler)
 
     def fileno(self) -> int:
-        """Readable when `take` has something."""
+        """Readable when `poll` has results."""
         return self._wake_read
 
     @property
-    def num_parked(self) -> int:
-        return len(self._parked)
+    def num_pending(self) -> int:
+        return len(self._pending)
 
     @property
-    def num_parked_tokens(self) -> int:
-        """Of the prompts of those who wait here."""
-        return self._num_parked_tokens
+    def num_pending_tokens(self) -> int:
+        """Prompt tokens of the pending requests."""
+        return self._num_pending_tokens
 
-    def enter(self, request: Request, now: float) -> GrammarMatcher | None:
-        """The state of a request whose grammar is known; None: it waits here.
+    def submit(self, request: Request, now: float) -> GrammarMatcher | None:
+        """The matcher of a request whose grammar is known. None: it is pending, and `poll` returns its outcome.
 
         Raises `RequestError`, and `QueueFullError` when too many grammars wait already.
         """
         grammar = _grammar(request)
         if self._compiler is None:
             raise _refusal(grammar, self._missing)
-        if request.request_id in self._parked:
+        if request.request_id in self._pending:
             raise RequestError(f"Request id {request.request_id} is in use.", "request_id")
         key = key_of(grammar)
         known = self._kept.get(key)
         if known is None:
             if key not in self._waiting and not request.has_place:
                 self._jobs.check(grammar)
-            self._park(request, key, now)
+            self._add_pending(request, key, now)
             return None
         self._kept.move_to_end(key)
         if isinstance(known, str):
             raise _refusal(grammar, known)
-        return self._state(request, known)
+        return self._matcher(request, known)
 
-    def take(self) -> list[Outcome]:
-        """What has become of those who waited, in the order in which their grammars were done."""
+    def poll(self) -> list[Outcome]:
+        """Outcomes of pending requests, in the order in which their grammars were done."""
         if not self._threads:
             return []
-        with contextlib.suppress(BlockingIOError):  # nothing new, or the byte was read together with an earlier one's
+        with contextlib.suppress(BlockingIOError):  # nothing new, or the byte was read with an earlier one
             os.read(self._wake_read, 4096)
         outcomes: list[Outcome] = []
         while not self._done.empty():
             grammar, result = self._done.get()
             key = key_of(grammar)
-            # Which may be the fault of who else was compiling, or is ours: the next request tries again.
-            if result != TOO_LONG and not isinstance(result, _Ours):
+            # These may have other causes than the grammar: the next request with it tries again.
+            if result != TOO_LONG and not isinstance(result, _Failure):
                 self._keep(key, result)
             for request_id in self._waiting.pop(key):
-                outcomes.append(self._outcome(self._unpark(request_id), result))
+                outcomes.append(self._outcome(self._remove_pending(request_id), result))
         return outcomes
 
     def abort(self, request_id: int) -> bool:
-        """Whether the request waited here; it no longer does."""
-        if request_id not in self._parked:
+        """Remove a pending request. False when it is not pending."""
+        if request_id not in self._pending:
             return False
-        key = key_of(_grammar(self._unpark(request_id).request))
+        key = key_of(_grammar(self._remove_pending(request_id).request))
         waiting = self._waiting[key]
         del waiting[request_id]
         if not waiting and self._jobs.withdraw(key):
@@ -165,21 +167,21 @@ class StructuredOutputManager:
         return True
 
     def abort_all(self) -> list[int]:
-        """Everyone who waits leaves."""
-        left = list(self._parked)
-        for request_id in left:
+        """Remove all pending requests; return their ids."""
+        request_ids = list(self._pending)
+        for request_id in request_ids:
             self.abort(request_id)
-        return left
+        return request_ids
 
     def close(self) -> None:
         self._jobs.close()
-        self._forge.close()
+        self._sandbox.close()
 
-    # -- the loop's side
+    # -- in the loop
 
-    def _park(self, request: Request, key: Key, now: float) -> None:
-        self._parked[request.request_id] = _Parked(request, now)
-        self._num_parked_tokens += len(request.prompt_token_ids)
+    def _add_pending(self, request: Request, key: Key, now: float) -> None:
+        self._pending[request.request_id] = _Pending(request, now)
+        self._num_pending_tokens += len(request.prompt_token_ids)
         if key in self._waiting:
             self._waiting[key][request.request_id] = None
             return
@@ -187,20 +189,20 @@ class StructuredOutputManager:
         self._start_threads()
         self._jobs.put(_grammar(request))
 
-    def _unpark(self, request_id: int) -> _Parked:
-        parked = self._parked.pop(request_id)
-        self._num_parked_tokens -= len(parked.request.prompt_token_ids)
-        return parked
+    def _remove_pending(self, request_id: int) -> _Pending:
+        pending = self._pending.pop(request_id)
+        self._num_pending_tokens -= len(pending.request.prompt_token_ids)
+        return pending
 
-    def _outcome(self, parked: _Parked, result: _Result) -> Outcome:
-        request = parked.request
-        if isinstance(result, _Ours):
-            return Outcome(request, parked.arrival_s, None, result.error())
+    def _outcome(self, pending: _Pending, result: _Result) -> Outcome:
+        request = pending.request
+        if isinstance(result, _Failure):
+            return Outcome(request, pending.arrival_s, None, result.error())
         if isinstance(result, str):
-            return Outcome(request, parked.arrival_s, None, _refusal(_grammar(request), result))
-        return Outcome(request, parked.arrival_s, self._state(request, result), None)
+            return Outcome(request, pending.arrival_s, None, _refusal(_grammar(request), result))
+        return Outcome(request, pending.arrival_s, self._matcher(request, result), None)
 
-    def _state(self, request: Request, compiled: Compiled) -> GrammarMatcher:
+    def _matcher(self, request: Request, compiled: Compiled) -> GrammarMatcher:
         assert self._compiler is not None
         params = request.params
         return GrammarMatcher(self._compiler, compiled, (*params.eos_token_ids, *params.stop_token_ids))
@@ -212,51 +214,52 @@ class StructuredOutputManager:
             (_, text), _ = self._kept.popitem(last=False)
             self._kept_characters -= len(text)
 
-    # -- the threads' side
+    # -- in the threads
 
     def _start_threads(self) -> None:
-        """With the first grammar: a server that never sees one has neither threads nor a forge."""
+        """With the first grammar: a server that never gets one has neither the threads nor the sandbox."""
         if self._threads:
             return
         size = threading.stack_size(_STACK_BYTES)
         try:
-            for number in range(NUM_LANES):
-                thread = threading.Thread(target=self._work, args=(number,), name=f"grammar-{number}", daemon=True)
+            for number in range(NUM_THREADS):
+                name = f"grammar-{number}"
+                thread = threading.Thread(target=self._run_thread, args=(number,), name=name, daemon=True)
                 thread.start()
                 self._threads.append(thread)
         finally:
             threading.stack_size(size)
 
-    def _work(self, number: int) -> None:
+    def _run_thread(self, number: int) -> None:
         while (grammar := self._jobs.get()) is not None:
             begun = time.monotonic()
             result = self._compile(number, grammar)
             seconds = time.monotonic() - begun
-            self._jobs.took(seconds)
-            is_ok = "true" if isinstance(result, Compiled) else "false"  # never the reason: it may quote the text
+            self._jobs.record_seconds(seconds)
+            is_ok = "true" if isinstance(result, Compiled) else "false"  # not the reason, which may quote the text
             size = len(grammar.text)
             logger.info("event=grammar kind=%s characters=%d ms=%.1f ok=%s", grammar.kind, size, seconds * 1e3, is_ok)
             self._done.put((grammar, result))
-            with contextlib.suppress(BlockingIOError):  # the pipe is full of such bytes: the loop will wake
+            with contextlib.suppress(BlockingIOError):  # the pipe is full of such bytes: the loop wakes anyway
                 os.write(self._wake_write, b"g")
 
     def _compile(self, number: int, grammar: Grammar) -> _Result:
         assert self._compiler is not None
         try:
-            problem = self._forge.ask(number, grammar)
+            problem = self._sandbox.check(number, grammar)
             return self._compiler.compile(grammar) if problem is None else problem
         except GrammarError as error:
             return str(error)
-        except ForgeLostError:
-            return _Ours.LOST
+        except SandboxLostError:
+            return _Failure.SANDBOX_LOST
         except Exception:
             logger.exception("event=grammar_failed kind=%s", grammar.kind)
-            return _Ours.BROKEN
+            return _Failure.EXCEPTION
 
 
 def _grammar(request: Request) -> Grammar:
     grammar = request.params.grammar
-    assert grammar is not None, "only requests with a grammar come here"
+    assert grammar is not None, "the request has no grammar"
     return grammar
 
 

@@ -1,8 +1,8 @@
-"""Where one sequence stands in its grammar: the mask of its next token, and whether it is at the end.
+"""How far one sequence has come in its grammar: the mask of its next token, and whether the grammar is complete.
 
-Adds what grammars of the library cannot say: the sequence's own end tokens where the text may end, and a bound on the
-digits of a JSON number, because a model that has begun to write digits may never stop. Knows matchers, bytes and masks.
-Does not know steps, rows, or how a grammar was compiled.
+Adds to llguidance's matcher the sequence's own end tokens where the text may end, and a bound on the digits of a JSON
+number, because a model that has begun to write digits may never stop. Does not know steps, rows, or how a grammar is
+compiled.
 """
 
 from collections.abc import Iterable
@@ -13,18 +13,18 @@ from llguidance import LLMatcher
 
 from engine.structured_output.compiler import Compiled, Compiler
 
-# More than any number needs that a double or a 64-bit id can hold; a token may exceed it by its own length.
+# Enough for any double or 64-bit integer; a token may exceed it by its own length.
 MAX_DIGITS = 20
 
 _QUOTE, _BACKSLASH, _NEWLINE = b'"\\\n'
 
 
 class BrokenGrammarError(Exception):
-    """The matcher gave up: a limit on the work of one token, or a token that its own mask forbids."""
+    """The matcher failed: a limit on the work of one token, or a token that its own mask forbids."""
 
 
 class GrammarMatcher:
-    """A `GrammarMatcherProtocol` (see `sequence.py`)."""
+    """Implements `GrammarMatcherProtocol` of the scheduler, where its life cycle is described."""
 
     def __init__(self, compiler: Compiler, compiled: Compiled, end_ids: Iterable[int]) -> None:
         """`end_ids` end the sequence where the grammar allows it; without any it ends only where it must."""
@@ -33,12 +33,12 @@ class GrammarMatcher:
         self._origin: LLMatcher = compiled.matcher
         self._matcher: LLMatcher = self._origin.deep_copy()
         self._accepted: list[int] = []
-        self._next: tuple[np.ndarray, bool] | None = None  # what `_compute` gave already
+        self._next: tuple[np.ndarray, bool] | None = None  # the result of `_compute` for the next token, if known
         self._end_ids = tuple(end_ids)
         self._digits = _DigitRun() if compiled.is_json else None
 
     def fill_mask(self, into: np.ndarray) -> None:
-        """See `GrammarMatcherProtocol`. Raises `BrokenGrammarError`."""
+        """As in `GrammarMatcherProtocol`. Raises `BrokenGrammarError`."""
         mask, may_end = self._next or self._compute()
         shared = min(len(mask), len(into))
         into[:shared] = mask[:shared]
@@ -48,7 +48,7 @@ class GrammarMatcher:
                 into[token // 32] |= np.uint32(1 << token % 32)
 
     def accept(self, token_ids: Tokens[int]) -> bool:
-        """See `GrammarMatcherProtocol`. Raises `BrokenGrammarError`."""
+        """As in `GrammarMatcherProtocol`. Raises `BrokenGrammarError`."""
         self._next = None
         self._matcher.consume_tokens(list(token_ids))
         self._accepted += token_ids
@@ -60,7 +60,7 @@ class GrammarMatcher:
             self._digits.push(self._compiler.tokens.decode_bytes(list(token_ids)))
         if not self._matcher.is_accepting():
             return False
-        # Where nothing but the end is left, nobody need write it, and nobody could where ends are banned.
+        # Where only the end is left, the sequence ends without an end token, which may even be banned.
         self._next = mask, _ = self._compute()
         return not mask.any()
 
@@ -73,7 +73,7 @@ class GrammarMatcher:
             self._start_over()
             self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
             self._check()
-        # The library marks with its own idea of an end token that the text may end here.
+        # The library allows the tokenizer's own end token where the text may end.
         may_end = bool(mask[compiler.end_word] >> compiler.end_bit & 1)
         mask[compiler.end_word] &= ~np.uint32(1 << compiler.end_bit)
         if self._digits is not None:
@@ -81,7 +81,7 @@ class GrammarMatcher:
         return mask, may_end
 
     def _bound_number(self, mask: np.ndarray, *, can_end: bool) -> None:
-        """No exponent, and no digit after so many: what a number can do without. What the schema insists on stays."""
+        """Remove exponents, and more digits after `MAX_DIGITS`, from `mask`, unless nothing else would be allowed."""
         assert self._digits is not None
         if self._digits.is_in_string:
             return
@@ -95,7 +95,7 @@ class GrammarMatcher:
                 mask[:] = left
 
     def _start_over(self) -> None:
-        """Once more from the beginning with an empty store; what fails then is this sequence's own."""
+        """Match all tokens again with an empty cache of the library. Raises `BrokenGrammarError` if it fails again."""
         self._origin = self._compiled.renew(self._origin)
         self._matcher = self._origin.deep_copy()
         self._matcher.consume_tokens(self._accepted)
@@ -107,7 +107,7 @@ class GrammarMatcher:
 
 
 class _DigitRun:
-    """How many digits in a row end the text, outside of JSON strings."""
+    """Counts the digits at the end of the text, outside of JSON strings."""
 
     __slots__ = ("_escaped", "is_in_string", "length")
 
@@ -119,7 +119,7 @@ class _DigitRun:
     def push(self, data: bytes) -> None:
         for byte in data:
             if self.is_in_string:
-                # A line never ends inside a JSON string: text before the JSON may have had any number of quotes.
+                # A JSON string has no line end; and text before the JSON may have had any number of quotes.
                 self.is_in_string = byte != _NEWLINE and (byte != _QUOTE or self._escaped)
                 self._escaped = byte == _BACKSLASH and not self._escaped
                 self.length = 0

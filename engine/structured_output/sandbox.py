@@ -1,12 +1,11 @@
-"""A process that tries grammars, so that one which crashes, hangs or bloats the compiler harms nobody else.
+"""A process that tries to compile grammars, so that one which crashes the compiler, hangs or takes too much memory does
+no harm to the engine.
 
     python -m engine.structured_output.sandbox --tokenizer FILE --parent PID --fd N [--fd N …]
 
-Each descriptor is a lane: a grammar per line as JSON in, its verdict per line as JSON out, one after the other; lanes
-run side by side and share the memory of the tokenizer. Each trial is a fork that is killed when its time is up, and
-that may take only so much memory and stack; what survives is then compiled by the engine, whose own limits are wider.
-
-Knows processes and the compiler. Does not know requests or what becomes of a grammar.
+Each descriptor is a connection: a grammar per line as JSON in, the problem with it or null per line out, one after the
+other. Connections are served in parallel, by processes that share the memory of the tokenizer. Each trial is a fork
+with limits on time, memory and stack; a grammar that passes is then compiled by the engine, whose limits are wider.
 """
 
 import argparse
@@ -28,7 +27,7 @@ from engine.structured_output.compiler import Compiler, GrammarError
 DEADLINE_S = 1.0  # for one trial
 _MAX_MEMORY_BYTES = 512 << 20  # beyond what the tokenizer took
 _STACK_BYTES = 2 << 20  # a quarter of what the engine's threads have
-_NICENESS = 5  # answers that are being written come first
+_NICENESS = 5  # requests that are being answered come first
 
 TOO_LONG = f"it takes longer than {DEADLINE_S:g} s to compile; make it smaller"
 TOO_MUCH = "compiling it takes more memory or nesting than the server allows; make it smaller or flatter"
@@ -46,51 +45,51 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole foreground group: the parent decides
     os.nice(_NICENESS)
     compiler = Compiler(arguments.tokenizer)
-    lanes = [socket.socket(fileno=fd) for fd in arguments.fd]
-    own = lanes[0]
-    for lane in lanes[1:]:
+    connections = [socket.socket(fileno=fd) for fd in arguments.fd]
+    own = connections[0]
+    for connection in connections[1:]:
         parent = os.getpid()
         if os.fork() == 0:
             die_with_parent(parent)
-            own = lane
+            own = connection
             break
-    for lane in lanes:
-        if lane is not own:
-            lane.close()
+    for connection in connections:
+        if connection is not own:
+            connection.close()
     _serve(own, compiler)
     return 0
 
 
-def _serve(lane: socket.socket, compiler: Compiler) -> None:
-    """Until the engine closes the lane."""
-    with lane, lane.makefile("r", encoding="utf-8") as lines:
+def _serve(connection: socket.socket, compiler: Compiler) -> None:
+    """Until the engine closes the connection."""
+    with connection, connection.makefile("r", encoding="utf-8") as lines:
         for line in lines:
             problem = _try(compiler, Grammar(**json.loads(line)))
-            lane.sendall(json.dumps({"problem": problem}).encode() + b"\n")
+            connection.sendall(json.dumps({"problem": problem}).encode() + b"\n")
 
 
 def _try(compiler: Compiler, grammar: Grammar) -> str | None:
     """What is wrong with `grammar`; None when it compiles."""
     read, write = os.pipe()
-    lane, child = os.getpid(), os.fork()
+    parent, child = os.getpid(), os.fork()
     if child == 0:
-        die_with_parent(lane)
+        die_with_parent(parent)
         os.close(read)
         _attempt(compiler, grammar, write)
     os.close(write)
     try:
-        verdict = _read_until(read, time.monotonic() + DEADLINE_S)
+        answer = _read_until(read, time.monotonic() + DEADLINE_S)
     finally:
         os.close(read)
         os.kill(child, signal.SIGKILL)  # it has ended, or it is too late
         os.waitpid(child, 0)
-    if verdict is None:
+    if answer is None:
         return TOO_LONG
-    return json.loads(verdict)["problem"] if verdict else TOO_MUCH
+    return json.loads(answer)["problem"] if answer else TOO_MUCH
 
 
 def _read_until(fd: int, deadline: float) -> bytes | None:
-    """Everything that comes before the other end is closed; None when the time is up."""
+    """All bytes until the other end is closed; None if that is after `deadline`."""
     parts: list[bytes] = []
     poll = select.poll()
     poll.register(fd, select.POLLIN)
@@ -104,7 +103,7 @@ def _read_until(fd: int, deadline: float) -> bytes | None:
 
 
 def _attempt(compiler: Compiler, grammar: Grammar, write: int) -> None:
-    """In the forked process: compile with narrow limits, say what came of it, and end."""
+    """In the forked process: compile with narrow limits, write the result to `write`, and end."""
 
     def compile_it() -> None:
         try:
@@ -119,7 +118,7 @@ def _attempt(compiler: Compiler, grammar: Grammar, write: int) -> None:
             size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (size + _MAX_MEMORY_BYTES, size + _MAX_MEMORY_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the last words of a library that gives up are nobody's news
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a library that aborts writes to stderr
         threading.stack_size(_STACK_BYTES)
         worker = threading.Thread(target=compile_it)
         worker.start()

@@ -1,6 +1,6 @@
-"""The engine's end of the forge: one process, started when it is first needed, and started again when it was lost.
+"""The engine's side of the compile sandbox: one process, started when first needed, and again when it was lost.
 
-Knows the forge's lines. Does not know what becomes of a verdict. Each lane belongs to one thread, which waits in it.
+Knows the lines that are sent to and from the process. Does not know what is done with its answers.
 """
 
 import json
@@ -21,53 +21,56 @@ _MODULE = ("-m", "engine.structured_output.sandbox")
 _ATTEMPTS = 2  # the process may have been lost for a reason that has nothing to do with this grammar
 
 
-class ForgeLostError(Exception):
+class SandboxLostError(Exception):
     """The process ended before it had answered, twice."""
 
 
-class Forge:
-    """`ask` tells what is wrong with a grammar."""
+class CompileSandbox:
+    """Tries grammars in another process. Each of its connections belongs to one thread, which waits for the answer."""
 
-    def __init__(self, tokenizer_file: Path, num_lanes: int) -> None:
+    def __init__(self, tokenizer_file: Path, num_connections: int) -> None:
         self._tokenizer_file = tokenizer_file
-        self._num_lanes = num_lanes
+        self._num_connections = num_connections
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._lanes: list[socket.socket] = []
+        self._connections: list[socket.socket] = []
         self._is_closed = False
 
-    def ask(self, number: int, grammar: Grammar) -> str | None:
-        """None when `grammar` compiles in time; else the reason why not. Raises `ForgeLostError`."""
+    def check(self, number: int, grammar: Grammar) -> str | None:
+        """None when `grammar` compiles in time, else the reason why not. Raises `SandboxLostError`.
+
+        `number` is that of the calling thread's connection.
+        """
         line = json.dumps(asdict(grammar)).encode() + b"\n"
         for _ in range(_ATTEMPTS):
-            lane = self._lane(number)
+            connection = self._connection(number)
             try:
-                lane.sendall(line)
-                answer = _read_line(lane)
+                connection.sendall(line)
+                answer = _read_line(connection)
             except OSError:
                 answer = b""
             if answer:
                 return json.loads(answer)["problem"]
-            self._lost(lane)
-        raise ForgeLostError
+            self._lost(connection)
+        raise SandboxLostError
 
     def close(self) -> None:
-        """The process reads the end of its lanes and leaves; a thread that waits in a lane does as well."""
+        """End the process; threads that wait for an answer get `SandboxLostError`."""
         with self._lock:
             self._is_closed = True
             self._stop()
 
-    def _lane(self, number: int) -> socket.socket:
+    def _connection(self, number: int) -> socket.socket:
         with self._lock:
             if self._is_closed:
-                raise ForgeLostError
+                raise SandboxLostError
             if self._process is None:
                 self._start()
-            return self._lanes[number]
+            return self._connections[number]
 
     def _start(self) -> None:
-        pairs = [socket.socketpair() for _ in range(self._num_lanes)]
-        self._lanes = [ours for ours, _ in pairs]
+        pairs = [socket.socketpair() for _ in range(self._num_connections)]
+        self._connections = [ours for ours, _ in pairs]
         fds = [theirs.fileno() for _, theirs in pairs]
         named = ["--tokenizer", str(self._tokenizer_file), "--parent", str(os.getpid())]
         self._process = start_python(
@@ -75,29 +78,29 @@ class Forge:
         )
         for _, theirs in pairs:
             theirs.close()
-        logger.info("event=grammar_forge_started pid=%d", self._process.pid)
+        logger.info("event=grammar_sandbox_started pid=%d", self._process.pid)
 
-    def _lost(self, lane: socket.socket) -> None:
+    def _lost(self, connection: socket.socket) -> None:
         with self._lock:
-            if lane in self._lanes:  # the other lanes' threads find theirs closed and come here as well
-                logger.warning("event=grammar_forge_lost")
+            if connection in self._connections:  # the other threads find their connections closed and come here too
+                logger.warning("event=grammar_sandbox_lost")
                 self._stop()
 
     def _stop(self) -> None:
         process, self._process = self._process, None
-        lanes, self._lanes = self._lanes, []
-        for lane in lanes:
-            lane.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in it, which closing would not
-            lane.close()
+        connections, self._connections = self._connections, []
+        for connection in connections:
+            connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for it, which closing would not
+            connection.close()
         if process is not None:
             process.kill()
             process.wait()
 
 
-def _read_line(lane: socket.socket) -> bytes:
-    """One answer; empty when the lane has ended before it."""
+def _read_line(connection: socket.socket) -> bytes:
+    """One answer; empty when the connection has ended before it."""
     parts: list[bytes] = []
-    while part := lane.recv(1 << 16):
+    while part := connection.recv(1 << 16):
         parts.append(part)
         if part.endswith(b"\n"):
             return b"".join(parts)

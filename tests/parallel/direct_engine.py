@@ -1,9 +1,8 @@
-"""The real engine without its process: scheduler, step builder and ranks in one loop, driven step by step.
+"""The real engine without its process: scheduler, input batch and ranks in one loop, driven step by step.
 
 from tests.parallel.direct_engine import DirectEngine
 
-Several engines may share one loaded group, one after the other: what decides (limits, KV blocks, prefix caching) is
-theirs, what computes is the group's.
+Several engines may use one loaded executor, one after the other, each with its own limits, KV blocks and prefix cache.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -21,7 +20,7 @@ from workers.protocol import FillMasks, StepMetadata, StepOutput
 
 @dataclass
 class Answer:
-    """Everything a request was told: compared with `==`, which for these floats means bit by bit."""
+    """All events of a request together. `==` compares floats bit by bit."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -29,27 +28,27 @@ class Answer:
     error: str | None = None
 
 
-class _Limited:
-    """A group that reports something else than it has, fewer KV blocks for one."""
+class _LimitedExecutor:
+    """An executor that reports another `info` than it has, for example fewer KV blocks."""
 
-    def __init__(self, group: Executor, info: WorkerInfo) -> None:
-        self._group = group
+    def __init__(self, executor: Executor, info: WorkerInfo) -> None:
+        self._executor = executor
         self.info = info
-        self.rank_pids = group.rank_pids
+        self.rank_pids = executor.rank_pids
 
     def submit(self, step: StepMetadata, fill_masks: FillMasks | None = None) -> None:
-        self._group.submit(step, fill_masks)
+        self._executor.submit(step, fill_masks)
 
     def collect(self) -> StepOutput:
-        return self._group.collect()
+        return self._executor.collect()
 
 
 class DirectEngine:
-    """`run` takes requests to their ends. Limits that are not given are the group's own."""
+    """Runs requests to their ends. Limits that are not given are those of the executor."""
 
     def __init__(
         self,
-        group: Executor,
+        executor: Executor,
         *,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
@@ -57,30 +56,30 @@ class DirectEngine:
         info: WorkerInfo | None = None,
         enable_prefix_caching: bool = False,
     ) -> None:
-        worker = group.config
+        worker = executor.config
         if max_num_seqs is not None:
             worker = worker.with_(max_num_seqs=max_num_seqs)
         if max_num_batched_tokens is not None:
             worker = worker.with_(max_num_batched_tokens=max_num_batched_tokens)
         config = EngineConfig(worker, enable_prefix_caching=enable_prefix_caching)
-        info = info or replace(group.info, num_blocks=num_blocks or group.info.num_blocks)
+        info = info or replace(executor.info, num_blocks=num_blocks or executor.info.num_blocks)
         self.now = 0.0
         self.num_steps = 0
         self.num_cached_tokens = 0
         self.most_blocks_held = 0
-        self._stepper = EngineCore(config, _Limited(group, info), lambda: self.now)
-        self.scheduler = self._stepper.scheduler
+        self._engine_core = EngineCore(config, _LimitedExecutor(executor, info), lambda: self.now)
+        self.scheduler = self._engine_core.scheduler
 
     def run(
         self,
         requests: Iterable[Request],
         *,
         arrives_at: Callable[[int], int] = lambda number: 0,
-        states: Mapping[int, GrammarMatcherProtocol] = MappingProxyType({}),
+        matchers: Mapping[int, GrammarMatcherProtocol] = MappingProxyType({}),
     ) -> dict[int, Answer]:
         """Answers by request id. The number-th request is added before step `arrives_at(number)`.
 
-        `states`: by request id, of those with a grammar.
+        `matchers`: by request id, of those with a grammar.
         """
         coming = sorted(enumerate(requests), key=lambda pair: arrives_at(pair[0]))
         answers = {request.request_id: Answer() for _, request in coming}
@@ -88,23 +87,23 @@ class DirectEngine:
         while coming or self.scheduler.has_work:
             while coming and arrives_at(coming[0][0]) <= step:
                 request = coming.pop(0)[1]
-                self.scheduler.add(request, self.now, states.get(request.request_id))
+                self.scheduler.add(request, self.now, matchers.get(request.request_id))
             self._step(answers)
             step += 1
         return answers
 
     def _step(self, answers: dict[int, Answer]) -> None:
         self.now += 0.01
-        output = self._stepper.begin()
+        output = self._engine_core.begin()
         self.most_blocks_held = max(self.most_blocks_held, self.scheduler.kv_cache_manager.num_held)
-        events = self._stepper.take_events()
+        events = self._engine_core.take_events()
         if output is not None:
             self.num_steps += 1
-            events += self._stepper.finish(output)
+            events += self._engine_core.finish(output)
         for event in events:
-            self._take(event, answers[event.request_id])
+            self._add_event(event, answers[event.request_id])
 
-    def _take(self, event: TokenEvent, answer: Answer) -> None:
+    def _add_event(self, event: TokenEvent, answer: Answer) -> None:
         answer.token_ids += event.token_ids
         answer.logprobs += event.logprobs
         answer.prompt_logprobs += event.prompt_logprobs

@@ -29,7 +29,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=["inline", 1, 2])
-def group(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Executor]:
+def executor(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Executor]:
     if request.param == "inline":
         made = start_group(config_for(checkpoint), inline=True, on_progress=lambda phase, fraction: None)
     else:
@@ -38,15 +38,15 @@ def group(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Executor
     made.close()
 
 
-def masked_step(group: Executor, step_id: int) -> StepMetadata:
+def masked_step(executor: Executor, step_id: int) -> StepMetadata:
     """A step whose bits are garbage still."""
-    bits = np.full((1, mask_words(group.info.vocab_size)), 0xAAAAAAAA, np.uint32)
+    bits = np.full((1, mask_words(executor.info.vocab_size)), 0xAAAAAAAA, np.uint32)
     return dataclasses.replace(step_of(step_id, PROMPT, 0), mask_rows=np.zeros(1, np.int32), mask_bits=bits)
 
 
-def test_a_slow_mask_still_decides(group: Executor) -> None:
-    group.submit(step_of(1, PROMPT, 0))
-    free = group.collect().token_ids.tolist()
+def test_a_slow_mask_still_decides(executor: Executor) -> None:
+    executor.submit(step_of(1, PROMPT, 0))
+    free = executor.collect().token_ids.tolist()
     for number, only in enumerate([token for token in (3, 31, 32, 77, 200) if [token] != free], 2):
 
         def fill(bits: np.ndarray, only: int = only) -> None:
@@ -54,19 +54,19 @@ def test_a_slow_mask_still_decides(group: Executor) -> None:
             bits[:] = 0
             bits[0, only // 32] = 1 << only % 32
 
-        group.submit(masked_step(group, number), fill)
-        assert group.collect().token_ids.tolist() == [only]
-        group.submit(step_of(number, PROMPT, 0))  # nothing of it is left in the next step
-        assert group.collect().token_ids.tolist() == free
-    group.ping()
+        executor.submit(masked_step(executor, number), fill)
+        assert executor.collect().token_ids.tolist() == [only]
+        executor.submit(step_of(number, PROMPT, 0))  # nothing of it is left in the next step
+        assert executor.collect().token_ids.tolist() == free
+    executor.ping()
 
 
-def test_masks_in_time_or_late_give_the_same_numbers(group: Executor) -> None:
-    bits = np.random.default_rng(1).integers(0, 2**32, (1, mask_words(group.info.vocab_size)), dtype=np.uint32)
-    group.submit(dataclasses.replace(masked_step(group, 1), mask_bits=bits))
-    whole = group.collect()
-    group.submit(masked_step(group, 2), lambda into: np.copyto(into, bits))
-    late = group.collect()
+def test_masks_in_time_or_late_give_the_same_numbers(executor: Executor) -> None:
+    bits = np.random.default_rng(1).integers(0, 2**32, (1, mask_words(executor.info.vocab_size)), dtype=np.uint32)
+    executor.submit(dataclasses.replace(masked_step(executor, 1), mask_bits=bits))
+    whole = executor.collect()
+    executor.submit(masked_step(executor, 2), lambda into: np.copyto(into, bits))
+    late = executor.collect()
     assert whole.token_ids.tolist() == late.token_ids.tolist()
     assert whole.logprobs is not None and late.logprobs is not None
     np.testing.assert_array_equal(whole.logprobs, late.logprobs)
@@ -75,9 +75,9 @@ def test_masks_in_time_or_late_give_the_same_numbers(group: Executor) -> None:
 def test_an_inline_rank_runs_the_model_before_the_masks_and_samples_after(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    group = start_group(config_for(checkpoint), inline=True, on_progress=lambda phase, fraction: None)
-    assert isinstance(group, UniProcExecutor) and group._runner is not None
-    runner, log, begun = group._runner, [], threading.Event()
+    executor = start_group(config_for(checkpoint), inline=True, on_progress=lambda phase, fraction: None)
+    assert isinstance(executor, UniProcExecutor) and executor._runner is not None
+    runner, log, begun = executor._runner, [], threading.Event()
     decoder = type(runner.model)
     forward, sample = decoder.__call__, runner.sampler.sample
 
@@ -98,42 +98,42 @@ def test_an_inline_rank_runs_the_model_before_the_masks_and_samples_after(
     monkeypatch.setattr(decoder, "__call__", seen_forward)
     monkeypatch.setattr(runner.sampler, "sample", seen_sample)
     try:
-        group.submit(masked_step(group, 1), fill)
-        group.collect()
-        group.submit(step_of(2, PROMPT, 0))
-        group.collect()
+        executor.submit(masked_step(executor, 1), fill)
+        executor.collect()
+        executor.submit(step_of(2, PROMPT, 0))
+        executor.collect()
     finally:
-        group.close()
+        executor.close()
     assert log == ["model", "masks", "sampler", "model", "sampler"]
 
 
 def test_a_step_without_late_masks_starts_no_thread(checkpoint: Path) -> None:
-    group = start_group(config_for(checkpoint), inline=True, on_progress=lambda phase, fraction: None)
+    executor = start_group(config_for(checkpoint), inline=True, on_progress=lambda phase, fraction: None)
     before = threading.active_count()
-    group.submit(masked_step(group, 1))
-    group.submit(masked_step(group, 2), lambda bits: bits.fill(0xFFFFFFFF))
+    executor.submit(masked_step(executor, 1))
+    executor.submit(masked_step(executor, 2), lambda bits: bits.fill(0xFFFFFFFF))
     assert threading.active_count() == before + 1
-    group.close()
+    executor.close()
     assert threading.active_count() == before
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_ranks_are_at_work_before_the_masks(checkpoint: Path, size: int) -> None:
-    group = start(checkpoint, size)
-    broken = masked_step(group, 4)
+    executor = start(checkpoint, size)
+    broken = masked_step(executor, 4)
     broken.slot_mapping[0] = 10**9  # the model fails on it: who says so has begun
     heard = []
 
     def fill(bits: np.ndarray) -> None:
-        heard.append(bool(select.select(group.fileno_for_death(), [], [], 60)[0]))
+        heard.append(bool(select.select(executor.fileno_for_death(), [], [], 60)[0]))
         bits[:] = 0xFFFFFFFF
 
     try:
         with pytest.raises(WorkerError, match="failed at step 4"):
-            group.submit(broken, fill)
-            group.collect()
+            executor.submit(broken, fill)
+            executor.collect()
     finally:
-        group.close()
+        executor.close()
     assert heard == [True]
 
 
@@ -144,12 +144,12 @@ def test_masks_that_cannot_be_filled_lose_the_step_and_no_more(checkpoint: Path,
     def fill(bits: np.ndarray) -> None:
         raise ZeroDivisionError("no such rule")
 
-    group = start_group(config_for(checkpoint), inline=inline, on_progress=lambda phase, fraction: None)
+    executor = start_group(config_for(checkpoint), inline=inline, on_progress=lambda phase, fraction: None)
     try:
         with pytest.raises((WorkerError, ZeroDivisionError), match="no such rule"):
-            group.submit(masked_step(group, 1), fill)
+            executor.submit(masked_step(executor, 1), fill)
     finally:
-        group.close()
+        executor.close()
 
 
 class EverySecond:
@@ -169,18 +169,18 @@ class EverySecond:
         return False
 
 
-def test_grammars_through_the_engine_and_one_that_breaks(group: Executor) -> None:
-    engine = DirectEngine(group)
-    states = {1: EverySecond(), 2: EverySecond(broken_after=2)}
+def test_grammars_through_the_engine_and_one_that_breaks(executor: Executor) -> None:
+    engine = DirectEngine(executor)
+    matchers = {1: EverySecond(), 2: EverySecond(broken_after=2)}
     requests = [
         Request(
             number,
             (5, 9, number),
-            SamplingParams(max_tokens=6, seed=number, grammar=Grammar("lark", "x") if number in states else None),
+            SamplingParams(max_tokens=6, seed=number, grammar=Grammar("lark", "x") if number in matchers else None),
         )
         for number in (1, 2, 3)
     ]
-    answers = engine.run(requests, states=states)
+    answers = engine.run(requests, matchers=matchers)
     assert [token % 2 for token in answers[1].token_ids] == [0, 1] * 3
     assert [token % 2 for token in answers[2].token_ids] == [0, 1] and answers[2].error is not None
     assert len(answers[3].token_ids) == 6 and answers[1].error is answers[3].error is None

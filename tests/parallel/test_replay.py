@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from engine.replay.__main__ import main
-from engine.replay.recorder import RecordingGroup
+from engine.replay.recorder import RecordingExecutor
 from engine.replay.recording import Recording, RecordingWriter
 from engine.sampling_params import SamplingParams
 from engine.types import Request
@@ -39,8 +39,8 @@ def recorded(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         kv_cache_bytes=1 << 20,
         num_threads=1,
     )
-    group = start_group(config, inline=True, on_progress=lambda phase, fraction: None)
-    recording = RecordingGroup(group, RecordingWriter(str(path)), None)
+    executor = start_group(config, inline=True, on_progress=lambda phase, fraction: None)
+    recording = RecordingExecutor(executor, RecordingWriter(str(path)), None)
     engine = DirectEngine(recording, num_blocks=40, enable_prefix_caching=True)
     draw = np.random.default_rng(0)
     begin = tuple(draw.integers(2, 300, 12).tolist())

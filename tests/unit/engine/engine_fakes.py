@@ -7,7 +7,7 @@ mistake in paging, sharing, recomputation or batching shows as a wrong token or 
 from dataclasses import dataclass, replace
 
 import numpy as np
-from choice_fakes import VOCAB, CountingGrammar, allowed_ids, choices_of, past_of
+from sampling_fakes import VOCAB, CountingGrammar, allowed_ids, choices_of, past_of
 
 from engine.config import EngineConfig, WorkerConfig
 from engine.core.engine_core import _as_lists
@@ -90,7 +90,7 @@ def score(history: int, token: int) -> float:
 
 
 def expected_tokens(request: Request, max_len: int = 64) -> list[int]:
-    """What the fake model generates for `request` when it is alone in the world."""
+    """What the fake model generates for `request` when it runs alone."""
     params = request.params
     history = _ROOT
     for position, token in enumerate(request.prompt_token_ids):
@@ -132,8 +132,8 @@ class Faults:
     die_at_ping: int | None = None
 
 
-class FakeGroup:
-    """One rank of Python; checks every step it is given."""
+class FakeExecutor:
+    """An executor with one rank of plain Python; checks every step."""
 
     rank_pids: tuple[int, ...] = ()
 
@@ -221,7 +221,7 @@ class FakeGroup:
         for position in range(first, len(slots)):
             stored, token, at = self._kv[slots[position]]
             follows = position == first > 0 or stored == _chain(history, token, position)
-            assert at == position and follows, "the KV of someone else"
+            assert at == position and follows, "KV of another sequence"
             history = stored
         return history
 
@@ -232,7 +232,7 @@ class FakeGroup:
         for row, index in enumerate(step.logits_indices.tolist()):
             history, target = histories[index], int(step.target_ids[row])
             assert step.sample_positions[row] == step.positions[index] + 1
-            assert target < 0 or not (banned[row] or past[row]), "a scored row is chosen from"
+            assert target < 0 or not (banned[row] or past[row]), "a scored row has constraints"
             if len(banned[row]) == VOCAB:
                 target = 0
                 finite[row] = NONFINITE if finite[row] == NONFINITE else ALL_BANNED
@@ -256,7 +256,7 @@ class FakeGroup:
 
 
 class Driver:
-    """The scheduler, the builder and the fake ranks, one step at a time, with every check switched on."""
+    """Runs the scheduler, the input batch and the fake ranks step by step, and checks every step."""
 
     def __init__(
         self,
@@ -268,8 +268,8 @@ class Driver:
         self.config = config
         self.info = make_info(config, num_blocks, sliding_window)
         self.scheduler = Scheduler(config, self.info)
-        self.group = FakeGroup(config, self.info, faults)
-        self.builder = InputBatch(
+        self.executor = FakeExecutor(config, self.info, faults)
+        self.input_batch = InputBatch(
             max_num_seqs=self.scheduler.max_num_seqs,
             max_model_len=self.info.max_model_len,
             block_size=self.info.block_size,
@@ -299,14 +299,14 @@ class Driver:
                 self.scheduler.withdraw(output, output.scheduled[:num_withdrawn], self.now)
                 self.scheduler.audit()
         if output is not None and output.scheduled:
-            step, masks = self.builder.build(output)
-            self.group.submit(step, None if masks is None else masks.fill)
+            step, masks = self.input_batch.build(output)
+            self.executor.submit(step, None if masks is None else masks.fill)
             assert masks is None or not masks.failed
         self.see(self.scheduler.take_events())
         return output if output is not None and output.scheduled else None
 
     def finish(self, output: SchedulerOutput) -> list[TokenEvent]:
-        result = _as_lists(self.group.collect())
+        result = _as_lists(self.executor.collect())
         events = self.scheduler.update_from_output(output, result, self.now)
         self.see(events)
         self.scheduler.audit()
@@ -342,7 +342,7 @@ class Driver:
                 self.ends[event.request_id] = event
 
     def check_outputs(self) -> None:
-        """Everyone has ended once, and said what it would have said alone."""
+        """Every request has ended once, with the tokens that it gets when it runs alone."""
         assert self.ends.keys() == self.requests.keys()
         for request_id, request in self.requests.items():
             expected = expected_tokens(request, self.scheduler.limits.max_len)
@@ -356,16 +356,16 @@ class Driver:
                 assert got == expected[: len(got)]
 
     def check_idle(self) -> None:
-        blocks = self.scheduler.kv_cache_manager
-        assert blocks.num_held == 0
-        assert blocks.num_free + blocks.num_cached == self.info.num_blocks - 1
+        manager = self.scheduler.kv_cache_manager
+        assert manager.num_held == 0
+        assert manager.num_free + manager.num_cached == self.info.num_blocks - 1
         self.scheduler.audit()
 
     def _check(self, output: SchedulerOutput, cached: dict[bytes, int]) -> None:
         """`cached`: the prefix cache before this step was decided."""
         scheduler = self.scheduler
         allocated = {block for _, _, block in output.new_blocks}
-        assert not (output.num_preempted and output.new_rows), "blocks just given up are handed out to a newcomer"
+        assert not (output.num_preempted and output.new_rows), "blocks freed by preemption are given to a new sequence"
         assert len(output.scheduled) <= scheduler.max_num_seqs
         assert sum(item.num_tokens for item in output.scheduled) <= scheduler.max_num_batched_tokens
         for item in output.scheduled:

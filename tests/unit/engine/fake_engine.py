@@ -11,14 +11,14 @@ import time
 
 sys.path.insert(0, os.path.dirname(__file__))  # which is not there by itself in a process of ours
 
-from engine_fakes import FakeGroup, Faults, make_info
+from engine_fakes import FakeExecutor, Faults, make_info
 
 from engine.config import EngineConfig
 from engine.core.process import main
 from engine.errors import StartupError
 
 
-class ScenarioGroup(FakeGroup):
+class ScenarioExecutor(FakeExecutor):
     """Ranks that are slow, stuck or suddenly gone."""
 
     def __init__(self, worker, scenario: dict) -> None:
@@ -52,7 +52,7 @@ def start_group(worker, *, inline: bool, on_progress):
         raise KeyError("nonsense")
     if scenario.get("fails") == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    return ScenarioGroup(worker, scenario)
+    return ScenarioExecutor(worker, scenario)
 
 
 if __name__ == "__main__":

@@ -18,15 +18,15 @@ def checkpoint(tmp_path):
 
 
 def started(checkpoint, **changes):
-    """(the resolved configuration, what the ranks report) of a group that was started and ended."""
+    """(the resolved configuration, what the ranks report) of a executor that was started and ended."""
     config = WorkerConfig(
         str(checkpoint), device="cpu", dtype="float32", max_model_len=64, max_num_batched_tokens=64, num_threads=1
     )
-    group = start_group(config.with_(**changes), inline=True, on_progress=lambda phase, fraction: None)
-    digest = engine_info(EngineConfig(group.config), group).numbers_digest
-    assert digest == fingerprint.numbers_digest(group.config, group.info)
-    group.close()
-    return digest, group.config, group.info
+    executor = start_group(config.with_(**changes), inline=True, on_progress=lambda phase, fraction: None)
+    digest = engine_info(EngineConfig(executor.config), executor).numbers_digest
+    assert digest == fingerprint.numbers_digest(executor.config, executor.info)
+    executor.close()
+    return digest, executor.config, executor.info
 
 
 def test_it_is_the_same_at_every_start_and_another_for_another_type(checkpoint):

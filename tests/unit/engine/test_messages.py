@@ -228,6 +228,6 @@ def test_counts_that_lie() -> None:
 def test_large_answers_are_cut_into_several_frames() -> None:
     entries = tuple(TokenLogprobs(1, 0.0, 1) for _ in range(10))
     values = [TokenEvent(number, prompt_logprobs=entries) for number in range(7)]
-    groups = list(messages.chunks(values, most_entries=40))
-    assert [len(group) for group in groups] == [2, 2, 2, 1]
-    assert [event for group in groups for event in group] == values
+    chunks = list(messages.chunks(values, most_entries=40))
+    assert [len(chunk) for chunk in chunks] == [2, 2, 2, 1]
+    assert [event for chunk in chunks for event in chunk] == values

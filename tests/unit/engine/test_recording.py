@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from choice_fakes import CountingGrammar
-from engine_fakes import FakeGroup, Faults, make_config, make_info, make_request
+from engine_fakes import FakeExecutor, Faults, make_config, make_info, make_request
+from sampling_fakes import CountingGrammar
 
 from engine.core.engine_core import EngineCore
 from engine.errors import StartupError
 from engine.replay import recorder
-from engine.replay.recorder import RecordingGroup
+from engine.replay.recorder import RecordingExecutor
 from engine.replay.recording import ANSWER, END, HEADER, STEP, Header, Recording, RecordingWriter
 from engine.sampling_params import Grammar
 from workers.errors import WorkerError
@@ -129,16 +129,16 @@ class Scene:
     def __init__(self, path: Path, limit: int | None = None, faults: Faults | None = None) -> None:
         config = make_config()
         config = replace(config, worker=config.worker.with_(model_path=str(path.parent)))
-        self.fake = FakeGroup(config, make_info(config), faults)
-        self.group = RecordingGroup(self.fake, RecordingWriter(str(path)), limit)
-        self.stepper = EngineCore(config, self.group, lambda: 0.0)
+        self.fake = FakeExecutor(config, make_info(config), faults)
+        self.executor = RecordingExecutor(self.fake, RecordingWriter(str(path)), limit)
+        self.engine_core = EngineCore(config, self.executor, lambda: 0.0)
 
     def serve(self, first: int = 1, count: int = 3) -> dict[int, list[int]]:
         tokens: dict[int, list[int]] = {}
         for number in range(first, first + count):
-            self.stepper.scheduler.add(make_request(number, [5, 6, number], logprobs=1), 0.0)
-        while (output := self.stepper.begin()) is not None:
-            for event in self.stepper.finish(output):
+            self.engine_core.scheduler.add(make_request(number, [5, 6, number], logprobs=1), 0.0)
+        while (output := self.engine_core.begin()) is not None:
+            for event in self.engine_core.finish(output):
                 tokens.setdefault(event.request_id, []).extend(event.token_ids)
         return tokens
 
@@ -146,15 +146,15 @@ class Scene:
 def test_every_step_and_answer_is_in_the_file(tmp_path: Path) -> None:
     scene = Scene(tmp_path / "r")
     told = scene.serve()
-    scene.group.ping()
-    scene.group.close()
+    scene.executor.ping()
+    scene.executor.close()
     assert scene.fake.is_closed and scene.fake.num_pings == 1
     recording = Recording(str(tmp_path / "r"))
     records = list(recording.records())
     assert len(records) == 2 * scene.fake.num_steps > 0
     assert recording.end == "the server stopped in order" and recording.torn is None
     replayed = []
-    fresh = FakeGroup(make_config(), scene.fake.info)  # it computes from what it is told, and checks every step
+    fresh = FakeExecutor(make_config(), scene.fake.info)  # it computes from what it is told, and checks every step
     for step, answer in zip(records[::2], records[1::2], strict=True):
         fresh.submit(unpack_step(step.content))
         expected, got = unpack_output(answer.content), fresh.collect()
@@ -167,11 +167,11 @@ def test_recording_takes_the_memory_of_the_steps_there_are(tmp_path: Path) -> No
     scene = Scene(tmp_path / "small")
     scene.fake.config = scene.fake.config.with_(max_num_seqs=256, max_num_batched_tokens=8192, max_model_len=131_072)
     tracemalloc.start()
-    group = RecordingGroup(scene.fake, RecordingWriter(str(tmp_path / "r")), None)
-    scene.stepper.group = group
-    scene.stepper.scheduler.add(make_request(1, [5] * 60, logprobs=1, max_tokens=2), 0.0)
-    while (output := scene.stepper.begin()) is not None:
-        scene.stepper.finish(output)
+    executor = RecordingExecutor(scene.fake, RecordingWriter(str(tmp_path / "r")), None)
+    scene.engine_core.executor = executor
+    scene.engine_core.scheduler.add(make_request(1, [5] * 60, logprobs=1, max_tokens=2), 0.0)
+    while (output := scene.engine_core.begin()) is not None:
+        scene.engine_core.finish(output)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(list(Recording(str(tmp_path / "r")).records())) == 2 * scene.fake.num_steps
@@ -182,7 +182,7 @@ def test_a_step_larger_than_any_before_is_recorded_whole(tmp_path: Path, monkeyp
     monkeypatch.setattr(recorder, "_FIRST_BUFFER_BYTES", 1)
     scene = Scene(tmp_path / "r")
     told = scene.serve(count=1) | scene.serve(first=2, count=9)
-    scene.group.close()
+    scene.executor.close()
     answers = list(Recording(str(tmp_path / "r")).records())[1::2]
     recorded = [token for answer in answers for token in unpack_output(answer.content).token_ids.tolist()]
     assert sorted(recorded) == sorted(token for tokens in told.values() for token in tokens)
@@ -200,11 +200,11 @@ def test_the_step_that_kills_a_rank_is_in_the_file(tmp_path: Path) -> None:
 def test_at_its_limit_recording_stops_and_serving_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     unlimited = Scene(tmp_path / "all")
     everything = unlimited.serve(count=20)
-    unlimited.group.close()
+    unlimited.executor.close()
     size = (tmp_path / "all").stat().st_size
     scene = Scene(tmp_path / "r", limit=size // 2)
     assert scene.serve(count=20) == everything
-    scene.group.close()
+    scene.executor.close()
     assert (tmp_path / "r").stat().st_size <= size // 2 + 100  # the closing word comes on top
     recording = Recording(str(tmp_path / "r"))
     assert 0 < len(list(recording.records())) < 2 * scene.fake.num_steps
@@ -223,7 +223,7 @@ def test_a_full_disk_stops_the_recording_and_nothing_else(
 
     monkeypatch.setattr(os, "writev", full)
     assert scene.serve(10) and first
-    scene.group.close()
+    scene.executor.close()
     assert sum("No space left" in line for line in caplog.messages) == 1
     monkeypatch.undo()
     assert list(Recording(str(tmp_path / "r")).records())
@@ -247,12 +247,12 @@ def test_masks_that_come_late_are_in_the_file(tmp_path: Path) -> None:
     scene = Scene(tmp_path / "r")
     told = []
     state = CountingGrammar(grammar := Grammar("lark", "9"))
-    scene.stepper.scheduler.add(make_request(1, [5, 6], grammar=grammar, max_tokens=9), 0.0, state)
-    while (output := scene.stepper.begin()) is not None:
-        told += [token for event in scene.stepper.finish(output) for token in event.token_ids]
-    scene.group.close()
+    scene.engine_core.scheduler.add(make_request(1, [5, 6], grammar=grammar, max_tokens=9), 0.0, state)
+    while (output := scene.engine_core.begin()) is not None:
+        told += [token for event in scene.engine_core.finish(output) for token in event.token_ids]
+    scene.executor.close()
     records = list(Recording(str(tmp_path / "r")).records())
-    fresh = FakeGroup(make_config(), scene.fake.info)
+    fresh = FakeExecutor(make_config(), scene.fake.info)
     for step, token in zip(records[::2], told, strict=True):
         fresh.submit(unpack_step(step.content))
         assert fresh.collect().token_ids.tolist() == [token]
@@ -267,7 +267,7 @@ def test_masks_that_come_late_are_in_the_file(tmp_path: Path) -> None:
 def test_a_step_packs_to_the_same_bytes_again(tmp_path: Path) -> None:
     scene = Scene(tmp_path / "r")
     scene.serve(count=2)
-    scene.group.close()
+    scene.executor.close()
     content = next(Recording(str(tmp_path / "r")).records()).content
     again = memoryview(bytearray(len(content)))
     assert pack_step(unpack_step(content), again) == len(content)

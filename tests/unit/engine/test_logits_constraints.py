@@ -1,8 +1,8 @@
 """Bans, penalties, masks and grammars through scheduler, builder and commit: every token against its definition."""
 
 import pytest
-from choice_fakes import VOCAB, CountingGrammar, choices_of
-from engine_fakes import Driver, FakeGroup, Faults, expected_tokens, make_config, make_info, make_request
+from engine_fakes import Driver, FakeExecutor, Faults, expected_tokens, make_config, make_info, make_request
+from sampling_fakes import VOCAB, CountingGrammar, choices_of
 
 from engine.core.engine_core import EngineCore
 from engine.errors import INTERNAL, NO_TOKEN, NOT_FINITE
@@ -93,16 +93,16 @@ def test_a_grammar_that_breaks_hurts_its_request_alone(monkeypatch: pytest.Monke
         raise RuntimeError("no such rule")
 
     config = make_config()
-    group = FakeGroup(config, make_info(config))
-    stepper = EngineCore(config, group, lambda: 0.0)
+    executor = FakeExecutor(config, make_info(config))
+    engine_core = EngineCore(config, executor, lambda: 0.0)
     state = CountingGrammar(Grammar("lark", "9"))
     monkeypatch.setattr(state, method, broken, raising=True)
-    stepper.scheduler.add(make_request(1, [1, 2], grammar=Grammar("lark", "9")), 0.0, state)
-    stepper.scheduler.add(make_request(2, [1, 2]), 0.0)
+    engine_core.scheduler.add(make_request(1, [1, 2], grammar=Grammar("lark", "9")), 0.0, state)
+    engine_core.scheduler.add(make_request(2, [1, 2]), 0.0)
     ends = {}
-    while stepper.scheduler.has_work:
-        output = stepper.begin()
-        events = stepper.take_events() + ([] if output is None else stepper.finish(output))
+    while engine_core.scheduler.has_work:
+        output = engine_core.begin()
+        events = engine_core.take_events() + ([] if output is None else engine_core.finish(output))
         ends |= {event.request_id: event for event in events if event.finish_reason}
     assert ends[1].error == INTERNAL and ends[2].finish_reason is FinishReason.LENGTH
 
@@ -116,7 +116,7 @@ def test_a_mask_that_fails_late_leaves_the_step_and_its_neighbours_alone(monkeyp
     assert output is not None
     broken = output.scheduled[1].seq
     monkeypatch.setattr(broken.grammar_matcher, "fill_mask", lambda into: 1 / 0)
-    step, masks = driver.builder.build(output)
+    step, masks = driver.input_batch.build(output)
     assert masks is not None and step.mask_rows.tolist() == [0, 1, 2]
     masks.fill(step.mask_bits)
     assert masks.failed == [broken]
@@ -130,7 +130,7 @@ def test_masks_that_need_no_grammar_are_there_at_once() -> None:
     driver.add(make_request(1, [1, 2], allowed_token_ids=(3, 4)))
     output = driver.scheduler.schedule(0.0)
     assert output is not None
-    step, masks = driver.builder.build(output)
+    step, masks = driver.input_batch.build(output)
     assert masks is None and choices_of(step)[0] == [set(range(VOCAB)) - {3, 4}]
 
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from choice_fakes import CountingGrammar
 from engine_fakes import EOS, VOCAB, make_config, make_request
+from sampling_fakes import CountingGrammar
 
 from engine.input_batch.input_batch import InputBatch
 from engine.sampling_params import Grammar

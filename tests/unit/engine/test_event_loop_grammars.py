@@ -1,0 +1,228 @@
+"""The engine's loop and requests whose grammar is being compiled: they count as waiting and delay no other request."""
+
+import os
+import select
+import socket
+from dataclasses import replace
+
+import pytest
+from engine_fakes import FakeExecutor, expected_tokens, make_config, make_info, make_request
+from sampling_fakes import CountingGrammar
+
+from engine.core.event_loop import STOPPING, EngineLoop
+from engine.errors import QueueFullError, RequestError, UnavailableError
+from engine.ipc import messages
+from engine.ipc.frame_socket import FrameSocket
+from engine.ipc.frames import FrameReader
+from engine.sampling_params import Grammar
+from engine.structured_output.manager import Outcome
+from engine.types import FinishReason
+
+
+class FakeManager:
+    """A `StructuredOutputManager` that compiles when the test calls `compile`."""
+
+    def __init__(self) -> None:
+        self.known: set[str] = set()
+        self.pending: dict[int, tuple] = {}
+        self.done: list[Outcome] = []
+        self.read, self.write = os.pipe()
+
+    def fileno(self) -> int:
+        return self.read
+
+    @property
+    def num_pending(self) -> int:
+        return len(self.pending)
+
+    @property
+    def num_pending_tokens(self) -> int:
+        return sum(len(request.prompt_token_ids) for request, _ in self.pending.values())
+
+    def submit(self, request, now):
+        if request.params.grammar.text == "0":
+            raise RequestError("It is wrong.", request.params.grammar.param)
+        if request.params.grammar.text in self.known:
+            return CountingGrammar(request.params.grammar)
+        self.pending[request.request_id] = (request, now)
+        return None
+
+    def compile(self, *, error: RequestError | UnavailableError | None = None) -> None:
+        for request, now in self.pending.values():
+            matcher = None if error else CountingGrammar(request.params.grammar)
+            self.done.append(Outcome(request, now, matcher, error))
+        self.pending = {}
+        os.write(self.write, b"g")
+
+    def poll(self):
+        done, self.done = self.done, []
+        return done
+
+    def abort(self, request_id):
+        return self.pending.pop(request_id, None) is not None
+
+    def abort_all(self):
+        left, self.pending = list(self.pending), {}
+        return left
+
+
+class Harness:
+    """An `EngineLoop` with that manager on one end of a socket."""
+
+    def __init__(self, **config) -> None:
+        engine = make_config(**config)
+        self.ours, theirs = socket.socketpair()
+        self.manager = FakeManager()
+        executor = FakeExecutor(engine, make_info(engine, 33))
+        self.loop = EngineLoop(engine, executor, FrameSocket(theirs), structured_output=self.manager)
+        self.reader = FrameReader()
+        self.refused: dict[int, Exception] = {}
+        self.events: dict[int, list] = {}
+
+    def ask(self, *requests) -> None:
+        for request in requests:
+            self.ours.sendall(messages.request(request))
+        self.run()
+
+    def run(self) -> None:
+        while self.loop.tick():
+            pass
+        self.loop.tick()
+        while select.select([self.ours], [], [], 0)[0] and (data := self.ours.recv(1 << 16)):
+            for frame in self.reader.feed(data):
+                if frame.kind == "refused":
+                    number, error = messages.read_refused(frame)
+                    self.refused[number] = error
+                elif frame.kind == "events":
+                    for event in messages.read_events(frame):
+                        self.events.setdefault(event.request_id, []).append(event)
+
+    def tokens(self, number: int) -> list[int]:
+        return [token for event in self.events[number] for token in event.token_ids]
+
+
+@pytest.fixture
+def harness():
+    return Harness()
+
+
+def bound(number: int, text: str = "3", **params):
+    return make_request(number, [1, 2], max_tokens=5, grammar=Grammar("lark", text), **params)
+
+
+def test_a_request_that_waits_for_its_grammar_delays_no_other(harness):
+    harness.ask(bound(1), plain := make_request(2, [1, 2], max_tokens=4))
+    assert 1 not in harness.events and harness.tokens(2) == expected_tokens(plain)
+    assert not harness.loop.scheduler.has_work and harness.loop.snapshot().num_requests_waiting == 1
+    harness.manager.compile()
+    harness.run()
+    assert harness.tokens(1) == expected_tokens(bound(1))
+    assert harness.events[1][-1].finish_reason is FinishReason.STOP
+    stats = harness.loop.snapshot()
+    assert (stats.num_accepted, stats.num_requests_waiting, stats.num_rejected) == (2, 0, 0)
+
+
+def test_the_loop_is_woken_by_the_manager(harness):
+    harness.ask(bound(1))
+    harness.manager.compile()
+    harness.loop._next_beat_s += 600  # nothing else would end the wait
+    harness.loop._wait()
+    harness.run()
+    assert harness.tokens(1) == expected_tokens(bound(1))
+
+
+def test_a_known_grammar_does_not_wait(harness):
+    harness.manager.known.add("3")
+    harness.ask(bound(1))
+    assert harness.tokens(1) == expected_tokens(bound(1))
+
+
+def test_a_grammar_refused_at_once_or_later_fails_its_request_alone(harness):
+    plain = make_request(3, [1, 2], max_tokens=4)
+    harness.ask(bound(1, "0"), bound(2), plain)
+    harness.manager.compile(error=RequestError("It is too slow.", "guided_json"))
+    harness.run()
+    assert [str(harness.refused[number]) for number in (1, 2)] == ["It is wrong.", "It is too slow."]
+    assert harness.refused[2].param == "guided_json" and not harness.events.keys() - {3}
+    assert harness.tokens(3) == expected_tokens(plain)
+    assert harness.loop.snapshot().num_rejected == 2
+
+
+def test_a_lost_sandbox_fails_one_request_by_the_engines_fault(harness):
+    plain = make_request(2, [1, 2], max_tokens=4)
+    harness.ask(bound(1), plain)
+    harness.manager.compile(error=UnavailableError("It is lost.", "grammar_process_lost"))
+    harness.run()
+    refused = harness.refused[1]
+    assert type(refused) is UnavailableError and (str(refused), refused.code) == ("It is lost.", "grammar_process_lost")
+    assert harness.tokens(2) == expected_tokens(plain)
+    stats = harness.loop.snapshot()
+    assert (stats.num_rejected, stats.num_errors) == (0, 1)
+
+
+def test_an_abort_while_waiting_ends_it_in_one_event(harness):
+    harness.ask(bound(1), bound(2))
+    harness.ours.sendall(messages.abort(1))
+    harness.run()
+    assert [event.finish_reason for event in harness.events[1]] == [FinishReason.ABORT]
+    harness.manager.compile()
+    harness.run()
+    assert len(harness.events[1]) == 1 and harness.tokens(2) == expected_tokens(bound(2))
+
+
+def test_a_request_that_could_never_run_does_not_wait_first(harness):
+    harness.ask(make_request(1, [1] * 500, grammar=Grammar("lark", "3")))
+    assert isinstance(harness.refused[1], RequestError) and not harness.manager.pending
+
+
+def test_requests_that_wait_for_grammars_count_in_the_queue():
+    harness = Harness(max_num_seqs=2, max_waiting_requests=3)
+    harness.ask(*(bound(number) for number in range(1, 8)))
+    assert sorted(harness.refused) == [6, 7] and isinstance(harness.refused[6], QueueFullError)
+    harness.ask(make_request(8, [1, 2]))
+    assert isinstance(harness.refused[8], QueueFullError), "pending requests keep their places"
+    harness.manager.compile()
+    harness.run()
+    assert sorted(harness.events) == [1, 2, 3, 4, 5] and sorted(harness.refused) == [6, 7, 8]
+
+
+def test_prompts_of_requests_that_wait_for_grammars_count_as_waiting_tokens():
+    harness = Harness(max_waiting_tokens=5)
+    harness.ask(bound(1), bound(2), bound(3), make_request(4, [1, 2]))
+    assert sorted(harness.refused) == [3, 4] and isinstance(harness.refused[3], QueueFullError)
+    stats = harness.loop.snapshot()
+    assert (stats.num_requests_waiting, stats.num_waiting_tokens, stats.num_rejected) == (2, 4, 2)
+    harness.manager.compile()
+    harness.run()
+    assert sorted(harness.events) == [1, 2]
+    stats = harness.loop.snapshot()
+    assert (stats.num_requests_waiting, stats.num_waiting_tokens) == (0, 0)
+
+
+def test_a_request_is_not_refused_when_its_grammar_is_ready():
+    harness = Harness(max_num_seqs=1, max_waiting_requests=1)
+    harness.ask(bound(1), make_request(2, [1, 2], max_tokens=9))
+    harness.ours.sendall(messages.request(replace(make_request(3, [1, 2]), has_place=True)))
+    harness.loop.tick()
+    harness.manager.compile()
+    harness.run()
+    assert not harness.refused and sorted(harness.events) == [1, 2, 3]
+
+
+def test_the_first_to_come_is_the_first_to_run():
+    harness = Harness(max_num_seqs=1)
+    harness.ask(bound(1))
+    harness.ours.sendall(messages.request(make_request(2, [1, 2], max_tokens=30)))
+    harness.loop.tick()
+    harness.ours.sendall(messages.request(make_request(3, [1, 2], max_tokens=2)))
+    harness.manager.compile()
+    harness.run()
+    assert list(harness.events) == [2, 1, 3], "2 runs already, and 1 came before 3"
+
+
+def test_a_stop_ends_requests_that_wait_for_grammars(harness):
+    harness.ask(bound(1))
+    harness.loop.stop()
+    harness.loop.run()
+    harness.run()
+    assert [(event.finish_reason, event.error) for event in harness.events[1]] == [(FinishReason.ERROR, STOPPING)]
