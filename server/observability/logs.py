@@ -1,6 +1,6 @@
-"""How a log line looks: one line per lifecycle event, `key=value`, control characters escaped.
+"""Log lines: one per lifecycle event, `key=value`, control characters escaped.
 
-Nothing per token, never a prompt, never a key. Knows nothing of what is being logged.
+Nothing is logged per token, and never a prompt or a key.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ESCAPES |= {10: "\\n", 13: "\\r", 9: "\\t", 27: "\\e"}
 
 
 def escape(text: str) -> str:
-    """`text` on one line: what a client sends cannot forge a second line or move the cursor."""
+    """`text` on one line: what a client sends cannot begin a second line or move the cursor."""
     if text.isprintable():
         return text
     return text.translate(_ESCAPES).encode("utf-8", "backslashreplace").decode()
@@ -45,16 +45,17 @@ class _OneLine(logging.Formatter):
 
 
 def configure(level: str) -> None:
-    """Send our lines, and the libraries' warnings, to standard error."""
+    """Send our lines from `level` on, and the libraries' warnings, to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_OneLine())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     logging.getLogger("oarlock").setLevel(_NAMES[level])
-    # uvicorn tells of its own start and stop and of each client that vanished: ours are the lines that count
+    # uvicorn logs its start, its stop and each lost client: our own lines have that
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL if level != "debug" else logging.DEBUG)
 
 
 def logger(name: str) -> logging.Logger:
+    """The logger `oarlock.name`."""
     return logging.getLogger(f"oarlock.{name}")

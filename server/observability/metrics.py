@@ -1,6 +1,6 @@
-"""Text exposition for Prometheus: the engine's numbers under the field's usual names, and the HTTP layer's own.
+"""Text exposition for Prometheus: the engine's numbers under vLLM's names where it has one, and the HTTP layer's own.
 
-Label values come from closed sets. Knows names and formats; counts only what happens in this room.
+Label values come from closed sets.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _COUNTERS = {
     "oarlock:engine_prompt_tokens": ("prompt_tokens", "Prompt tokens the engine was given, per choice."),
     "oarlock:engine_generation_tokens": ("generation_tokens", "Tokens sampled, those past a stop string included."),
     "oarlock:requests_accepted": ("num_accepted", "Engine requests admitted."),
-    "oarlock:requests_rejected": ("num_rejected", "Engine requests refused at the door."),
+    "oarlock:requests_rejected": ("num_rejected", "Engine requests refused at admission."),
     "oarlock:nonfinite_logits": ("num_nonfinite", "Requests ended because the model's logits were not finite."),
 }
 _HISTOGRAMS = {
@@ -104,6 +104,7 @@ class HttpCounters:
         self.by_key: dict[str, list[int]] = {}  # label -> answers begun, prompt tokens, answer tokens
 
     def count(self, method: str, path: str, status: int) -> None:
+        """One response. Methods and paths outside the closed sets count as `other`."""
         route = path if path in self.routes else "other"
         key = (method if method in _METHODS else "other", route, status)
         self.responses[key] = self.responses.get(key, 0) + 1
@@ -146,7 +147,7 @@ class _Snapshot(Collector):
         for reason, number in self._http.finished.items():
             finished.add_metric([*self._values, reason], number)
         yield finished
-        ignored = "Request parameters that nobody here knows."
+        ignored = "Request parameters that are unknown here."
         yield self._counter("oarlock:ignored_parameters", ignored, self._http.ignored_parameters)
         yield from self._of_keys()
         if self._info is not None:
@@ -165,7 +166,7 @@ class _Snapshot(Collector):
         yield self._gauge("process_start_time_seconds", "Unix time of the start.", self._started)
 
     def _of_keys(self) -> Iterator[Metric]:
-        """The same tokens by the label of the API key; there are as many as the operator gave."""
+        """Tokens by the label of the API key; there are as many labels as configured keys."""
         for position, (name, text) in enumerate(_BY_KEY.items()):
             family = CounterMetricFamily(name, text, labels=[*_LABELS, "key"])
             for label, numbers in sorted(self._http.by_key.items()):
@@ -191,7 +192,7 @@ class _Snapshot(Collector):
 
 
 def exposition(stats: EngineStats, info: EngineInfo | None, http: HttpCounters, model: str, started: float) -> bytes:
-    """The whole page. Before the engine is there, its numbers are zero."""
+    """The body of `/metrics`. Until the engine has started, its numbers are zero. `started`: Unix time in seconds."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Snapshot(stats, info, http, model, started))
     return generate_latest(registry)

@@ -1,1 +1,1 @@
-"""The wire types, one file per endpoint, on a strict base, and how bodies and long answers are read and written."""
+"""Request schemas, one file per endpoint on a strict base; reading of bodies; writing of long answers."""

@@ -1,7 +1,4 @@
-"""The wire type of the admin endpoints: which requests to end.
-
-Strict like all bodies. Knows JSON; knows no request.
-"""
+"""The request of `/admin/abort`."""
 
 from __future__ import annotations
 

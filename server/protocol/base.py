@@ -1,7 +1,7 @@
-"""How any body is read: the strict base of all wire types, the limits, and the value types that several of them share.
+"""The strict base of all request schemas, their limits, and the value types that several share.
 
-Read from raw bytes by strict pydantic: NaN, numbers as text, `true` for a number, lone surrogates and deep nesting are
-refused there. Every limit is part of the schema, so that it shows in the OpenAPI document. Knows JSON and no endpoint.
+Strict pydantic refuses NaN, numbers as text, `true` for a number, lone surrogates and deep nesting. Every limit is part
+of the schema, so that it is in the OpenAPI document.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DecimalId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
-# In a field's `json_schema_extra`: taken so that clients need not change, and used for nothing that shows in the text.
+# In a field's `json_schema_extra`: accepted so that clients need not change, without effect on the answer's text.
 ACCEPTED: JsonDict = {"x-effect": "none"}
 
 
@@ -61,14 +61,14 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow", protected_namespaces=())
 
     def model_post_init(self, context: Any, /) -> None:
-        """What is null counts as not given: it is not in `model_fields_set`."""
+        """A field that is null counts as not given: it is not in `model_fields_set`."""
         for name, described in type(self).model_fields.items():
             if described.default is not None and getattr(self, name) is None:
                 setattr(self, name, described.get_default(call_default_factory=True))
                 self.model_fields_set.discard(name)
 
     def unknown_fields(self, prefix: str = "") -> Iterator[str]:
-        """Names that nobody here knows, those of nested objects included, as `outer.inner`."""
+        """The fields that no schema declares, those of nested objects included, as `outer.inner`."""
         yield from (prefix + name for name in self.model_extra or ())
         for name in type(self).model_fields:
             value = getattr(self, name)
@@ -79,7 +79,7 @@ class StrictModel(BaseModel):
 
 
 def _prompt_form(value: Any) -> str | None:
-    """Which of the four forms a prompt has; the first element decides, the rest is then checked against it."""
+    """The tag of the form a prompt has; the first element decides, the rest is then checked against it."""
     if isinstance(value, str):
         return "form:text"
     if not isinstance(value, list):

@@ -1,7 +1,4 @@
-"""The wire type of a chat request: what only conversations have.
-
-Shares its sampling fields with completions. Knows JSON; knows no template, no tokenizer and no engine.
-"""
+"""The request of `/v1/chat/completions`, field for field."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_VARIABLES_CHARACTERS = 16 * 1024
 _VARIABLE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
-# Set by this server, or by fields of their own.
+# Set by this server, or by other fields of the request.
 _RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"}
 _RESERVED |= {"tokenize", "raise_exception", "strftime_now", "reasoning_effort"}
 

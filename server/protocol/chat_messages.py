@@ -1,7 +1,4 @@
-"""The wire types of messages, content parts, tools and tool choices.
-
-Strict like everything that is read from a body. Knows JSON; knows no template, no tokenizer and no engine.
-"""
+"""Parts of a chat request: messages, content parts, tools and tool choices."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ def _role(value: Any) -> Any:
 
 
 def plain_json(value: dict[str, Any]) -> dict[str, Any]:
-    """The value, if it can be written as JSON and is not too large."""
+    """The value, if it can be written as JSON and is not too large. Raises `ValueError`."""
     try:
         size = len(json.dumps(value, allow_nan=False))
     except ValueError:
@@ -99,7 +96,7 @@ class ChatMessage(StrictModel):
     refusal: str | None = None
     function_call: None = None
     audio: None = None
-    annotations: list[Any] | None = None  # OpenAI's own answers carry them; they have no words of their own
+    annotations: list[Any] | None = None  # in OpenAI's own answers; they add no text
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> ChatMessage:

@@ -1,7 +1,4 @@
-"""Large answers as pieces of JSON that take about a millisecond each, so that whoever writes one can pause in between.
-
-Knows lists that are written entry by entry, long texts, and the plain values around them, not what they say.
-"""
+"""Large answers as pieces of JSON that take about a millisecond each, so that the event loop can run between two."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Any
 from server.json_text import dumps, json_text
 
 PIECE_NUMBERS = 1000  # logprobs in one piece, about a microsecond each
-LONG_TEXT = 1 << 16  # characters of a text that are as much work
+LONG_TEXT = 1 << 16  # characters of a text that take as long
 _PIECE_CHARACTERS = 1 << 12
 
 

@@ -1,6 +1,6 @@
-"""Raw bytes to a checked request: size limit, read deadline, content type, strict parsing, named fields.
+"""Raw bytes to a checked request: size limit, read deadline, content type, strict parsing, unsupported fields.
 
-Every way to send nonsense ends here in one `RequestError` that names the field and never repeats a large input.
+Errors of the content are a `RequestError` of one sentence that names the field and never repeats a large input.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _HEADER_SAFE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_REPORTED = 32
 _MAX_UNKNOWN = 256
 
-# Fields of the API that this server knows and does not support, with the values that ask for nothing. Any other value
-# is refused: a field is never accepted and ignored. An endpoint that declares a field reads it itself.
+# Fields of the API that are not supported, with the values that have no effect. Any other value is refused: a field is
+# never accepted and ignored. Where an endpoint declares one of these fields, it is supported there.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
     "best_of": (None, 1),
@@ -55,7 +55,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": (None, {}),
     "logits_processors": (None, []),
     "use_beam_search": (None, False),
-    # Constraints as other servers call them: an answer without them would look like one that keeps them.
+    # Names of constraints in other servers: an answer without the constraint would look like one that keeps it.
     "regex": (None,),
     "ebnf": (None,),
     "grammar": (None, ""),
@@ -66,7 +66,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 async def read_json(request: Request, max_size: int) -> bytes:
-    """The body's bytes, once they are all here."""
+    """The body of at most `max_size` bytes. Raises `HttpError` (408, 413, 415), or `ClientGoneError`."""
     _check_content_type(request)
     too_large = HttpError(
         413,
@@ -106,7 +106,7 @@ def _check_content_type(request: Request) -> None:
 
 
 def parse(schema: type[_ParsedT], body: bytes) -> _ParsedT:
-    """A checked request. Raises `RequestError` that names the first wrong field."""
+    """A checked request. Raises a `RequestError` that names the first wrong field."""
     try:
         parsed = schema.model_validate_json(body)
     except ValidationError as error:
@@ -117,13 +117,13 @@ def parse(schema: type[_ParsedT], body: bytes) -> _ParsedT:
 
 
 def parse_any(schemas: Sequence[type[_ParsedT]], body: bytes) -> _ParsedT:
-    """The same for a body that has the second of two forms when it has `messages`."""
+    """`parse` with the first schema, or with the second, if there is one, for a body that has `messages`."""
     has_two_forms = len(schemas) > 1 and b"messages" in body
     return parse(schemas[1] if has_two_forms and _has_messages(body) else schemas[0], body)
 
 
 def _has_messages(body: bytes) -> bool:
-    """What is no JSON has no fields; that is said by whoever parses it."""
+    """False for a body that is not JSON: `parse` reports that."""
     try:
         value = from_json(body)
     except ValueError:
@@ -132,7 +132,7 @@ def _has_messages(body: bytes) -> bool:
 
 
 def unknown_parameters(parsed: StrictModel, strict: bool) -> list[str]:
-    """Names of fields that nobody here knows, sorted. Raises `RequestError` for the first when `strict`."""
+    """Names of unknown fields, sorted. Raises `RequestError` for too many, and for the first when `strict`."""
     unknown = sorted({name for name in parsed.unknown_fields() if name not in NEUTRAL_VALUES})
     if len(unknown) > _MAX_UNKNOWN:
         raise RequestError(f"The body has {len(unknown)} unknown fields, at most {_MAX_UNKNOWN} are tolerated.")
@@ -144,7 +144,7 @@ def unknown_parameters(parsed: StrictModel, strict: bool) -> list[str]:
 
 
 def ignored_header(unknown: list[str]) -> dict[str, str]:
-    """The header that reports them: harmless names, a bounded number, and how many more there are."""
+    """The response header that reports unknown fields: safe names, a bounded number, and how many more there are."""
     shown = [name for name in unknown if _HEADER_SAFE.fullmatch(name)][:_MAX_REPORTED]
     hidden = len(unknown) - len(shown)
     value = ", ".join([*shown, f"+{hidden}"] if hidden else shown)
@@ -152,7 +152,7 @@ def ignored_header(unknown: list[str]) -> dict[str, str]:
 
 
 def _refuse_unsupported(parsed: StrictModel) -> None:
-    """A field that means something elsewhere may only say what asks for nothing."""
+    """Raises `RequestError` for a field of `NEUTRAL_VALUES` with a value that is not neutral."""
     extra = parsed.model_extra or {}
     for name in sorted(NEUTRAL_VALUES.keys() & extra.keys()):
         if not any(_same(extra[name], neutral) for neutral in NEUTRAL_VALUES[name]):
@@ -161,7 +161,7 @@ def _refuse_unsupported(parsed: StrictModel) -> None:
 
 
 def _no_field_twice(pairs: list[tuple[str, Any]]) -> None:
-    """Parsers differ in which of two equal names counts, so a proxy and this server might read two requests."""
+    """Raises `RequestError`: parsers differ in which of two equal names counts, so a proxy may see another request."""
     if len(dict(pairs)) == len(pairs):
         return
     (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
@@ -170,30 +170,30 @@ def _no_field_twice(pairs: list[tuple[str, Any]]) -> None:
 
 
 def _finite(text: str) -> None:
-    """Raises `RequestError` for what is no number, or one beyond all floats."""
+    """Raises `RequestError` for NaN, infinities, and numbers beyond the range of floats."""
     if not math.isfinite(float(text)):
         raise RequestError("The body is not valid JSON: NaN and Infinity are not numbers.", None, "invalid_json")
 
 
-# The strict parser reads only fields that are declared, and of equal names the last. This one reads all, keeps nothing.
+# Pydantic looks at declared fields only, and at the last of equal names. This one checks all, and its result is unused.
 _WHOLE_BODY = json.JSONDecoder(
     object_pairs_hook=_no_field_twice, parse_float=_finite, parse_int=str, parse_constant=_finite
 )
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    """Equal, and a switch is not a number."""
+    """Equal, where true is not 1 and false is not 0."""
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 def _request_error(error: ValidationError) -> RequestError:
-    """One sentence for the first problem. The input itself is never repeated."""
+    """One sentence about the first problem. The input itself is never repeated."""
     problems = error.errors(include_url=False, include_input=False)
     first = problems[0]
     path = [part for part in first["loc"] if not str(part).startswith("form:")]
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:]
     own = first.get("ctx", {}).get("error")
-    if isinstance(own, FieldError):  # inside a conversation, the place says more than the field
+    if isinstance(own, FieldError):  # inside a conversation, the path says more than the field
         return RequestError(str(own), where if path and path[0] == own.param == "messages" else own.param)
     if first["type"] == "json_invalid":
         return RequestError(f"The body is not valid JSON: {first['ctx']['error']}.", None, "invalid_json")

@@ -1,7 +1,6 @@
-"""The wire types of structured output: the form that a request wants its answer to have.
+"""The fields of structured output: `response_format`, `structured_outputs`, and the types of the `guided_*` fields.
 
-Strict like everything that is read from a body, and closed: a key that nobody knows would be a constraint that nobody
-keeps, so it is refused. Every limit is part of the schema. Knows JSON; knows no grammar and no engine.
+Unknown keys are refused here: each could be a constraint that the answer would not keep.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ MAX_ALTERNATIVE_CHARACTERS = 4096
 
 
 def _wrong(problem: str) -> PydanticCustomError:
-    """One sentence about a value, without the library's own words around it."""
+    """An error whose message is this sentence alone, without pydantic's words around it."""
     return PydanticCustomError("structured_form", "{problem}", {"problem": problem})
 
 

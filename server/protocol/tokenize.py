@@ -1,7 +1,4 @@
-"""The wire types of the token endpoints: text or a conversation to ids, ids to text.
-
-Strict like all bodies. Knows JSON; knows no tokenizer.
-"""
+"""The requests of `/tokenize` (a text or a conversation) and `/detokenize`."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ from pydantic import Field, create_model
 from server.protocol.base import MAX_PROMPT_IDS, StrictModel, TokenId
 from server.protocol.chat_completion import ChatRequest
 
-# Of a chat request, what shapes its prompt. The rest would be accepted and ignored, so it is not a field here.
-_SHAPES_THE_PROMPT = (
+# The fields of a chat request that decide its prompt. The others would be accepted and ignored, so they are left out.
+_PROMPT_FIELDS = (
     "messages",
     "tools",
     "tool_choice",
@@ -42,7 +39,7 @@ class TokenizeRequest(TokenFields):
 
 _chat_fields: dict[str, Any] = {
     name: (ChatRequest.model_fields[name].rebuild_annotation(), ChatRequest.model_fields[name])
-    for name in _SHAPES_THE_PROMPT
+    for name in _PROMPT_FIELDS
     if name in ChatRequest.model_fields
 }
 TokenizeChatRequest = create_model(
@@ -59,6 +56,6 @@ class DetokenizeRequest(StrictModel):
     )
 
 
-def as_chat(asked: StrictModel) -> ChatRequest:
-    """The chat request whose prompt is asked for."""
-    return ChatRequest.model_construct(**{name: getattr(asked, name) for name in _chat_fields})
+def as_chat(request: StrictModel) -> ChatRequest:
+    """The chat request with the prompt of this `TokenizeChatRequest`."""
+    return ChatRequest.model_construct(**{name: getattr(request, name) for name in _chat_fields})

@@ -1,4 +1,4 @@
-"""Answers bound to a form, through the whole server: they keep it, on one rank and two, streamed or not, in company."""
+"""Structured output through the whole server: one rank and two, streamed or not, alone and among other requests."""
 
 import json
 import re
@@ -39,7 +39,7 @@ FORMS = [
 ]
 
 
-def bound(server, prompt=PROMPT, **fields):
+def choices(server, prompt=PROMPT, **fields):
     return server.complete(prompt, **{"max_tokens": 120, "temperature": 0, **fields})["choices"]
 
 
@@ -47,7 +47,7 @@ def bound(server, prompt=PROMPT, **fields):
 def test_json_matches_its_schema(tp1, schema):
     for fields in ({"guided_json": schema}, {"structured_outputs": {"json": json.dumps(schema)}}):
         for more in ({}, {"temperature": 1.2, "seed": 7, "n": 3}):
-            for choice in bound(tp1, **fields, **more):
+            for choice in choices(tp1, **fields, **more):
                 assert choice["finish_reason"] == "stop", choice
                 jsonschema.validate(value := json.loads(choice["text"]), schema)
                 compact = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
@@ -55,18 +55,18 @@ def test_json_matches_its_schema(tp1, schema):
 
 
 @pytest.mark.parametrize(("fields", "pattern"), FORMS, ids=range(len(FORMS)))
-def test_text_keeps_its_form_on_one_rank_and_on_two(tp1, tp2, fields, pattern):
+def test_text_matches_its_constraint_on_one_rank_and_on_two(tp1, tp2, fields, pattern):
     for more in ({}, {"temperature": 1.0, "seed": 3, "n": 2}):
-        one, two = bound(tp1, **fields, **more), bound(tp2, **fields, **more)
+        one, two = choices(tp1, **fields, **more), choices(tp2, **fields, **more)
         assert [choice["text"] for choice in one] == [choice["text"] for choice in two]
         for choice in one:
             assert re.fullmatch(pattern, choice["text"]) and choice["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize("more", [{}, {"n": 2, "temperature": 0.9, "seed": 1}, {"stop": '"age"'}, {"logprobs": 2}])
-def test_a_stream_says_the_same(tp1, more):
+def test_a_stream_has_the_same_text(tp1, more):
     asked = {"response_format": FORMAT, "max_tokens": 100, "temperature": 0, **more}
-    plain = bound(tp1, **asked)
+    plain = choices(tp1, **asked)
     texts, reasons = [""] * len(plain), [None] * len(plain)
     for chunk in tp1.stream(PROMPT, **asked):
         for choice in chunk["choices"]:
@@ -76,7 +76,7 @@ def test_a_stream_says_the_same(tp1, more):
     assert reasons == [choice["finish_reason"] for choice in plain] == ["stop"] * len(plain)
 
 
-def test_a_conversation_is_bound_as_well(tp1):
+def test_a_chat_answer_matches_its_schema(tp1):
     asked = {"messages": [{"role": "user", "content": "Who?"}], "response_format": FORMAT, "temperature": 0}
     plain = tp1.client.post("/v1/chat/completions", json=asked).json()["choices"][0]
     jsonschema.validate(json.loads(plain["message"]["content"]), PERSON)
@@ -88,16 +88,16 @@ def test_a_conversation_is_bound_as_well(tp1):
     assert choice["message"]["content"].startswith("{") and choice["finish_reason"] in ("stop", "length")
 
 
-def test_company_changes_nothing_and_bad_grammars_hurt_themselves(tp1):
-    """Free, bound and refused requests at once: every answer is the one that it is alone."""
+def test_other_requests_change_nothing_and_bad_grammars_fail_alone(tp1):
+    """Free, constrained and refused requests at once: every answer equals the one of the request alone."""
     free = [{"max_tokens": 16}, {"max_tokens": 16, "temperature": 1.0, "seed": 5}]
     forms = [{"guided_json": SCHEMAS[0]}, {"guided_json": SCHEMAS[1]}, {"guided_choice": ["x", "yy", "zzz"]}]
     asked = [*free, *forms, *({**form, "temperature": 1.0, "seed": 9} for form in forms)] * 2
-    alone = [bound(tp1, **fields)[0]["text"] for fields in asked]
+    alone = [choices(tp1, **fields)[0]["text"] for fields in asked]
     wrong = [
         ({"guided_regex": "((("}, "guided_regex"),
         ({"response_format": {**FORMAT, "json_schema": {"name": "x", "schema": {"type": "foo"}}}}, "response_format"),
-        ({"guided_json": {"type": "integer", "multipleOf": 999_983}}, "guided_json"),  # seconds of work, if it were let
+        ({"guided_json": {"type": "integer", "multipleOf": 999_983}}, "guided_json"),  # would take seconds to compile
         (
             {"guided_grammar": "\n".join(["start: r0", *(f"r{i}: r{i + 1}" for i in range(4000)), 'r4000: "a"'])},
             "guided_grammar",
@@ -110,7 +110,7 @@ def test_company_changes_nothing_and_bad_grammars_hurt_themselves(tp1):
 
     with ThreadPoolExecutor(32) as pool:
         refusals = [pool.submit(refusal, fields) for fields, _ in wrong]
-        answers = [pool.submit(bound, tp1, **fields) for fields in asked]
+        answers = [pool.submit(choices, tp1, **fields) for fields in asked]
         assert [future.result()[0]["text"] for future in answers] == alone
         for (_, param), future in zip(wrong, refusals, strict=True):
             for response in future.result():

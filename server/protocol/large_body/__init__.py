@@ -1,1 +1,1 @@
-"""Reading a large body in a process of its own, so that the event loop goes on."""
+"""Reading large bodies in a process of its own, so that the event loop is not blocked."""

@@ -1,7 +1,7 @@
-"""A checked body without its long texts and lists of token ids, and how they are put back.
+"""Takes long texts and lists of token ids out of a checked body, and puts them back.
 
-Reading JSON holds the interpreter's lock. So another process reads a large body, and what it hands over is small, but
-for texts and ids, which become Python objects many times faster than from JSON. Knows which fields may be long.
+Parsing JSON holds the GIL. So another process parses a large body and returns it in a small form, with its long texts
+and ids as plain bytes, which become Python objects many times faster than JSON does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from server.protocol.base import StrictModel
 
-# Fields that hold them.
+# Fields that may hold them.
 _TEXTS = frozenset({"prompt", "suffix", "content", "text", "refusal", "reasoning", "reasoning_content", "arguments"})
 _IDS = frozenset({"prompt", "tokens", "allowed_token_ids", "stop_token_ids"})
 _MIN_CHARACTERS = 128
@@ -26,7 +26,7 @@ Path = list[str | int]
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One long value: where it belongs, and its bytes (UTF-8, or int32)."""
+    """One long value: its place in the body, and its bytes (UTF-8, or int32 in the machine's byte order)."""
 
     path: Path
     kind: str  # "text" or "ids"
@@ -37,7 +37,7 @@ class Leaf:
 
 
 def detach(value: dict[str, Any], parsed: StrictModel) -> list[Leaf]:
-    """Take the long values out of the JSON of a checked body; a short one of the same kind stays in the place."""
+    """Take the long values out of the JSON of a checked body; a short one of the same kind replaces each."""
     return list(_of_fields(value, parsed, []))
 
 
@@ -75,7 +75,7 @@ def attach(parsed: Any, path: Path, value: str | list[int]) -> None:
 
 
 def value_of(kind: str, data: memoryview) -> str | list[int]:
-    """The value again, with the interpreter's lock never held for long."""
+    """The value of a `Leaf`, made without holding the GIL for long."""
     if kind == "text":
         decode = codecs.getincrementaldecoder("utf-8")().decode
         return "".join(

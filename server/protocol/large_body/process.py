@@ -1,7 +1,7 @@
 """The process that reads large bodies: `python -m server.protocol.large_body.process --fd N`, started by `reader.py`.
 
-Back goes what is wrong with a body, or the body as it has been found right: unknown fields left out, long texts and
-lists of ids beside it. Nothing that a body does to time or memory happens to the server. The end of the socket ends it.
+It returns an error, or the checked body: unknown fields left out, long texts and lists of ids as bytes behind it. The
+time and memory that a body takes do not affect the server. The end of the socket ends the process.
 """
 
 from __future__ import annotations
@@ -41,37 +41,37 @@ SCHEMAS: dict[str, type[StrictModel]] = {
         TokenizeRequest,
     )
 }
-MAX_REST_BYTES = 2**20  # of a body without its long texts and ids: the server reads that much at once
-_SHOWN = 65  # characters of an unknown name: longer ones are never repeated
-_NICENESS = 5  # answers that are being written come first
+MAX_REST_BYTES = 2**20  # of a body without its long texts and ids: the server parses that at once
+_MAX_NAME = 65  # characters of an unknown name; longer ones are never repeated
+_NICENESS = 5  # the server's own work has priority
 _MIN_MEMORY_BYTES = 2 << 30
 _MEMORY_PER_BYTE = 128  # what `[[],[],…` becomes, twice
 
 
 def main(argv: Sequence[str]) -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to everybody; the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the parent decides
     parser = argparse.ArgumentParser(prog="server.protocol.large_body.process")
     parser.add_argument("--fd", type=int, required=True)
     os.nice(_NICENESS)
-    gc.disable()  # a body is a tree; looking for cycles in millions of objects takes longer than reading them
+    gc.disable()  # a body has no cycles, and looking for them takes longer than parsing
     with socket.socket(fileno=parser.parse_args(argv).fd) as sock, sock.makefile("rwb") as stream:
         while line := stream.readline():
-            asked = json.loads(line)
-            _limit_memory(asked["size"])
-            body = stream.read(asked["size"])
+            header = json.loads(line)
+            _limit_memory(header["size"])
+            body = stream.read(header["size"])
             try:
-                _answer(stream, [SCHEMAS[name] for name in asked["schemas"]], body, asked["strict"])
+                _read(stream, [SCHEMAS[name] for name in header["schemas"]], body, header["strict"])
             except RequestError as error:
-                _say(stream, problem=error.message, param=error.param, code=error.code)
+                _send(stream, problem=error.message, param=error.param, code=error.code)
             except MemoryError:
-                _say(stream, problem="The body has more objects and lists than this server reads.")
+                _send(stream, problem="The body has more objects and lists than this server reads.")
             stream.flush()
             gc.collect()
     return 0
 
 
-def _answer(stream: io.BufferedIOBase, schemas: list[type[StrictModel]], body: bytes, is_strict: bool) -> None:
-    """Raises `RequestError`."""
+def _read(stream: io.BufferedIOBase, schemas: list[type[StrictModel]], body: bytes, is_strict: bool) -> None:
+    """Parse one body and send the result. Raises `RequestError`."""
     parsed = parse_any(schemas, body)
     unknown = unknown_parameters(parsed, is_strict)
     schema = type(parsed)
@@ -84,14 +84,14 @@ def _answer(stream: io.BufferedIOBase, schemas: list[type[StrictModel]], body: b
             "Send fewer messages, parts or tools."
         )
     described = [leaf.described() for leaf in leaves]
-    names = [name[:_SHOWN] for name in unknown]
-    _say(stream, schema=schema.__name__, unknown=names, rest=len(rest), leaves=described)
+    names = [name[:_MAX_NAME] for name in unknown]
+    _send(stream, schema=schema.__name__, unknown=names, rest=len(rest), leaves=described)
     stream.write(rest)
     for leaf in leaves:
         stream.write(leaf.data)
 
 
-def _say(stream: io.BufferedIOBase, **message: Any) -> None:
+def _send(stream: io.BufferedIOBase, **message: Any) -> None:
     stream.write(json.dumps(message).encode() + b"\n")
 
 

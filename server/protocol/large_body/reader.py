@@ -1,7 +1,6 @@
-"""Bodies that take long to read are read by a process of their own, so that nobody else waits for them.
+"""Sends bodies that take long to read to a process of their own, so that other requests do not wait for them.
 
-The process is started with the first of them and started again when it was lost. One body is read at a time. Knows the
-process's lines, not what bodies mean.
+The process is started with the first such body, and started again after it was lost. One body is read at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from server.protocol.base import StrictModel
 from server.protocol.large_body.detached import attach, value_of
 
 READ_TIMEOUT_S = 60.0  # for one body; 16 MiB of texts or ids take about a second
-_SMALL = 64 * 1024  # bytes: not worth a look
+_SMALL = 64 * 1024  # bytes: never sent to the process
 _AT_ONCE_MS = 15.0  # what the event loop may spend on one body
 _MS_PER_BYTE = 8e-6
 _MS_PER_ITEM = 5e-4
@@ -30,19 +29,19 @@ _log = logger("bodies")
 
 
 def takes_long(body: bytes) -> bool:
-    """Whether reading it would hold up the event loop; commas and brackets tell how many things it may hold."""
+    """Whether reading it would block the event loop; commas and brackets bound the number of values in it."""
     if len(body) <= _SMALL:
         return False
     left_ms = _AT_ONCE_MS - len(body) * _MS_PER_BYTE
     return left_ms < 0 or sum(map(body.count, (b",", b"[", b"{"))) * _MS_PER_ITEM > left_ms
 
 
-class _Lost(Exception):
+class _ProcessLostError(Exception):
     """The process has ended in the middle of a body."""
 
 
 class LargeBodies:
-    """One process and the one thread that talks to it."""
+    """The process, and the one thread that communicates with it."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, "large-bodies")
@@ -52,7 +51,7 @@ class LargeBodies:
         self._reading: object = None
 
     async def read(self, schemas: Sequence[type[StrictModel]], body: bytes, is_strict: bool) -> tuple[Any, list[str]]:
-        """What `parse_any` and `unknown_parameters` return. Raises `RequestError`. Who cancels it ends the work."""
+        """What `parse_any` and `unknown_parameters` return. Raises `RequestError`. Cancelling it ends the work."""
         work = object()
         try:
             loop = asyncio.get_running_loop()
@@ -64,30 +63,30 @@ class LargeBodies:
             raise
 
     def close(self) -> None:
-        """Nothing is left; the next body would start it anew."""
+        """End the process. The next body would start it again."""
         with self._lock:
             self._stop()
 
     def _read(
         self, work: object, schemas: Sequence[type[StrictModel]], body: bytes, is_strict: bool
     ) -> tuple[Any, list[str]]:
-        asked = {"schemas": [schema.__name__ for schema in schemas], "strict": is_strict, "size": len(body)}
+        header = {"schemas": [schema.__name__ for schema in schemas], "strict": is_strict, "size": len(body)}
         with self._lock:
             if self._socket is None:
                 self._start()
             sock, self._reading = self._socket, work
         assert sock is not None
         try:
-            sock.sendall(json.dumps(asked).encode() + b"\n")
+            sock.sendall(json.dumps(header).encode() + b"\n")
             sock.sendall(body)
             answer = json.loads(_line(sock))
             if "problem" in answer:
                 raise RequestError(answer["problem"], answer.get("param"), answer.get("code"))
             rest = bytes(_exactly(sock, answer["rest"]))
             long = [(path, kind, _exactly(sock, size)) for path, kind, size in answer["leaves"]]
-        except (OSError, _Lost) as error:
+        except (OSError, _ProcessLostError) as error:
             with self._lock:
-                if self._socket is sock:  # else it was stopped here: nobody waits for this body any more
+                if self._socket is sock:  # else it was stopped here, because this body was cancelled
                     self._stop()
                     _log.warning(event("body_process_lost", cause=type(error).__name__, bytes=len(body)))
             reason = "takes too long" if isinstance(error, TimeoutError) else "takes too much memory"
@@ -113,7 +112,7 @@ class LargeBodies:
         sock, self._socket = self._socket, None
         process, self._process = self._process, None
         if sock is not None:
-            sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for it
+            sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it
             sock.close()
         if process is not None:
             process.kill()
@@ -121,14 +120,14 @@ class LargeBodies:
 
 
 def _line(sock: socket.socket) -> bytes:
-    """Up to the line's end and no further: read in pieces, looked at before they are taken."""
+    """Bytes up to the end of the line and no further: peeked at before they are consumed."""
     parts: list[bytes] = []
     while seen := sock.recv(1 << 16, socket.MSG_PEEK):
         end = seen.find(b"\n")
         parts.append(sock.recv(len(seen) if end < 0 else end + 1))
         if end >= 0:
             return b"".join(parts)
-    raise _Lost
+    raise _ProcessLostError
 
 
 def _exactly(sock: socket.socket, size: int) -> memoryview:
@@ -137,6 +136,6 @@ def _exactly(sock: socket.socket, size: int) -> memoryview:
     while filled < size:
         count = sock.recv_into(data[filled:], min(size - filled, 1 << 20))
         if not count:
-            raise _Lost
+            raise _ProcessLostError
         filled += count
     return data

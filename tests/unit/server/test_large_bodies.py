@@ -60,7 +60,7 @@ def bodies():
     process.close()
 
 
-def _told(error):
+def _fields(error):
     return error.message, error.param, error.code
 
 
@@ -82,12 +82,12 @@ def test_the_process_reads_what_the_server_would_have_read(bodies, schema, body)
 
 @pytest.mark.parametrize("content", WRONG, ids=range(len(WRONG)))
 @pytest.mark.parametrize("is_strict", [False, True])
-def test_the_process_refuses_in_the_servers_words(bodies, content, is_strict):
+def test_the_process_refuses_with_the_same_errors(bodies, content, is_strict):
     with pytest.raises(RequestError) as expected:
         unknown_parameters(parse_any([CompletionRequest], content), is_strict)
     with pytest.raises(RequestError) as refused:
         asyncio.run(bodies.read([CompletionRequest], content, is_strict))
-    assert _told(refused.value) == _told(expected.value)
+    assert _fields(refused.value) == _fields(expected.value)
 
 
 def test_what_remains_without_texts_and_ids_is_bounded(bodies):
@@ -133,7 +133,7 @@ def test_who_leaves_frees_the_process(bodies):
     asyncio.run(scenario())
 
 
-def test_only_bodies_that_take_long_are_sent_away():
+def test_only_bodies_that_take_long_are_sent_to_the_process():
     prose = b'{"prompt":"' + b"One two, three and four. " * 20_000 + b'"}'
     assert not takes_long(b'{"prompt":[' + b"1," * 30_000 + b"1]}")
     assert not takes_long(prose)

@@ -109,7 +109,7 @@ BAD = [
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS, ids=["completions", "chat"])
 @pytest.mark.parametrize(("fields", "param"), BAD, ids=range(len(BAD)))
-def test_what_is_no_constraint_is_refused_by_name(fields, param, endpoint):
+def test_a_wrong_constraint_is_refused_by_name(fields, param, endpoint):
     with pytest.raises(RequestError) as refusal:
         read(fields, endpoint)
     assert refusal.value.param == param
