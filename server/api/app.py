@@ -20,7 +20,10 @@ from server.config.settings import Settings
 from server.errors import HttpError, error_response
 from server.observability.metrics import HttpCounters
 from server.serving.base import OpenAIServing
+from server.serving.chat_completion import OpenAIServingChatCompletion
+from server.serving.completion import OpenAIServingCompletion
 from server.serving.server_state import ServerState
+from server.serving.tokenization import OpenAIServingTokenization
 from server.version import VERSION
 
 # Routes of OpenAI's API and of others that clients try, which are not served.
@@ -65,7 +68,10 @@ def application(settings: Settings, state: ServerState, counters: HttpCounters) 
     for module in (completions, chat, render, tokens, models, about, health, metrics, admin):
         app.include_router(module.router)
     app.add_exception_handler(HTTPException, _framework_error)
-    serving = app.state.serving = OpenAIServing(settings, state, counters)
+    serving = OpenAIServing(settings, state, counters)
+    app.state.serving = serving
+    for endpoint in (OpenAIServingCompletion, OpenAIServingChatCompletion, OpenAIServingTokenization):
+        setattr(app.state, endpoint.state_name, endpoint(settings, state, counters))
     app.openapi = lambda: with_defaults(build(app), serving.sampling_defaults)  # type: ignore[method-assign]
     return app
 

@@ -1,4 +1,4 @@
-"""A chat request's prompt: messages as templates expect them, rendered, and turned into token ids.
+"""A chat request's prompt: messages as templates expect them, rendered to text.
 
 Also finds out whether the model thinks before it answers, and whether the prompt ends inside its thoughts.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,29 +23,25 @@ _CUT_HERE = "\ue0c7\ue0f1\ue0c7"  # added to a message to be continued: the prom
 _MAX_ADDED = 64 * 1024  # characters a template may add to four times its input
 _MAX_END = 256  # characters of the prompt's end in which `<think>` is looked for
 _SHORT_ID_SIZE = 9  # letters and digits
-Encode = Callable[[str], Awaitable[list[int]]]
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """The prompt, and what it implies for the answer."""
 
-    ids: tuple[int, ...]
+    text: str
     tool_choice: ToolChoice | None
     may_think: bool  # the answer may begin with thoughts
     is_thinking: bool  # it goes on inside them
 
 
-async def render_prompt(tokenizer: Tokenizer, request: ChatRequest, encode: Encode) -> ChatPrompt:
-    """The prompt of a request, rendered by the tokenizer's threads; `encode` turns text into ids.
-
-    Raises `RequestError`.
-    """
+async def render_prompt(tokenizer: Tokenizer, request: ChatRequest) -> ChatPrompt:
+    """The prompt of a request, rendered by the tokenizer's threads. Raises `RequestError`."""
     tool_format = detect(tokenizer.template.source)
     choice = resolve_tool_choice(request, tool_format)
     size = sum(len(message.text) for message in request.messages)
     text = await tokenizer.run(lambda: _render(tokenizer, request, tool_format, choice), size)
-    return ChatPrompt(tuple(await encode(text)), choice, *_thoughts(tokenizer, text, request))
+    return ChatPrompt(text, choice, *_thoughts(tokenizer, text, request))
 
 
 def _render(tokenizer: Tokenizer, request: ChatRequest, tool_format: ToolFormat, choice: ToolChoice | None) -> str:

@@ -26,11 +26,11 @@ from server.config import model_path as model_files
 from server.config.settings import Settings
 from server.entrypoints import banner
 from server.errors import HttpError
-from server.llm.async_llm import Engine
+from server.llm.generation import Engine
 from server.llm.generation_config import GenerationConfig
 from server.observability import logs
 from server.observability.metrics import HttpCounters
-from server.serving.base import connect
+from server.serving.connect import connect_engine
 from server.serving.server_state import STALL_LIMIT_S, Phase, ServerState
 from server.tokenizer.tokenizer import Tokenizer
 
@@ -144,7 +144,8 @@ class Supervisor:
         assert self._tokenizer is not None
         self._progress.finish()
         self.state.heartbeat = engine
-        service = connect(self.settings, self.state, self.counters, engine, self._tokenizer, self._generation_config)
+        tokenizer, generation_config = self._tokenizer, self._generation_config
+        async_llm = connect_engine(self.settings, self.state, self.counters, engine, tokenizer, generation_config)
         # Objects of the start live as long as the process: the garbage collector must not pause to scan them.
         gc.collect()
         gc.freeze()
@@ -166,7 +167,8 @@ class Supervisor:
         names = model_files.served_names(self.settings)
         chat = self._tokenizer.template.exists
         key = self.settings.has_api_keys
-        print(banner.banner(self._url, names, info, service.max_len, chat, self._progress.seconds, key), flush=True)
+        max_len = async_llm.input_processor.max_len
+        print(banner.banner(self._url, names, info, max_len, chat, self._progress.seconds, key), flush=True)
 
     async def _on_engine_death(self, engine: RunningEngine) -> int:
         """Fail every open request. Returns the exit code of the cause."""
@@ -205,8 +207,8 @@ class Supervisor:
 
     async def _fail_open_requests(self, error: Exception) -> None:
         """End every open request with this error, and wait until it is sent."""
-        if self.state.service is not None:
-            self.state.service.fail_all(error)
+        if self.state.async_llm is not None:
+            self.state.async_llm.fail_all(error)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ERROR_DELIVERY_S):
                 await self.state.idle.wait()

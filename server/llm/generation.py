@@ -1,6 +1,6 @@
-"""One answer of several choices while it runs: their pieces in one queue, one close, one deadline.
+"""One request's choices while they run: their pieces in one queue, one close, one deadline.
 
-Knows the engine's door and its events. Knows nothing of HTTP, JSON, prompts or parameters.
+Knows the engine's client and its events. Knows nothing of HTTP, JSON, prompts or parameters.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from engine.errors import EngineError, RequestError
 from engine.stats import EngineStats
 from engine.types import EngineInfo, Request, TokenEvent
 from server.errors import DeadlineError
-from server.llm.output_processor import ABORT, TIMEOUT, Choice, Delta
+from server.llm.output_processor import ABORT, TIMEOUT, ChoiceOutput, Delta
 from server.llm.prompt_scores import parts_of
 from server.llm.submissions import Submissions
 
-VERDICT_TIMEOUT_S = 5.0  # how long a stream waits for the engine's first word before its 200 goes out
+FIRST_EVENT_TIMEOUT_S = 5.0  # how long a stream waits for the engine's first event before its 200 is sent
 
 
 class Engine(Protocol):
-    """What the service needs of `engine.client.EngineClient`."""
+    """What this package needs of `engine.client.EngineClient`."""
 
     @property
     def info(self) -> EngineInfo: ...
@@ -44,7 +44,7 @@ class Generation:
     def __init__(
         self,
         engine: Engine,
-        choices: list[Choice],
+        choices: list[ChoiceOutput],
         num_prompts: int,
         on_close: Callable[..., None],
         submissions: Submissions,
@@ -56,7 +56,7 @@ class Generation:
         self.first_token_at: float | None = None
         self.closed = False
         self.request_id = ""
-        self.client = ""  # for the log: who asked, without saying it
+        self.client = ""  # for the log: a key's label and a hash of the user's name
         self.key_label: str | None = None  # for the counters
         self._engine = engine
         self.per_prompt = len(choices) // num_prompts
@@ -83,9 +83,9 @@ class Generation:
         return sum(choice.num_cached_tokens for choice in self.choices[:: self.per_prompt])
 
     async def wait_first_event(self) -> None:
-        """Wait for the first word: a refusal is raised here, while it can still be a plain HTTP answer."""
+        """Wait for the first event: a refusal is raised here, while it can still be a plain HTTP answer."""
         try:
-            async with asyncio.timeout(VERDICT_TIMEOUT_S):
+            async with asyncio.timeout(FIRST_EVENT_TIMEOUT_S):
                 first = await self._queue.get()
         except TimeoutError:
             return  # long prompts and full queues take their time; from here on errors travel in the stream
@@ -110,12 +110,12 @@ class Generation:
             self.close()
 
     def fail(self, error: BaseException) -> None:
-        """End this generation with an error that its client gets to see."""
+        """End this generation with an error that is shown to its client."""
         self._submission.close()
         self._queue.put_nowait(error)
 
     def abort(self) -> bool:
-        """End what still runs with what it has, as the operator wants it. False when nothing ran any more."""
+        """End what still runs with the text it has. False when nothing ran any more."""
         return self._cut(ABORT)
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ class Generation:
             self._on_close(self)
 
     def _expire(self) -> None:
-        """The client's time is up. What runs ends with what it has; what never began is an error."""
+        """The time limit has passed. What runs ends with the text it has; if nothing began, it is an error."""
         if not any(choice.started for choice in self.choices):
             self.fail(DeadlineError(self._timeout_s or 0.0))
             return
@@ -153,7 +153,7 @@ class Generation:
         task = self._tasks[index] = asyncio.create_task(self._pump(self.choices[index], has_place))
         task.add_done_callback(ended)  # also of one that is cancelled before it has begun
 
-    async def _pump(self, choice: Choice, has_place: bool) -> None:
+    async def _pump(self, choice: ChoiceOutput, has_place: bool) -> None:
         try:
             if choice.request.params.max_tokens == 0 and choice.request.params.prompt_logprobs is None:
                 self._queue.put_nowait(choice.echo_only())
@@ -171,10 +171,10 @@ class Generation:
                             self._queue.put_nowait(delta)
                         if choice.finished:
                             return
-                        if part is not event:  # a long prompt's scores: everyone else has a turn in between
+                        if part is not event:  # a long prompt's scores: other tasks have a turn in between
                             await asyncio.sleep(0)
             raise EngineError("The engine's answer ended without a reason.")
-        except Exception as error:  # whatever it is, it belongs to this request's client
+        except Exception as error:  # whatever it is, this request's client gets it
             self.fail(error)
 
 

@@ -1,9 +1,9 @@
-"""The offline door: prompts in, texts out, no HTTP. The same engine, tokenizer and service as the server's.
+"""The offline interface: prompts in, texts out, no HTTP. The same engine and input processing as the server's.
 
     with LLM("path/to/model") as llm:
         print(llm.generate("import os", SamplingParams(max_tokens=32, temperature=0))[0].text)
 
-Knows text and one background event loop. Does not know sockets, JSON or routes.
+Runs one event loop in a background thread. Does not know sockets, JSON or routes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from server.config.settings import Settings, make_settings
 from server.llm.async_llm import AsyncLLM
 from server.llm.generation import collect
 from server.llm.generation_config import GenerationConfig
-from server.llm.output_processor import Choice
 from server.llm.prompt_scores import TokenScore
 from server.tokenizer.tokenizer import Tokenizer
 
@@ -77,12 +76,12 @@ class LLM:
         except OptionError as error:
             raise StartupError(error.cause, error.fix) from None
         self._loop = asyncio.new_event_loop()
-        # The engine lives as long as the thread that started it, so it gets one that stays.
+        # The engine ends with the thread that started it, so that thread has to last.
         self._thread = threading.Thread(target=self._loop.run_forever, name="oarlock-llm", daemon=True)
         self._thread.start()
         self._closed = False
         try:
-            self._engine, self._service = self._run(_start(self._settings))
+            self._engine, self._async_llm = self._run(_start(self._settings))
         except BaseException:
             self._stop_loop()
             raise
@@ -93,7 +92,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self._service.tokenizer
+        return self._async_llm.input_processor.tokenizer
 
     def generate(
         self,
@@ -103,10 +102,12 @@ class LLM:
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
     ) -> list[Output]:
-        """One output per prompt, in order. They run together; prompts beyond the waiting room wait here."""
-        asked = [prompts] if isinstance(prompts, str) else list(prompts)
+        """One output per prompt, in order. They run together; prompts beyond the engine's queue wait here."""
+        given = [prompts] if isinstance(prompts, str) else list(prompts)
         stops = [stop] if isinstance(stop, str) else list(stop)
-        return self._run(self._generate(asked, params or self._service.default_params(), stops, ignore_eos))
+        return self._run(
+            self._generate(given, params or self._async_llm.input_processor.default_params(), stops, ignore_eos)
+        )
 
     def chat(self, messages: list[dict[str, str]], params: SamplingParams | None = None) -> Output:
         """The model's answer to a conversation."""
@@ -120,7 +121,7 @@ class LLM:
             try:
                 self._run(self._engine.close(_CLOSE_S))
             finally:
-                self._service.tokenizer.close()
+                self._async_llm.input_processor.tokenizer.close()
                 self._stop_loop()
 
     def __enter__(self) -> LLM:
@@ -134,16 +135,16 @@ class LLM:
     async def _generate(
         self, prompts: Sequence[str | Sequence[int]], params: SamplingParams, stops: list[str], ignore_eos: bool
     ) -> list[Output]:
-        room = asyncio.Semaphore(self._settings.max_waiting_requests)
+        limit = asyncio.Semaphore(self._settings.max_waiting_requests)
 
         async def one(prompt: str | Sequence[int]) -> Output:
-            async with room:
-                generation = await self._service.generate(prompt, params, stops, ignore_eos)
+            async with limit:
+                generation = await self._async_llm.generate(prompt, params, stops, ignore_eos)
                 try:
                     pieces = (await collect(generation))[0]
                 finally:
                     generation.close()
-            choice: Choice = generation.choices[0]
+            choice = generation.choices[0]
             return Output(
                 prompt=prompt if isinstance(prompt, str) else None,
                 prompt_token_ids=choice.request.prompt_token_ids,
@@ -173,7 +174,7 @@ class LLM:
             raise
 
     def _stop_loop(self) -> None:
-        # What was broken off, a download or a start, ends its process before the loop ends.
+        # A cancelled download or start ends its process before the loop ends.
         asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(_CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

@@ -1,7 +1,7 @@
-"""One choice of an answer: token events in, pieces of text out. Exactly one piece, the last, says why it ended.
+"""Token events of one choice to pieces of its text. Exactly one piece, the last, has the reason why it ended.
 
 Streams and plain answers are made of the same pieces, so they cannot differ. Knows text, stop strings and logprobs;
-knows nothing of HTTP or of the engine's inside.
+knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -48,26 +48,31 @@ TIMEOUT = "timeout"
 ABORT = FinishReason.ABORT.value
 
 
-class Choice:
+class ChoiceOutput:
     """The text of one engine request as it grows."""
 
     def __init__(
-        self, index: int, request: Request, tokenizer: Tokenizer, stops: StopStrings, view: OutputOptions = _PLAIN
+        self,
+        index: int,
+        request: Request,
+        tokenizer: Tokenizer,
+        stops: StopStrings,
+        output_options: OutputOptions = _PLAIN,
     ) -> None:
         self.index = index
         self.request = request
-        self.view = view
+        self.output_options = output_options
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self.finish_reason: str | None = None
         self.started = False  # its prompt is done
         self._tokenizer = tokenizer
-        self._detokenizer = tokenizer.detokenizer(request.prompt_token_ids, view.shown)
-        self._finder = StopStringMatcher(stops, view.include_stop)
+        self._detokenizer = tokenizer.detokenizer(request.prompt_token_ids, output_options.shown)
+        self._finder = StopStringMatcher(stops, output_options.include_stop)
         self._num_characters = 0  # decoded so far: where the next token's text begins
         self._opened = False  # its first piece has been made
-        wants_scores = view.echo_scores or view.prompt_scores
-        whole_prompt = tokenizer.detokenizer() if view.echo_scores else None
+        wants_scores = output_options.echo_scores or output_options.prompt_scores
+        whole_prompt = tokenizer.detokenizer() if output_options.echo_scores else None
         self._prompt = PromptReader(request.prompt_token_ids, whole_prompt) if wants_scores else None
 
     @property
@@ -75,7 +80,7 @@ class Choice:
         return self.finish_reason is not None
 
     def push(self, event: TokenEvent) -> Delta | None:
-        """Take in one event; None when there is nothing to show yet."""
+        """What one event adds; None when there is nothing to show yet."""
         delta = Delta(self.index)
         if not self._opened:
             self._open(event, delta)
@@ -90,13 +95,13 @@ class Choice:
         """The answer when nothing is to be generated or scored."""
         self.started = self._opened = True
         self.finish_reason = FinishReason.LENGTH.value
-        return Delta(self.index, self.view.echo_text or "", is_first=True, finish_reason=self.finish_reason)
+        return Delta(self.index, self.output_options.echo_text or "", is_first=True, finish_reason=self.finish_reason)
 
     def cut(self, reason: str) -> Delta:
         """The last piece of a choice that the server ends: what was held back."""
         delta = Delta(self.index, is_first=not self._opened)
-        if not self._opened and self.view.echo_text:
-            delta.text = self.view.echo_text
+        if not self._opened and self.output_options.echo_text:
+            delta.text = self.output_options.echo_text
         delta.text += self._finder.push(self._detokenizer.flush())[0] + self._finder.flush()
         self.finish_reason = delta.finish_reason = reason
         return delta
@@ -104,18 +109,18 @@ class Choice:
     def _open(self, event: TokenEvent, delta: Delta) -> None:
         self._opened = delta.is_first = True
         self.num_cached_tokens = event.num_cached_tokens
-        if self.view.echo_text is not None:
-            delta.text = self.view.echo_text
-            self._num_characters = len(self.view.echo_text)
+        if self.output_options.echo_text is not None:
+            delta.text = self.output_options.echo_text
+            self._num_characters = len(self.output_options.echo_text)
 
     def _take_prompt(self, event: TokenEvent, delta: Delta) -> None:
         """The scores of a prompt come in parts, the last of them with the first token or with the end."""
         self.started = bool(event.token_ids) or event.finish_reason is not None
         if self._prompt is not None:
             scores = self._prompt.read(event.prompt_logprobs)
-            if self.view.echo_scores:
+            if self.output_options.echo_scores:
                 delta.scores = scores
-            if self.view.prompt_scores:
+            if self.output_options.prompt_scores:
                 delta.prompt_scores = scores
 
     def _take_tokens(self, event: TokenEvent, delta: Delta) -> None:
@@ -131,7 +136,7 @@ class Choice:
             delta.num_tokens += 1
             if event.logprobs:
                 scores.append(TokenScore.of(event.logprobs[position], self._num_characters))
-            if event.stop_token_id is not None and position == last and not self.view.include_stop:
+            if event.stop_token_id is not None and position == last and not self.output_options.include_stop:
                 return  # a stop token is counted, not shown
             text = self._detokenizer.push((token_id,))
             self._num_characters += len(text)

@@ -1,23 +1,79 @@
-"""The JSON of chat answers: messages and their deltas, calls, thoughts, logprobs with the true bytes of every token.
-
-Knows field names and their order; knows nothing of sockets or of the engine.
-"""
+"""`/v1/chat/completions`: its requests processed, and its responses written, with tool calls and reasoning."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from server.chat.answer_grammar import answer_grammar
 from server.chat.events import ArgumentsDelta, ContentDelta, MessageEvent, ReasoningDelta, ToolCallStart, merged
 from server.chat.message_parser import AnswerShape, MessageParser
+from server.chat.prompt import render_prompt
+from server.chat.reasoning_parser import THINK_END, THINK_START
 from server.json_text import dumps, json_text
 from server.llm.generation import Generation
+from server.llm.input_processor import ProcessedRequest
 from server.llm.output_processor import Delta
 from server.llm.prompt_scores import Scores, TokenScore
-from server.serving.response_writer import Details, Head, ResponseWriter, finite, usage
+from server.llm.structured_output import constraint_of
+from server.protocol.chat_completion import ChatRequest
+from server.serving.generate import OpenAIServingGenerate
+from server.serving.response_writer import ResponseHead, ResponseOptions, ResponseWriter, finite, usage
 from server.tokenizer.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedChat(ProcessedRequest):
+    """The choices of one chat turn, ready to run, and how to read their text."""
+
+    shape: AnswerShape = field(default_factory=AnswerShape)
+
+
+class OpenAIServingChatCompletion(OpenAIServingGenerate[ChatRequest, ProcessedChat]):
+    """The chat completions endpoint."""
+
+    state_name = "serving_chat_completion"
+
+    async def process(self, body: ChatRequest) -> ProcessedChat:
+        prompt = await render_prompt(self.tokenizer, body)
+        names = prompt.tool_choice.format.delimiters if prompt.tool_choice else ()
+        if prompt.may_think or prompt.is_thinking:
+            names = (*names, THINK_START, THINK_END)
+        marks = _special_ids(self.tokenizer, names)
+        grammar = answer_grammar(constraint_of(body), prompt, marks)
+        processed = await self.async_llm.input_processor.process_text(
+            body,
+            prompt.text,
+            body.token_limit,
+            logprobs=_num_alternatives(body),
+            grammar=grammar,
+            shown=frozenset(marks.values()),
+            param="messages",
+        )
+        shape = AnswerShape(prompt.may_think, prompt.is_thinking, prompt.tool_choice)
+        return ProcessedChat(processed.choices, processed.num_prompts, processed.timeout_s, shape=shape)
+
+    def _writer(
+        self, body: ChatRequest, processed: ProcessedChat, generation: Generation, model: str, request_id: str
+    ) -> ResponseWriter:
+        head = self._head(
+            f"chatcmpl-{request_id}", "chat.completion.chunk" if body.stream else "chat.completion", model
+        )
+        options = self._options(body, _num_alternatives(body))
+        return ChatCompletionWriter(head, self.tokenizer, generation, options, processed.shape)
+
+
+def _num_alternatives(body: ChatRequest) -> int | None:
+    """With each token's logprob; None: no logprobs."""
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+def _special_ids(tokenizer: Tokenizer, marks: tuple[str, ...]) -> dict[str, int]:
+    """The ids of those marks that are special tokens, which a text does not show by itself."""
+    ids = {mark: tokenizer.backend.token_to_id(mark) for mark in marks}
+    return {mark: token for mark, token in ids.items() if token is not None and token in tokenizer.special_ids}
 
 
 class ChatCompletionWriter(ResponseWriter):
@@ -26,9 +82,14 @@ class ChatCompletionWriter(ResponseWriter):
     _has_one_prompt = True
 
     def __init__(
-        self, head: Head, tokenizer: Tokenizer, generation: Generation, details: Details, shape: AnswerShape
+        self,
+        head: ResponseHead,
+        tokenizer: Tokenizer,
+        generation: Generation,
+        options: ResponseOptions,
+        shape: AnswerShape,
     ) -> None:
-        super().__init__(head, tokenizer, generation, details)
+        super().__init__(head, tokenizer, generation, options)
         self._is_plain = shape.is_plain
         self._parsers = [MessageParser(shape) for _ in generation.choices]
         self._num_calls = [0] * len(generation.choices)
@@ -96,7 +157,7 @@ class ChatCompletionWriter(ResponseWriter):
         return {"content": self._content}
 
     def _content(self, score: TokenScore) -> dict[str, Any]:
-        top = [self._entry(token_id, logprob) for token_id, logprob in score.top[: self._details.logprobs]]
+        top = [self._entry(token_id, logprob) for token_id, logprob in score.top[: self._options.logprobs]]
         return {**self._entry(score.token_id, score.logprob or 0.0), "top_logprobs": top}
 
     def _logprobs(self, scores: Scores) -> dict[str, Any]:
@@ -107,7 +168,7 @@ class ChatCompletionWriter(ResponseWriter):
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = self._tokenizer.token_bytes(token_id)
-        name = f"token_id:{token_id}" if self._details.tokens_as_ids else data.decode("utf-8", "replace")
+        name = f"token_id:{token_id}" if self._options.tokens_as_ids else data.decode("utf-8", "replace")
         return {"token": name, "logprob": finite(logprob), "bytes": list(data)}
 
 

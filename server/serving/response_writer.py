@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from server.json_text import dumps, json_text
+from server.json_text import dumps
 from server.llm.generation import Generation
 from server.llm.output_processor import Delta
 from server.llm.prompt_scores import PromptScores, Scores, TokenScore
@@ -25,7 +25,7 @@ _FLOOR = -9999.0  # JSON has no -Infinity; the field's convention for "impossibl
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class ResponseHead:
     """What all chunks of one answer have in common."""
 
     id: str
@@ -55,7 +55,7 @@ def usage(generation: Generation) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Details:
+class ResponseOptions:
     """What the client wants beside the text."""
 
     logprobs: int | None = None  # so many alternatives with every token; None: no logprobs
@@ -72,18 +72,20 @@ class ResponseWriter(ABC):
 
     _has_one_prompt = False  # then what belongs to it stands beside the choices, else with each of them
 
-    def __init__(self, head: Head, tokenizer: Tokenizer, generation: Generation, details: Details) -> None:
+    def __init__(
+        self, head: ResponseHead, tokenizer: Tokenizer, generation: Generation, options: ResponseOptions
+    ) -> None:
         self._head = head
         self._tokenizer = tokenizer
         self._generation = generation
-        self._details = details
-        self._has_extras = details.token_ids or details.prompt_logprobs is not None
-        self._with_logprobs = details.logprobs is not None
+        self._options = options
+        self._has_extras = options.token_ids or options.prompt_logprobs is not None
+        self._with_logprobs = options.logprobs is not None
         self._columns = self._make_columns()
-        self._is_counting = details.continuous_usage
+        self._is_counting = options.continuous_usage
         self._counted = 0  # tokens of the pieces written so far
         self._start = f"data: {dumps(head.fields())[:-1]}" + ',"choices":[{"index":'
-        self._end = '}],"usage":null}\n\n' if details.usage else "}]}\n\n"
+        self._end = '}],"usage":null}\n\n' if options.usage else "}]}\n\n"
 
     @abstractmethod
     def opening(self, num_choices: int) -> Iterable[bytes]:
@@ -131,12 +133,12 @@ class ResponseWriter(ABC):
 
     def whole(self, deltas: Sequence[Sequence[Delta]], generation: Generation) -> Iterator[str]:
         """The plain answer, from every choice's pieces; where it has logprobs it comes in many parts."""
-        kept = list(deltas) if self._details.keep is None else best(deltas, generation.per_prompt, self._details.keep)
+        kept = list(deltas) if self._options.keep is None else best(deltas, generation.per_prompt, self._options.keep)
         choices = [self._whole_choice(index, pieces) for index, pieces in enumerate(kept)]
         beside = self._beside_choices(kept[0])
         answer = {**self._head.fields(), "choices": choices, **beside, "usage": self._usage(generation)}
         num_characters = sum(len(piece.text) for pieces in kept for piece in pieces)
-        if self._with_logprobs or self._details.prompt_logprobs is not None or num_characters > LONG_TEXT:
+        if self._with_logprobs or self._options.prompt_logprobs is not None or num_characters > LONG_TEXT:
             return pieces_of(answer)
         return iter((dumps(answer),))
 
@@ -159,7 +161,7 @@ class ResponseWriter(ABC):
     def _extras(self, pieces: Sequence[Delta]) -> dict[str, Any]:
         """The members of a choice that are there only when asked for."""
         found = {} if self._has_one_prompt else self._of_prompt(pieces)
-        if self._details.token_ids:
+        if self._options.token_ids:
             found["token_ids"] = [token_id for piece in pieces for token_id in piece.token_ids]
         return found
 
@@ -171,10 +173,10 @@ class ResponseWriter(ABC):
         """The prompt's ids and scores, which come with a choice's first pieces."""
         found: dict[str, Any] = {}
         first = pieces[0]
-        if self._details.token_ids and first.is_first:
+        if self._options.token_ids and first.is_first:
             found["prompt_token_ids"] = self._generation.choices[first.index].request.prompt_token_ids
         parts = [piece.prompt_scores for piece in pieces if piece.prompt_scores]
-        if parts and self._details.prompt_logprobs is not None:
+        if parts and self._options.prompt_logprobs is not None:
             found["prompt_logprobs"] = InPieces(self._prompt_entry, chain.from_iterable(parts), _num_logprobs)
         return found
 
@@ -182,7 +184,7 @@ class ResponseWriter(ABC):
         """One prompt token and its best alternatives, by id."""
         if score.logprob is None:
             return None
-        top = [(i, logprob, rank) for rank, (i, logprob) in enumerate(score.top[: self._details.prompt_logprobs], 1)]
+        top = [(i, logprob, rank) for rank, (i, logprob) in enumerate(score.top[: self._options.prompt_logprobs], 1)]
         return {
             str(token_id): {
                 "logprob": finite(logprob),
@@ -206,7 +208,7 @@ class ResponseWriter(ABC):
 
     def _name(self, token_id: int) -> str:
         """A token in logprobs."""
-        return f"token_id:{token_id}" if self._details.tokens_as_ids else self._tokenizer.token_text(token_id)
+        return f"token_id:{token_id}" if self._options.tokens_as_ids else self._tokenizer.token_text(token_id)
 
 
 def _members(fields: dict[str, Any]) -> str:
@@ -241,34 +243,6 @@ def _mean_logprob(pieces: Sequence[Delta]) -> float:
         for score in [*piece.scores][len(piece.scores) - piece.num_tokens :]
     ]
     return sum(finite(logprob) for logprob in scores if logprob is not None) / max(1, generated)
-
-
-class CompletionWriter(ResponseWriter):
-    """`text_completion`."""
-
-    def opening(self, num_choices: int) -> Iterable[bytes]:
-        return ()
-
-    def _piece(self, delta: Delta) -> str:
-        return f'"text":{json_text(delta.text)}'
-
-    def _choice(self, text: str) -> dict[str, Any]:
-        return {"text": text}
-
-    def _make_columns(self) -> dict[str, Callable[[TokenScore], Any]]:
-        return {
-            "tokens": lambda score: self._name(score.token_id),
-            "token_logprobs": lambda score: None if score.logprob is None else finite(score.logprob),
-            "top_logprobs": self._alternatives,
-            "text_offset": lambda score: score.offset,
-        }
-
-    def _alternatives(self, score: TokenScore) -> dict[str, float] | None:
-        if score.logprob is None:
-            return None
-        name = self._name
-        entries = {name(token_id): finite(logprob) for token_id, logprob in score.top[: self._details.logprobs]}
-        return entries | {name(score.token_id): finite(score.logprob)}
 
 
 def finite(logprob: float) -> float:

@@ -50,7 +50,7 @@ class ServerState:
     loading_detail: str = ""  # of a download: bytes, speed, time left
     started_at: float = field(default_factory=time.time)
     heartbeat: Heartbeat | None = None
-    service: AsyncLLM | None = None
+    async_llm: AsyncLLM | None = None
     large_bodies: LargeBodies = field(default_factory=LargeBodies)
     num_in_flight: int = 0  # requests accepted and not yet answered to their last byte
     idle: asyncio.Event = field(default_factory=asyncio.Event)

@@ -39,13 +39,13 @@ class EventStream(EventSourceResponse):
     def __init__(
         self,
         generation: Generation,
-        form: ResponseWriter,
+        writer: ResponseWriter,
         include_usage: bool,
         headers: Mapping[str, str],
         request_id: str,
     ) -> None:
         super().__init__(
-            _events(generation, form, include_usage, request_id),
+            _events(generation, writer, include_usage, request_id),
             headers={"Cache-Control": "no-cache", **headers},
             media_type="text/event-stream",
             ping=PING_INTERVAL_S,
@@ -85,20 +85,20 @@ class EventStream(EventSourceResponse):
 
 
 async def _events(
-    generation: Generation, form: ResponseWriter, include_usage: bool, request_id: str
+    generation: Generation, writer: ResponseWriter, include_usage: bool, request_id: str
 ) -> AsyncIterator[bytes]:
     """The chunks, then usage if asked for, then the end mark. An error is one event before the end mark."""
-    for opening in form.opening(len(generation.choices)):
+    for opening in writer.opening(len(generation.choices)):
         yield opening
     try:
         async for delta in generation.deltas():
-            chunk = form.chunk(delta)
+            chunk = writer.chunk(delta)
             if chunk is not None:
                 yield chunk
             if not delta.num_tokens:  # one of many parts of a long prompt's scores
                 await asyncio.sleep(0)
         if include_usage:
-            yield form.usage_chunk(generation)
+            yield writer.usage_chunk(generation)
     except Exception as error:  # the 200 is out: the client can only be told inside the stream
         answer = describe(error)
         unexpected = answer.status == 500 and answer.code is None

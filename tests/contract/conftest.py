@@ -19,7 +19,7 @@ from server.api.app import create_app
 from server.api.uvicorn_server import HttpServer, bind, url_of
 from server.config.settings import Settings, make_settings
 from server.observability.metrics import HttpCounters
-from server.serving.base import connect
+from server.serving.connect import connect_engine
 from server.serving.server_state import Phase, ServerState
 from server.tokenizer.tokenizer import Tokenizer
 
@@ -192,7 +192,7 @@ def make_stage(tokenizer: Tokenizer) -> Iterator[Callable[..., Stage]]:
         engine = FakeEngine(reply if ids is None else lambda request: ids, **engine_options)  # type: ignore[arg-type]
         state, counters = ServerState(), HttpCounters()
         app = create_app(settings, state, counters)
-        connect(settings, state, counters, engine, tokenizer, generation_config)  # type: ignore[arg-type]
+        connect_engine(settings, state, counters, engine, tokenizer, generation_config)  # type: ignore[arg-type]
         state.heartbeat, state.phase = engine, Phase.READY
         states.append(state)
         return Stage(engine, settings, state, counters, app)

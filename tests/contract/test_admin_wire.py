@@ -91,7 +91,7 @@ async def _begun(stage, num_requests):
     """Until so many answers have all the text that they get."""
     async with asyncio.timeout(40):
         while len(stage.engine.requests) < num_requests or not all(
-            choice.num_tokens == 2 for generation in stage.state.service.open for choice in generation.choices
+            choice.num_tokens == 2 for generation in stage.state.async_llm.open for choice in generation.choices
         ):
             await asyncio.sleep(0.005)
 
@@ -140,7 +140,7 @@ def test_an_abort_leaves_the_text_so_far(stage, tokenizer, path, body, prefix, s
 
     asyncio.run(scenario())
     assert sorted(stage.engine.aborted) == [1, 2, 3, 4]
-    assert stage.state.service.open == set()
+    assert stage.state.async_llm.open == set()
     assert stage.state.num_in_flight == 0
     assert stage.counters.finished == {"stop": 0, "length": 0, "timeout": 0, "abort": 4, "error": 0}
 

@@ -43,7 +43,7 @@ def chat(make_stage):
         loaded.append(tokenizer)
         ids = tokenizer.encode(reply, add_special_tokens=False)
         stage = make_stage(lambda request: ids, **options)
-        stage.state.service.tokenizer = tokenizer
+        stage.state.async_llm.input_processor.tokenizer = tokenizer
         return stage
 
     yield make
@@ -241,7 +241,7 @@ def test_thoughts_have_both_names_and_are_counted(chat):
         "reasoning_content": "Hm 😀",
         "reasoning": "Hm 😀",
     }
-    counted = len(stage.state.service.tokenizer.encode(thoughts, add_special_tokens=False))
+    counted = len(stage.state.async_llm.input_processor.tokenizer.encode(thoughts, add_special_tokens=False))
     assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": counted}
     open_already = chat("Hm 😀\n</think>\n\nHello", templates.THINKING)
     assert _post(open_already, {}).json()["choices"][0]["message"] == message
@@ -342,7 +342,7 @@ def test_the_official_client_puts_calls_together(chat, make_server):
     running = make_server("x")
     tokenizer = _tokenizer(templates.QWEN)
     ids = tokenizer.encode(f"<think>\nHm\n</think>\n\n{TWO}", add_special_tokens=False)
-    running.stage.state.service.tokenizer = tokenizer
+    running.stage.state.async_llm.input_processor.tokenizer = tokenizer
     running.stage.engine.reply = lambda request: ids
     with openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0) as client:
         plain = client.chat.completions.create(model="demo", messages=MESSAGES, tools=TOOLS)

@@ -146,7 +146,9 @@ LINE_ENDS = "\u2028 \u2029 \x85"
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_no_chunk_holds_what_may_be_read_as_the_end_of_a_line(make_stage, monkeypatch, path):
     stage = make_stage(f"a{LINE_ENDS}b", served_model_name=(f"m{LINE_ENDS}",), blamed=f"x{LINE_ENDS}", fail_after=4)
-    monkeypatch.setattr(stage.state.service.tokenizer, "token_bytes", lambda token_id: LINE_ENDS.encode())
+    monkeypatch.setattr(
+        stage.state.async_llm.input_processor.tokenizer, "token_bytes", lambda token_id: LINE_ENDS.encode()
+    )
     shown = {"logprobs": 1} if path == "/v1/completions" else {"logprobs": True, "top_logprobs": 1}
     body = {"prompt": "x"} if path == "/v1/completions" else {"messages": MESSAGES}
     body |= {"stream": True, "prompt_logprobs": 1, "return_token_ids": True, **shown}

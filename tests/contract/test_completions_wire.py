@@ -314,7 +314,7 @@ def test_the_asked_for_alias_is_echoed(make_stage):
 
 def test_a_silent_stream_is_kept_alive_by_comments(make_server, monkeypatch, wait_for):
     monkeypatch.setattr("server.serving.sse.PING_INTERVAL_S", 0.02)
-    monkeypatch.setattr("server.llm.generation.VERDICT_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("server.llm.generation.FIRST_EVENT_TIMEOUT_S", 0.01)
     server = make_server("a", pause_after=0)
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
     body = json.dumps({"prompt": "Hi", "stream": True})
@@ -329,7 +329,7 @@ def test_a_silent_stream_is_kept_alive_by_comments(make_server, monkeypatch, wai
 
 
 def test_a_late_refusal_travels_in_the_stream(make_stage, monkeypatch, queue_full):
-    monkeypatch.setattr("server.llm.generation.VERDICT_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("server.llm.generation.FIRST_EVENT_TIMEOUT_S", 0.01)
     stage = make_stage()
 
     async def late(request):
@@ -417,6 +417,6 @@ def test_the_fingerprint_covers_what_computes_and_what_turns_text_into_ids(make_
     assert fingerprint() == first
     stage.engine.info = dataclasses.replace(stage.engine.info, numbers_digest="another")
     second = fingerprint()
-    stage.state.service.tokenizer = copy.copy(stage.state.service.tokenizer)
-    stage.state.service.tokenizer.digest = "another"
+    stage.state.async_llm.input_processor.tokenizer = copy.copy(stage.state.async_llm.input_processor.tokenizer)
+    stage.state.async_llm.input_processor.tokenizer.digest = "another"
     assert len({first, second, fingerprint()}) == 3

@@ -33,7 +33,7 @@ def test_a_streaming_client_leaves(make_server, wait_for, pause_after, n):
     connection.close()
     wait_for(lambda: sorted(server.stage.engine.aborted) == list(range(1, n + 1)))
     wait_for(lambda: server.stage.state.num_in_flight == 0)
-    assert server.stage.state.service.open == set()
+    assert server.stage.state.async_llm.open == set()
     assert server.stage.counters.finished["stop"] == 0
 
 
@@ -46,7 +46,7 @@ def test_a_waiting_client_leaves(make_server, wait_for, path):
     connection.close()
     wait_for(lambda: server.stage.engine.aborted == [1])
     wait_for(lambda: server.stage.state.num_in_flight == 0)
-    assert server.stage.state.service.open == set()
+    assert server.stage.state.async_llm.open == set()
 
 
 def test_a_client_that_leaves_in_the_middle_of_its_body(make_server, wait_for):
@@ -133,7 +133,7 @@ def test_a_long_text_is_left_alone_when_its_sender_leaves(make_server, wait_for,
         return encode(text, **options)
 
     monkeypatch.setattr(tokenizer, "encode", slow)
-    monkeypatch.setattr(server.stage.state.service, "max_len", 1_000_000)
+    monkeypatch.setattr(server.stage.state.async_llm.input_processor, "max_len", 1_000_000)
     words = "some words " * 20_000
     body = {"messages": [{"role": "user", "content": words}]} if "chat" in path else {"prompt": words}
     connection = _request(server.port, body, path)

@@ -17,7 +17,7 @@ from engine.config import EngineConfig, WorkerConfig
 from server.api.app import create_app
 from server.config.settings import make_settings
 from server.observability.metrics import HttpCounters
-from server.serving.base import connect
+from server.serving.connect import connect_engine
 from server.serving.server_state import Phase, ServerState
 
 pytestmark = pytest.mark.slow
@@ -79,7 +79,7 @@ def small(tokenizer):
         settings = make_settings({"served_model_name": ("demo",), "admin_api_key": "boss"})
         state, counters = ServerState(), HttpCounters()
         app = create_app(settings, state, counters)
-        service = connect(settings, state, counters, engine, tokenizer)
+        service = connect_engine(settings, state, counters, engine, tokenizer)
         state.heartbeat, state.phase = engine, Phase.READY
         transport = httpx.ASGITransport(app=app)
         try:

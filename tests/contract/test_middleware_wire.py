@@ -243,5 +243,5 @@ def test_a_client_that_never_reads_is_dropped(make_server, wait_for, monkeypatch
     wait_for(lambda: server.stage.engine.requests)
     wait_for(lambda: server.stage.state.num_in_flight == 0)
     assert "event=slow_client_dropped" in caplog.text
-    assert server.stage.state.service.open == set()
+    assert server.stage.state.async_llm.open == set()
     connection.close()

@@ -292,7 +292,7 @@ def test_a_text_with_a_suffix_has_the_tokens_that_transformers_gives_it(make_sta
     theirs = transformers.CodeLlamaTokenizer(vocab={piece: i for i, piece in enumerate(pieces)}, merges=merges)
     loaded = Tokenizer(tokenizers.Tokenizer.from_str(theirs.backend_tokenizer.to_str()), {"bos_token": "<s>"})
     stage = make_stage()
-    stage.state.service.tokenizer = loaded
+    stage.state.async_llm.input_processor.tokenizer = loaded
     for prompt, suffix in (("a b", "xy c"), ("a", "\n\nxy"), ("a\n", "z xy"), ("x", "xyxy" * 20)):
         _choice(stage, {"prompt": prompt, "suffix": suffix, "max_tokens": 1})
         expected = theirs(prompt, suffix=suffix)["input_ids"]
@@ -312,7 +312,7 @@ def test_what_opens_a_text_opens_one_with_a_suffix(make_stage, monkeypatch, open
     loaded = Tokenizer(backend, {"bos_token": "<s>", **opens})
     stage = make_stage()
     stage.engine.info = replace(stage.engine.info, vocab_size=5000)
-    stage.state.service.tokenizer = loaded
+    stage.state.async_llm.input_processor.tokenizer = loaded
     a, b = (loaded.encode(text, add_special_tokens=False) for text in "ab")
     begun = [] if opens.get("add_bos_token") is False else [bos]
     for prompt, more, opening in (
@@ -404,7 +404,7 @@ def test_the_limit_counts_while_the_prompt_is_prepared(make_stage, monkeypatch):
         await asyncio.sleep(60)
         return []
 
-    monkeypatch.setattr(stage.state.service.tokenizer, "aencode", never)
+    monkeypatch.setattr(stage.state.async_llm.input_processor.tokenizer, "aencode", never)
     response = _post(stage, {"prompt": "x", "timeout": 0.05})
     assert (response.status_code, response.json()["error"]["code"]) == (408, "timeout")
     assert stage.engine.requests == []

@@ -88,7 +88,7 @@ def test_a_rendered_completion_generates_nothing(make_stage, tokenizer):
     prompts = answer.json()["prompts"]
     assert [prompt["token_ids"] for prompt in prompts] == [tokenizer.encode(text) for text in ("one", "two")]
     assert stage.engine.requests == []
-    assert stage.state.service.open == set()
+    assert stage.state.async_llm.open == set()
 
 
 def test_render_shows_what_would_be_asked(make_stage, tokenizer):
@@ -289,8 +289,7 @@ def test_counters_reconcile_with_usage_and_aborted_streams_count_what_came(make_
     before = stage.counters.generation_tokens
 
     async def leave():
-        service = stage.state.service
-        generation = await service.generate("abc", stage.engine.requests[0].params)
+        generation = await stage.state.async_llm.generate("abc", stage.engine.requests[0].params)
         async for _ in generation.deltas():
             if generation.completion_tokens >= 2:
                 break
@@ -303,7 +302,7 @@ def test_counters_reconcile_with_usage_and_aborted_streams_count_what_came(make_
 
 
 def test_a_text_with_more_tokens_than_are_listed(make_stage, monkeypatch):
-    monkeypatch.setattr("server.api.routes.tokenize.MAX_PROMPT_IDS", 30_000)
+    monkeypatch.setattr("server.serving.tokenization.MAX_PROMPT_IDS", 30_000)
     words = "some words " * 20_000
     for body, param in (
         ({"prompt": words}, "prompt"),

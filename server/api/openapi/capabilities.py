@@ -30,14 +30,14 @@ _LIMITS = {
 
 def capabilities(document: dict[str, Any], serving: OpenAIServing) -> dict[str, Any]:
     """The response of `GET /v1/capabilities`."""
-    settings, service, info = serving.settings, serving.service, serving.info
-    config = service.generation_config
+    settings, processor, info = serving.settings, serving.async_llm.input_processor, serving.info
+    config = processor.generation_config
     return {
         "object": "capabilities",
         "version": VERSION,
         "models": list(serving.model_names),
         "limits": {
-            "max_model_len": service.max_len,
+            "max_model_len": processor.max_len,
             "vocab_size": info.vocab_size,
             "max_body_bytes": settings.max_body_size,
             "max_prompts": MAX_PROMPTS,
@@ -51,8 +51,8 @@ def capabilities(document: dict[str, Any], serving: OpenAIServing) -> dict[str, 
             "request_timeout_s": settings.request_timeout,
         },
         "features": {
-            "chat": service.tokenizer.template.exists,
-            "fill_in_the_middle": service.tokenizer.fim_token_ids is not None,
+            "chat": processor.tokenizer.template.exists,
+            "fill_in_the_middle": processor.tokenizer.fim_token_ids is not None,
             "prefix_caching": info.enable_prefix_caching,
             "strict_parameters": settings.strict_parameters,
             "unknown_parameters": "refused" if settings.strict_parameters else "reported in X-Ignored-Parameters",
@@ -68,7 +68,7 @@ def capabilities(document: dict[str, Any], serving: OpenAIServing) -> dict[str, 
             "source": config.source,
             "sampling": dict(config.sampling),
             "max_new_tokens": config.max_new_tokens,
-            "eos_token_ids": list(service.eos_token_ids),
+            "eos_token_ids": list(processor.eos_token_ids),
         },
         "endpoints": endpoints(document),
     }

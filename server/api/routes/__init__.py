@@ -1,1 +1,1 @@
-"""One endpoint family per file, thin: read, hand over, answer."""
+"""The routes, one file for each family of endpoints."""

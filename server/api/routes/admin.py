@@ -1,6 +1,6 @@
-"""`POST /admin/abort`, `/admin/drain`, `/admin/reset_prefix_cache`: the operator's hand in a running server.
+"""`POST /admin/abort`, `/admin/drain`, `/admin/reset_prefix_cache`: control of a running server.
 
-The guard lets only the admin key in. Knows no keys.
+The middleware checks the admin key.
 """
 
 from __future__ import annotations
@@ -9,28 +9,29 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from server.api.api_route import ErrorHandlingRoute
 from server.api.openapi.document import describe
 from server.errors import HttpError
 from server.observability.logs import event, logger
 from server.protocol.admin import AbortRequest
-from server.serving.base import AnswerRoute, OpenAIServing
+from server.serving.base import OpenAIServing
 
-router = APIRouter(route_class=AnswerRoute)
+router = APIRouter(route_class=ErrorHandlingRoute)
 _log = logger("admin")
 _ABORT = describe(
-    "End one open request, or all, with what they have",
+    "Abort requests",
     "Aborted",
     bodies=("AbortRequest",),
     examples={"all": {"all": True}},
     example_answer={"aborted": 3},
 )
 _RESET = describe(
-    "Forget all cached prompt beginnings",
+    "Reset prefix cache",
     "CacheReset",
     example_answer={"reset": True, "blocks": 512},
 )
 _DRAIN = describe(
-    "Let nothing new in, finish what is open, and leave, as after SIGTERM",
+    "Drain and stop the server",
     "Draining",
     example_answer={"status": "draining", "open": 3},
     status=202,
@@ -40,12 +41,12 @@ _DRAIN = describe(
 @router.post("/admin/abort", openapi_extra=_ABORT)
 async def abort(request: Request) -> Response:
     serving = OpenAIServing.of(request)
-    asked, headers = await serving.read(request, AbortRequest)
-    service = serving.service
-    if asked.request_id is None:
-        num_aborted = service.abort_all()
+    body, headers = await serving.read(request, AbortRequest)
+    async_llm = serving.async_llm
+    if body.request_id is None:
+        num_aborted = async_llm.abort_all()
     else:
-        num_aborted = service.abort(asked.request_id)
+        num_aborted = async_llm.abort(body.request_id)
         if not num_aborted:
             message = "No open request has this id. It may have ended a moment ago."
             raise HttpError(404, message, param="request_id", code="request_not_found")
@@ -55,7 +56,7 @@ async def abort(request: Request) -> Response:
 
 @router.post("/admin/reset_prefix_cache", openapi_extra=_RESET)
 async def reset_prefix_cache(request: Request) -> Response:
-    num_blocks = await OpenAIServing.of(request).service.engine.reset_prefix_cache()
+    num_blocks = await OpenAIServing.of(request).async_llm.engine.reset_prefix_cache()
     _log.info(event("admin_reset_prefix_cache", blocks=num_blocks))
     return JSONResponse({"reset": True, "blocks": num_blocks})
 

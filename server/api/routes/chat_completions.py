@@ -6,13 +6,14 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from server.api.api_route import ErrorHandlingRoute
 from server.api.openapi.document import describe
 from server.protocol.chat_completion import ChatRequest
-from server.serving.base import AnswerRoute, OpenAIServing
+from server.serving.chat_completion import OpenAIServingChatCompletion
 
-router = APIRouter(route_class=AnswerRoute)
-_ABOUT = describe(
-    "Answer a conversation",
+router = APIRouter(route_class=ErrorHandlingRoute)
+_OPENAPI = describe(
+    "Create chat completion",
     "ChatCompletion",
     bodies=("ChatRequest",),
     examples={
@@ -23,8 +24,8 @@ _ABOUT = describe(
 )
 
 
-@router.post("/v1/chat/completions", openapi_extra=_ABOUT)
+@router.post("/v1/chat/completions", openapi_extra=_OPENAPI)
 async def create_chat_completion(request: Request) -> Response:
-    serving = OpenAIServing.of(request)
-    asked, headers = await serving.read(request, ChatRequest)
-    return await serving.answer(request, asked, headers)
+    serving = OpenAIServingChatCompletion.of(request)
+    body, headers = await serving.read(request, ChatRequest)
+    return await serving.create(request, body, headers)

@@ -6,13 +6,14 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from server.api.api_route import ErrorHandlingRoute
 from server.api.openapi.document import describe
 from server.protocol.completion import CompletionRequest
-from server.serving.base import AnswerRoute, OpenAIServing
+from server.serving.completion import OpenAIServingCompletion
 
-router = APIRouter(route_class=AnswerRoute)
-_ABOUT = describe(
-    "Go on from a text",
+router = APIRouter(route_class=ErrorHandlingRoute)
+_OPENAPI = describe(
+    "Create completion",
     "Completion",
     bodies=("CompletionRequest",),
     examples={
@@ -25,8 +26,8 @@ _ABOUT = describe(
 
 
 # The body is read raw and parsed strictly, so the framework only learns its schema for the OpenAPI document.
-@router.post("/v1/completions", openapi_extra=_ABOUT)
+@router.post("/v1/completions", openapi_extra=_OPENAPI)
 async def create_completion(request: Request) -> Response:
-    serving = OpenAIServing.of(request)
-    asked, headers = await serving.read(request, CompletionRequest)
-    return await serving.answer(request, asked, headers)
+    serving = OpenAIServingCompletion.of(request)
+    body, headers = await serving.read(request, CompletionRequest)
+    return await serving.create(request, body, headers)

@@ -1,4 +1,4 @@
-"""Probes and the version: open to everyone, at any time.
+"""Health probes and the version: served without a key, at any time.
 
 `/health/live`: this process answers. `/health/ready` and `/health`: the model is loaded and every rank made progress
 lately.
@@ -12,21 +12,22 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from server.api.api_route import ErrorHandlingRoute
 from server.api.openapi.document import describe
 from server.errors import retry_after
-from server.serving.base import AnswerRoute, OpenAIServing
+from server.serving.base import OpenAIServing
 from server.serving.server_state import Phase
 from server.version import VERSION
 
-router = APIRouter(route_class=AnswerRoute)
+router = APIRouter(route_class=ErrorHandlingRoute)
 _READY = describe(
-    "200 when the model is loaded and every rank has made progress lately, else 503 with the reason",
+    "Check readiness",
     "Health",
     example_answer={"status": "ok", "state": "ready"},
 )
 
 
-@router.get("/health/live", openapi_extra=describe("200 as long as the process answers", "Health"))
+@router.get("/health/live", openapi_extra=describe("Check liveness", "Health"))
 async def live(request: Request) -> Response:
     return JSONResponse({"status": "live", "state": OpenAIServing.of(request).state.phase.value})
 
@@ -46,6 +47,6 @@ async def ready(request: Request) -> Response:
     return JSONResponse(body | {"reason": reason}, 503, retry_after(5))
 
 
-@router.get("/version", openapi_extra=describe("The version", "Version", example_answer={"version": VERSION}))
+@router.get("/version", openapi_extra=describe("Show version", "Version", example_answer={"version": VERSION}))
 async def version(request: Request) -> Response:
     return JSONResponse({"version": VERSION})

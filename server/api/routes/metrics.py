@@ -1,4 +1,4 @@
-"""`GET /metrics`: Prometheus text. Open on loopback, guarded by the key elsewhere."""
+"""`GET /metrics`: Prometheus text. Needs no key when the server listens on loopback only."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from server.api.api_route import ErrorHandlingRoute
 from server.api.openapi.document import describe
 from server.observability.metrics import CONTENT_TYPE, exposition
-from server.serving.base import AnswerRoute, OpenAIServing
+from server.serving.base import OpenAIServing
 
-router = APIRouter(route_class=AnswerRoute)
+router = APIRouter(route_class=ErrorHandlingRoute)
 
 
-@router.get("/metrics", openapi_extra=describe("Prometheus text", "", media="text/plain"))
+@router.get("/metrics", openapi_extra=describe("Show metrics", "", media="text/plain"))
 async def metrics(request: Request) -> Response:
     serving = OpenAIServing.of(request)
     stats, info = await serving.engine_numbers()

@@ -8,19 +8,20 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from server.api.api_route import ErrorHandlingRoute
 from server.api.openapi.document import describe
-from server.serving.base import AnswerRoute, OpenAIServing
+from server.serving.base import OpenAIServing
 
-router = APIRouter(route_class=AnswerRoute)
+router = APIRouter(route_class=ErrorHandlingRoute)
 
 
-@router.get("/v1/models", openapi_extra=describe("The served names; requests without one get the first", "ModelList"))
+@router.get("/v1/models", openapi_extra=describe("List models", "ModelList"))
 async def list_models(request: Request) -> Response:
     serving = OpenAIServing.of(request)
     return JSONResponse({"object": "list", "data": [_card(serving, name) for name in serving.model_names]})
 
 
-@router.get("/v1/models/{model:path}", openapi_extra=describe("One of them; ids may contain slashes", "Model"))
+@router.get("/v1/models/{model:path}", openapi_extra=describe("Retrieve model", "Model"))
 async def retrieve_model(request: Request, model: str) -> Response:
     serving = OpenAIServing.of(request)
     return JSONResponse(_card(serving, serving.check_model(model)))
@@ -35,7 +36,7 @@ def _card(serving: OpenAIServing, name: str) -> dict[str, Any]:
         "owned_by": "oarlock",
         "root": serving.model_names[0],
         "parent": None,
-        "max_model_len": serving.service.max_len,
+        "max_model_len": serving.max_len,
         "architecture": info.architecture,
         "num_parameters": info.num_parameters,
         "vocab_size": info.vocab_size,
@@ -44,5 +45,5 @@ def _card(serving: OpenAIServing, name: str) -> dict[str, Any]:
         "tensor_parallel_size": info.tensor_parallel_size,
         "batch_invariant": info.batch_invariant,
         "batch_invariant_reason": info.batch_invariant_reason,
-        "chat": serving.service.tokenizer.template.exists,
+        "chat": serving.tokenizer.template.exists,
     }

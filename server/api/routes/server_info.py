@@ -1,4 +1,4 @@
-"""What the server says of itself: `/v1/capabilities`, `/load`, and `/docs`, a page that needs no network."""
+"""`/v1/capabilities`, `/load`, and `/docs`, a page that needs no network."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
+from server.api.api_route import ErrorHandlingRoute
 from server.api.openapi.capabilities import capabilities
 from server.api.openapi.docs_page import page
 from server.api.openapi.document import describe
-from server.serving.base import AnswerRoute, OpenAIServing
+from server.serving.base import OpenAIServing
 
-router = APIRouter(route_class=AnswerRoute)
+router = APIRouter(route_class=ErrorHandlingRoute)
 
 
-@router.get("/v1/capabilities", openapi_extra=describe("Parameters, ranges, limits and features", "Capabilities"))
+@router.get("/v1/capabilities", openapi_extra=describe("Show capabilities", "Capabilities"))
 async def show_capabilities(request: Request) -> Response:
     return JSONResponse(capabilities(request.app.openapi(), OpenAIServing.of(request)))
 
@@ -22,7 +23,7 @@ async def show_capabilities(request: Request) -> Response:
 @router.get(
     "/load",
     openapi_extra=describe(
-        "How busy the server is",
+        "Show load",
         "Load",
         example_answer={
             "server_load": 3,
@@ -47,6 +48,6 @@ async def load(request: Request) -> Response:
     )
 
 
-@router.get("/docs", openapi_extra=describe("This API as a page", "", media="text/html"))
+@router.get("/docs", openapi_extra=describe("Show documentation", "", media="text/html"))
 async def docs(request: Request) -> Response:
     return HTMLResponse(page(request.app.openapi()))

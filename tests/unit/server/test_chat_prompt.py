@@ -35,8 +35,9 @@ def _prompt(source, messages, **fields):
     loaded = Tokenizer(backend, {"chat_template": source, "bos_token": "<s>", "eos_token": "<|im_end|>"})
     try:
         request = ChatRequest.model_validate({"messages": messages, **fields})
-        prompt = asyncio.run(render_prompt(loaded, request, lambda text: loaded.aencode(text, False)))
-        return loaded.backend.decode(list(prompt.ids), skip_special_tokens=False), prompt
+        prompt = asyncio.run(render_prompt(loaded, request))
+        ids = asyncio.run(loaded.aencode(prompt.text, False))
+        return loaded.backend.decode(ids, skip_special_tokens=False), prompt
     finally:
         loaded.close()
 

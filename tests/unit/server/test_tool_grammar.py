@@ -56,7 +56,7 @@ def _admits(compiler, grammar: Grammar, text: str) -> bool:
 def _grammar(tool_format, own=None, think=(False, False), **fields) -> Grammar:
     messages = [{"role": "user", "content": "x"}]
     request = ChatRequest.model_validate({"messages": messages, "tools": TOOLS, "tool_choice": "required", **fields})
-    grammar = answer_grammar(own, ChatPrompt((1,), resolve_tool_choice(request, tool_format), *think), {})
+    grammar = answer_grammar(own, ChatPrompt("x", resolve_tool_choice(request, tool_format), *think), {})
     assert grammar is not None
     return grammar
 
@@ -116,7 +116,7 @@ def test_special_tokens_begin_calls(compiler):
         (LLAMA, "<|python_tag|>"),
         (HERMES, "<tool_call>"),
     ):
-        prompt = ChatPrompt((1,), resolve_tool_choice(request, tool_format), False, False)
+        prompt = ChatPrompt("x", resolve_tool_choice(request, tool_format), False, False)
         grammar = answer_grammar(None, prompt, {delimiter: 1})
         assert grammar is not None
         assert "<[1]>" in grammar.text
@@ -149,7 +149,7 @@ def test_the_callers_own_constraint_or_a_call(compiler, own, good, bad):
     for text in (good, _written(HERMES)):
         assert _admits(compiler, either, text)
     assert not _admits(compiler, either, bad)
-    thinking = answer_grammar(own, ChatPrompt((1,), None, False, True), {})
+    thinking = answer_grammar(own, ChatPrompt("x", None, False, True), {})
     assert thinking is not None
     assert _admits(compiler, thinking, "so</think>\n" + good)
     assert not _admits(compiler, thinking, good)
@@ -157,8 +157,8 @@ def test_the_callers_own_constraint_or_a_call(compiler, own, good, bad):
 
 def test_without_tools_or_thoughts_the_constraint_is_the_callers():
     own = Grammar("regex", "x", "guided_regex")
-    assert answer_grammar(own, ChatPrompt((1,), None, False, False), {}) is own
-    assert answer_grammar(None, ChatPrompt((1,), None, True, False), {}) is None
+    assert answer_grammar(own, ChatPrompt("x", None, False, False), {}) is own
+    assert answer_grammar(None, ChatPrompt("x", None, True, False), {}) is None
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_errors_are_the_engines_own_and_the_rest_is_aborted(make_llm):
     llm, _ = make_llm("one two", fail_after=1)
     with pytest.raises(EngineError, match="not finite"):
         llm.generate(["a", "b"])
-    assert llm._service.open == set()
+    assert llm._async_llm.open == set()
 
 
 def test_wrong_options_are_named():

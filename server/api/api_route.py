@@ -1,0 +1,46 @@
+"""The class of all routes: every exception becomes an error response, and GET routes answer HEAD."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi.routing import APIRoute
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from server.errors import ClientGoneError, HttpError, describe, error_response
+from server.observability.logs import event, logger
+from server.serving.request_context import request_id_of
+
+_log = logger("requests")
+
+
+class ErrorHandlingRoute(APIRoute):
+    """A route whose every exception becomes an error body, unexpected ones included. One for GET answers HEAD with the
+    same head; the connection leaves the body out."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "HEAD" and "GET" in (self.methods or ()):
+            scope = {**scope, "method": "GET"}
+        await super().handle(scope, receive, send)
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except ClientGoneError:
+                return Response(status_code=499)  # only the counters see it
+            except HttpError as error:
+                return error_response(error)
+            except Exception as error:
+                described = describe(error)
+                if described.status == 500:
+                    line = event("request_failed", request_id=request_id_of(request.scope), path=request.url.path)
+                    _log.error(line, exc_info=error)
+                return error_response(described)
+
+        return answer

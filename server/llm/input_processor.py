@@ -1,0 +1,370 @@
+"""A checked request becomes engine requests: prompts to token ids, limits, sampling parameters, one seed per choice.
+
+Seeds are the only randomness of the whole server: a choice without one gets one here. Knows nothing of HTTP, JSON, or
+conversations.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from engine.errors import ContextLengthError, RequestError
+from engine.sampling_params import Grammar, SamplingParams
+from engine.types import Request
+from server.llm.generation import Engine
+from server.llm.generation_config import GenerationConfig
+from server.llm.output_processor import ChoiceOutput, OutputOptions
+from server.llm.stop_strings import StopStrings
+from server.llm.structured_output import constraint_of
+from server.protocol.completion import CompletionRequest
+from server.protocol.sampling import SamplingFields
+from server.tokenizer.tokenizer import Tokenizer, TooManyTokensError
+
+MAX_SCORES = 8_000_000  # log-probabilities of prompts in one answer, kept until it is complete: 64 MB
+_WHOLE_CONTEXT = -1  # of truncate_prompt_tokens
+_MANY_IDS = 1000  # a prompt's processing is then followed by a turn for other tasks
+_GREEDY_BELOW = 1e-5  # a temperature; dividing logits by less would overflow
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedRequest:
+    """The choices of one request, ready to run."""
+
+    choices: list[ChoiceOutput]
+    num_prompts: int
+    timeout_s: float | None = None
+    spent_s: float = 0.0  # of the timeout, on processing
+
+
+class InputProcessor:
+    """Makes `ProcessedRequest`s within the limits of one engine and tokenizer."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        generation_config: GenerationConfig | None = None,
+        *,
+        strict_max_tokens: bool = False,
+    ) -> None:
+        """`strict_max_tokens`: a token limit beyond the context is refused, not lowered."""
+        self.tokenizer = tokenizer
+        self.generation_config = generation_config or GenerationConfig()
+        self._engine = engine
+        self._strict_max_tokens = strict_max_tokens
+        info = engine.info
+        # One request can never hold more than the whole pool; block 0 is never allocated.
+        self.max_len = min(info.max_model_len, (info.num_blocks - 1) * info.block_size)
+        ends = dict.fromkeys((*self.generation_config.eos_token_ids, *tokenizer.eos_token_ids))
+        self.eos_token_ids = tuple(token_id for token_id in ends if 0 <= token_id < info.vocab_size)
+
+    async def process_completion(self, request: CompletionRequest) -> ProcessedRequest:
+        """The choices of a completion, prompt by prompt. Raises `RequestError`."""
+        prompts = [await self._prompt_ids(prompt, request.max_tokens or 0, request) for prompt in request.prompts]
+        echoes = None
+        if request.echo:
+            echoes = [await self._echo(*pair, request) for pair in zip(request.prompts, prompts, strict=True)]
+        # Ranking needs the probability of every token, shown or not.
+        needs_scores = request.num_generated > (request.n or 1)
+        logprobs = 0 if request.logprobs is None and needs_scores else request.logprobs
+        grammar = constraint_of(request)
+        return await self.process(
+            request, prompts, request.max_tokens or 0, logprobs=logprobs, echoes=echoes, grammar=grammar
+        )
+
+    async def process_text(
+        self,
+        request: SamplingFields,
+        text: str,
+        max_tokens: int | None,
+        *,
+        logprobs: int | None,
+        grammar: Grammar | None,
+        shown: frozenset[int],
+        param: str,
+    ) -> ProcessedRequest:
+        """The choices of one rendered prompt, which is tokenized without further marks. Arguments as of `process`."""
+        prompt_ids = tuple(await self.encode(text, request, max_tokens, param, False))
+        self.check_ids(prompt_ids, param)
+        return await self.process(
+            request, [prompt_ids], max_tokens, logprobs=logprobs, grammar=grammar, shown=shown, param=param
+        )
+
+    async def process_prompt(
+        self, prompt: str | Sequence[int], params: SamplingParams, stops: Sequence[str] = (), ignore_eos: bool = False
+    ) -> ProcessedRequest:
+        """One choice with the given engine parameters; only end tokens and the token limit are filled in.
+
+        The engine's queue never refuses it: the caller bounds how many there are at a time.
+        """
+        prompt_ids = await self._prompt_ids(prompt if isinstance(prompt, str) else list(prompt), params.max_tokens)
+        self.check_length(len(prompt_ids), params.max_tokens)
+        room = min(params.max_tokens, self.max_len - len(prompt_ids))
+        eos = () if ignore_eos else params.eos_token_ids or self.eos_token_ids
+        given = replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room), eos_token_ids=eos)
+        request = Request(self._engine.new_request_id(), prompt_ids, given, has_place=True)
+        return ProcessedRequest([ChoiceOutput(0, request, self.tokenizer, StopStrings(stops))], 1)
+
+    async def process(
+        self,
+        request: SamplingFields,
+        prompts: Sequence[tuple[int, ...]],
+        max_tokens: int | None,
+        *,
+        logprobs: int | None = None,
+        echoes: Sequence[str] | None = None,
+        grammar: Grammar | None = None,
+        shown: frozenset[int] = frozenset(),
+        param: str = "prompt",
+    ) -> ProcessedRequest:
+        """One engine request for each prompt and choice. `shown`: special ids that count as text.
+
+        Without `max_tokens` the answer may take what the context has room for. `param` names the field that a prompt
+        which does not fit came from. `echoes`: the prompts as the answers begin with them. Raises `RequestError`.
+        """
+        echo_scores = logprobs if echoes is not None else None
+        scored = max((top for top in (request.prompt_logprobs, echo_scores) if top is not None), default=None)
+        words, tokenizer = request.bad_words or [], self.tokenizer
+        banned = await tokenizer.run(partial(_bad_word_ids, words, tokenizer), sum(map(len, words))) if words else ()
+        common = self._sampling_params(request, logprobs, scored, grammar, banned)
+        if request.skip_special_tokens is False:
+            shown = self.tokenizer.special_ids
+        stops = StopStrings(request.stops)
+        salt = (request.cache_salt or "").encode()
+        choices: list[ChoiceOutput] = []
+        for index, given in enumerate(prompts):
+            prompt_ids = self._fitted(given, request, max_tokens, param)
+            output_options = OutputOptions(
+                echo_text=None if echoes is None else echoes[index],
+                echo_scores=echo_scores is not None,
+                prompt_scores=request.prompt_logprobs is not None,
+                shown=shown,
+                include_stop=bool(request.include_stop_str_in_output),
+            )
+            limit = self._answer_limit(len(prompt_ids), request, max_tokens)
+            of_prompt = replace(common, max_tokens=limit, min_tokens=min(request.min_tokens or 0, limit))
+            for number in range(request.num_generated):
+                params = replace(of_prompt, seed=_choice_seed(request.seed, number))
+                wanted = Request(self._engine.new_request_id(), prompt_ids, params, request.priority or 0, salt)
+                choices.append(ChoiceOutput(len(choices), wanted, self.tokenizer, stops, output_options))
+        if scored is not None:
+            _check_scores(choices, scored, "logprobs" if request.prompt_logprobs is None else "prompt_logprobs")
+        return ProcessedRequest(choices, len(prompts), request.timeout)
+
+    async def encode(
+        self, text: str, request: SamplingFields | None, max_tokens: int | None, param: str, marks: bool = True
+    ) -> list[int]:
+        """The ids of a prompt's text, or those at its end that are kept. Raises `ContextLengthError`.
+
+        What cannot fit is not tokenized to its end. `marks`: with those that the checkpoint puts around a text.
+        """
+        most = self._room_for_prompt(max_tokens)
+        keep = None if request is None else self._kept(request, max_tokens)
+        try:
+            if keep is not None and keep <= most:
+                return await self.tokenizer.aencode(text, marks, last=keep + 1)  # one more shows that some are cut
+            return await self.tokenizer.aencode(text, marks, most=most)
+        except TooManyTokensError as error:
+            raise self._does_not_fit(error.at_least, "at least ", max_tokens, param) from None
+
+    def check_ids(self, ids: Sequence[int], param: str) -> None:
+        """Raises `RequestError` when one of them is no token of the model."""
+        _check_ids(ids, self._engine.info.vocab_size, param)
+
+    def check_length(self, num_prompt: int, max_tokens: int | None, param: str = "prompt") -> None:
+        """Raises `ContextLengthError`, with all the numbers, for a prompt that leaves no room for an answer."""
+        if num_prompt > self._room_for_prompt(max_tokens):
+            raise self._does_not_fit(num_prompt, "", max_tokens, param)
+
+    def default_params(self) -> SamplingParams:
+        """The sampling parameters of a request without any: the offline interface's default."""
+        common = self._sampling_params(SamplingFields())
+        most = self.generation_config.max_new_tokens
+        return common if most is None else replace(common, max_tokens=most)
+
+    async def _prompt_ids(
+        self, prompt: str | list[int], max_tokens: int, request: CompletionRequest | None = None
+    ) -> tuple[int, ...]:
+        """The ids of one prompt, with what the request wants around it."""
+        marks = request is None or request.add_special_tokens is not False
+        if request is not None and request.suffix:
+            ids = await self._fill_in(prompt, request, request.suffix, marks)
+        else:
+            ids = await self.encode(prompt, request, max_tokens, "prompt", marks) if isinstance(prompt, str) else prompt
+        if not ids:
+            raise RequestError("The prompt is empty and this model has no token to begin with.", "prompt")
+        found = tuple(ids)
+        self.check_ids(found, "prompt")
+        if len(found) > _MANY_IDS:  # there may be a thousand such prompts
+            await asyncio.sleep(0)
+        return found
+
+    async def _fill_in(
+        self, prompt: str | list[int], request: CompletionRequest, suffix: str, with_opening: bool
+    ) -> list[int]:
+        """Prompt and suffix around the place to fill, in the order that all families of such models use.
+
+        What opens a text stands before the first mark, once, whether it is added here or the prompt already has it.
+        """
+        marks = self.tokenizer.fim_token_ids
+        if marks is None:
+            message = "'suffix' needs a model with fill-in-the-middle tokens, which this one is not. Leave it out."
+            raise RequestError(message, "suffix", "unsupported_parameter")
+        before, between, after = marks
+        limit = request.max_tokens or 0
+        opening: list[int] = []
+        if isinstance(prompt, str):
+            opening = self.tokenizer.opening if with_opening else []
+            prompt = await self.encode(prompt, request, limit, "prompt", False)
+        if self.tokenizer.bos and prompt[:1] == self.tokenizer.bos:
+            opening, prompt = opening or self.tokenizer.bos, prompt[1:]
+        behind = await self.encode(suffix, request, limit, "suffix", False)
+        return [*opening, before, *prompt, between, *behind, after]
+
+    async def _echo(self, given: str | list[int], whole: tuple[int, ...], request: CompletionRequest) -> str:
+        """The prompt as text: as it was given, unless ids were, or something is cut away."""
+        kept = self._fitted(whole, request, request.max_tokens or 0, "prompt")
+        if isinstance(given, str) and len(whole) == len(kept):
+            return given
+        shown = self.tokenizer.special_ids if request.skip_special_tokens is False else frozenset[int]()
+        return await self.tokenizer.run(lambda: self.tokenizer.decode(kept, shown), len(kept))
+
+    def _fitted(
+        self, ids: tuple[int, ...], request: SamplingFields, max_tokens: int | None, param: str
+    ) -> tuple[int, ...]:
+        """The prompt, cut only if the request asks for it. Raises `ContextLengthError`."""
+        keep = self._kept(request, max_tokens)
+        if keep is not None:
+            ids = ids[-keep:]
+        self.check_length(len(ids), max_tokens, param)
+        return ids
+
+    def _kept(self, request: SamplingFields, max_tokens: int | None) -> int | None:
+        """How many tokens of a prompt the request wants to keep, from its end; None: all."""
+        keep = request.truncate_prompt_tokens
+        if keep == _WHOLE_CONTEXT:
+            return max(self.max_len - (1 if max_tokens is None else max_tokens), self.max_len // 2)
+        return keep
+
+    def _answer_limit(self, num_prompt: int, request: SamplingFields, max_tokens: int | None) -> int:
+        """How many tokens are generated at most. Raises `RequestError` where limits are strict."""
+        room, most = self.max_len - num_prompt, self.generation_config.max_new_tokens
+        if self._strict_max_tokens and (max_tokens or 0) > room:
+            raise self._too_long(str(num_prompt), f"ask for at most {room}", max_tokens, request.limit_field)
+        if self._strict_max_tokens and most is not None and (max_tokens or 0) > most:
+            message = f"'{request.limit_field}' is {max_tokens}, and no answer of this model may have more than {most}."
+            raise RequestError(message, request.limit_field)
+        return min(limit for limit in (room, most, max_tokens) if limit is not None)
+
+    def _room_for_prompt(self, max_tokens: int | None) -> int:
+        """In tokens. A large `max_tokens` is only a ceiling, so it takes no room away."""
+        return self.max_len - (0 if max_tokens == 0 else 1)
+
+    def _does_not_fit(self, num_prompt: int, about: str, max_tokens: int | None, param: str) -> ContextLengthError:
+        fix = f"remove at least {num_prompt - self._room_for_prompt(max_tokens)} tokens from the prompt"
+        return self._too_long(f"{about}{num_prompt}", fix, max_tokens, param)
+
+    def _too_long(self, num_prompt: str, fix: str, max_tokens: int | None, param: str) -> ContextLengthError:
+        asks = "the answer needs at least 1" if max_tokens is None else f"max_tokens asks for {max_tokens}"
+        return ContextLengthError(
+            f"This model's context holds {self.max_len} tokens, prompt and answer together. The prompt has "
+            f"{num_prompt} tokens and {asks}; {fix}.",
+            param,
+        )
+
+    def _sampling_params(
+        self,
+        request: SamplingFields,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        grammar: Grammar | None = None,
+        bad_words: tuple[tuple[int, ...], ...] = (),
+    ) -> SamplingParams:
+        """What all choices of the request have in common; where it has no value, the model's default counts.
+
+        Seed and token limits differ from choice to choice. `bad_words`: their ids. Raises `RequestError`.
+        """
+        defaults, vocab_size = self.generation_config.sampling, self._engine.info.vocab_size
+
+        def chosen(name: str) -> Any:
+            own = getattr(request, name)
+            return own if name in request.model_fields_set else defaults.get(name, own)
+
+        temperature, top_p, top_k = chosen("temperature"), chosen("top_p"), chosen("top_k")
+        is_greedy = temperature < _GREEDY_BELOW or top_p == 0
+        allowed = None
+        if request.allowed_token_ids is not None:
+            allowed = _checked(sorted(set(request.allowed_token_ids)), vocab_size, "allowed_token_ids")
+        return SamplingParams(
+            temperature=0.0 if is_greedy else temperature,
+            top_p=top_p or 1.0,
+            top_k=top_k if 0 < top_k < vocab_size else 0,
+            min_p=chosen("min_p"),
+            eos_token_ids=() if request.ignore_eos else self.eos_token_ids,
+            stop_token_ids=_checked(request.stop_token_ids or (), vocab_size, "stop_token_ids"),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            presence_penalty=request.presence_penalty or 0.0,
+            frequency_penalty=request.frequency_penalty or 0.0,
+            repetition_penalty=chosen("repetition_penalty"),
+            logit_bias=_biases(request.logit_bias or {}, vocab_size),
+            allowed_token_ids=allowed,
+            bad_words=bad_words,
+            grammar=grammar,
+        )
+
+
+def _checked(ids: Iterable[int], vocab_size: int, param: str) -> tuple[int, ...]:
+    found = tuple(ids)
+    _check_ids(found, vocab_size, param)
+    return found
+
+
+def _check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
+    if max(ids, default=0) >= vocab_size:
+        message = f"{param} holds token id {max(ids)}, which is outside the vocabulary: ids are below {vocab_size}."
+        raise RequestError(message, param)
+
+
+def _biases(biases: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    found = tuple(sorted((int(token), float(bias)) for token, bias in biases.items()))
+    _check_ids(tuple(token for token, _ in found), vocab_size, "logit_bias")
+    return found
+
+
+def _bad_word_ids(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Each word as it stands at the start of a text and, with a space, inside one."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        for text in (word, f" {word}"):
+            ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+            if ids:
+                found[ids] = None
+    return tuple(found)
+
+
+def _check_scores(choices: Sequence[ChoiceOutput], top: int, param: str) -> None:
+    num_tokens = sum(len(choice.request.prompt_token_ids) for choice in choices)
+    entries = num_tokens * (1 + top)
+    if entries > MAX_SCORES:
+        raise RequestError(
+            f"'{param}' would make {entries} log-probabilities of {num_tokens} prompt tokens, {len(choices)} choices; "
+            f"at most {MAX_SCORES} are allowed. Ask for fewer alternatives, prompts or choices.",
+            param,
+        )
+
+
+def _choice_seed(seed: int | None, index: int) -> int:
+    """The first choice keeps the request's seed; the others get streams of their own. Without one, it is drawn."""
+    if seed is None:
+        return secrets.randbits(63)
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

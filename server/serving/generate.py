@@ -1,0 +1,136 @@
+"""The common base of the endpoints that generate: time limits, then a stream, one body, or the rendered prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from dataclasses import asdict, replace
+from typing import Any, Generic, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.errors import RequestError
+from server.errors import DeadlineError
+from server.llm.generation import Generation, collect
+from server.llm.input_processor import ProcessedRequest
+from server.protocol.base import MAX_TIMEOUT_S
+from server.protocol.json_pieces import numbers, pieces_of
+from server.protocol.sampling import SamplingFields
+from server.serving.base import OpenAIServing
+from server.serving.request_context import client_of, label_of, request_id_of, salt_of
+from server.serving.response_writer import ResponseHead, ResponseOptions, ResponseWriter
+from server.serving.sse import EventStream, until_disconnect, whole_response
+
+_BodyT = TypeVar("_BodyT", bound=SamplingFields)
+_ProcessedT = TypeVar("_ProcessedT", bound=ProcessedRequest)
+
+
+class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
+    """A body becomes a processed request, that a generation, and that JSON."""
+
+    @abstractmethod
+    async def process(self, body: _BodyT) -> _ProcessedT:
+        """The body's choices, ready to run. Everything that can be refused is refused here. Raises `RequestError`."""
+
+    @abstractmethod
+    def _writer(
+        self, body: _BodyT, processed: _ProcessedT, generation: Generation, model: str, request_id: str
+    ) -> ResponseWriter:
+        """Writes the generation as this endpoint's JSON."""
+
+    async def create(self, request: Request, body: _BodyT, headers: dict[str, str]) -> Response:
+        """Start the generation, then stream it or collect it. Every refusal comes before the first byte."""
+        model = self.check_model(body.model)
+        body.timeout = self._time_limit(request, body.timeout)
+        body.cache_salt = salt_of(request.scope, body.cache_salt)
+        processed = await until_disconnect(request, self._process_in_time(body))
+        generation = self.async_llm.start(processed)
+        try:
+            generation.request_id = request_id = request_id_of(request.scope)
+            generation.client = client_of(request.scope, body.user)
+            generation.key_label = label_of(request.scope)
+            writer = self._writer(body, processed, generation, model, request_id)
+            if body.stream:
+                await until_disconnect(request, generation.wait_first_event())
+                return EventStream(generation, writer, self._with_usage(body), headers, request_id)
+            pieces = await until_disconnect(request, collect(generation))
+            return await whole_response(writer.whole(pieces, generation), headers)
+        except BaseException:
+            generation.close()
+            raise
+
+    async def render(self, request: Request, body: _BodyT, headers: dict[str, str]) -> Response:
+        """The prompts and parameters that the engine would get, as JSON; nothing is generated."""
+        model = self.check_model(body.model)
+        processed = await until_disconnect(request, self.process(body))
+        per_prompt = len(processed.choices) // processed.num_prompts
+        prompts = []
+        for choice in processed.choices[::per_prompt]:
+            ids = choice.request.prompt_token_ids
+            text = await self.tokenizer.atext(ids)
+            prompts.append({"text": text, "token_ids": numbers(ids), "num_tokens": len(ids)})
+        first = processed.choices[0].request
+        parameters: dict[str, Any] = asdict(first.params)
+        parameters["seeds"] = [choice.request.params.seed for choice in processed.choices[:per_prompt]]
+        del parameters["seed"]
+        answer = {
+            "object": "render",
+            "model": model,
+            "prompts": prompts,
+            "choices_per_prompt": per_prompt,
+            "max_model_len": self.max_len,
+            "parameters": parameters | {"stop": body.stops, "priority": first.priority, "timeout": processed.timeout_s},
+        }
+        return await whole_response(pieces_of(answer), headers)
+
+    async def _process_in_time(self, body: _BodyT) -> _ProcessedT:
+        """What `process` returns, with the time it took. Raises `DeadlineError`."""
+        begun = time.monotonic()
+        try:
+            async with asyncio.timeout(body.timeout):
+                processed = await self.process(body)
+        except TimeoutError:
+            raise DeadlineError(body.timeout or 0.0) from None
+        return replace(processed, spent_s=time.monotonic() - begun)
+
+    def _time_limit(self, request: Request, seconds: float | None) -> float | None:
+        """The shortest of what the field, the header and the operator allow, in seconds."""
+        limits = [seconds, self.settings.request_timeout]
+        header = request.headers.get("x-request-timeout")
+        if header is not None:
+            limits.append(_seconds(header))
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def _with_usage(self, body: _BodyT) -> bool:
+        """Whether a stream ends with the usage."""
+        return body.include_usage or self.settings.always_stream_usage
+
+    def _head(self, response_id: str, kind: str, model: str) -> ResponseHead:
+        """`kind`: the member `object`."""
+        return ResponseHead(response_id, kind, int(time.time()), model, self.fingerprint())
+
+    def _options(self, body: _BodyT, logprobs: int | None) -> ResponseOptions:
+        """`logprobs`: so many alternatives with every token; None: no logprobs."""
+        return ResponseOptions(
+            logprobs=logprobs,
+            prompt_logprobs=body.prompt_logprobs,
+            token_ids=bool(body.return_token_ids),
+            tokens_as_ids=bool(body.return_tokens_as_token_ids),
+            usage=bool(body.stream and self._with_usage(body)),
+            continuous_usage=body.continuous_usage,
+            keep=body.n if body.num_generated > (body.n or 1) else None,
+        )
+
+
+def _seconds(text: str) -> float:
+    """The value of the header that limits a request's time. Raises `RequestError`."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= MAX_TIMEOUT_S:  # NaN too
+        message = f"The header X-Request-Timeout must be a number of seconds above 0 and at most {MAX_TIMEOUT_S}."
+        raise RequestError(message, "X-Request-Timeout")
+    return seconds
