@@ -26,7 +26,7 @@ def entries(names: str) -> frozenset[str]:
 ORDER: dict[str, Order] = {
     "server": {
         "entrypoints": entries("api serving llm tokenizer config observability errors.py version.py"),
-        "api": entries("serving chat llm tokenizer config protocol observability errors.py version.py"),
+        "api": entries("serving config protocol observability errors.py version.py"),
         "serving": entries("chat llm tokenizer config protocol observability errors.py json_text.py version.py"),
         "chat": entries("llm tokenizer protocol"),
         "llm": entries("tokenizer config protocol errors.py"),
