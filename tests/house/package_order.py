@@ -56,24 +56,24 @@ ORDER: dict[str, Order] = {
         "python_child.py": entries(""),
     },
     "workers": {
-        "executor.py": entries("worker distributed preflight.py protocol.py step_cost.py config.py errors.py"),
+        "executor.py": entries("preflight.py worker protocol.py config.py"),
         "verify": entries(
-            "worker models layers attention weights distributed"
-            " preflight.py protocol.py config.py errors.py python_child.py"
+            "preflight.py worker models layers attention weights distributed"
+            " protocol.py config.py errors.py python_child.py"
         ),
+        "preflight.py": entries("worker models layers weights platform config.py errors.py"),
         "worker": entries(
-            "models sampling layers attention weights kernels distributed platform"
-            " protocol.py step_cost.py config.py errors.py python_child.py"
+            "models sampling layers attention weights distributed kernels platform"
+            " protocol.py config.py step_cost.py errors.py python_child.py"
         ),
-        "preflight.py": entries("models layers weights platform config.py errors.py"),
-        "models": entries("layers attention weights distributed errors.py"),
-        "layers": entries("attention weights kernels distributed errors.py"),
-        "sampling": entries("kernels distributed protocol.py"),
+        "models": entries("layers attention weights distributed platform errors.py"),
+        "sampling": entries("distributed kernels protocol.py"),
+        "layers": entries("attention weights distributed kernels errors.py"),
         "attention": entries("kernels protocol.py errors.py"),
         "weights": entries("errors.py"),
         "distributed": entries("platform errors.py"),
         "kernels": entries("platform"),
-        "platform": entries("config.py errors.py"),
+        "platform": entries(""),
         "protocol.py": entries("config.py"),
         "config.py": entries("step_cost.py"),
         "step_cost.py": entries(""),

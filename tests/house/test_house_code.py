@@ -16,7 +16,6 @@ WRITTEN = ("*.md", "*.toml", "*.yml", "*.txt", "Makefile", "Dockerfile", "docs/*
 
 
 SOURCES = {rules.place(path): path.read_text("utf-8") for path in PACKAGE_FILES}
-IN_ORDER = ("server", "engine")
 
 
 def findings(check, files) -> list[str]:
@@ -38,12 +37,12 @@ def test_the_order_of_folders_has_no_circle(package):
     assert package_order.order_faults(package_order.ORDER[package]) == []
 
 
-@pytest.mark.parametrize("package", IN_ORDER)
+@pytest.mark.parametrize("package", rules.PACKAGES)
 def test_imports_follow_the_order_of_folders(package):
     assert package_order.import_faults(SOURCES, package, package_order.ORDER[package]) == []
 
 
-@pytest.mark.parametrize("package", IN_ORDER)
+@pytest.mark.parametrize("package", rules.PACKAGES)
 def test_the_order_names_what_is_there(package):
     assert package_order.table_faults(SOURCES, package, package_order.ORDER[package]) == []
 
