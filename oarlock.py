@@ -1,6 +1,6 @@
-"""Oarlock's public face: `oarlock.LLM`, `oarlock.SamplingParams`, `oarlock.__version__`, `python -m oarlock`.
+"""Oarlock's public interface: `oarlock.LLM`, `oarlock.SamplingParams`, `oarlock.__version__`, `python -m oarlock`.
 
-Heavy parts are imported when they are first asked for.
+Heavy parts are imported at first use.
 """
 
 from __future__ import annotations

@@ -136,4 +136,4 @@ def warn_if_exposed(host: str, has_keys: bool) -> str | None:
     """A warning for the log when the network can use this server without a key."""
     if is_loopback(host) or has_keys:
         return None
-    return f"listening on {host} without --api-key: everyone who can reach this machine can use the model"
+    return f"listening on {host} without --api-key: anyone who can reach this machine can use the model"

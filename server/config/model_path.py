@@ -1,7 +1,4 @@
-"""From the MODEL argument to a directory on this machine: the demo model, a directory, or a hub id.
-
-Knows what may stand for a model on the command line, not what is in its files.
-"""
+"""From the MODEL argument to a directory on this machine: the demo model, a directory, or a hub id."""
 
 from __future__ import annotations
 

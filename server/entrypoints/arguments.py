@@ -1,6 +1,6 @@
 """Parsers of the command line. The flags of `serve` and `config` are generated from `Settings`.
 
-Knows argparse; a mistake is one line of cause and one of fix, never a page of usage.
+A mistake is one line of cause and one of fix, without a page of usage.
 """
 
 from __future__ import annotations

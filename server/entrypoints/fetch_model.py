@@ -29,10 +29,10 @@ def main(argv: Sequence[str]) -> NoReturn:
     parser.add_argument("--fd", type=int, required=True)
     sock = socket.socket(fileno=parser.parse_args(argv).fd)
     with sock.makefile("rb") as lines:
-        asked = lines.readline()
+        request = lines.readline()
     threading.Thread(target=_leave_with_parent, args=(sock,), daemon=True).start()
     try:
-        _send(sock, kind="done", directory=_fetch(sock, asked))
+        _send(sock, kind="done", directory=_fetch(sock, request))
     except StartupError as error:
         _send(sock, kind="failed", cause=error.cause, fix=error.fix, exit_code=error.exit_code)
     except Exception:
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     os._exit(0)
 
 
-def _fetch(sock: socket.socket, asked: bytes) -> str:
+def _fetch(sock: socket.socket, request: bytes) -> str:
     # Slow to import: by now signals are ignored and the parent is watched.
     from server.config.hub.download import HubModel
     from server.config.hub.fetch import fetch
@@ -54,7 +54,7 @@ def _fetch(sock: socket.socket, asked: bytes) -> str:
     def check_tokenizer(directory: Path) -> None:
         Tokenizer.load(directory).close()
 
-    return fetch(HubModel.from_json(asked), report, check_tokenizer)
+    return fetch(HubModel.from_json(request), report, check_tokenizer)
 
 
 def _send(sock: socket.socket, **message: Any) -> None:

@@ -47,7 +47,7 @@ _log = logs.logger("supervisor")
 class RunningEngine(Engine, Protocol):
     """What the supervisor needs of `engine.client.EngineClient`."""
 
-    dead: asyncio.Event  # its process has ended, and `exit_code` says how
+    dead: asyncio.Event  # its process has ended, with `exit_code`
 
     @property
     def is_alive(self) -> bool: ...

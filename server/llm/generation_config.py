@@ -33,7 +33,7 @@ class GenerationConfig:
 
     source: str = "neutral"  # the file, or "neutral"
     sampling: Mapping[str, float] = field(default_factory=dict)  # fields of a request, by name
-    max_new_tokens: int | None = None  # the most tokens of any answer, whatever a request asks for
+    max_new_tokens: int | None = None  # the limit of every request
     eos_token_ids: tuple[int, ...] = ()
 
     @staticmethod

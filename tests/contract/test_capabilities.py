@@ -1,4 +1,4 @@
-"""`/v1/capabilities` says what is true: every parameter at its limits is accepted, one step beyond it is refused."""
+"""`/v1/capabilities` is correct: every parameter is accepted at its limits, and refused one step beyond them."""
 
 from __future__ import annotations
 
@@ -61,73 +61,73 @@ def ask(make_stage):
     return send
 
 
-def _inside_and_outside(told):
+def _inside_and_outside(parameter):
     """Values at the limits, and just beyond them, of one form of a parameter."""
-    kind, inside, outside = told.get("type"), [], []
+    kind, inside, outside = parameter.get("type"), [], []
     step = 1 if kind == "integer" else 0.01
     if kind in ("integer", "number"):
         for limit, sign in (("minimum", -1), ("maximum", 1)):
-            if limit in told:
-                inside.append(told[limit])
-                outside.append(told[limit] + sign * step)
-        if "above" in told:
-            inside.append(math.nextafter(told["above"], math.inf))
-            outside.append(told["above"])
+            if limit in parameter:
+                inside.append(parameter[limit])
+                outside.append(parameter[limit] + sign * step)
+        if "above" in parameter:
+            inside.append(math.nextafter(parameter["above"], math.inf))
+            outside.append(parameter["above"])
         outside += ["1", True, *([1.5] if kind == "integer" else [])]
     elif kind == "boolean":
         inside, outside = [True, False], [1, "true"]
-    elif kind == "string" and "values" in told:
-        inside, outside = list(told["values"]), ["no-such-value", 5]
+    elif kind == "string" and "values" in parameter:
+        inside, outside = list(parameter["values"]), ["no-such-value", 5]
     elif kind == "string":
-        if "max_length" in told:
-            inside.append("a" * told["max_length"])
-            outside.append("a" * (told["max_length"] + 1))
-        if told.get("min_length"):
-            inside.append("a" * told["min_length"])
+        if "max_length" in parameter:
+            inside.append("a" * parameter["max_length"])
+            outside.append("a" * (parameter["max_length"] + 1))
+        if parameter.get("min_length"):
+            inside.append("a" * parameter["min_length"])
             outside.append("")
         outside += [5, True]
     elif kind == "array":
-        inside, outside = _lists(told)
+        inside, outside = _lists(parameter)
     elif kind == "object":
         outside = ["x", 5, []]
     return inside, outside
 
 
-def _lists(told):
-    items = told.get("items", {})
+def _lists(parameter):
+    items = parameter.get("items", {})
     good, bad = _inside_and_outside(items)
     good = [value for value in good if items.get("type") != "integer" or 0 <= value < 4096]
     inside, outside = [[value] for value in good], [[value] for value in bad]
     sample = good[0] if good else None
-    if sample is not None and told.get("max_items", 10**9) <= 2048:
-        inside.append([sample] * told["max_items"])
-        outside.append([sample] * (told["max_items"] + 1))
-    if told.get("min_items"):
+    if sample is not None and parameter.get("max_items", 10**9) <= 2048:
+        inside.append([sample] * parameter["max_items"])
+        outside.append([sample] * (parameter["max_items"] + 1))
+    if parameter.get("min_items"):
         outside.append([])
     return inside, outside
 
 
 def _calls(path, entry):
     """(body, parameter, whether its range allows the value) of every parameter with one form."""
-    for name, told in entry["parameters"].items():
-        if name in OTHER_RULES or "forms" in told:
+    for name, parameter in entry["parameters"].items():
+        if name in OTHER_RULES or "forms" in parameter:
             continue
         of_text = path != "/tokenize" or name in TokenizeRequest.model_fields
         needed = NEEDED[path] if of_text else NEEDED[CHAT]
-        inside, outside = _inside_and_outside(told)
+        inside, outside = _inside_and_outside(parameter)
         for is_good, values in ((True, inside), (False, outside)):
             for value in values:
                 if name == "stream" and value is True:
                     continue
                 yield {**needed, **BESIDE.get(name, {}), name: value}, name, is_good
-        if told["nullable"]:
+        if parameter["nullable"]:
             yield {**needed, name: None}, name, True
 
 
 @pytest.mark.parametrize("path", list(NEEDED))
 def test_every_parameter_at_its_limits(ask, path):
-    _, told = ask([])
-    cases = list(_calls(path, told["endpoints"][path]))
+    _, found = ask([])
+    cases = list(_calls(path, found["endpoints"][path]))
     assert len(cases) > (100 if path == COMPLETIONS else 3)
     answers, _ = ask([(path, body) for body, _, _ in cases])
     for (body, name, is_good), answer in zip(cases, answers, strict=True):
@@ -141,11 +141,11 @@ def test_every_parameter_at_its_limits(ask, path):
             assert answer.json()["error"]["param"].split(".")[0].split("[")[0] == name, shown
 
 
-def test_what_is_said_to_be_refused_is_refused(ask):
-    _, told = ask([])
+def test_parameters_listed_as_refused_are_refused(ask):
+    _, found = ask([])
     for path in (COMPLETIONS, CHAT):
-        refused = told["endpoints"][path]["refused"]
-        assert refused.keys() == NEUTRAL_VALUES.keys() - told["endpoints"][path]["parameters"].keys()
+        refused = found["endpoints"][path]["refused"]
+        assert refused.keys() == NEUTRAL_VALUES.keys() - found["endpoints"][path]["parameters"].keys()
         calls = [(path, {**NEEDED[path], name: {"some": "thing"}}) for name in refused]
         calls += [(path, {**NEEDED[path], name: value}) for name, values in refused.items() for value in values]
         answers, _ = ask(calls)
@@ -162,22 +162,22 @@ def test_limits_features_and_every_route(make_stage):
             document = (await client.get("/openapi.json")).json()
             return document, (await client.get("/v1/capabilities")).json()
 
-    document, told = anyio.run(get)
-    assert told["models"] == ["demo", "alias/with/slash"]
-    assert told["limits"]["max_model_len"] == 256
-    assert told["limits"]["vocab_size"] == 4096
-    assert told["features"]["strict_parameters"] is True
-    assert told["features"]["fill_in_the_middle"] is False
-    assert set(told["endpoints"]) == set(document["paths"])
-    assert told["endpoints"][COMPLETIONS]["parameters"]["n"] == {
+    document, found = anyio.run(get)
+    assert found["models"] == ["demo", "alias/with/slash"]
+    assert found["limits"]["max_model_len"] == 256
+    assert found["limits"]["vocab_size"] == 4096
+    assert found["features"]["strict_parameters"] is True
+    assert found["features"]["fill_in_the_middle"] is False
+    assert set(found["endpoints"]) == set(document["paths"])
+    assert found["endpoints"][COMPLETIONS]["parameters"]["n"] == {
         "required": False,
         "nullable": True,
         "default": 1,
-        "does": told["endpoints"][COMPLETIONS]["parameters"]["n"]["does"],
+        "does": found["endpoints"][COMPLETIONS]["parameters"]["n"]["does"],
         "type": "integer",
         "minimum": 1,
         "maximum": 128,
     }
     schemas = document["components"]["schemas"]
     for name in ("CompletionRequest", "ChatRequest"):
-        assert all(told.get("does") for told in parameters(schemas, name).values()), name
+        assert all(parameter.get("does") for parameter in parameters(schemas, name).values()), name

@@ -63,10 +63,14 @@ async def _ready(supervisor):
     await _until(lambda: supervisor.state.phase is Phase.READY)
 
 
-async def _read(client, url, body=BODY):
-    """The events of one stream, to its end."""
+async def _read(client, url, body=BODY, lines=None):
+    """The events of one stream, to its end; `lines` has them as they arrive."""
+    lines = [] if lines is None else lines
     async with client.stream("POST", url + "/v1/completions", json=body) as response:
-        return [line async for line in response.aiter_lines() if line.startswith("data: ")]
+        async for line in response.aiter_lines():
+            if line.startswith("data: "):
+                lines.append(line)
+    return lines
 
 
 def test_probes_answer_while_the_model_loads(make_supervisor, capsys):
@@ -137,8 +141,9 @@ def test_the_operator_drains_as_sigterm_does(make_supervisor):
         await _ready(supervisor)
         boss = {"Authorization": "Bearer boss"}
         async with httpx.AsyncClient() as client:
-            stream = asyncio.create_task(_read(client, url))
-            await _until(lambda: len(engine.requests) == 1)
+            begun = []
+            stream = asyncio.create_task(_read(client, url, lines=begun))
+            await _until(lambda: begun)
             for _ in range(2):
                 answer = await client.post(url + "/admin/drain", headers=boss)
                 assert (answer.status_code, answer.json()) == (202, {"status": "draining", "open": 1})
@@ -163,8 +168,9 @@ def test_a_drain_that_times_out_fails_open_requests_and_exits_with_its_own_code(
         run = asyncio.create_task(supervisor.run())
         await _ready(supervisor)
         async with httpx.AsyncClient() as client:
-            stream = asyncio.create_task(_read(client, url))
-            await _until(lambda: len(engine.requests) == 1)
+            begun = []
+            stream = asyncio.create_task(_read(client, url, lines=begun))
+            await _until(lambda: begun)
             _send(run, signal.SIGTERM)
             lines = await stream
         assert lines[-1] == "data: [DONE]"
@@ -178,12 +184,13 @@ def test_a_drain_that_times_out_fails_open_requests_and_exits_with_its_own_code(
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_second_signal_stops_at_once(make_supervisor, number, expected):
     async def scenario():
-        supervisor, engine, url = make_supervisor("one two three", pause_after=2)
+        supervisor, _, url = make_supervisor("one two three", pause_after=2)
         run = asyncio.create_task(supervisor.run())
         await _ready(supervisor)
         async with httpx.AsyncClient() as client:
-            stream = asyncio.create_task(_read(client, url))
-            await _until(lambda: len(engine.requests) == 1)
+            begun = []
+            stream = asyncio.create_task(_read(client, url, lines=begun))
+            await _until(lambda: begun)
             _send(run, number)
             await _until(lambda: supervisor.state.phase is Phase.DRAINING)
             _send(run, number)
@@ -200,9 +207,10 @@ def test_a_dead_engine_fails_every_open_request_and_decides_the_exit_code(make_s
         run = asyncio.create_task(supervisor.run())
         await _ready(supervisor)
         async with httpx.AsyncClient() as client:
-            streams = [asyncio.create_task(_read(client, url)) for _ in range(3)]
+            begun = [[], [], []]
+            streams = [asyncio.create_task(_read(client, url, lines=lines)) for lines in begun]
             waiting = asyncio.create_task(client.post(url + "/v1/completions", json={"prompt": "x"}))
-            await _until(lambda: len(engine.requests) == 4)
+            await _until(lambda: len(engine.requests) == 4 and all(begun))
             engine.die(exit_code)
             for stream in streams:
                 lines = await stream

@@ -39,7 +39,7 @@ class HubModel:
         return HubModel(**fields | {"engine": EngineConfig.from_json(fields["engine"])})
 
 
-async def download(asked: HubModel, on_progress: OnDetailedProgress) -> str:
+async def download(request: HubModel, on_progress: OnDetailedProgress) -> str:
     """The directory of the model. Raises `StartupError`. Cancelling ends the process and keeps partial files."""
     ours, theirs = socket.socketpair()  # end-of-file on it ends the process, however this one ends
     with theirs:
@@ -49,7 +49,7 @@ async def download(asked: HubModel, on_progress: OnDetailedProgress) -> str:
     writer: asyncio.StreamWriter | None = None
     try:
         reader, writer = await asyncio.open_unix_connection(sock=ours)
-        writer.write(asked.to_json().encode() + b"\n")
+        writer.write(request.to_json().encode() + b"\n")
         async for line in reader:
             message = json.loads(line)
             if message["kind"] == "progress":
@@ -58,7 +58,7 @@ async def download(asked: HubModel, on_progress: OnDetailedProgress) -> str:
                 raise StartupError(message["cause"], message["fix"], message["exit_code"])
             elif message["kind"] == "done":
                 return message["directory"]
-        raise _unexpected_end(asked.model, process.wait())
+        raise _unexpected_end(request.model, process.wait())
     finally:
         process.kill()
         process.wait()

@@ -1,4 +1,4 @@
-"""Why a model could not be fetched from the hub: one line of cause, one of fix. Knows the library's exceptions."""
+"""Why a model could not be fetched from the hub: one line of cause, one of fix."""
 
 from __future__ import annotations
 

@@ -23,47 +23,47 @@ from server.config.hub.files import Download, HubFile, Report, Snapshot, check_r
 CheckFiles = Callable[[Path], None]  # raises `StartupError` for files beside the weights that cannot be used
 
 
-def fetch(asked: HubModel, report: Report, check_small_files: CheckFiles) -> str:
+def fetch(request: HubModel, report: Report, check_small_files: CheckFiles) -> str:
     """The directory of the model's files. Raises `StartupError`.
 
     `check_small_files` is called with the directory before any weights are fetched.
     """
-    cache = Path(asked.download_dir or constants.HF_HUB_CACHE).expanduser()
-    if asked.offline or constants.is_offline_mode():
-        return _from_cache(asked, cache)
+    cache = Path(request.download_dir or constants.HF_HUB_CACHE).expanduser()
+    if request.offline or constants.is_offline_mode():
+        return _from_cache(request, cache)
     try:
-        return _from_hub(asked, cache, report, check_small_files)
+        return _from_hub(request, cache, report, check_small_files)
     except HFValidationError as error:
         raise StartupError(
-            f"{asked.model} is neither a directory here nor a hub id ({error}).",
+            f"{request.model} is neither a directory here nor a hub id ({error}).",
             "Hub ids look like Qwen/Qwen2.5-0.5B-Instruct.",
         ) from None
     except (HTTPError, OSError) as error:
-        failure = hub_errors.explain(error, asked.model, asked.revision, cache)
+        failure = hub_errors.explain(error, request.model, request.revision, cache)
         if not hub_errors.is_outage(error):
             raise failure from None
         try:
-            directory = _from_cache(asked, cache)
+            directory = _from_cache(request, cache)
         except StartupError:  # the cache has no complete copy: the outage is the cause
             raise failure from None
         sys.stderr.write(f"warning: {failure.cause} What was fetched of it earlier is served.\n")
         return directory
 
 
-def _from_cache(asked: HubModel, cache: Path) -> str:
+def _from_cache(request: HubModel, cache: Path) -> str:
     """What earlier downloads left, if it is whole."""
     fix = "Start once with the network (without --offline and HF_HUB_OFFLINE), or give a directory."
-    snapshot = Snapshot.remembered(cache, asked.model, asked.revision)
+    snapshot = Snapshot.remembered(cache, request.model, request.revision)
     if snapshot is None:
         raise StartupError(
-            f"{asked.model} is neither a directory here nor in the cache {cache} in revision {asked.revision!r}, and "
-            "the network is not to be used.",
+            f"{request.model} is neither a directory here nor in the cache {cache} in revision {request.revision!r}, "
+            "and the network is not to be used.",
             fix,
         )
     names = {path.name for path in snapshot.directory.iterdir() if path.exists()}
-    here = f"{asked.model} is in the cache {cache} only in part"
+    here = f"{request.model} is in the cache {cache} only in part"
     try:
-        wanted = ["config.json", *_weights(asked, snapshot, names)]
+        wanted = ["config.json", *_weights(request, snapshot, names)]
     except StartupError as error:
         raise StartupError(f"{here}: {error.cause}", fix) from None
     missing = [name for name in wanted if name not in names]
@@ -72,37 +72,38 @@ def _from_cache(asked: HubModel, cache: Path) -> str:
     return str(snapshot.directory)
 
 
-def _from_hub(asked: HubModel, cache: Path, report: Report, check_small_files: CheckFiles) -> str:
-    report(f"fetching {asked.model}", 0.0, "looking it up")
-    commit, files = look_up(asked.model, asked.revision)
+def _from_hub(request: HubModel, cache: Path, report: Report, check_small_files: CheckFiles) -> str:
+    report(f"fetching {request.model}", 0.0, "looking it up")
+    commit, files = look_up(request.model, request.revision)
     by_name = {file.name: file for file in files}
     if "config.json" not in by_name:
-        raise _no_config(asked.model, files)
-    snapshot = Snapshot(cache, asked.model, commit)
-    small = Download(asked.model, snapshot, lambda phase, fraction, detail: report(phase, 0.0, "its description"))
+        raise _no_config(request.model, files)
+    snapshot = Snapshot(cache, request.model, commit)
+    small = Download(request.model, snapshot, lambda phase, fraction, detail: report(phase, 0.0, "its description"))
     small.fetch([by_name["config.json"]])
-    worker = replace(asked.engine.worker, model_path=str(snapshot.directory))
-    check_model(replace(asked.engine, worker=worker))
+    worker = replace(request.engine.worker, model_path=str(snapshot.directory))
+    check_model(replace(request.engine, worker=worker))
     small.fetch([file for file in files if is_small(file)])
     check_small_files(snapshot.directory)
-    weights = _weights(asked, snapshot, by_name.keys())
+    weights = _weights(request, snapshot, by_name.keys())
     missing = [name for name in weights if name not in by_name]
     if missing:
         raise StartupError(
-            f"{asked.model} lacks {missing[0]}, which its own index names.", "Name a complete checkpoint, or revision."
+            f"{request.model} lacks {missing[0]}, which its own index names.",
+            "Name a complete checkpoint, or revision.",
         )
     chosen = [by_name[name] for name in weights]
-    check_room(asked.model, snapshot, chosen)
-    Download(asked.model, snapshot, report).fetch(chosen)
-    snapshot.remember(asked.revision)
+    check_room(request.model, snapshot, chosen)
+    Download(request.model, snapshot, report).fetch(chosen)
+    snapshot.remember(request.revision)
     return str(snapshot.directory)
 
 
-def _weights(asked: HubModel, snapshot: Snapshot, names: Collection[str]) -> list[str]:
+def _weights(request: HubModel, snapshot: Snapshot, names: Collection[str]) -> list[str]:
     """Of several copies of the same weights, the one that will be loaded."""
-    if asked.engine.worker.load_format == "dummy":
+    if request.engine.worker.load_format == "dummy":
         return []
-    return weight_files(snapshot.directory, names, asked.model)
+    return weight_files(snapshot.directory, names, request.model)
 
 
 def _no_config(model: str, files: list[HubFile]) -> StartupError:

@@ -167,7 +167,7 @@ def test_each_command_of_the_folder_is_listed_parsed_and_run(monkeypatch, capsys
 
     def run(arguments):
         seen.append(arguments.number)
-        raise OptionError("It is wrong.", "Mend it.") if arguments.number == 7 else SystemExit(0)
+        raise OptionError("It is wrong.", "Correct it.") if arguments.number == 7 else SystemExit(0)
 
     command = types.SimpleNamespace(
         HELP="count things",
@@ -177,7 +177,7 @@ def test_each_command_of_the_folder_is_listed_parsed_and_run(monkeypatch, capsys
     monkeypatch.setattr(commands, "names", lambda: ("count",))
     monkeypatch.setattr(commands, "load", lambda name: command)
     assert main(["count", "--number", "7"]) == 2
-    assert capsys.readouterr().err == "error: It is wrong.\nfix: Mend it.\n"
+    assert capsys.readouterr().err == "error: It is wrong.\nfix: Correct it.\n"
     assert main(["count", "--nummber", "7"]) == 2
     assert "--number" in capsys.readouterr().err
     assert main(["cuont"]) == 2
