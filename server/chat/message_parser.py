@@ -26,6 +26,7 @@ class AnswerShape:
 
     @property
     def is_plain(self) -> bool:
+        """Whether the text of the answer is its content, with nothing to parse."""
         return not (self.may_think or self.is_thinking or self.tool_choice)
 
 
@@ -43,6 +44,7 @@ class MessageParser:
 
     @property
     def reasoning_tokens(self) -> int:
+        """Tokens of the reasoning so far, its tags included."""
         return self._reasoning_parser.num_tokens if self._reasoning_parser else 0
 
     def push(self, delta: Delta) -> list[MessageEvent]:

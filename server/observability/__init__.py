@@ -1,1 +1,1 @@
-"""What operators look at: logs and metrics."""
+"""Logs and metrics."""

@@ -112,6 +112,7 @@ class ChatMessage(StrictModel):
 
     @property
     def text(self) -> str:
+        """The content, its parts joined; of a message without content, the refusal."""
         if self.content is None:
             return self.refusal or ""
         if isinstance(self.content, str):
@@ -120,6 +121,7 @@ class ChatMessage(StrictModel):
 
     @property
     def thoughts(self) -> str | None:
+        """The reasoning, under either of its names."""
         return self.reasoning_content if self.reasoning_content is not None else self.reasoning
 
 

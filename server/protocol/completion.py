@@ -69,6 +69,7 @@ class CompletionRequest(SamplingFields):
 
     @property
     def num_prompts(self) -> int:
+        """How many prompts the request has."""
         return len(self.prompts)
 
     @property

@@ -176,14 +176,17 @@ class SamplingFields(StrictModel):
 
     @property
     def stops(self) -> list[str]:
+        """The stop strings as a list."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
     @property
     def include_usage(self) -> bool:
+        """Whether the last chunk of a stream carries `usage`."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:
+        """Whether every chunk of a stream carries `usage`."""
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property

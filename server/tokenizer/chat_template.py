@@ -60,6 +60,7 @@ class ChatTemplate:
 
     @property
     def exists(self) -> bool:
+        """Whether the checkpoint has a chat template."""
         return bool(self._templates)
 
     @cached_property

@@ -83,15 +83,17 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
+        """Number of tokens, added ones included."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     @property
     def special_ids(self) -> frozenset[int]:
+        """The ids of special tokens, which have a name and add nothing to a text."""
         return self._special
 
     @property
     def fim_token_ids(self) -> tuple[int, int, int] | None:
-        """The ids before the prompt, between prompt and suffix, and behind the suffix; None without such tokens."""
+        """The fill-in-the-middle ids before the prompt, before the suffix, and behind it; None without such tokens."""
         for names in _FIM_TOKENS:
             before, between, after = (self.backend.token_to_id(name) for name in names)
             if before is not None and between is not None and after is not None:
@@ -139,7 +141,7 @@ class Tokenizer:
         """What `encode` returns, computed in this tokenizer's threads; cancelling ends the work on a long text.
 
         `most`: raises `TooManyTokensError` as soon as it is certain that the text has more. `last`: only so many ids
-        from the end are wanted; of a long text no others are looked for, but some may come.
+        from the end are needed; of a long text little more than these is tokenized and returned.
         """
         if len(text) <= _PIECE or self._added_ids is None:
             whole = partial(self.encode, text, add_special_tokens=add_special_tokens)

@@ -65,10 +65,10 @@ def test_text_matches_its_constraint_on_one_rank_and_on_two(tp1, tp2, fields, pa
 
 @pytest.mark.parametrize("more", [{}, {"n": 2, "temperature": 0.9, "seed": 1}, {"stop": '"age"'}, {"logprobs": 2}])
 def test_a_stream_has_the_same_text(tp1, more):
-    asked = {"response_format": FORMAT, "max_tokens": 100, "temperature": 0, **more}
-    plain = choices(tp1, **asked)
+    request = {"response_format": FORMAT, "max_tokens": 100, "temperature": 0, **more}
+    plain = choices(tp1, **request)
     texts, reasons = [""] * len(plain), [None] * len(plain)
-    for chunk in tp1.stream(PROMPT, **asked):
+    for chunk in tp1.stream(PROMPT, **request):
         for choice in chunk["choices"]:
             texts[choice["index"]] += choice["text"]
             reasons[choice["index"]] = choice["finish_reason"] or reasons[choice["index"]]
@@ -77,13 +77,13 @@ def test_a_stream_has_the_same_text(tp1, more):
 
 
 def test_a_chat_answer_matches_its_schema(tp1):
-    asked = {"messages": [{"role": "user", "content": "Who?"}], "response_format": FORMAT, "temperature": 0}
-    plain = tp1.client.post("/v1/chat/completions", json=asked).json()["choices"][0]
+    request = {"messages": [{"role": "user", "content": "Who?"}], "response_format": FORMAT, "temperature": 0}
+    plain = tp1.client.post("/v1/chat/completions", json=request).json()["choices"][0]
     jsonschema.validate(json.loads(plain["message"]["content"]), PERSON)
-    with tp1.client.stream("POST", "/v1/chat/completions", json={**asked, "stream": True}) as answer:
+    with tp1.client.stream("POST", "/v1/chat/completions", json={**request, "stream": True}) as answer:
         deltas = [choice["delta"].get("content") or "" for chunk in events(answer) for choice in chunk["choices"]]
     assert "".join(deltas) == plain["message"]["content"]
-    some_object = {**asked, "response_format": {"type": "json_object"}, "max_tokens": 60}
+    some_object = {**request, "response_format": {"type": "json_object"}, "max_tokens": 60}
     choice = tp1.client.post("/v1/chat/completions", json=some_object).json()["choices"][0]
     assert choice["message"]["content"].startswith("{") and choice["finish_reason"] in ("stop", "length")
 
@@ -92,8 +92,8 @@ def test_other_requests_change_nothing_and_bad_grammars_fail_alone(tp1):
     """Free, constrained and refused requests at once: every answer equals the one of the request alone."""
     free = [{"max_tokens": 16}, {"max_tokens": 16, "temperature": 1.0, "seed": 5}]
     forms = [{"guided_json": SCHEMAS[0]}, {"guided_json": SCHEMAS[1]}, {"guided_choice": ["x", "yy", "zzz"]}]
-    asked = [*free, *forms, *({**form, "temperature": 1.0, "seed": 9} for form in forms)] * 2
-    alone = [choices(tp1, **fields)[0]["text"] for fields in asked]
+    requests = [*free, *forms, *({**form, "temperature": 1.0, "seed": 9} for form in forms)] * 2
+    alone = [choices(tp1, **fields)[0]["text"] for fields in requests]
     wrong = [
         ({"guided_regex": "((("}, "guided_regex"),
         ({"response_format": {**FORMAT, "json_schema": {"name": "x", "schema": {"type": "foo"}}}}, "response_format"),
@@ -110,7 +110,7 @@ def test_other_requests_change_nothing_and_bad_grammars_fail_alone(tp1):
 
     with ThreadPoolExecutor(32) as pool:
         refusals = [pool.submit(refusal, fields) for fields, _ in wrong]
-        answers = [pool.submit(choices, tp1, **fields) for fields in asked]
+        answers = [pool.submit(choices, tp1, **fields) for fields in requests]
         assert [future.result()[0]["text"] for future in answers] == alone
         for (_, param), future in zip(wrong, refusals, strict=True):
             for response in future.result():

@@ -1,4 +1,4 @@
-"""Calls that a model must make, from the real engine: always one of the tools, always with arguments of its schema."""
+"""Forced tool calls from the real engine: always one of the tools, always with arguments of its schema."""
 
 import json
 
@@ -20,7 +20,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "now", "description": "The time."}},
 ]
 NAMED = {"type": "function", "function": {"name": "weather"}}
-ASKED = {"model": "demo", "messages": [{"role": "user", "content": "Weather in Oslo?"}], "tools": TOOLS}
+REQUEST = {"model": "demo", "messages": [{"role": "user", "content": "Weather in Oslo?"}], "tools": TOOLS}
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +31,9 @@ def client(tp1):
 
 @pytest.mark.parametrize(("choice", "reason"), [("required", "tool_calls"), (NAMED, "stop")], ids=["required", "named"])
 def test_calls_match_their_schema_and_streams_are_the_same(client, choice, reason):
-    asked = {**ASKED, "tool_choice": choice, "parallel_tool_calls": False, "temperature": 0, "max_tokens": 120}
-    whole = client.chat.completions.create(**asked).choices[0]
-    with client.chat.completions.stream(**asked) as stream:
+    request = {**REQUEST, "tool_choice": choice, "parallel_tool_calls": False, "temperature": 0, "max_tokens": 120}
+    whole = client.chat.completions.create(**request).choices[0]
+    with client.chat.completions.stream(**request) as stream:
         streamed = stream.get_final_completion().choices[0]
     assert whole.finish_reason == streamed.finish_reason == reason
     for message in (whole.message, streamed.message):
@@ -42,9 +42,9 @@ def test_calls_match_their_schema_and_streams_are_the_same(client, choice, reaso
     assert whole.message.tool_calls[0].function.arguments == streamed.message.tool_calls[0].function.arguments
 
 
-def test_every_choice_of_a_hot_model_keeps_to_the_schema(client):
-    asked = {**ASKED, "tool_choice": "required", "temperature": 2, "seed": 5, "n": 3, "max_tokens": 600}
-    for choice in client.chat.completions.create(**asked).choices:
+def test_every_choice_at_a_high_temperature_matches_its_schema(client):
+    request = {**REQUEST, "tool_choice": "required", "temperature": 2, "seed": 5, "n": 3, "max_tokens": 600}
+    for choice in client.chat.completions.create(**request).choices:
         calls = choice.message.tool_calls
         # A model that is cut off in the middle of its last call may leave that one open.
         complete = calls if choice.finish_reason == "tool_calls" else calls[:-1]
@@ -54,10 +54,10 @@ def test_every_choice_of_a_hot_model_keeps_to_the_schema(client):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_schema_that_cannot_be_kept_is_refused(client, stream):
+def test_an_invalid_schema_is_refused(client, stream):
     broken = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "nothing"}}}}}
     with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(**{**ASKED, "tools": [broken]}, tool_choice="required", stream=stream)
+        client.chat.completions.create(**{**REQUEST, "tools": [broken]}, tool_choice="required", stream=stream)
     assert refused.value.param == "tools"
 
 

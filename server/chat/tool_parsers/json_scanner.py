@@ -36,10 +36,12 @@ class JsonScanner:
 
     @property
     def depth(self) -> int:
+        """How many objects and lists are open."""
         return len(self._stack)
 
     @property
     def in_string(self) -> bool:
+        """Whether the last character is inside a string; false for its closing quote."""
         return self._in_string
 
     def push(self, character: str) -> None:

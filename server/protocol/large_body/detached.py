@@ -33,6 +33,7 @@ class Leaf:
     data: bytes
 
     def described(self) -> tuple[Path, str, int]:
+        """All but the bytes: path, kind, and their number."""
         return self.path, self.kind, len(self.data)
 
 

@@ -49,6 +49,7 @@ _MEMORY_PER_BYTE = 128  # what `[[],[],…` becomes, twice
 
 
 def main(argv: Sequence[str]) -> int:
+    """Read bodies from the socket `--fd` until it is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the parent decides
     parser = argparse.ArgumentParser(prog="server.protocol.large_body.process")
     parser.add_argument("--fd", type=int, required=True)

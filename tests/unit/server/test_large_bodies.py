@@ -75,7 +75,7 @@ def test_the_process_reads_what_the_server_would_have_read(bodies, schema, body)
     parsed, unknown = asyncio.run(bodies.read(_forms(schema), content, False))
     assert unknown == unknown_parameters(expected, False)
     assert type(parsed) is type(expected) is schema
-    # Unknown fields of the request itself are left behind: nobody reads them.
+    # Unknown fields of the request itself are not sent back: nothing uses them.
     assert parsed.model_dump() == expected.model_dump(exclude=set(expected.model_extra or ()))
     assert parsed.model_fields_set == expected.model_fields_set - set(expected.model_extra or ())
 
