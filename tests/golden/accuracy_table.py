@@ -17,7 +17,7 @@ from tests.golden.cases import CASES, FAMILY_CASES
 from tests.golden.tiny_models import make_tiny
 from tests.house.documents import filled
 from tests.house.rules import ROOT
-from tests.unit.workers.verify_cases import Bench
+from tests.unit.workers.verify_cases import VerifyCase
 from workers.layers.shards import working_sizes
 from workers.models.registry import read_spec
 from workers.verify.compare import Comparison
@@ -37,13 +37,13 @@ def family_rows(name: str, folder: Path) -> tuple[list[str], bool]:
     for dtype in DTYPES:
         model = make_tiny(folder, case.family, seed=7, dtype=getattr(torch, dtype), **case.special)
         spec = read_spec(str(model))
-        bench = Bench(model, folder / f"{dtype}-bench", dtype, 6, prompts, case.max_model_len or 64)
+        verify_case = VerifyCase(model, folder / f"{dtype}-verify", dtype, 6, prompts, case.max_model_len or 64)
         cells, worst, theirs = [], 0.0, 0.0
         for size in SIZES:
             if size not in working_sizes(spec.num_heads, spec.num_kv_heads, spec.intermediate_size):
                 cells.append("-")
                 continue
-            comparison, causes = bench.run(size)
+            comparison, causes = verify_case.run(size)
             ours, theirs = logit_errors(comparison)
             cells.append(f"{ours / theirs:.2f}")
             worst = max([worst, *(error.rms_ratio for row in comparison.rows for error in row.errors)])

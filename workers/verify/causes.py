@@ -1,7 +1,7 @@
 """Names the likely cause of the first tensor that differs: the weight, norm or collective, and the ranks.
 
 All tensors before it are right, so the fault lies in the one operation that computes it. The table in docs/accuracy.md
-lists what is looked at to tell the possible causes apart.
+lists what distinguishes one possible cause from another.
 """
 
 import math
@@ -128,7 +128,7 @@ def _cause(fault: _Fault) -> str:
 
 
 def _embedding(fault: _Fault) -> str:
-    """The wrong tokens' ids say whose rows of the table are wrong."""
+    """The ids of the wrong tokens give the rows of the table, and so the ranks, that are wrong."""
     tokens = [token for sequence in Text.read(fault.folder).inputs() for token in sequence]
     local = shard_vocab(fault.spec.vocab_size, 0, fault.size)[1]
     owners = {token // local for token, wrong in zip(tokens, fault.wrong_tokens().tolist(), strict=True) if wrong}

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from tests.golden.tiny_models import make_tiny
-from tests.unit.workers.verify_cases import PROMPTS, Bench, altered, reconfigured
+from tests.unit.workers.verify_cases import PROMPTS, VerifyCase, altered, reconfigured
 from tests.unit.workers.verify_faults import SIZE, WEIGHTS, rows
 from workers.distributed.parallel_state import TensorParallel
 
 
 @pytest.fixture(scope="module")
-def benches(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bench]:
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], VerifyCase]:
     """By name; each model is made, and its reference run, when it is first asked for."""
-    made: dict[str, Bench] = {}
+    made: dict[str, VerifyCase] = {}
     special = {
         "qwen2": ("qwen2", {}),
         "qwen3": ("qwen3", {"tie_word_embeddings": True}),
@@ -25,70 +25,70 @@ def benches(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bench]:
         "mistral": ("mistral", {"sliding_window": 12}),
     }
 
-    def bench(name: str) -> Bench:
+    def case(name: str) -> VerifyCase:
         if name not in made:
             folder = tmp_path_factory.mktemp(name)
             family, overrides = special[name]
-            made[name] = Bench(make_tiny(folder, family, seed=5, **overrides), folder / "verify")
+            made[name] = VerifyCase(make_tiny(folder, family, seed=5, **overrides), folder / "verify")
         return made[name]
 
-    return bench
+    return case
 
 
 @pytest.mark.parametrize(("name", "tensor", "change", "cause"), WEIGHTS, ids=[f"{w[0]}-{w[3]}" for w in WEIGHTS])
-def test_a_damaged_tensor_is_named(benches, tmp_path: Path, name: str, tensor: str, change, cause: str) -> None:
-    bench = benches(name)
-    comparison, causes = bench.run(SIZE, altered(bench.model, tmp_path / "copy", tensor, change))
+def test_a_damaged_tensor_is_named(cases, tmp_path: Path, name: str, tensor: str, change, cause: str) -> None:
+    case = cases(name)
+    comparison, causes = case.run(SIZE, altered(case.model, tmp_path / "copy", tensor, change))
     assert not comparison.ok
     assert len(causes) == 1
     assert cause in causes[0]
 
 
-def test_a_single_small_entry_is_enough(benches, tmp_path: Path) -> None:
+def test_a_single_small_entry_is_enough(cases, tmp_path: Path) -> None:
     """One of 4096 numbers, wrong by a tenth of the weights' own spread."""
-    bench = benches("qwen2")
+    case = cases("qwen2")
 
     def change(weight: Tensor) -> Tensor:
         weight[40, 3] += 0.008
         return weight
 
-    copy = altered(bench.model, tmp_path / "copy", "model.layers.2.self_attn.q_proj.weight", change)
-    comparison, causes = bench.run(SIZE, copy)
+    copy = altered(case.model, tmp_path / "copy", "model.layers.2.self_attn.q_proj.weight", change)
+    comparison, causes = case.run(SIZE, copy)
     assert causes == ["model.layers.2.self_attn.q_proj.weight: the rows of rank 1"]
     assert comparison.first_fault is not None and comparison.first_fault.name == "2.q"
 
 
-def test_the_shard_of_another_rank_is_recognised(benches, tmp_path: Path) -> None:
-    bench = benches("qwen2")
-    copy = altered(bench.model, tmp_path / "copy", "lm_head.weight", lambda w: torch.cat((w[:160], w[:160])))
-    assert bench.run(SIZE, copy)[1] == ["lm_head.weight: the rows of rank 1 (rank 1 holds the shard of rank 0)"]
+def test_the_shard_of_another_rank_is_recognised(cases, tmp_path: Path) -> None:
+    case = cases("qwen2")
+    copy = altered(case.model, tmp_path / "copy", "lm_head.weight", lambda w: torch.cat((w[:160], w[:160])))
+    assert case.run(SIZE, copy)[1] == ["lm_head.weight: the rows of rank 1 (rank 1 holds the shard of rank 0)"]
 
 
-def test_a_tied_head_is_named_as_tied(benches, tmp_path: Path) -> None:
-    bench = benches("qwen3")
-    damaged = altered(bench.model, tmp_path / "copy", "model.embed_tokens.weight", rows(310, 311))
-    causes = bench.run(SIZE, damaged)[1]  # id 310 is in no prompt, so only the head sees it
+def test_a_tied_head_is_named_as_tied(cases, tmp_path: Path) -> None:
+    case = cases("qwen3")
+    damaged = altered(case.model, tmp_path / "copy", "model.embed_tokens.weight", rows(310, 311))
+    causes = case.run(SIZE, damaged)[1]  # id 310 is in no prompt, so only the head sees it
     assert causes == ["model.embed_tokens.weight (tied head): the rows of rank 1"]
 
 
-def test_a_wrong_rotation_is_distinguished_from_a_wrong_projection(benches, tmp_path: Path) -> None:
-    bench = benches("qwen3")
-    rope = json.loads((bench.model / "config.json").read_text())["rope_parameters"]
-    copy = reconfigured(bench.model, tmp_path / "copy", rope_parameters=rope | {"rope_theta": 1000.0})
-    causes = bench.run(SIZE, copy)[1]
+def test_a_wrong_rotation_is_distinguished_from_a_wrong_projection(cases, tmp_path: Path) -> None:
+    case = cases("qwen3")
+    rope = json.loads((case.model / "config.json").read_text())["rope_parameters"]
+    copy = reconfigured(case.model, tmp_path / "copy", rope_parameters=rope | {"rope_theta": 1000.0})
+    causes = case.run(SIZE, copy)[1]
     right_at_0 = "(position 0, which is not turned, is right)"
     assert causes == [f"rotary embedding of {x} in layer 0 on ranks 0, 1 {right_at_0}" for x in "qk"]
 
 
-def test_a_wrong_window_is_named(benches, tmp_path: Path) -> None:
-    bench = benches("mistral")
-    copy = reconfigured(bench.model, tmp_path / "copy", sliding_window=400)
-    assert "attention of layer 0 on ranks 0, 1: the sliding window of 12 tokens" in bench.run(SIZE, copy)[1][0]
+def test_a_wrong_window_is_named(cases, tmp_path: Path) -> None:
+    case = cases("mistral")
+    copy = reconfigured(case.model, tmp_path / "copy", sliding_window=400)
+    assert "attention of layer 0 on ranks 0, 1: the sliding window of 12 tokens" in case.run(SIZE, copy)[1][0]
 
 
-def test_a_sum_that_forgets_a_rank_is_found_by_comparing_ranks(benches) -> None:
+def test_a_sum_that_forgets_a_rank_is_found_by_comparing_ranks(cases) -> None:
     """Rank 1 keeps its own share in place of the sum, once."""
-    bench = benches("qwen2")
+    case = cases("qwen2")
 
     def plant(tp: TensorParallel) -> None:
         all_reduce, prefill = tp.all_reduce, []
@@ -101,16 +101,16 @@ def test_a_sum_that_forgets_a_rank_is_found_by_comparing_ranks(benches) -> None:
 
         tp.all_reduce = forgetful  # ty: ignore[invalid-assignment]
 
-    comparison, causes = bench.run(SIZE, plant=plant)
+    comparison, causes = case.run(SIZE, plant=plant)
     fault = comparison.first_fault
     assert fault is not None and fault.name == "0.o_proj" and not fault.ranks_agree
     assert causes == ["the sum over ranks (all-reduce) after model.layers.0.self_attn.o_proj"]
 
 
 @pytest.mark.slow
-def test_nothing_is_found_where_nothing_is_wrong(benches) -> None:
+def test_nothing_is_found_where_nothing_is_wrong(cases) -> None:
     for name in ("qwen2", "qwen3", "llama", "mistral"):
         for size in (1, 2, 8):
-            comparison, causes = benches(name).run(size)
+            comparison, causes = cases(name).run(size)
             assert comparison.ok, (name, size, comparison.first_fault)
             assert causes == []

@@ -8,7 +8,7 @@ import torch
 
 from tests.golden.tiny_models import make_tiny
 from tests.house.rules import ROOT
-from tests.unit.workers.verify_cases import PROMPTS, Bench
+from tests.unit.workers.verify_cases import PROMPTS, VerifyCase
 from workers.models.registry import read_spec
 from workers.verify import __main__ as command
 from workers.verify.compare import (
@@ -106,48 +106,48 @@ def test_known_text_is_fed_as_prompts_and_then_token_by_token() -> None:
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+def case(tmp_path_factory: pytest.TempPathFactory) -> VerifyCase:
     folder = tmp_path_factory.mktemp("model")
-    return Bench(make_tiny(folder, "llama", seed=2, dtype=torch.bfloat16), folder / "verify", "bfloat16")
+    return VerifyCase(make_tiny(folder, "llama", seed=2, dtype=torch.bfloat16), folder / "verify", "bfloat16")
 
 
-def test_a_near_tie_is_no_fault_and_any_other_token_is(bench: Bench) -> None:
-    bench.run(1)
-    text = Text.read(bench.folder)
-    logits = bench_logits(bench)
+def test_a_near_tie_is_no_fault_and_any_other_token_is(case: VerifyCase) -> None:
+    case.run(1)
+    text = Text.read(case.folder)
+    logits = logits_of(case)
     at = len(PROMPTS[0]) - 1
     order = logits[at].argsort(descending=True).tolist()
     assert text.outputs[0][0] == order[0]
     answers = [list(output) for output in text.outputs]
-    saved = (bench.folder / "truth-ends.safetensors").read_bytes()
+    saved = (case.folder / "truth-ends.safetensors").read_bytes()
     answers[0][0] = order[-1]
-    (bench.folder / "tokens.json").write_text(json.dumps(answers))
-    found = list(compare_tokens(bench.folder, "bfloat16"))
+    (case.folder / "tokens.json").write_text(json.dumps(answers))
+    found = list(compare_tokens(case.folder, "bfloat16"))
     assert [token.result for token in found] == ["differs", "ok", "ok"]
     assert found[0].first_difference == 0 and found[0].gap > found[0].allowed > 0
-    make_tie(bench, at, order[0], order[-1])
-    found = list(compare_tokens(bench.folder, "bfloat16"))
+    make_tie(case, at, order[0], order[-1])
+    found = list(compare_tokens(case.folder, "bfloat16"))
     assert [(token.result, token.near_ties) for token in found] == [("ok", 1), ("ok", 0), ("ok", 0)]
-    (bench.folder / "truth-ends.safetensors").write_bytes(saved)
+    (case.folder / "truth-ends.safetensors").write_bytes(saved)
 
 
-def bench_logits(bench: Bench) -> torch.Tensor:
+def logits_of(case: VerifyCase) -> torch.Tensor:
     from safetensors.torch import load_file
 
-    return load_file(bench.folder / "truth-ends.safetensors")["logits"]
+    return load_file(case.folder / "truth-ends.safetensors")["logits"]
 
 
-def make_tie(bench: Bench, at: int, one: int, other: int) -> None:
+def make_tie(case: VerifyCase, at: int, one: int, other: int) -> None:
     from safetensors.torch import load_file, save_file
 
-    path = bench.folder / "truth-ends.safetensors"
+    path = case.folder / "truth-ends.safetensors"
     tensors = load_file(path)
     tensors["logits"][at, other] = tensors["logits"][at, one] - 1e-6
     save_file(tensors, path)
 
 
-def test_a_report_is_complete_json_and_a_table(bench: Bench) -> None:
-    comparison, causes = bench.run(2)
+def test_a_report_is_complete_json_and_a_table(case: VerifyCase) -> None:
+    comparison, causes = case.run(2)
     report = Report("tiny", "LlamaForCausalLM", "bfloat16", 2, 24, comparison, causes, {"torch": "2"}, 1.0)
     data = json.loads(json.dumps(report.to_json(), allow_nan=False))
     assert data["ok"] is True and data["first_fault"] is None

@@ -26,7 +26,7 @@ from workers.verify.request import Request
 PROMPTS = [[7, 3, 250, 41, 9, 9, 112, 300, 5, 77, 18, 260, 33, 4, 201, 90, 64, 2, 150], [11, 290, 6, 31], [299]]
 
 
-class Bench:
+class VerifyCase:
     """One model's reference, against which any number of variants of the same model can be run."""
 
     def __init__(
