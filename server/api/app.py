@@ -10,10 +10,17 @@ from starlette.types import ASGIApp
 
 from server.api.middleware import ApiMiddleware
 from server.api.openapi.document import build, with_defaults
-from server.api.routes import admin, completions, health, metrics, models, render
-from server.api.routes import chat_completions as chat
-from server.api.routes import server_info as about
-from server.api.routes import tokenize as tokens
+from server.api.routes import (
+    admin,
+    chat_completions,
+    completions,
+    health,
+    metrics,
+    models,
+    render,
+    server_info,
+    tokenize,
+)
 from server.config.allowed_hosts import AllowedHosts, is_loopback
 from server.config.api_keys import load_admin_key, load_keys
 from server.config.settings import Settings
@@ -65,7 +72,7 @@ def application(settings: Settings, state: ServerState, counters: HttpCounters) 
     """The routes without the middleware."""
     app = FastAPI(title="Oarlock", version=VERSION, docs_url=None, redoc_url=None, openapi_url="/openapi.json")
     app.router.redirect_slashes = False  # a redirect would trust the Host header, and have another body than our errors
-    for module in (completions, chat, render, tokens, models, about, health, metrics, admin):
+    for module in (completions, chat_completions, render, tokenize, models, server_info, health, metrics, admin):
         app.include_router(module.router)
     app.add_exception_handler(HTTPException, _framework_error)
     serving = OpenAIServing(settings, state, counters)

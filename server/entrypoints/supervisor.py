@@ -22,7 +22,7 @@ from engine.config import EngineConfig
 from engine.errors import EngineDeadError, StartupError
 from server.api.app import create_app
 from server.api.uvicorn_server import HttpServer, bind, raise_descriptor_limit, url_of, warn_if_exposed
-from server.config import model_path as model_files
+from server.config.model_path import resolve, served_names
 from server.config.settings import Settings
 from server.entrypoints import banner
 from server.errors import HttpError
@@ -122,7 +122,7 @@ class Supervisor:
 
     async def _load(self) -> RunningEngine:
         """Find the checkpoint, then read the tokenizer and start the engine side by side."""
-        path = await model_files.resolve(self.settings, self._on_progress)
+        path = await resolve(self.settings, self._on_progress)
         config = self.settings.engine_config(path)
         self._generation_config = GenerationConfig.load(path, self.settings.generation_config)
         tokenizer = asyncio.create_task(asyncio.to_thread(Tokenizer.load, path))
@@ -164,7 +164,7 @@ class Supervisor:
         _log.info(
             logs.event("ready", url=self._url, dtype=info.dtype, device=info.device, ranks=info.tensor_parallel_size)
         )
-        names = model_files.served_names(self.settings)
+        names = served_names(self.settings)
         chat = self._tokenizer.template.exists
         key = self.settings.has_api_keys
         max_len = async_llm.input_processor.max_len

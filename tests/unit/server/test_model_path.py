@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 
 from engine.errors import StartupError
-from server.config import model_path as model_files
+from server.config import model_path
 from server.config.settings import make_settings
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def _resolve(**values):
-    return asyncio.run(model_files.resolve(make_settings(values), lambda phase, fraction, detail: None))
+    return asyncio.run(model_path.resolve(make_settings(values), lambda phase, fraction, detail: None))
 
 
 def test_the_demo_model_is_found_from_anywhere(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert Path(_resolve()) == ROOT / "models" / "oarlock-demo"
-    assert model_files.display_name(None) == "oarlock-demo"
+    assert model_path.display_name(None) == "oarlock-demo"
 
 
 def test_a_directory_is_served_under_its_name(monkeypatch, tmp_path):
@@ -30,8 +30,8 @@ def test_a_directory_is_served_under_its_name(monkeypatch, tmp_path):
     (folder / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
     assert _resolve(model="./my-model") == str(folder)
-    assert model_files.display_name("./my-model") == "my-model"
-    assert model_files.display_name("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+    assert model_path.display_name("./my-model") == "my-model"
+    assert model_path.display_name("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
     with pytest.raises(StartupError, match="--revision"):
         _resolve(model="./my-model", revision="v1")
 
@@ -48,7 +48,7 @@ def test_what_is_no_hub_id_never_reaches_the_network(monkeypatch, values):
     async def forbidden(*args):
         raise AssertionError("asked the network")
 
-    monkeypatch.setattr(model_files, "download", forbidden)
+    monkeypatch.setattr(model_path, "download", forbidden)
     monkeypatch.chdir("/")
     with pytest.raises(StartupError):
         _resolve(**values)
