@@ -28,7 +28,10 @@ from server.tokenizer.tokenizer import Tokenizer, TooManyTokensError
 
 MAX_SCORES = 8_000_000  # log-probabilities of prompts in one answer, kept until it is complete: 64 MB
 _WHOLE_CONTEXT = -1  # of truncate_prompt_tokens
-_MANY_IDS = 1000  # a prompt's processing is then followed by a turn for other tasks
+# Work that is done at once; other tasks have a turn in between.
+_IDS_AT_ONCE = 100_000  # about 2 ms
+_CHOICES_AT_ONCE = 16  # about 2 ms
+_MANY_IDS = 1000  # of one prompt, of which a request may have a thousand
 _GREEDY_BELOW = 1e-5  # a temperature; dividing logits by less would overflow
 
 
@@ -90,10 +93,10 @@ class InputProcessor:
         param: str,
     ) -> ProcessedRequest:
         """The choices of one rendered prompt, which is tokenized without further marks. Arguments as of `process`."""
-        prompt_ids = tuple(await self.encode(text, request, max_tokens, param, False))
-        self.check_ids(prompt_ids, param)
+        ids = await self.encode(text, request, max_tokens, param, False)
+        await self.check_ids(ids, param)
         return await self.process(
-            request, [prompt_ids], max_tokens, logprobs=logprobs, grammar=grammar, shown=shown, param=param
+            request, [tuple(ids)], max_tokens, logprobs=logprobs, grammar=grammar, shown=shown, param=param
         )
 
     async def process_prompt(
@@ -153,6 +156,8 @@ class InputProcessor:
                 params = replace(of_prompt, seed=_choice_seed(request.seed, number))
                 wanted = Request(self._engine.new_request_id(), prompt_ids, params, request.priority or 0, salt)
                 choices.append(ChoiceOutput(len(choices), wanted, self.tokenizer, stops, output_options))
+                if not len(choices) % _CHOICES_AT_ONCE:
+                    await asyncio.sleep(0)
         if scored is not None:
             _check_scores(choices, scored, "logprobs" if request.prompt_logprobs is None else "prompt_logprobs")
         return ProcessedRequest(choices, len(prompts), request.timeout)
@@ -173,9 +178,14 @@ class InputProcessor:
         except TooManyTokensError as error:
             raise self._does_not_fit(error.at_least, "at least ", max_tokens, param) from None
 
-    def check_ids(self, ids: Sequence[int], param: str) -> None:
+    async def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Raises `RequestError` when one of them is no token of the model."""
-        _check_ids(ids, self._engine.info.vocab_size, param)
+        vocab_size = self._engine.info.vocab_size
+        for start in range(0, len(ids), _IDS_AT_ONCE):
+            if max(ids[start : start + _IDS_AT_ONCE]) >= vocab_size:
+                _check_ids(ids, vocab_size, param)
+            if len(ids) > _MANY_IDS:
+                await asyncio.sleep(0)
 
     def check_length(self, num_prompt: int, max_tokens: int | None, param: str = "prompt") -> None:
         """Raises `ContextLengthError`, with all the numbers, for a prompt that leaves no room for an answer."""
@@ -199,11 +209,8 @@ class InputProcessor:
             ids = await self.encode(prompt, request, max_tokens, "prompt", marks) if isinstance(prompt, str) else prompt
         if not ids:
             raise RequestError("The prompt is empty and this model has no token to begin with.", "prompt")
-        found = tuple(ids)
-        self.check_ids(found, "prompt")
-        if len(found) > _MANY_IDS:  # there may be a thousand such prompts
-            await asyncio.sleep(0)
-        return found
+        await self.check_ids(ids, "prompt")
+        return tuple(ids)
 
     async def _fill_in(
         self, prompt: str | list[int], request: CompletionRequest, suffix: str, with_opening: bool

@@ -37,7 +37,7 @@ class OpenAIServingTokenization(OpenAIServing):
     async def detokenize(self, request: Request, body: DetokenizeRequest, headers: dict[str, str]) -> Response:
         """The text of ids, special tokens by name. Raises `RequestError`."""
         self.check_model(body.model)
-        self.async_llm.input_processor.check_ids(body.tokens, "tokens")
+        await self.async_llm.input_processor.check_ids(body.tokens, "tokens")
         text = await self.tokenizer.atext(body.tokens)
         return await whole_response(pieces_of({"prompt": text}), headers)
 
