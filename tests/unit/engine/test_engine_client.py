@@ -56,7 +56,7 @@ async def until_idle(client: EngineClient) -> None:
     while (stats := await client.stats()).num_requests_running + stats.num_requests_waiting:
         await asyncio.sleep(0.01)
     assert stats.num_blocks_free + stats.num_blocks_cached == stats.num_blocks_total
-    assert client.num_open == 0 and not client._asked
+    assert client.num_open == 0 and not client._stats_calls
 
 
 def exists(pid: int) -> bool:
