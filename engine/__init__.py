@@ -1,1 +1,1 @@
-"""The engine speaks tokens and blocks: it decides who runs next. It knows nothing of text, HTTP or tensors."""
+"""The engine: schedules requests as token ids and KV blocks. Knows no text, HTTP or tensors."""

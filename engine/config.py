@@ -1,4 +1,4 @@
-"""The engine's own limits, and the workers' configuration it hands down. Frozen; nothing is adjusted after start."""
+"""The engine's own limits, and the workers' configuration that it passes on. Frozen after the start."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -15,10 +15,10 @@ class EngineConfig:
     worker: WorkerConfig
     enable_prefix_caching: bool = True
     max_waiting_requests: int = 512  # beyond: QueueFullError
-    max_waiting_tokens: int = 1_000_000  # prompt tokens in the waiting room; beyond: QueueFullError
-    heartbeat_interval_s: float = 2.0  # an idle engine still proves that every rank answers
+    max_waiting_tokens: int = 1_000_000  # prompt tokens in the queue; beyond: QueueFullError
+    heartbeat_interval_s: float = 2.0  # how often an idle engine checks that every rank answers
     inline_single_rank: bool = True  # with one rank, run it inside the engine process
-    record_path: str | None = None  # a new file for every step and answer; None: nothing is recorded
+    record_path: str | None = None  # a new file that gets every step and answer; None: nothing is recorded
     record_limit_bytes: int | None = None  # recording stops there, serving goes on; None: when the disk is full
 
     def to_json(self) -> str:

@@ -1,4 +1,4 @@
-"""The error tree above the workers, by who can act on it. The HTTP status is chosen by class, never by text."""
+"""The errors above the workers, by who can act on them. The server chooses the HTTP status by class, never by text."""
 
 from workers.errors import StartupError, WorkerError
 
@@ -18,11 +18,11 @@ __all__ = [
 
 
 class OarlockError(Exception):
-    """Root of everything a caller can meet after start."""
+    """Base of every error that a caller can get after the start."""
 
 
 class RequestError(OarlockError):
-    """The request is at fault and the caller can mend it (400). `param` names the field."""
+    """The request is at fault and the caller can correct it (400). `param` names the field."""
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -39,7 +39,7 @@ class ContextLengthError(RequestError):
 
 
 class QueueFullError(OarlockError):
-    """The waiting room is full (429). `retry_after_s` is an estimate from the current drain rate."""
+    """The queue is full (429). `retry_after_s` is an estimate from the rate at which requests are admitted."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
@@ -52,7 +52,7 @@ class EngineError(OarlockError):
 
 
 class UnavailableError(EngineError):
-    """A part of the engine is missing for the moment; the same request may succeed later (503). `code` says which."""
+    """A part of the engine is not available now; the same request may succeed later (503). `code` names the part."""
 
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)
@@ -64,7 +64,7 @@ class EngineDeadError(EngineError):
     """The engine, or a rank below it, is gone: nothing can be served any more (503)."""
 
 
-# What is told of a request that was stopped in the middle.
+# Error texts for requests that are stopped while they run.
 NOT_FINITE = (
     "The model produced numbers that are not finite (NaN or infinity) for this request, so it was stopped. "
     "Other requests are not affected."

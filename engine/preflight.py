@@ -1,6 +1,6 @@
-"""What can be known of a model while its weights are still elsewhere: the server asks before it downloads them.
+"""Checks of a model without its weights, which the server makes before it downloads them.
 
-Torch-free. The engine checks the same again when it starts, with the weights at hand.
+Torch-free. The engine checks the same again when it starts.
 """
 
 from engine.config import EngineConfig
@@ -10,5 +10,5 @@ __all__ = ["check_model", "weight_files"]
 
 
 def check_model(config: EngineConfig) -> None:
-    """Whether the `config.json` in its `model_path` describes a model that can be served like this: `StartupError`."""
+    """Raise `StartupError` unless the `config.json` in `model_path` describes a model that `config` can serve."""
     check_without_weights(config.worker)

@@ -1,4 +1,4 @@
-"""How the server starts Python processes: as the floors below it do."""
+"""Starts Python processes for the server; the same function as in the workers."""
 
 from workers.python_child import start_python
 

@@ -1,6 +1,6 @@
-"""Counters, gauges and histograms as plain data: what happened, in numbers that can be added up and sent as JSON.
+"""Counters, gauges and histograms of the engine as plain data, sent to the server as JSON.
 
-Does not know: how a dashboard names or formats them (that is the server's), nor any clock.
+The server names and formats them for Prometheus. Knows no clock.
 """
 
 import json
@@ -79,7 +79,7 @@ def _iteration_tokens() -> Histogram:
 
 @dataclass(slots=True)
 class EngineStats:
-    """One engine since its start. Gauges are set when a snapshot is taken, counters only ever grow."""
+    """One engine since its start. Gauges are set when a snapshot is taken, counters only grow."""
 
     state: str = "ready"  # ready | dead
     uptime_s: float = 0.0
@@ -88,10 +88,10 @@ class EngineStats:
     num_requests_running: int = 0
     num_requests_waiting: int = 0
     num_waiting_tokens: int = 0
-    kv_cache_usage: float = 0.0  # 0..1, blocks that running requests hold
+    kv_cache_usage: float = 0.0  # 0..1, share of blocks that running requests hold
     num_blocks_total: int = 0  # without the null block
-    num_blocks_free: int = 0  # hold nothing worth keeping
-    num_blocks_cached: int = 0  # held by nobody, kept for a prefix hit, evicted when needed
+    num_blocks_free: int = 0  # without content
+    num_blocks_cached: int = 0  # held by no request, kept for prefix hits, evicted when needed
     num_blocks_held: int = 0
     # counters
     prefix_cache_queries: int = 0  # prompt tokens looked up
@@ -100,8 +100,8 @@ class EngineStats:
     generation_tokens: int = 0
     num_preemptions: int = 0
     num_accepted: int = 0
-    num_rejected: int = 0  # refused at the door: their fault (400) or a full waiting room (429)
-    num_errors: int = 0  # requests that ended by the engine's fault
+    num_rejected: int = 0  # refused: request at fault (400) or queue full (429)
+    num_errors: int = 0  # requests that failed by the engine's fault
     num_nonfinite: int = 0  # of these: the model's logits were not finite
     finished: dict[str, int] = field(default_factory=lambda: {reason.value: 0 for reason in FinishReason})
     # histograms
@@ -125,7 +125,7 @@ class EngineStats:
         return EngineStats.from_dict(json.loads(text))
 
     def to_dict(self) -> dict[str, Any]:
-        """A snapshot that later changes cannot reach."""
+        """A copy: later changes do not reach it."""
         return asdict(self)
 
     @staticmethod

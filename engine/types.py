@@ -17,12 +17,12 @@ MIN_PRIORITY, MAX_PRIORITY = -10, 10
 
 
 class FinishReason(StrEnum):
-    """Why a request ended. Exactly one terminal event carries one."""
+    """Why a request ended. Only its terminal event has one."""
 
     STOP = "stop"  # an end-of-sequence or stop token
     LENGTH = "length"  # max_tokens reached, or the context is full
-    ABORT = "abort"  # the caller went away
-    ERROR = "error"  # the engine could not go on with this request; `TokenEvent.error` says why
+    ABORT = "abort"  # the caller left
+    ERROR = "error"  # the request failed; `TokenEvent.error` has the reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Request:
     params: SamplingParams
     priority: int = 0  # MIN_PRIORITY to MAX_PRIORITY; lower runs earlier
     cache_salt: bytes = b""  # prefixes are shared only between equal salts
-    has_place: bool = False  # it was promised one: a full queue is no reason to refuse it
+    has_place: bool = False  # it was accepted before: a full queue must not refuse it
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,10 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class ScoredTokens(Sequence[TokenLogprobs]):
-    """n consecutive prompt tokens with k alternatives each, as columns. An entry is made when it is looked at.
+    """n consecutive prompt tokens with k alternatives each, as columns. An entry is made when it is accessed.
 
-    As objects, 95,000 tokens with 20 alternatives would take 200 MB and half a second; columns take 16 MB and are cut
-    and sent like bytes.
+    As objects, 95,000 tokens with 20 alternatives would take 200 MB and half a second; columns take 16 MB, and are
+    sliced and sent as bytes.
     """
 
     num_top: int  # k
@@ -72,7 +72,7 @@ class ScoredTokens(Sequence[TokenLogprobs]):
     def __getitem__(self, index: int | slice) -> "TokenLogprobs | ScoredTokens":
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
-            assert step == 1, "columns are cut, not picked from"
+            assert step == 1, "only slices with step 1"
             one, top = slice(start, stop), slice(start * self.num_top, stop * self.num_top)
             columns = self.token_ids[one], self.ranks[one], self.logprobs[one]
             return ScoredTokens(self.num_top, *columns, self.top_ids[top], self.top_logprobs[top])
@@ -85,7 +85,7 @@ class ScoredTokens(Sequence[TokenLogprobs]):
         return (TokenLogprobs(*row) for row in self.rows())
 
     def rows(self, *, with_top: bool = True) -> Iterator[tuple[int, float, int, tuple[tuple[int, float], ...]]]:
-        """Id, logprob, rank and alternatives of each: quicker than entries, the more so without alternatives."""
+        """Id, logprob, rank and alternatives of each entry; faster than making entries."""
         top: Iterator[tuple[tuple[int, float], ...]] = repeat(())
         if with_top and self.num_top:
             pairs = zip(self.top_ids, self.top_logprobs, strict=True)
@@ -95,23 +95,23 @@ class ScoredTokens(Sequence[TokenLogprobs]):
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """What one step did for one request. The last event of a request, and only that one, has a `finish_reason`."""
+    """What one step did for one request. Only the last event of a request has a `finish_reason`."""
 
     request_id: int
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token id, when asked for
-    # Of prompt tokens, from the second on: in order, each once, over several events until the first token has come.
+    # Of prompt tokens, from the second on: in order, each once, in events up to that of the first generated token.
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None  # the stop token that ended it (it is the last of token_ids)
+    stop_token_id: int | None = None  # the stop token that ended it, the last of token_ids
     num_cached_tokens: int = 0  # of the prompt, taken from the prefix cache
     error: str | None = None  # with FinishReason.ERROR
-    error_param: str | None = None  # the field of the request that is at fault; None: the engine is
+    error_param: str | None = None  # the field of the request that is at fault; None: the engine is at fault
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What the server may know about the running engine."""
+    """Facts about the running engine, for the server."""
 
     max_model_len: int
     vocab_size: int
@@ -131,9 +131,9 @@ class EngineInfo:
     load_seconds: float
     max_waiting_requests: int
     max_waiting_tokens: int
-    batch_invariant: bool = False  # a request's numbers do not depend on its company; tested at the start
+    batch_invariant: bool = False  # a request's numbers do not depend on its batch; tested at the start
     batch_invariant_reason: str = "it was not tested"
     rank_pids: tuple[int, ...] = field(default=())
-    numbers_digest: str = ""  # changes with whatever decides a number
+    numbers_digest: str = ""  # changes with everything that decides a number
     step_timeout_s: float = 120.0  # a step that takes longer is a hung rank
-    max_silence_s: float = math.inf  # no engine that works says nothing for longer
+    max_silence_s: float = math.inf  # the longest time without a frame from a working engine

@@ -1,1 +1,1 @@
-"""The engine process and its loop."""
+"""The engine process, its loop, and one step."""

@@ -1,1 +1,1 @@
-"""From scheduled tokens to the arrays of one step."""
+"""Builds the arrays of a step from the scheduled tokens."""

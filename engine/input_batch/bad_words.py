@@ -1,8 +1,8 @@
-"""Which ids would complete a banned word now: a walk back through the text, whatever the number of words.
+"""Which ids would complete a bad word now, at a cost that does not depend on the number of words.
 
-The words of a request form a tree by their tokens in reverse, without the last, which is the one to ban. A step walks
-from the newest token back as far as some word goes on: at most as many steps as the longest word has tokens. A node is
-split when it is first walked through, so a thousand long words cost no more than what is written comes near to.
+The words of a request form a tree by their tokens in reverse order, without the last one, which is the id to ban. Each
+step walks it from the newest token back while some word matches, at most as far as the longest word. A node is split
+when it is first reached, so words whose beginnings are never generated cost nothing.
 
 Knows token ids. Does not know sequences or masks.
 """
@@ -11,19 +11,19 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 Word = tuple[int, ...]
-_Split = tuple[dict[int, "_Node"], list[int]]  # by the token before: what goes on there; and what ends here
-_Node = list[Word] | _Split  # as long as it was never walked through: the words behind it
+_Split = tuple[dict[int, "_Node"], list[int]]  # children by the token before; last ids of the words that end here
+_Node = list[Word] | _Split  # until it is first reached, the words below it
 
 
 class BadWords:
-    """Of one request; its choices share it."""
+    """The bad words of one request; its choices share it."""
 
     def __init__(self, words: tuple[Word, ...]) -> None:
         self.made_from = words
         self._root: dict[int, _Node] = _split([word for word in words if len(word) > 1], 0)[0]
 
     def completed_by(self, token_ids: Sequence[int], most: int) -> list[int]:
-        """Ids that complete a word whose beginning is the end of `token_ids`, within its last `most` ids."""
+        """The last ids of the words whose other tokens are the end of `token_ids`, within its last `most` ids."""
         found: list[int] = []
         children = self._root
         for depth, token in enumerate(reversed(token_ids), 1):
@@ -38,7 +38,7 @@ class BadWords:
 
 
 def _split(words: list[Word], depth: int) -> _Split:
-    """Words whose `depth` ids before the last are those walked through, by the id before them."""
+    """A node for `words`, whose `depth` ids before the last are those on the path to it."""
     deeper: defaultdict[int, list[Word]] = defaultdict(list)
     ends = []
     length, before = depth + 1, -2 - depth

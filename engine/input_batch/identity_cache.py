@@ -1,7 +1,7 @@
-"""What is made of a long list once, for all sequences that hold the very same list: the choices of one request.
+"""A cache of what is computed from a long tuple, for all sequences that hold the same object: the choices of a request.
 
-`messages.read_request` gives them the same object. Looking it up by identity costs nothing, where hashing or comparing
-a list as long as a context would cost as much as what is saved. Knows nothing of what is made.
+`messages.RequestReader` gives them the same object. The lookup is by identity: hashing or comparing a tuple as long as
+a context would cost as much as is saved.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ Ids = tuple  # of ints, or of tuples of ints
 
 
 class MadeFrom(Protocol):
-    """A value that keeps its key alive: as long as it lives, no other object can have that identity."""
+    """A value that keeps its key alive: while it lives, no other object can have the same identity."""
 
     made_from: Ids
 
@@ -21,7 +21,7 @@ V = TypeVar("V", bound=MadeFrom)
 
 
 class IdentityCache(Generic[V]):
-    """Values by the identity of what they were made from. One is gone with the last sequence that holds it."""
+    """Values by the identity of their key. A value is dropped with the last sequence that holds it."""
 
     def __init__(self, make: Callable[[Ids], V]) -> None:
         self._make = make

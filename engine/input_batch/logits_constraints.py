@@ -1,10 +1,10 @@
-"""What one request may choose: bans, additions and masks over the vocabulary, ready for each of its steps.
+"""The constraints of one request on its logits: bans, additions and masks over the vocabulary.
 
-    bias     additions of `logit_bias`; -inf for its -100, for bad words about to be completed, for stop ids too early
+    bias     additions of `logit_bias`; -inf for its -100, for ids that complete a bad word, for stop ids too early
     mask     `allowed_token_ids`, narrowed by the grammar, narrowed to the ids that `logit_bias` forces with 100
 
-A forced id wins over all that are not forced, but not over a ban: where every forced id is banned or outside the mask,
-nothing is forced. Knows ids and numpy. Does not know rows, steps, nor how the ranks apply any of it.
+Forced ids exclude all others, but bans exclude forced ids: where every forced id is banned or outside the mask, nothing
+is forced. Does not know rows, steps, or how the ranks apply the constraints.
 """
 
 import numpy as np
@@ -40,7 +40,7 @@ _allowed_ids = IdentityCache(_AllowedIds)
 
 
 class Constraints:
-    """Of one sequence, which lends them its token ids at each step."""
+    """The constraints of one sequence."""
 
     __slots__ = (
         "_allowed",
@@ -69,7 +69,7 @@ class Constraints:
         self._bad_words = _bad_words.get(params.bad_words) if params.bad_words else None
 
     def bans_now(self, seq: Sequence) -> list[int]:
-        """Ids that are banned in this step on top of those that always are."""
+        """Ids that are banned in this step in addition to those that always are."""
         ids = self._stop_ids if seq.num_generated_tokens < self._min_tokens else []
         if self._bad_words is not None and seq.num_generated_tokens:
             ids = ids + self._bad_words.completed_by(seq.token_ids, seq.num_generated_tokens)
@@ -86,7 +86,7 @@ class Constraints:
         return self._allowed is not None or self._forced is not None or seq.grammar_matcher is not None
 
     def fill_mask(self, seq: Sequence, bans_now: list[int], into: np.ndarray) -> None:
-        """The ids that may be chosen, as bits of `into`, uint32 [ceil(vocab / 32)]."""
+        """Write the ids that may be chosen as bits of `into`, uint32 [ceil(vocab / 32)]."""
         if seq.grammar_matcher is not None:
             seq.grammar_matcher.fill_mask(into)
         else:

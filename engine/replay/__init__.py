@@ -1,1 +1,1 @@
-"""Recording the steps of an engine, and running them again."""
+"""Records the steps of an engine, and runs them again."""

@@ -208,7 +208,7 @@ def _verdict(survey: Survey, comparison: Comparison, failure: str | None) -> int
     if unanswered:
         print(f"{unanswered} step(s) have no recorded answer and were run without comparing")
     if comparison.tolerance is None and comparison.logprobs.compared:
-        print("logprobs are not judged: another number of ranks adds in another order (--tolerance judges them)")
+        print("logprobs are not checked: another number of ranks adds in another order (--tolerance checks them)")
     if comparison.first is not None:
         print(f"first difference: {comparison.first}")
         if comparison.tolerance is None:

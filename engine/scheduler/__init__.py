@@ -1,1 +1,1 @@
-"""Who runs next, and which blocks they hold. Pure: no clock, no arrays, no chance."""
+"""Which requests run next, and which KV blocks they hold. Pure: no clock, no arrays, no randomness."""

@@ -1,7 +1,7 @@
-"""What a request must satisfy before it may wait: ids inside the vocabulary, lengths inside the context.
+"""Checks a request before it is queued: ids inside the vocabulary, lengths inside the context, values in range.
 
-A request that passes cannot break a step: everything that later meets a fixed-width array is checked here. Knows the
-engine's limits. Does not know who else is running.
+A request that passes cannot make a step fail: everything that is later written to a fixed-width array is checked here.
+Does not know other requests.
 """
 
 import math
@@ -18,7 +18,7 @@ _INT64_MAX = 2**63 - 1
 # One row of a step has room for as many stop ids held back, entries of logit_bias and bad words.
 MAX_STOP_IDS = MAX_LOGIT_BIAS = MAX_BAD_WORDS = MAX_BIAS_PER_ROW // 3
 MAX_BAD_WORD_TOKENS = 256
-# Prompt logprobs leave step by step, but whoever asked may keep them until the prompt is complete: 8 bytes an entry.
+# Prompt logprobs are sent step by step, but the server may keep them until the prompt is complete: 8 bytes an entry.
 _MAX_PROMPT_LOGPROB_ENTRIES = 2_000_000
 
 
@@ -93,11 +93,11 @@ def _check_params(params: SamplingParams, limits: Limits) -> None:
             f"min_tokens is {params.min_tokens}, more than max_tokens ({params.max_tokens}). Lower it.", "min_tokens"
         )
     _check_ids(params, limits)
-    _check_choice_is_left(params, limits)
+    _check_not_all_banned(params, limits)
 
 
 def _check_ids(params: SamplingParams, limits: Limits) -> None:
-    """Every id is one of the vocabulary, and no list is longer than a step has room for."""
+    """Every id is in the vocabulary, and no list is longer than a step has room for."""
     for name, ids in (
         ("eos_token_ids", params.eos_token_ids),
         ("stop_token_ids", params.stop_token_ids),
@@ -121,8 +121,8 @@ def _check_ids(params: SamplingParams, limits: Limits) -> None:
     _at_most("bad_words", max(map(len, params.bad_words), default=0), MAX_BAD_WORD_TOKENS, "tokens in one of them")
 
 
-def _check_choice_is_left(params: SamplingParams, limits: Limits) -> None:
-    """Some id must not be banned. What a grammar or longer bad words exclude is only seen while they run."""
+def _check_not_all_banned(params: SamplingParams, limits: Limits) -> None:
+    """Some id must not be banned. What a grammar or longer bad words exclude is only known while the request runs."""
     allowed, banned = params.allowed_token_ids, set(banned_always(params))
     if params.min_tokens:
         banned.update(params.eos_token_ids, params.stop_token_ids)

@@ -121,7 +121,7 @@ def test_a_step_without_late_masks_starts_no_thread(checkpoint: Path) -> None:
 def test_ranks_are_at_work_before_the_masks(checkpoint: Path, size: int) -> None:
     executor = start(checkpoint, size)
     broken = masked_step(executor, 4)
-    broken.slot_mapping[0] = 10**9  # the model fails on it: who says so has begun
+    broken.slot_mapping[0] = 10**9  # the model fails on it: its report shows that the model has begun
     heard = []
 
     def fill(bits: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""A recorded run gives the same answers again on the same ranks, and says where other ranks or weights differ."""
+"""A recorded run gives the same answers again on the same ranks, and reports where other ranks or weights differ."""
 
 import shutil
 from dataclasses import replace
@@ -81,7 +81,7 @@ def test_the_same_ranks_give_the_same_bits(recorded: Path, capsys: pytest.Captur
 def test_two_ranks_give_the_same_tokens(recorded: Path, capsys: pytest.CaptureFixture) -> None:
     status, out, _ = replayed(capsys, recorded, "--tensor-parallel-size=2")
     assert status == 0, out
-    assert "logprobs are not judged" in out
+    assert "logprobs are not checked" in out
     status, out, _ = replayed(capsys, recorded, "--tensor-parallel-size=2", "--tolerance=1e-4")
     assert status == 0, out
 

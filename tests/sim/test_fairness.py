@@ -1,4 +1,4 @@
-"""Too little memory and too many urgent requests: nobody starves, nobody is computed for ever, the pool stays full."""
+"""Too little memory and too many urgent requests: no request starves, preemptions are bounded, the pool stays full."""
 
 import math
 import random
@@ -29,7 +29,7 @@ def config(
 
 
 def chat(count: int, prompt: int, output: int, *, seed: int = 1, varied: bool = True) -> list[Arrival]:
-    """Requests of these mean lengths, all at once, that do not say how long their answers may be."""
+    """Requests of these mean lengths, all at once, whose `max_tokens` is the whole context."""
     rng = random.Random(seed)
 
     def length(mean: int, most: int) -> int:
@@ -58,7 +58,7 @@ MIXES = {
 
 
 @pytest.mark.parametrize("name", MIXES)
-def test_a_pool_that_is_too_small_is_used_and_nobody_is_computed_for_ever(name: str) -> None:
+def test_a_pool_that_is_too_small_is_used_and_preemptions_are_bounded(name: str) -> None:
     arrivals = MIXES[name]
     random.Random(5).shuffle(arrivals)
     report = simulate(arrivals, config(seqs=48))
@@ -79,8 +79,8 @@ def first_token_s(arrivals: list[Arrival], settings: SimulationConfig, number: i
 
 
 @pytest.mark.parametrize("tokens", [CONTEXT - 50, CONTEXT // 2, 10])
-def test_a_stream_that_never_ends_delays_nobody_who_came_before_it(tokens: int) -> None:
-    """A prompt of any length in an overloaded engine gets its first token as if nobody had come after it."""
+def test_a_stream_without_end_delays_no_earlier_request(tokens: int) -> None:
+    """A prompt of any length in an overloaded engine gets its first token as if no later request had come."""
     before = [replace(a, time_s=0.1 * n) for n, a in enumerate(chat(60, 100, 100))]
     probe = Arrival(6.0, tuple(range(tokens)), 20)
     after = [replace(a, time_s=6.01 + 0.1 * n) for n, a in enumerate(chat(150, 60, 60, seed=2))]
@@ -89,8 +89,8 @@ def test_a_stream_that_never_ends_delays_nobody_who_came_before_it(tokens: int) 
     assert first_token_s([*before, probe, *after], config(), 61) <= undisturbed * 1.1
 
 
-def test_who_was_preempted_ends_about_as_soon_as_if_nobody_had_come_after_him() -> None:
-    """Others may be let in before a preempted sequence, but only a few of them."""
+def test_a_preempted_request_ends_about_as_soon_as_without_later_requests() -> None:
+    """Later requests may be admitted before a preempted one, but only a few."""
     before = chat(40, 30, 250, varied=False)
     after = [replace(a, time_s=0.5 + 0.2 * n) for n, a in enumerate(chat(100, 30, 30, seed=2))]
     alone, disturbed = Watch(), Watch()

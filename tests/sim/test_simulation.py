@@ -53,8 +53,8 @@ def test_an_overloaded_pool_preempts_and_still_serves_everyone() -> None:
     assert report.peak_kv_cache_usage > 0.9
 
 
-def test_nobody_waits_much_longer_than_his_turn() -> None:
-    """All at once: whoever came n-th gets its first token about n-th. Nothing in the policy lets the queue jump."""
+def test_no_request_waits_much_longer_than_its_turn() -> None:
+    """All at once: the n-th request gets its first token about n-th."""
     arrivals = [Arrival(0.0, tuple(range(1, 40 + n % 50)), 20) for n in range(2000)]
     report = simulate(arrivals, config())
     served_per_s = 2000 / report.duration_s
@@ -85,7 +85,7 @@ def test_a_cached_prefix_saves_most_of_the_time_to_first_token() -> None:
     assert without.prefix_cache_hit_rate == 0 and without.time_to_first_token_s.max >= cold
 
 
-def test_a_full_waiting_room_refuses_and_keeps_the_rest_quick() -> None:
+def test_a_full_queue_refuses_and_keeps_the_rest_quick() -> None:
     crowd = trace(requests_per_s=60.0)
     bounded = simulate(crowd, config(max_waiting_requests=32))
     patient = simulate(crowd, config())
@@ -93,7 +93,7 @@ def test_a_full_waiting_room_refuses_and_keeps_the_rest_quick() -> None:
     assert bounded.time_to_first_token_s.p99 < patient.time_to_first_token_s.p99 / 3
 
 
-def test_urgent_requests_come_first_but_nobody_starves() -> None:
+def test_urgent_requests_come_first_but_none_starves() -> None:
     many = [Arrival(0.001 * n, tuple(range(100)), 30, priority=n % 2) for n in range(600)]
     equal = [replace(arrival, priority=0) for arrival in many]
     assert simulate(many, config()).num_finished == simulate(equal, config()).num_finished == 600

@@ -1,7 +1,7 @@
 """Ranks without a model: KV memory that remembers what was written where, and tokens that depend on it.
 
 A token is a function of (history, seed, position), and the history is read back through the block table, so that any
-mistake in paging, sharing, recomputation or batching shows as a wrong token or a failed check.
+error in paging, sharing, recomputation or batching shows as a wrong token or a failed check.
 """
 
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""A frontend that starts an engine, says its process id and then does nothing: to be killed by a test."""
+"""A frontend that starts an engine, prints its process id and then waits until a test kills it."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""What a request may choose next, from the definition of each parameter, and the same read back from a step."""
+"""Which ids a request may sample next, by the definition of each parameter, and the same read from a step."""
 
 from collections import Counter
 
@@ -11,7 +11,7 @@ VOCAB = 64
 
 
 def allowed_ids(params: SamplingParams, generated: list[int]) -> set[int]:
-    """What `params` let through after `generated`, from their definition."""
+    """The ids that `params` allow after `generated`, by their definition."""
     banned = {token for token, value in params.logit_bias if value == -100}
     banned |= {w[-1] for w in params.bad_words if generated[len(generated) - len(w) + 1 :] == list(w[:-1])}
     if len(generated) < params.min_tokens:
@@ -23,7 +23,7 @@ def allowed_ids(params: SamplingParams, generated: list[int]) -> set[int]:
 
 
 def past_of(params: SamplingParams, prompt: tuple[int, ...], generated: list[int]) -> list[tuple]:
-    """The additions and penalties of the next token, from their definition."""
+    """The additions and penalties of the next token, by their definition."""
     numbers = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
     past: list[tuple] = [(token, value) for token, value in params.logit_bias if abs(value) < 100]
     if numbers != (1.0, 0.0, 0.0):
@@ -33,7 +33,7 @@ def past_of(params: SamplingParams, prompt: tuple[int, ...], generated: list[int
 
 
 class CountingGrammar:
-    """Every third id in turn, complete after a number of tokens; a toy with the life cycle of a real one."""
+    """A matcher that allows every third id in turn and is complete after a number of tokens."""
 
     def __init__(self, grammar: Grammar) -> None:
         self.num_left = int(grammar.text)

@@ -1,4 +1,4 @@
-"""Requests at fault are refused at the door, each by the name of its field."""
+"""Requests at fault are refused before they are queued, with the name of the field."""
 
 import pytest
 from engine_fakes import Driver, make_config, make_request
@@ -7,7 +7,7 @@ from engine.errors import ContextLengthError, RequestError
 
 
 @pytest.mark.parametrize(
-    "prompt, params, param, says",
+    "prompt, params, param, message",
     [
         ([], {}, "prompt", "empty"),
         ([1, 64], {}, "prompt", "0 to 63"),
@@ -42,9 +42,9 @@ from engine.errors import ContextLengthError, RequestError
         ([1], {"bad_words": ((1,) * 257,)}, "bad_words", "at most 256"),
     ],
 )
-def test_requests_at_fault_are_refused_by_field(prompt, params, param, says) -> None:
+def test_requests_at_fault_are_refused_by_field(prompt, params, param, message) -> None:
     driver = Driver(make_config())
-    with pytest.raises(RequestError, match=says) as refused:
+    with pytest.raises(RequestError, match=message) as refused:
         driver.add(make_request(1, prompt, **params))
     assert refused.value.param == param
     assert not driver.scheduler.has_work and driver.scheduler.stats.num_rejected == 1

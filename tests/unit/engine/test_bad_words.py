@@ -29,21 +29,21 @@ def test_every_step_bans_what_would_complete_a_word(words, prompt, generated) ->
         assert sorted(made.completed_by(prompt + known, count)) == sorted(ends)
 
 
-def test_words_are_looked_through_once_for_each_token_that_text_shares_with_them(
+def test_words_are_split_once_for_each_token_that_the_text_shares_with_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    looked_through = []
+    split_words = []
     split = bad_words._split
     monkeypatch.setattr(
-        bad_words, "_split", lambda words, depth: (looked_through.append(len(words)), split(words, depth))[1]
+        bad_words, "_split", lambda words, depth: (split_words.append(len(words)), split(words, depth))[1]
     )
     made = BadWords(tuple((number, *[5] * 20, 7) for number in range(8, 1008)))
     for count in range(1, 100):
-        before = sum(looked_through)
+        before = sum(split_words)
         assert made.completed_by([5] * count, count) == []
-        assert sum(looked_through) - before == (1000 if count <= 20 else 0)
-    assert made.completed_by([8] + [5] * 20, 21) == [7], "and only who begins with it is left"
-    assert looked_through[-1] == 1
+        assert sum(split_words) - before == (1000 if count <= 20 else 0)
+    assert made.completed_by([8] + [5] * 20, 21) == [7], "only the word that begins with it is left"
+    assert split_words[-1] == 1
 
 
 def test_a_step_costs_the_same_with_a_thousand_long_words_as_with_a_few() -> None:

@@ -1,4 +1,4 @@
-"""Every kind of difference between two answers is found, counted and said in words; equal answers are equal."""
+"""Every kind of difference between two answers is found, counted and described; equal answers are equal."""
 
 from dataclasses import replace
 
@@ -64,7 +64,7 @@ def test_another_token_is_named_with_its_place(tolerance: float | None) -> None:
     assert not comparison.is_equal
     assert comparison.tokens.different == 1
     assert comparison.first == "step 7, row 1 (sequence 1 of 2, position 8): expected token 11, got token 99"
-    assert comparison.logprobs.compared == 1  # logprobs of different tokens say nothing
+    assert comparison.logprobs.compared == 1  # logprobs of different tokens are not compared
 
 
 def test_not_finite_is_a_difference_and_its_token_is_none() -> None:
@@ -85,7 +85,7 @@ def test_why_a_row_has_no_token_is_compared_as_well() -> None:
 
 
 @pytest.mark.parametrize(("tolerance", "is_equal"), [(None, True), (0.0, False), (1e-4, False), (0.01, True)])
-def test_logprobs_are_judged_by_the_tolerance(tolerance: float | None, is_equal: bool) -> None:
+def test_logprobs_are_checked_against_the_tolerance(tolerance: float | None, is_equal: bool) -> None:
     comparison = compare(changed(logprobs=[0, -1.501]), tolerance)
     assert comparison.is_equal == is_equal
     assert comparison.logprobs.largest == pytest.approx(0.001, rel=1e-3)

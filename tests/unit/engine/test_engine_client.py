@@ -66,7 +66,7 @@ def exists(pid: int) -> bool:
         return False
 
 
-def test_many_requests_at_once_are_each_answered_rightly() -> None:
+def test_many_requests_at_once_get_their_own_answers() -> None:
     async def scene() -> None:
         phases = []
         async with started(scenario_config(), lambda *seen: phases.append(seen)) as client:
@@ -145,7 +145,7 @@ def test_a_reset_of_the_cache_is_answered_and_ends_with_the_engine() -> None:
     run(scene)
 
 
-def test_an_iterator_that_was_never_started_asks_for_nothing() -> None:
+def test_an_iterator_that_was_never_started_sends_no_request() -> None:
     async def scene() -> None:
         async with started(scenario_config()) as client:
             iterator = client.generate(make_request(1, [1]))
@@ -178,7 +178,7 @@ def test_refusals_come_before_the_first_event() -> None:
     run(scene)
 
 
-def test_an_id_in_use_is_refused_and_its_owner_goes_on() -> None:
+def test_an_id_in_use_is_refused_and_the_first_request_goes_on() -> None:
     async def scene() -> None:
         async with started(scenario_config(step_s=0.01)) as client:
             request = make_request(1, [1], max_tokens=20)
@@ -219,7 +219,7 @@ def test_stats_do_not_wait_for_a_long_step(monkeypatch: pytest.MonkeyPatch) -> N
         ({"stuck_at_step": 3}, 6, "exit code 6"),
     ],
 )
-def test_when_the_engine_dies_everyone_is_told(scenario: dict, code: int, cause: str) -> None:
+def test_when_the_engine_dies_every_request_fails(scenario: dict, code: int, cause: str) -> None:
     async def scene() -> None:
         config = scenario_config(make_config(max_num_seqs=2, step_timeout_s=0.4), **scenario)
         async with started(config) as client:
@@ -245,7 +245,7 @@ def quick_watch(monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
     return make_config(step_timeout_s=1.0, heartbeat_interval_s=0.1)
 
 
-def test_a_stopped_engine_is_ended_and_everyone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_engine_is_killed_and_every_request_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     config = quick_watch(monkeypatch)
 
     async def scene() -> None:
@@ -262,7 +262,7 @@ def test_a_stopped_engine_is_ended_and_everyone_is_told(monkeypatch: pytest.Monk
     run(scene)
 
 
-def test_an_idle_engine_that_stops_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_engine_that_stops_is_killed_too(monkeypatch: pytest.MonkeyPatch) -> None:
     config = quick_watch(monkeypatch)
 
     async def scene() -> None:
@@ -276,7 +276,7 @@ def test_an_idle_engine_that_stops_is_ended_too(monkeypatch: pytest.MonkeyPatch)
     run(scene)
 
 
-def test_time_in_which_the_frontend_was_itself_stopped_is_not_the_engines_silence(
+def test_time_in_which_the_frontend_was_stopped_does_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = quick_watch(monkeypatch)
@@ -337,11 +337,11 @@ def test_close_is_bounded_when_the_engine_hangs() -> None:
     run(scene)
 
 
-def test_a_group_that_does_not_close_cannot_hold_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_executor_that_does_not_close_cannot_hold_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene() -> None:
         async with started(scenario_config(close_s=1000)) as client:
             await client.close(timeout_s=9)
-            assert client.exit_code == 0  # the deadline's own exit, not the client's kill
+            assert client.exit_code == 0  # ended by the deadline, not killed by the client
 
     run(scene)
 
@@ -361,23 +361,23 @@ def test_terminate_is_an_orderly_stop_and_interrupt_is_ignored() -> None:
 
 
 @pytest.mark.parametrize(
-    "scenario, code, says",
+    "scenario, code, cause",
     [
         ({"fails": "startup"}, 3, "7 heads"),
         ({"fails": "bug"}, 1, "KeyError"),
         ({"fails": "killed"}, 4, "SIGKILL"),
     ],
 )
-def test_a_start_that_fails_says_why(scenario: dict, code: int, says: str) -> None:
+def test_a_start_that_fails_names_the_cause(scenario: dict, code: int, cause: str) -> None:
     async def scene() -> None:
-        with pytest.raises(StartupError, match=says) as failure:
+        with pytest.raises(StartupError, match=cause) as failure:
             await EngineClient.start(scenario_config(**scenario), lambda *_: None, command=[ENGINE])
         assert failure.value.exit_code == code and failure.value.fix
 
     run(scene)
 
 
-def test_a_start_that_makes_no_progress_ends_and_says_how_far_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_makes_no_progress_ends_and_names_the_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOADING_TIMEOUT_S", "0.5")
 
     async def scene() -> None:
@@ -451,17 +451,17 @@ def test_an_idle_engine_uses_no_processor_time() -> None:
     run(scene)
 
 
-def test_nothing_is_left_open_after_many_lives() -> None:
+def test_nothing_is_left_open_after_many_starts() -> None:
     async def scene() -> None:
-        async def life() -> None:
+        async def start_and_close() -> None:
             async with started(scenario_config()) as client:
                 await collect(client, make_request(1, [1]))
 
-        await life()
+        await start_and_close()
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(2):
-            await life()
-        for _ in range(100):  # the last child may still be being buried; a leak stays for ever
+            await start_and_close()
+        for _ in range(100):  # the last child may not be reaped yet; a leak stays
             if len(os.listdir("/proc/self/fd")) <= before:
                 break
             await asyncio.sleep(0.05)
@@ -479,7 +479,7 @@ def test_the_real_command_imports_no_torch_and_ignores_the_current_folder(tmp_pa
     assert subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, env=env, check=False).returncode == 0
 
     async def scene() -> None:
-        with pytest.raises(StartupError) as failure:  # the real group, and a model that does not exist
+        with pytest.raises(StartupError) as failure:  # the real executor, and a model that does not exist
             await EngineClient.start(EngineConfig(make_config().worker), lambda *_: None)
         assert failure.value.exit_code == 3
 

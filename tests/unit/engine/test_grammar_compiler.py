@@ -19,7 +19,7 @@ def compiler() -> Compiler:
 
 
 @pytest.fixture
-def state_of(compiler):
+def matcher_for(compiler):
     return lambda grammar, end_ids=(END,): GrammarMatcher(compiler, compiler.compile(grammar), end_ids)
 
 
@@ -53,16 +53,16 @@ GRAMMARS = [
 
 
 @pytest.mark.parametrize(("grammar", "good", "bad"), GRAMMARS)
-def test_texts_that_match_can_be_written_and_no_others(state_of, grammar, good, bad):
+def test_texts_that_match_can_be_written_and_no_others(matcher_for, grammar, good, bad):
     for text in [*good, *bad]:
-        state, fits = state_of(grammar), True
+        matcher, fits = matcher_for(grammar), True
         for token in encode(text):
-            if token not in allowed(state):
+            if token not in allowed(matcher):
                 fits = False
                 break
-            is_over = state.accept((token,))
+            is_over = matcher.accept((token,))
         else:
-            fits = is_over or END in allowed(state) if text else END in allowed(state)
+            fits = is_over or END in allowed(matcher) if text else END in allowed(matcher)
         assert fits == (text in good), text
 
 
@@ -84,99 +84,99 @@ SCHEMAS = [
 
 
 @pytest.mark.parametrize("wanted", SCHEMAS)
-def test_whatever_is_drawn_from_the_masks_matches_the_schema(state_of, wanted):
+def test_whatever_is_drawn_from_the_masks_matches_the_schema(matcher_for, wanted):
     finished = 0
     for seed in range(12):
-        state = state_of(schema(wanted))
-        ids, is_over = random_walk(state, random.Random(seed), most=120)
+        matcher = matcher_for(schema(wanted))
+        ids, is_over = random_walk(matcher, random.Random(seed), most=120)
         if is_over:
             finished += 1
             jsonschema.validate(json.loads(decode(ids)), wanted)
     assert finished >= 4
 
 
-def test_numbers_come_to_an_end(state_of):
-    """A model that loves digits and exponents above all still closes the number."""
+def test_numbers_come_to_an_end(matcher_for):
+    """A model that always prefers digits and exponents still ends the number."""
     for wanted, text in ((({"type": "number"}), "["), ({"type": "integer"}, "[")):
-        state = state_of(schema({"type": "array", "items": wanted, "minItems": 1, "maxItems": 1}))
-        state.accept(encode(text))
+        matcher = matcher_for(schema({"type": "array", "items": wanted, "minItems": 1, "maxItems": 1}))
+        matcher.accept(encode(text))
         written, is_over = "", False
         while not is_over:
-            ids = allowed(state)
+            ids = allowed(matcher)
             token = max(ids, key=lambda i: (decode([i])[:1] in tuple("0123456789"), decode([i])[:1] in ("e", "E"), -i))
             written += decode([token])
-            is_over = state.accept((token,))
+            is_over = matcher.accept((token,))
             assert len(written) < 3 * MAX_DIGITS
         assert "e" not in written.lower() and abs(json.loads("[" + written)[0]) < 1e30
 
 
-def test_digits_in_strings_are_not_counted(state_of):
-    state = state_of(schema({"type": "string"}))
-    state.accept(encode('"' + "1" * 60))
-    assert encode("1")[0] in allowed(state)
+def test_digits_in_strings_are_not_counted(matcher_for):
+    matcher = matcher_for(schema({"type": "string"}))
+    matcher.accept(encode('"' + "1" * 60))
+    assert encode("1")[0] in allowed(matcher)
 
 
-def test_what_the_schema_insists_on_is_not_bounded(state_of):
-    state, written = state_of(schema({"const": 10**28})), 0
-    while END not in (ids := allowed(state)):
+def test_digits_that_the_schema_requires_are_not_bounded(matcher_for):
+    matcher, written = matcher_for(schema({"const": 10**28})), 0
+    while END not in (ids := allowed(matcher)):
         (token,) = ids
         written += len(decode([token]))
-        if state.accept((token,)):
+        if matcher.accept((token,)):
             break
     assert written == 29 > MAX_DIGITS
 
 
-def test_an_object_is_not_nested_without_end(state_of):
-    state = state_of(Grammar("json_object", ""))
-    state.accept(encode('{"a":' + "[" * (MAX_OBJECT_DEPTH - 1)))
-    assert encode("[")[0] not in allowed(state) and encode("1")[0] in allowed(state)
+def test_an_object_is_not_nested_without_end(matcher_for):
+    matcher = matcher_for(Grammar("json_object", ""))
+    matcher.accept(encode('{"a":' + "[" * (MAX_OBJECT_DEPTH - 1)))
+    assert encode("[")[0] not in allowed(matcher) and encode("1")[0] in allowed(matcher)
 
 
-def test_ends_are_those_of_the_sequence(state_of):
-    assert allowed(state_of(Grammar("regex", "a*"), (7, 9))) >= {7, 9}
-    assert END not in allowed(state_of(Grammar("regex", "a*"), (7, 9)))
-    state = state_of(Grammar("regex", "a{2}"), ())
+def test_ends_are_those_of_the_sequence(matcher_for):
+    assert allowed(matcher_for(Grammar("regex", "a*"), (7, 9))) >= {7, 9}
+    assert END not in allowed(matcher_for(Grammar("regex", "a*"), (7, 9)))
+    matcher = matcher_for(Grammar("regex", "a{2}"), ())
     a = encode("a")[0]
-    assert not state.accept((a,)) and END not in allowed(state)
-    assert state.accept((a,)), "it ends although nothing may end it"
-    late = state_of(Grammar("regex", "a(b|(?:))"), ())
+    assert not matcher.accept((a,)) and END not in allowed(matcher)
+    assert matcher.accept((a,)), "it ends although nothing may end it"
+    late = matcher_for(Grammar("regex", "a(b|(?:))"), ())
     assert not late.accept((a,)), "more may follow, so it goes on"
 
 
-def test_where_only_the_end_is_left_it_is_over_without_an_end_token(state_of):
+def test_where_only_the_end_is_left_the_sequence_ends_without_an_end_token(matcher_for):
     """A bare number ends at its last digit, whether or not the caller lets it end sooner."""
     for end_ids in ((), (END,)):
-        state = state_of(schema({"type": "integer"}), end_ids)
+        matcher = matcher_for(schema({"type": "integer"}), end_ids)
         digits = encode("7" * MAX_DIGITS)
-        assert [state.accept((token,)) for token in digits] == [False] * (MAX_DIGITS - 1) + [True]
+        assert [matcher.accept((token,)) for token in digits] == [False] * (MAX_DIGITS - 1) + [True]
 
 
-def test_masks_are_written_again_the_same_and_fill_every_word(state_of):
-    state = state_of(Grammar("json_object", ""))
+def test_masks_are_written_again_the_same_and_fill_every_word(matcher_for):
+    matcher = matcher_for(Grammar("json_object", ""))
     for num_words in (NUM_IDS // 32, NUM_IDS // 32 + 9):
         masks = [np.full(num_words, fill, np.uint32) for fill in (0, 0xFFFFFFFF)]
         for mask in masks:
-            state.fill_mask(mask)
+            matcher.fill_mask(mask)
         assert (masks[0] == masks[1]).all() and masks[0].any()
         assert not masks[0][NUM_IDS // 32 :].any(), "ids beyond the tokenizer's are never allowed"
     small = np.full(10, 0xFFFFFFFF, np.uint32)
-    state.fill_mask(small)
+    matcher.fill_mask(small)
     assert (small == masks[0][:10]).all()
 
 
-def test_a_token_that_is_not_allowed_breaks_the_state(state_of):
-    state = state_of(Grammar("choice", '["yes"]'))
+def test_a_token_that_is_not_allowed_breaks_the_state(matcher_for):
+    matcher = matcher_for(Grammar("choice", '["yes"]'))
     with pytest.raises(BrokenGrammarError):
-        state.accept(encode("no"))
+        matcher.accept(encode("no"))
 
 
-def test_a_full_store_is_renewed_for_all_that_share_it(compiler):
-    """This expression needs hundreds of states for every token: whoever comes late must not find the store full."""
+def test_a_full_cache_is_renewed_for_all_that_share_it(compiler):
+    """This expression needs hundreds of states for every token: later sequences must not find the cache full."""
     compiled = compiler.compile(Grammar("regex", "[a-z ]*a[a-z ]{200}"))
     first = compiled.matcher
-    states = [GrammarMatcher(compiler, compiled, ()) for _ in range(3)]
-    for seed, state in enumerate(states):
-        ids, _ = random_walk(state, random.Random(seed), most=200)
+    matchers = [GrammarMatcher(compiler, compiled, ()) for _ in range(3)]
+    for seed, matcher in enumerate(matchers):
+        ids, _ = random_walk(matcher, random.Random(seed), most=200)
         assert len(ids) == 200
     assert compiled.matcher is not first, "the case is too small to fill it"
     assert len(allowed(GrammarMatcher(compiler, compiled, (END,)))) > 100
@@ -201,14 +201,14 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("grammar", "reason"), REFUSED)
-def test_what_cannot_be_kept_is_refused_with_one_short_line(compiler, grammar, reason):
+def test_a_bad_grammar_is_refused_with_one_short_line(compiler, grammar, reason):
     with pytest.raises(GrammarError) as refusal:
         compiler.compile(grammar)
     text = str(refusal.value)
     assert reason in text and text and "\n" not in text and len(text) < 320
 
 
-def test_a_tokenizer_that_cannot_be_read_says_so(tmp_path):
+def test_a_tokenizer_that_cannot_be_read_is_an_error(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     for name in ("tokenizer.json", "missing.json"):
         with pytest.raises(ValueError):

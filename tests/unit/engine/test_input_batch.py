@@ -1,4 +1,4 @@
-"""The step's arrays, entry by entry, against what the work says."""
+"""The arrays of a step, entry by entry, against the scheduled tokens."""
 
 import numpy as np
 import pytest
@@ -38,26 +38,26 @@ def output_of(*scheduled: ScheduledTokens, step_id: int = 1, new: bool = True) -
 
 
 class WholeSteps:
-    """A builder whose steps have their masks already."""
+    """An `InputBatch` whose steps have their masks already."""
 
     def __init__(self) -> None:
-        self._builder = InputBatch(max_num_seqs=4, max_model_len=64, block_size=SIZE, vocab_size=VOCAB)
+        self._input_batch = InputBatch(max_num_seqs=4, max_model_len=64, block_size=SIZE, vocab_size=VOCAB)
 
     def build(self, output: SchedulerOutput) -> StepMetadata:
-        step, masks = self._builder.build(output)
+        step, masks = self._input_batch.build(output)
         if masks is not None:
             masks.fill(step.mask_bits)
         return step
 
 
-builder = WholeSteps
+input_batch = WholeSteps
 
 
 def test_a_mixed_step() -> None:
     decode = running(2, [1, 2, 3], [9, 4], generated=[7, 8], seed=-5, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1)
     chunk = running(0, range(10, 20), [5, 6, 7])
     whole = running(1, [30, 31], [8], logprobs=2, seed=2**62)
-    step = builder().build(
+    step = input_batch().build(
         output_of(
             ScheduledTokens(decode, 4, 1, True), ScheduledTokens(chunk, 3, 4, False), ScheduledTokens(whole, 0, 2, True)
         )
@@ -84,7 +84,7 @@ def test_a_mixed_step() -> None:
     "params", [{"min_tokens": 1, "eos_token_ids": (EOS,)}, EVERYTHING], ids=["plain", "everything"]
 )
 def test_every_array_has_the_type_of_the_layout(params) -> None:
-    step = builder().build(output_of(ScheduledTokens(running(0, [1, 2], [3], **params), 0, 2, True)))
+    step = input_batch().build(output_of(ScheduledTokens(running(0, [1, 2], [3], **params), 0, 2, True)))
     buffer = memoryview(bytearray(max_step_bytes(make_config().worker)))
     pack_step(step, buffer)
     back = unpack_step(buffer)
@@ -98,7 +98,7 @@ def test_scored_rows_and_a_sampled_one() -> None:
     seq = running(3, [10, 11, 12, 13], [2], prompt_logprobs=1, logprobs=0)
     other = running(0, [5], [3])
     scheduled = ScheduledTokens(other, 0, 1, True), ScheduledTokens(seq, 1, 3, True, score_from=1, num_scored=2)
-    step = builder().build(output_of(*scheduled))
+    step = input_batch().build(output_of(*scheduled))
     assert step.logits_indices.tolist() == [0, 1, 2, 3]
     assert step.target_ids.tolist() == [-1, 12, 13, -1]
     assert step.sample_positions.tolist() == [1, 2, 3, 4]
@@ -107,12 +107,12 @@ def test_scored_rows_and_a_sampled_one() -> None:
 
 
 def test_a_chunk_without_logits_has_no_rows() -> None:
-    step = builder().build(output_of(ScheduledTokens(running(0, range(8), [1, 2]), 0, 4, False)))
+    step = input_batch().build(output_of(ScheduledTokens(running(0, range(8), [1, 2]), 0, 4, False)))
     assert len(step.logits_indices) == len(step.seeds) == 0
 
 
 def test_bans_end_with_min_tokens() -> None:
-    made = builder()
+    made = input_batch()
     seq = running(0, [1, 2], [1, 2], min_tokens=2, eos_token_ids=(EOS,), stop_token_ids=(9, 3))
     free = running(1, [1], [3])
     banned = []
@@ -129,7 +129,7 @@ def bits(words: np.ndarray) -> list[int]:
     return [token for token in range(VOCAB) if int(words[token // 32]) >> token % 32 & 1]
 
 
-def test_what_some_rows_ask_for_stands_in_sections_of_its_own() -> None:
+def test_bias_penalties_and_masks_have_sections_of_their_own() -> None:
     everything = running(2, [1, 2, 1], [5], **EVERYTHING)
     present = running(0, [1, 2, 1], [6, 7], generated=[9, 8, 9], presence_penalty=1.0)
     masked = running(1, [1], [8], generated=[2], allowed_token_ids=(0, 31, 32, 63), bad_words=((2, 31), (1, 32)))
@@ -138,7 +138,7 @@ def test_what_some_rows_ask_for_stands_in_sections_of_its_own() -> None:
         ScheduledTokens(running(3, [4], [9]), 0, 1, True),
         ScheduledTokens(present, 5, 1, True),
     ]
-    step = builder().build(output_of(*scheduled, ScheduledTokens(masked, 1, 1, True)))
+    step = input_batch().build(output_of(*scheduled, ScheduledTokens(masked, 1, 1, True)))
     assert step.bias_rows.tolist() == [0, 0, 0, 3]
     assert step.bias_ids.tolist() == [9, 4, 5, 31], "the prompt completes no bad word"
     np.testing.assert_array_equal(step.bias_values, np.array([2.5, -np.inf, -np.inf, -np.inf], np.float32))
@@ -154,7 +154,7 @@ def test_what_some_rows_ask_for_stands_in_sections_of_its_own() -> None:
 
 
 def test_sections_follow_the_sequence_from_step_to_step() -> None:
-    made = builder()
+    made = input_batch()
     seq = running(0, [1, 2, 1], [5, 6, 7], **{**EVERYTHING, "allowed_token_ids": None})
     seen = []
     for count, token in enumerate([7, 8, 8, 2]):
@@ -176,14 +176,14 @@ def test_sections_follow_the_sequence_from_step_to_step() -> None:
 
 def test_a_ban_wins_over_what_is_forced_and_then_nothing_is() -> None:
     seq = running(0, [1], [5], logit_bias=((3, 100.0),), min_tokens=2, stop_token_ids=(3,))
-    step = builder().build(output_of(ScheduledTokens(seq, 0, 1, True)))
+    step = input_batch().build(output_of(ScheduledTokens(seq, 0, 1, True)))
     assert step.bias_ids.tolist() == [3] and np.isneginf(step.bias_values).all()
     assert bits(step.mask_bits[0]) == list(range(VOCAB))
 
 
-def test_scored_rows_are_not_chosen_from() -> None:
+def test_scored_rows_have_no_constraints() -> None:
     seq = running(3, [10, 11, 12], [2], prompt_logprobs=1, **EVERYTHING)
-    step = builder().build(
+    step = input_batch().build(
         output_of(ScheduledTokens(running(0, [5], [3]), 0, 1, True), ScheduledTokens(seq, 0, 3, True, 0, 2))
     )
     assert step.target_ids.tolist() == [-1, 11, 12, -1]
@@ -193,11 +193,11 @@ def test_scored_rows_are_not_chosen_from() -> None:
 def test_a_grammar_narrows_what_is_allowed() -> None:
     seq = running(0, [1], [5], allowed_token_ids=(3, 4, 5, 6))
     seq.grammar_matcher = CountingGrammar(Grammar("lark", "9"))
-    assert bits(builder().build(output_of(ScheduledTokens(seq, 0, 1, True))).mask_bits[0]) == [3, 6]
+    assert bits(input_batch().build(output_of(ScheduledTokens(seq, 0, 1, True))).mask_bits[0]) == [3, 6]
 
 
-def test_a_row_forgets_its_last_owner() -> None:
-    made = builder()
+def test_a_row_keeps_nothing_of_its_last_sequence() -> None:
+    made = input_batch()
     last = running(0, range(12), [7, 8, 9], temperature=0.0, logprobs=3, **EVERYTHING)
     made.build(output_of(ScheduledTokens(last, 0, 12, True)))
     step = made.build(
@@ -212,7 +212,7 @@ def test_a_row_forgets_its_last_owner() -> None:
 
 
 def test_only_new_entries_are_written_and_building_twice_is_harmless() -> None:
-    made = builder()
+    made = input_batch()
     seq = running(0, range(4), [6])
     made.build(output_of(ScheduledTokens(seq, 0, 4, True)))
     seq.token_ids.append(50)
@@ -224,7 +224,7 @@ def test_only_new_entries_are_written_and_building_twice_is_harmless() -> None:
 
 
 def test_a_step_keeps_its_numbers_when_the_tables_move_on() -> None:
-    made = builder()
+    made = input_batch()
     step = made.build(output_of(ScheduledTokens(running(0, range(4), [6], temperature=0.25), 0, 4, True)))
     made.build(output_of(ScheduledTokens(running(0, range(4), [9], temperature=0.75), 0, 4, True), step_id=2))
     assert step.block_tables.tolist() == [[6]] and step.temperature.tolist() == [0.25]
@@ -233,4 +233,4 @@ def test_a_step_keeps_its_numbers_when_the_tables_move_on() -> None:
 @pytest.mark.parametrize("value", ["hot", None])
 def test_a_parameter_of_another_type_is_an_error_not_a_step(value) -> None:
     with pytest.raises((TypeError, ValueError)):
-        builder().build(output_of(ScheduledTokens(running(0, [1], [1], top_k=value), 0, 1, True)))
+        input_batch().build(output_of(ScheduledTokens(running(0, [1], [1], top_k=value), 0, 1, True)))

@@ -250,16 +250,16 @@ def test_without_caching_nothing_is_kept() -> None:
     assert found(manager, sequence(range(9)), 9) == 0
 
 
-@pytest.mark.parametrize("spoil", ["refs", "free", "hash", "held"])
-def test_the_audit_notices(spoil: str) -> None:
+@pytest.mark.parametrize("fault", ["refs", "free", "hash", "held"])
+def test_the_audit_finds(fault: str) -> None:
     manager = pool()
     seq = sequence(range(9))
     compute(manager, seq)
-    if spoil == "refs":
+    if fault == "refs":
         manager._refs[seq.block_ids[0]] += 1
-    elif spoil == "free":
+    elif fault == "free":
         manager._free[seq.block_ids[0]] = None
-    elif spoil == "hash":
+    elif fault == "hash":
         manager._hash_of_block[seq.block_ids[0]] = None
     else:
         seq.block_ids.append(seq.block_ids[0])

@@ -1,4 +1,4 @@
-"""Bans, penalties, masks and grammars through scheduler, builder and commit: every token against its definition."""
+"""Bans, penalties, masks and grammars through scheduler and input batch: every token against its definition."""
 
 import pytest
 from engine_fakes import Driver, FakeExecutor, Faults, expected_tokens, make_config, make_info, make_request
@@ -21,7 +21,7 @@ CHOICES = [
 
 
 @pytest.mark.parametrize("params", CHOICES, ids=lambda params: ",".join(params))
-def test_choices_are_the_same_alone_in_company_and_after_preemption(params) -> None:
+def test_choices_are_the_same_alone_in_a_batch_and_after_preemption(params) -> None:
     driver = Driver(make_config(max_num_batched_tokens=16), num_blocks=17)
     for number in range(1, 9):
         driver.add(make_request(number, [number, 2, 3], max_tokens=30, **params))
@@ -52,13 +52,13 @@ def test_a_complete_grammar_ends_the_sequence() -> None:
     assert driver.ends[1].stop_token_id is None
 
 
-def test_where_no_token_is_left_the_request_fails_alone_and_says_why() -> None:
+def test_where_no_token_is_left_the_request_fails_alone_and_names_the_field() -> None:
     driver = Driver(make_config())
     driver.add(make_request(1, [1, 2], max_tokens=5, allowed_token_ids=(4,), bad_words=((4, 4),)))
     driver.add(make_request(2, [1, 2], max_tokens=5))
     driver.run().check_outputs()
     assert driver.tokens[1] == [4] and driver.ends[1].error == NO_TOKEN
-    assert driver.ends[1].error_param == "allowed_token_ids", "the caller can mend it"
+    assert driver.ends[1].error_param == "allowed_token_ids", "the caller can correct it"
     assert driver.ends[2].finish_reason is FinishReason.LENGTH
     assert driver.scheduler.stats.num_nonfinite == 0, "the model's numbers were fine"
     assert driver.scheduler.stats.num_errors == 0, "and so was the engine"
@@ -76,7 +76,7 @@ def test_where_no_token_is_left_the_request_fails_alone_and_says_why() -> None:
     ],
     ids=str,
 )
-def test_a_broken_model_is_not_the_fault_of_who_narrows_its_choice(params) -> None:
+def test_a_broken_model_is_not_the_fault_of_a_request_with_constraints(params) -> None:
     driver = Driver(make_config(), faults=Faults(poisoned_seeds=(1,)))
     driver.add(make_request(1, range(20), max_tokens=5, **params))
     driver.run()
@@ -84,11 +84,11 @@ def test_a_broken_model_is_not_the_fault_of_who_narrows_its_choice(params) -> No
     assert driver.scheduler.stats.num_nonfinite == driver.scheduler.stats.num_errors == 1
     driver.add(make_request(2, range(20), max_tokens=5))
     driver.run().check_outputs()
-    assert driver.ends[2].num_cached_tokens == 0, "its KV may be spoilt"
+    assert driver.ends[2].num_cached_tokens == 0, "its KV may not be finite"
 
 
 @pytest.mark.parametrize("method", ["accept", "fill_mask"])
-def test_a_grammar_that_breaks_hurts_its_request_alone(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+def test_a_grammar_that_raises_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     def broken(*_):
         raise RuntimeError("no such rule")
 
@@ -107,7 +107,7 @@ def test_a_grammar_that_breaks_hurts_its_request_alone(monkeypatch: pytest.Monke
     assert ends[1].error == INTERNAL and ends[2].finish_reason is FinishReason.LENGTH
 
 
-def test_a_mask_that_fails_late_leaves_the_step_and_its_neighbours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_that_fails_does_not_affect_the_step_or_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(make_config())
     grammar = Grammar("lark", "9")
     for number in (1, 2, 3):
@@ -134,7 +134,7 @@ def test_masks_that_need_no_grammar_are_there_at_once() -> None:
     assert masks is None and choices_of(step)[0] == [set(range(VOCAB)) - {3, 4}]
 
 
-def test_a_grammar_without_its_state_cannot_enter() -> None:
+def test_a_grammar_without_its_matcher_cannot_be_added() -> None:
     driver = Driver(make_config())
     with pytest.raises(AssertionError, match="come together"):
         driver.scheduler.add(make_request(1, [1], grammar=Grammar("lark", "3")), 0.0)

@@ -1,4 +1,4 @@
-"""Every message reads back as it was written; a frame that lies about itself is a `FrameError`."""
+"""Every message reads back as it was written; a frame with wrong fields is a `FrameError`."""
 
 import math
 from array import array
@@ -52,7 +52,7 @@ def test_events(values) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 3), st.lists(st.tuples(_IDS, _IDS, _F32), min_size=2, max_size=4), st.data())
-def test_scored_prompts_travel_as_columns(num_top, rows, data) -> None:
+def test_scored_prompts_are_sent_as_columns(num_top, rows, data) -> None:
     top_ids, top = (
         data.draw(st.lists(of, min_size=len(rows) * num_top, max_size=len(rows) * num_top)) for of in (_IDS, _F32)
     )
@@ -72,7 +72,7 @@ def test_scored_prompts_travel_as_columns(num_top, rows, data) -> None:
     assert [*scored[1:3]] == entries[1:3] and [scored[index - len(rows)] for index in range(len(rows))] == entries
 
 
-def test_infinite_logprobs_travel() -> None:
+def test_infinite_logprobs_are_sent() -> None:
     event = TokenEvent(1, (2,), (TokenLogprobs(2, -math.inf, 5, ((1, 0.0), (2, -math.inf))),))
     assert messages.read_events(frame_of(messages.events([event]))) == [event]
 
@@ -103,7 +103,7 @@ def test_requests() -> None:
         grammar=st.none() | st.builds(Grammar, *[st.text(max_size=9)] * 3),
     ),
 )
-def test_what_may_be_chosen_travels(prompt, params) -> None:
+def test_constraints_are_sent(prompt, params) -> None:
     request = Request(1, prompt, params)
     back = messages.RequestReader().read(frame_of(messages.request(request)))
     assert back == request and hash(back) == hash(request)
@@ -145,7 +145,7 @@ def test_refusals(error) -> None:
     assert request_id == 4 and type(got) is type(error) and vars(got) == vars(error) and str(got) == str(error)
 
 
-def test_what_is_no_refusal_is_not_sent_as_one() -> None:
+def test_other_errors_are_not_sent_as_refusals() -> None:
     with pytest.raises(TypeError):
         messages.refused(1, ValueError("x"))  # type: ignore[arg-type]
 
@@ -206,8 +206,8 @@ _GOOD = {
 @given(
     st.sampled_from(_READERS), st.dictionaries(st.sampled_from([*_GOOD, "stats", "info", "config"]), _JSON), st.data()
 )
-def test_frames_that_mean_nothing_are_typed_errors(read, spoilt, data) -> None:
-    frame = Frame({**_GOOD, "kind": "x", **spoilt})
+def test_frames_that_are_no_message_are_typed_errors(read, damage, data) -> None:
+    frame = Frame({**_GOOD, "kind": "x", **damage})
     frame.ints.extend(data.draw(st.lists(st.integers(-9, 9), max_size=5)))
     try:
         read(frame)
@@ -217,7 +217,7 @@ def test_frames_that_mean_nothing_are_typed_errors(read, spoilt, data) -> None:
     read(frame)
 
 
-def test_counts_that_lie() -> None:
+def test_wrong_counts() -> None:
     for counts in ([5, 0], [-1, 1], [1]):
         frame = Frame({"kind": "events", "ids": [1, 2], "counts": counts, "cached": [0, 0], "extra": {}})
         frame.ints.extend([1])

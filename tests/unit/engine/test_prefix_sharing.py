@@ -1,4 +1,4 @@
-"""Beginnings that several requests share: found in the cache, or computed in the same step."""
+"""Prefixes that several requests share: found in the cache, or computed in the same step."""
 
 import pytest
 from engine_fakes import Driver, Faults, make_config, make_request
@@ -26,11 +26,11 @@ def test_a_cached_prefix_changes_nothing_but_the_work(caching: bool) -> None:
 
 
 @pytest.mark.parametrize("budget", [7, 32, 100, 1024])
-@pytest.mark.parametrize("company", [0, 3])
-def test_equal_prompts_cost_one(budget: int, company: int) -> None:
+@pytest.mark.parametrize("num_others", [0, 3])
+def test_equal_prompts_cost_one(budget: int, num_others: int) -> None:
     """However the budget cuts the first: of each other only the last block is computed, and held, again."""
     driver = Driver(make_config(max_num_seqs=16, max_num_batched_tokens=budget, max_model_len=256), num_blocks=200)
-    for number in range(company):  # decodes that take their part of the budget
+    for number in range(num_others):  # decodes that take their part of the budget
         driver.add(make_request(100 + number, [50 + number], max_tokens=100))
     driver.step()
     prompt = range(128)
@@ -43,7 +43,7 @@ def test_equal_prompts_cost_one(budget: int, company: int) -> None:
         most_held = max(most_held, driver.scheduler.kv_cache_manager.num_held)
         driver.finish(output)
     assert computed == 128 + 7 * 4
-    assert most_held <= 31 + 8 * 2 + company * 25
+    assert most_held <= 31 + 8 * 2 + num_others * 25
     driver.run().check_outputs()
     cached = [driver.ends[number].num_cached_tokens for number in range(1, 9)]
     assert cached == [0] + [124] * 7
@@ -99,7 +99,7 @@ def test_logits_that_are_not_finite_end_those_who_share_no_more_than_their_promp
     driver.check_idle()
 
 
-def test_work_that_is_withdrawn_takes_back_what_it_promised_to_others() -> None:
+def test_sequences_that_share_withdrawn_blocks_wait_again() -> None:
     """The second and third found the first one's blocks in a step that the first did not stay in."""
     driver = Driver(make_config(max_num_batched_tokens=64))
     for number, tail in ((1, 40), (2, 41), (3, 41)):

@@ -145,7 +145,7 @@ class Scene:
 
 def test_every_step_and_answer_is_in_the_file(tmp_path: Path) -> None:
     scene = Scene(tmp_path / "r")
-    told = scene.serve()
+    served = scene.serve()
     scene.executor.ping()
     scene.executor.close()
     assert scene.fake.is_closed and scene.fake.num_pings == 1
@@ -154,13 +154,13 @@ def test_every_step_and_answer_is_in_the_file(tmp_path: Path) -> None:
     assert len(records) == 2 * scene.fake.num_steps > 0
     assert recording.end == "the server stopped in order" and recording.torn is None
     replayed = []
-    fresh = FakeExecutor(make_config(), scene.fake.info)  # it computes from what it is told, and checks every step
+    fresh = FakeExecutor(make_config(), scene.fake.info)  # computes from the recorded steps, and checks them
     for step, answer in zip(records[::2], records[1::2], strict=True):
         fresh.submit(unpack_step(step.content))
         expected, got = unpack_output(answer.content), fresh.collect()
         assert (expected.token_ids == got.token_ids).all() and (expected.logprobs == got.logprobs).all()
         replayed += expected.token_ids.tolist()
-    assert sorted(replayed) == sorted(token for tokens in told.values() for token in tokens)
+    assert sorted(replayed) == sorted(token for tokens in served.values() for token in tokens)
 
 
 def test_recording_takes_the_memory_of_the_steps_there_are(tmp_path: Path) -> None:
@@ -181,11 +181,11 @@ def test_recording_takes_the_memory_of_the_steps_there_are(tmp_path: Path) -> No
 def test_a_step_larger_than_any_before_is_recorded_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "_FIRST_BUFFER_BYTES", 1)
     scene = Scene(tmp_path / "r")
-    told = scene.serve(count=1) | scene.serve(first=2, count=9)
+    served = scene.serve(count=1) | scene.serve(first=2, count=9)
     scene.executor.close()
     answers = list(Recording(str(tmp_path / "r")).records())[1::2]
     recorded = [token for answer in answers for token in unpack_output(answer.content).token_ids.tolist()]
-    assert sorted(recorded) == sorted(token for tokens in told.values() for token in tokens)
+    assert sorted(recorded) == sorted(token for tokens in served.values() for token in tokens)
 
 
 def test_the_step_that_kills_a_rank_is_in_the_file(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_at_its_limit_recording_stops_and_serving_goes_on(tmp_path: Path, caplog
     scene = Scene(tmp_path / "r", limit=size // 2)
     assert scene.serve(count=20) == everything
     scene.executor.close()
-    assert (tmp_path / "r").stat().st_size <= size // 2 + 100  # the closing word comes on top
+    assert (tmp_path / "r").stat().st_size <= size // 2 + 100  # and the end record
     recording = Recording(str(tmp_path / "r"))
     assert 0 < len(list(recording.records())) < 2 * scene.fake.num_steps
     assert recording.end is not None and "limit" in recording.end
@@ -245,20 +245,20 @@ def test_a_start_that_fails_leaves_no_file(tmp_path: Path) -> None:
 
 def test_masks_that_come_late_are_in_the_file(tmp_path: Path) -> None:
     scene = Scene(tmp_path / "r")
-    told = []
+    served = []
     state = CountingGrammar(grammar := Grammar("lark", "9"))
     scene.engine_core.scheduler.add(make_request(1, [5, 6], grammar=grammar, max_tokens=9), 0.0, state)
     while (output := scene.engine_core.begin()) is not None:
-        told += [token for event in scene.engine_core.finish(output) for token in event.token_ids]
+        served += [token for event in scene.engine_core.finish(output) for token in event.token_ids]
     scene.executor.close()
     records = list(Recording(str(tmp_path / "r")).records())
     fresh = FakeExecutor(make_config(), scene.fake.info)
-    for step, token in zip(records[::2], told, strict=True):
+    for step, token in zip(records[::2], served, strict=True):
         fresh.submit(unpack_step(step.content))
         assert fresh.collect().token_ids.tolist() == [token]
     masks = [unpack_step(step.content).mask_bits.copy() for step in records[::2]]
     again, expected = CountingGrammar(grammar), np.empty_like(masks[0])
-    for mask, token in zip(masks, told, strict=True):
+    for mask, token in zip(masks, served, strict=True):
         again.fill_mask(expected[0])
         np.testing.assert_array_equal(mask, expected)
         again.accept([token])

@@ -214,7 +214,7 @@ def oversubscribed(num_blocks: int, **params) -> Driver:
 
 
 @pytest.mark.parametrize("params", [{}, {"prompt_logprobs": 1, "logprobs": 1}])
-def test_preemption_recomputes_and_nobody_can_tell(params) -> None:
+def test_preemption_recomputes_the_same_tokens(params) -> None:
     driver = oversubscribed(17, **params).run()
     driver.check_outputs()
     driver.check_idle()
@@ -232,7 +232,7 @@ def test_preemptions_of_one_request_are_bounded() -> None:
 
 
 def test_a_preempted_sequence_is_passed_by_a_few_only() -> None:
-    """It waits for a larger reserve than the pool has while anyone runs; those behind it would keep the pool busy."""
+    """It needs a larger reserve than the pool has while others run; sequences behind it would keep the pool busy."""
     driver = Driver(make_config(max_num_seqs=3))
     driver.add(make_request(1, [1, 2], max_tokens=6))
     driver.step()
@@ -247,7 +247,7 @@ def test_a_preempted_sequence_is_passed_by_a_few_only() -> None:
     driver.run().check_outputs()
 
 
-def test_a_newcomer_leaves_room_for_those_who_run_to_grow() -> None:
+def test_an_admission_leaves_blocks_for_running_sequences_to_grow() -> None:
     driver = Driver(make_config(), num_blocks=5)
     driver.add(make_request(1, range(4), max_tokens=4))  # grows to a second block in its second step
     driver.add(make_request(2, range(10, 22), max_tokens=1))  # three blocks: exactly what is left
@@ -269,7 +269,7 @@ def test_a_prompt_preempted_while_it_is_scored_is_scored_once(caching: bool) -> 
     assert len(driver.prompt_logprobs[2]) == 19
 
 
-def test_the_youngest_gives_way() -> None:
+def test_the_youngest_is_preempted() -> None:
     driver = Driver(make_config(), num_blocks=5)
     driver.add(make_request(1, range(4), max_tokens=12))
     driver.add(make_request(2, range(10, 14), max_tokens=12))
@@ -280,7 +280,7 @@ def test_the_youngest_gives_way() -> None:
     assert list(driver.ends) == [1, 2]
 
 
-def test_the_less_urgent_gives_way_even_if_older() -> None:
+def test_the_less_urgent_is_preempted_even_if_older() -> None:
     driver = Driver(make_config(), num_blocks=5)
     driver.add(make_request(1, range(4), max_tokens=12, priority=1))
     driver.step()
@@ -300,7 +300,7 @@ def test_first_come_first_served_and_priority() -> None:
     assert list(driver.ends) == [3, 1, 4, 2]
 
 
-def test_patience_outweighs_priority_in_the_end() -> None:
+def test_waiting_time_outweighs_priority_in_the_end() -> None:
     driver = Driver(make_config(max_num_seqs=1))
     driver.add(make_request(1, [1], max_tokens=1, priority=2))
     driver.now = 2 * PRIORITY_STEP_S + 1
@@ -336,7 +336,7 @@ def test_an_id_may_be_used_again_at_once() -> None:
     driver.run().check_outputs()
 
 
-def test_an_abort_while_waiting_and_of_a_stranger() -> None:
+def test_an_abort_while_waiting_and_of_an_unknown_id() -> None:
     driver = Driver(make_config(max_num_seqs=1))
     for number in (1, 2, 3):
         driver.add(make_request(number, [1], max_tokens=3))
@@ -347,10 +347,10 @@ def test_an_abort_while_waiting_and_of_a_stranger() -> None:
     assert list(driver.ends) == [2, 1, 3]
 
 
-# -- the door
+# -- the queue
 
 
-def test_a_full_room_is_refused_with_a_time_to_retry() -> None:
+def test_a_full_queue_refuses_with_a_time_to_retry() -> None:
     driver = Driver(make_config(max_num_seqs=1, max_waiting_requests=2))
     for number in (1, 2, 3):  # one may run at once, two may wait
         driver.add(make_request(number, [1], max_tokens=5))
@@ -375,7 +375,7 @@ def test_the_time_to_retry_follows_the_drain_rate() -> None:
     assert 14 < refused.value.retry_after_s < 22  # eleven wait: half of them leave in about 18 s
 
 
-def test_waiting_prompt_tokens_are_bounded_but_an_empty_room_takes_any_prompt() -> None:
+def test_waiting_prompt_tokens_are_bounded_but_an_empty_queue_takes_any_prompt() -> None:
     driver = Driver(make_config(max_num_seqs=1, max_waiting_tokens=10))
     driver.add(make_request(1, range(30)))
     with pytest.raises(QueueFullError, match="30 prompt tokens"):
@@ -390,7 +390,7 @@ def test_waiting_prompt_tokens_are_bounded_but_an_empty_room_takes_any_prompt() 
 # -- faults
 
 
-def test_logits_that_are_not_finite_fail_one_request_and_spoil_no_cache() -> None:
+def test_logits_that_are_not_finite_fail_one_request_and_stay_out_of_the_cache() -> None:
     driver = Driver(make_config(max_num_batched_tokens=16), faults=Faults(poisoned_seeds=(2,)))
     driver.add(make_request(1, range(10), max_tokens=6))
     driver.add(make_request(2, range(20, 30), max_tokens=6))
@@ -405,7 +405,7 @@ def test_logits_that_are_not_finite_fail_one_request_and_spoil_no_cache() -> Non
 
 
 @pytest.mark.parametrize("method", ["allocate", "allocate_slots", "cache_blocks"])
-def test_a_mistake_with_one_sequence_fails_that_one(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+def test_an_exception_with_one_sequence_fails_that_one(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     driver = Driver(make_config())
     real = getattr(driver.scheduler.kv_cache_manager, method)
 
@@ -422,7 +422,7 @@ def test_a_mistake_with_one_sequence_fails_that_one(monkeypatch: pytest.MonkeyPa
     driver.check_idle()
 
 
-def test_growth_that_breaks_while_decoding_fails_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_while_a_decode_gets_blocks_fails_that_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(make_config())
     for number in (1, 2):
         driver.add(make_request(number, range(number, number + 3), max_tokens=8))
@@ -440,7 +440,7 @@ def test_growth_that_breaks_while_decoding_fails_that_one(monkeypatch: pytest.Mo
     assert driver.ends[1].finish_reason is FinishReason.LENGTH
 
 
-def test_failing_everyone_empties_the_house() -> None:
+def test_failing_all_leaves_nothing_behind() -> None:
     driver = Driver(make_config(max_num_seqs=2))
     for number in range(1, 6):
         driver.add(make_request(number, [1, 2], max_tokens=5))

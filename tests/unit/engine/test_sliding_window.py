@@ -1,4 +1,4 @@
-"""With a window on all layers a sequence holds the blocks that its tokens to come will read, and no others."""
+"""With a window on all layers a sequence holds the blocks that its later tokens read, and no others."""
 
 import pytest
 from engine_fakes import Driver, Faults, make_config, make_request
@@ -26,8 +26,8 @@ def test_a_long_answer_holds_its_window(caching: bool) -> None:
         first_read = max(0, item.start - WINDOW + 1) // 4
         table = driver.executor._step.block_tables[0].tolist()
         assert all(block != NULL_BLOCK for block in table[first_read : item.start // 4 + 1])
-        given_back = max(0, first_read - 1)  # one more is, when the next block is taken
-        assert table[:given_back] == [NULL_BLOCK] * given_back
+        num_freed = max(0, first_read - 1)  # one more is, when the next block is taken
+        assert table[:num_freed] == [NULL_BLOCK] * num_freed
         driver.finish(output)
     assert max(held) == IN_WINDOW
     driver.check_outputs()
@@ -70,7 +70,7 @@ def test_a_prefix_is_found_by_its_last_window() -> None:
     manager = driver.scheduler.kv_cache_manager
     assert manager.num_cached == 20
     early = [block for _, block in list(manager._block_of_hash.items())[:10]]
-    for block in early:  # as if others had taken them
+    for block in early:  # as if they had been evicted
         manager._uncache(block)
         del manager._cached[block]
         manager._free[block] = None
@@ -83,7 +83,7 @@ def test_a_prefix_is_found_by_its_last_window() -> None:
     driver.check_idle()
 
 
-def test_what_was_given_back_is_forgotten_with_the_rest_when_numbers_are_not_finite() -> None:
+def test_freed_blocks_leave_the_cache_too_when_numbers_are_not_finite() -> None:
     config = make_config(max_model_len=200)
     driver = Driver(config, 60, Faults(poisoned_seeds=(1,)), sliding_window=WINDOW)
     driver.add(make_request(1, [number % 60 for number in range(80)], max_tokens=5))  # in three steps
@@ -95,7 +95,7 @@ def test_what_was_given_back_is_forgotten_with_the_rest_when_numbers_are_not_fin
     driver.check_idle()
 
 
-def test_who_is_preempted_computes_a_window_again_and_no_more() -> None:
+def test_a_preempted_sequence_computes_one_window_again() -> None:
     driver = driver_for()
     driver.add(make_request(1, [number % 60 for number in range(80)], max_tokens=30))
     for _ in range(10):
