@@ -43,7 +43,7 @@ def picture(package: str) -> str:
     used = {name: set(order[name] & found.get(name, set())) for name in order}
     lines = ["```mermaid", "flowchart TD"]
     for name in order:
-        lines.append(f"  {_node(name)}([{name}])" if name.endswith(".py") else f"  {_node(name)}[{name}/]")
+        lines.append(f'  {_node(name)}(["{name}"])' if name.endswith(".py") else f'  {_node(name)}["{name}/"]')
     for name, below in transitive_reduction(used).items():
         if below:
             lines.append(f"  {_node(name)} --> {' & '.join(_node(other) for other in order if other in below)}")

@@ -11,7 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("server", "engine", "workers")
-MAX_FILE_LINES = 500
+MAX_FILE_LINES = 420
+MAX_TEST_FILE_LINES = 500
 MAX_FUNCTION_LINES = 70
 
 # Libraries that only some packages import.
@@ -139,8 +140,9 @@ def sizes(source: str, file: str) -> list[str]:
     """Files and functions that are too long."""
     findings = []
     lines = len(source.splitlines())
-    if lines >= MAX_FILE_LINES:
-        findings.append(f"{file}: {lines} lines, the limit is {MAX_FILE_LINES}")
+    limit = MAX_TEST_FILE_LINES if file.startswith("tests/") else MAX_FILE_LINES
+    if lines >= limit:
+        findings.append(f"{file}: {lines} lines, the limit is {limit}")
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
