@@ -66,6 +66,6 @@ class MessageParser:
         return merged(events)
 
     def finish_reason(self, delta: Delta) -> str | None:
-        """Why the message ended: `tool_calls` where it has calls, unless it was cut short or the caller named the call."""
+        """Why the message ended: `tool_calls` if it has calls, was not cut short, and the caller named no function."""
         called = self._num_calls > 0 and not self._is_named
         return TOOL_CALLS if called and delta.finish_reason == FinishReason.STOP.value else delta.finish_reason
