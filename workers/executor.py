@@ -38,7 +38,7 @@ class Executor(Protocol):
         """End every rank. Idempotent."""
 
 
-def start_group(config: WorkerConfig, *, inline: bool, on_progress: OnProgress) -> Executor:
+def start_executor(config: WorkerConfig, *, inline: bool, on_progress: OnProgress) -> Executor:
     """Check the configuration, start the ranks and load the model.
 
     Raises `StartupError` with a cause and a fix; what can be known from headers and numbers is checked before any

@@ -14,7 +14,7 @@ from pathlib import Path
 from workers.config import WorkerConfig
 from workers.errors import StartupError
 from workers.layers.decoder_spec import FUSED_TENSORS, DecoderSpec, is_ignorable, tensor_shapes
-from workers.layers.shards import working_sizes
+from workers.layers.sharding import supported_tp_sizes
 from workers.models.registry import describe, read_config
 from workers.platform import processor
 from workers.platform.cores import available_cores
@@ -120,7 +120,7 @@ def _check_at_least_one(field: str, value: int) -> None:
 
 
 def _check_parallel(size: int, spec: DecoderSpec) -> None:
-    working = working_sizes(spec.num_heads, spec.num_kv_heads, spec.intermediate_size)
+    working = supported_tp_sizes(spec.num_heads, spec.num_kv_heads, spec.intermediate_size)
     if size not in working:
         raise StartupError(
             f"tensor_parallel_size {size} does not fit this model: {spec.num_heads} heads, {spec.num_kv_heads} "

@@ -58,9 +58,9 @@ def main(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole foreground group: the parent decides
     log_to_stderr()
     if start_executor is None:
-        from workers.executor import start_group
+        from workers.executor import start_executor as start_ranks
 
-        start_executor = start_group
+        start_executor = start_ranks
     with socket.socket(fileno=arguments.fd) as sock:
         try:
             return _serve(sock, start_executor, loading_timeout_s)

@@ -21,7 +21,7 @@ from engine.replay.comparison import Comparison
 from engine.replay.fingerprint import layout, model_sums, versions
 from engine.replay.recording import STEP, Header, Recording
 from workers.config import WorkerConfig
-from workers.executor import Executor, start_group
+from workers.executor import Executor, start_executor
 from workers.protocol import ProtocolError, StepMetadata, StepOutput, unpack_output, unpack_step
 
 EXIT_SAME, EXIT_DIFFERENT, EXIT_INTERRUPTED = 0, 1, 130
@@ -73,7 +73,7 @@ def replay(path: str, tensor_parallel_size: int | None, model: str | None, toler
     if tolerance is None and config.tensor_parallel_size == recorded:
         tolerance = 0.0
     comparison = Comparison(tolerance)
-    executor = start_group(config, inline=True, on_progress=lambda phase, share: _progress(f"{phase} {share:.0%}"))
+    executor = start_executor(config, inline=True, on_progress=lambda phase, share: _progress(f"{phase} {share:.0%}"))
     try:
         failure = _run(executor, recording, survey, comparison)
     finally:

@@ -18,7 +18,7 @@ from tests.golden.tiny_models import make_tiny
 from tests.house.documents import filled
 from tests.house.rules import ROOT
 from tests.unit.workers.verify_cases import VerifyCase
-from workers.layers.shards import working_sizes
+from workers.layers.sharding import supported_tp_sizes
 from workers.models.registry import read_spec
 from workers.verify.compare import Comparison
 
@@ -40,7 +40,7 @@ def family_rows(name: str, folder: Path) -> tuple[list[str], bool]:
         verify_case = VerifyCase(model, folder / f"{dtype}-verify", dtype, 6, prompts, case.max_model_len or 64)
         cells, worst, theirs = [], 0.0, 0.0
         for size in SIZES:
-            if size not in working_sizes(spec.num_heads, spec.num_kv_heads, spec.intermediate_size):
+            if size not in supported_tp_sizes(spec.num_heads, spec.num_kv_heads, spec.intermediate_size):
                 cells.append("-")
                 continue
             comparison, causes = verify_case.run(size)

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from tests.golden.cases import CASES, TOTAL
-from tests.golden.exact_reference import Judge
+from tests.golden.exact_reference import ExactReference
 from tests.golden.tiny_models import make_tiny
 
 
 @pytest.fixture(scope="session")
-def judge_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Judge]:
-    """`judge_of(case name)`, or with a dtype other than float32: the checkpoint is `judge.path`."""
+def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ExactReference]:
+    """`reference_of(case name)`, or with a dtype other than float32: the checkpoint is `reference.path`."""
     tokens = random.Random(3).choices(range(300), k=TOTAL)
 
     @cache
@@ -30,7 +30,7 @@ def judge_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Judge]:
         return path
 
     @cache
-    def judge(name: str, dtype: torch.dtype = torch.float32) -> Judge:
-        return Judge(path_of(name), tokens, dtype, CASES[name].max_model_len)
+    def reference(name: str, dtype: torch.dtype = torch.float32) -> ExactReference:
+        return ExactReference(path_of(name), tokens, dtype, CASES[name].max_model_len)
 
-    return judge
+    return reference

@@ -1,4 +1,4 @@
-"""transformers' own model as the judge: in the dtype it is used in, and in float64 with nothing left in 32 bits.
+"""transformers' own model as the reference: in the dtype it is used in, and in float64 with nothing left in 32 bits.
 
 transformers computes norms in float32 even for a float64 model; its distance from itself would then hide the error
 that both share. Here one model answers both ways: as it was loaded, and with every leaf and the attention in float64.
@@ -25,7 +25,7 @@ GREEDY = 10
 Result = TypeVar("Result")
 
 
-class Judge:
+class ExactReference:
     """One checkpoint at one dtype: transformers' own numbers, and the truth they are an approximation of."""
 
     def __init__(

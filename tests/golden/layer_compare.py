@@ -1,4 +1,4 @@
-"""Every tensor of every layer, ours at any number of ranks against the judge's, in the order of computation.
+"""Every tensor of every layer, ours at any number of ranks against the reference's, in the order of computation.
 
 The bound is transformers' own error: ours may miss the float64 truth by twice what theirs misses it by, as the root of
 the mean square (the largest of thousands of roundings is a matter of luck; `test_decoder_golden.py` holds the logits to
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.golden.cases import PROMPT
-from tests.golden.exact_reference import Judge
+from tests.golden.exact_reference import ExactReference
 from tests.golden.paged_run import BLOCK_SIZE, NUM_BLOCKS, PagedRun, load_decoder, on_ranks
 from workers.distributed.parallel_state import TensorParallel
 from workers.layers.decoder_spec import DecoderSpec
@@ -42,19 +42,19 @@ def names_of(spec: DecoderSpec) -> list[str]:
     return ["embedding", *layers, "final_norm", "logits"]
 
 
-def findings(judge: Judge, size: int) -> list[Finding]:
+def findings(reference: ExactReference, size: int) -> list[Finding]:
     """Empty when every tensor at `size` ranks is within its bound."""
-    ranks = on_ranks(size, lambda tp: our_layers(tp, judge))
-    spec = judge.spec
+    ranks = on_ranks(size, lambda tp: our_layers(tp, reference))
+    spec = reference.spec
     found = []
-    wanted = page_bytes(spec, size, judge.dtype)
+    wanted = page_bytes(spec, size, reference.dtype)
     if any(rank["pages"] != wanted for rank in ranks):
         found.append(Finding("pages", ranks[0]["pages"].item(), wanted))
-    truth, theirs = judge.layers
+    truth, theirs = reference.layers
     for tensor in names_of(spec):
         error = rms(joined(tensor, [rank[tensor] for rank in ranks], spec) - truth[tensor])
         own = rms(theirs[tensor] - truth[tensor])
-        bound = 2 * max(own, _ROUNDING[judge.dtype] * rms(truth[tensor]))
+        bound = 2 * max(own, _ROUNDING[reference.dtype] * rms(truth[tensor]))
         if not error <= bound:  # NaN is never within
             found.append(Finding(tensor, error, bound))
     return found
@@ -64,13 +64,13 @@ def rms(x: Tensor) -> float:
     return x.square().mean().sqrt().item()
 
 
-def our_layers(tp: TensorParallel, judge: Judge) -> dict[str, Tensor]:
+def our_layers(tp: TensorParallel, reference: ExactReference) -> dict[str, Tensor]:
     """This rank's tensors for the prompt, which is fed in two chunks."""
-    decoder = load_decoder(judge.path, tp, judge.dtype, judge.max_model_len)
+    decoder = load_decoder(reference.path, tp, reference.dtype, reference.max_model_len)
     recording = RecordingDecoder(decoder)
     run = PagedRun(recording)
-    run.step({0: judge.tokens[:_FIRST_CHUNK]})
-    run.step({0: judge.tokens[_FIRST_CHUNK:PROMPT]})
+    run.step({0: reference.tokens[:_FIRST_CHUNK]})
+    run.step({0: reference.tokens[_FIRST_CHUNK:PROMPT]})
     recording.close()
     tensors = {name: torch.cat([step[name] for step in recording.steps]).double() for name in recording.last}
     held = sum(t.numel() * t.element_size() for page in run.pages for t in (page.k, page.v))

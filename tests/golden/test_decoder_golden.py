@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.golden.cases import PROMPT, RUNS, TOTAL, run_id
-from tests.golden.exact_reference import GREEDY, Judge
+from tests.golden.exact_reference import GREEDY, ExactReference
 from tests.golden.paged_run import PagedRun, greedy, load_decoder, on_ranks
 from workers.distributed.parallel_state import TensorParallel
 
@@ -39,18 +39,20 @@ def feed(run: PagedRun, tokens: list[int], cuts: list[int]) -> Tensor:
 
 
 @every_run
-def test_logits_are_within_twice_transformers_own_error(judge_of: Callable[..., Judge], name: str, size: int) -> None:
-    judge = judge_of(name)
-    truth, own = judge.logits
+def test_logits_are_within_twice_transformers_own_error(
+    reference_of: Callable[..., ExactReference], name: str, size: int
+) -> None:
+    reference = reference_of(name)
+    truth, own = reference.logits
     theirs = (own - truth).abs().max().item()
-    assert theirs < 1e-4 * truth.abs().max().item(), "the judge does not agree with itself"
+    assert theirs < 1e-4 * truth.abs().max().item(), "the reference does not agree with itself"
     bound = 2 * theirs + 1e-6 * truth.abs().max().item()
     ways = list(CUTS) if size <= 2 else _FEW
 
     def feed_all_ways(tp: TensorParallel) -> Tensor:
         """[ways, n, vocab]. Pages of one way are not those of another."""
-        decoder = load_decoder(judge.path, tp, max_model_len=judge.max_model_len)
-        return torch.stack([feed(PagedRun(decoder), judge.tokens, CUTS[way]) for way in ways])
+        decoder = load_decoder(reference.path, tp, max_model_len=reference.max_model_len)
+        return torch.stack([feed(PagedRun(decoder), reference.tokens, CUTS[way]) for way in ways])
 
     ranks = on_ranks(size, feed_all_ways)
     assert all(torch.equal(ranks[0], other) for other in ranks[1:]), "ranks disagree"
@@ -60,11 +62,11 @@ def test_logits_are_within_twice_transformers_own_error(judge_of: Callable[..., 
 
 
 @every_run
-def test_greedy_text_equals_transformers(judge_of: Callable[..., Judge], name: str, size: int) -> None:
-    judge = judge_of(name)
+def test_greedy_text_equals_transformers(reference_of: Callable[..., ExactReference], name: str, size: int) -> None:
+    reference = reference_of(name)
 
     def text(tp: TensorParallel) -> list[list[int]]:
-        run = PagedRun(load_decoder(judge.path, tp, max_model_len=judge.max_model_len))
-        return list(greedy(run, judge.prompts, GREEDY).values())
+        run = PagedRun(load_decoder(reference.path, tp, max_model_len=reference.max_model_len))
+        return list(greedy(run, reference.prompts, GREEDY).values())
 
-    assert on_ranks(size, text)[0] == judge.text
+    assert on_ranks(size, text)[0] == reference.text

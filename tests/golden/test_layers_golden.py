@@ -10,21 +10,23 @@ import pytest
 import torch
 
 from tests.golden.cases import FAMILY_CASES, RUNS, run_id
-from tests.golden.exact_reference import Judge
+from tests.golden.exact_reference import ExactReference
 from tests.golden.layer_compare import findings
 
 
 @pytest.mark.parametrize(("name", "size"), RUNS, ids=[run_id(*run) for run in RUNS])
 def test_every_tensor_is_within_twice_transformers_own_error(
-    judge_of: Callable[..., Judge], name: str, size: int
+    reference_of: Callable[..., ExactReference], name: str, size: int
 ) -> None:
-    found = findings(judge_of(name), size)
+    found = findings(reference_of(name), size)
     assert not found, f"first of {len(found)}: {found[0]}"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", FAMILY_CASES)
-def test_every_tensor_in_sixteen_bits(judge_of: Callable[..., Judge], name: str, size: int, dtype: torch.dtype) -> None:
-    found = findings(judge_of(name, dtype), size)
+def test_every_tensor_in_sixteen_bits(
+    reference_of: Callable[..., ExactReference], name: str, size: int, dtype: torch.dtype
+) -> None:
+    found = findings(reference_of(name, dtype), size)
     assert not found, f"first of {len(found)}: {found[0]}"

@@ -5,20 +5,20 @@ from collections.abc import Callable
 import pytest
 
 from tests.golden.cases import RUNS
-from tests.golden.exact_reference import Judge
+from tests.golden.exact_reference import ExactReference
 from tests.golden.faults import FAULTS, Fault
 from tests.golden.layer_compare import findings
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.requirement}-{fault.what}")
 def test_a_planted_fault_is_named(
-    judge_of: Callable[..., Judge], monkeypatch: pytest.MonkeyPatch, fault: Fault
+    reference_of: Callable[..., ExactReference], monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
     assert (fault.case, fault.size) in RUNS, "the test that is said to catch it does not exist"
-    judge = judge_of(fault.case)
-    assert judge.layers  # transformers runs on code of ours as well: before anything is planted
+    reference = reference_of(fault.case)
+    assert reference.layers  # transformers runs on code of ours as well: before anything is planted
     fault.plant(monkeypatch)
-    found = findings(judge, fault.size)
+    found = findings(reference, fault.size)
     assert found, "nobody noticed"
     assert found[0].tensor == fault.tensor, f"named {found[0]}"
 

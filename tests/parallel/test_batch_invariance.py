@@ -16,7 +16,7 @@ from engine.sampling_params import SamplingParams
 from engine.types import Request
 from tests.parallel.direct_engine import Answer, DirectEngine
 from workers.config import WorkerConfig
-from workers.executor import Executor, start_group
+from workers.executor import Executor, start_executor
 from workers.platform import processor
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "oarlock-demo"
@@ -38,7 +38,7 @@ def start(dtype: str, size: int = 1) -> Executor:
         kv_cache_bytes=48 << 20,
         num_threads=1,
     )
-    return start_group(config, inline=True, on_progress=lambda phase, fraction: None)
+    return start_executor(config, inline=True, on_progress=lambda phase, fraction: None)
 
 
 def make_requests(count: int) -> list[Request]:
@@ -63,7 +63,7 @@ def make_requests(count: int) -> list[Request]:
 
 
 @pytest.fixture(scope="module", params=["bfloat16", "float32"])
-def group(request: pytest.FixtureRequest) -> Iterator[Executor]:
+def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
     started = start(request.param)
     if request.param == "float32" and started.info.attention_backend != "avx512":
         pytest.skip(f"float32 is promised with avx512 attention only, here: {started.info.batch_invariant_reason}")
@@ -72,21 +72,21 @@ def group(request: pytest.FixtureRequest) -> Iterator[Executor]:
 
 
 @pytest.fixture(scope="module")
-def requests(group: Executor) -> list[Request]:
-    return make_requests(COUNTS[group.config.dtype])
+def requests(executor: Executor) -> list[Request]:
+    return make_requests(COUNTS[executor.config.dtype])
 
 
 @pytest.fixture(scope="module")
-def alone(group: Executor, requests: list[Request]) -> dict[int, Answer]:
+def alone(executor: Executor, requests: list[Request]) -> dict[int, Answer]:
     """Every request with the engine to itself."""
-    answers = run_alone(group, requests)
+    answers = run_alone(executor, requests)
     assert all(answer.error is None for answer in answers.values())
     assert all(len(answers[r.request_id].logprobs) == r.params.max_tokens for r in requests)
     return answers
 
 
-def run_alone(group: Executor, requests: list[Request]) -> dict[int, Answer]:
-    engine = DirectEngine(group)
+def run_alone(executor: Executor, requests: list[Request]) -> dict[int, Answer]:
+    engine = DirectEngine(executor)
     answers: dict[int, Answer] = {}
     for request in requests:
         answers |= engine.run([request])
@@ -99,67 +99,69 @@ def differences(answers: dict[int, Answer], alone: dict[int, Answer]) -> list[in
     return [number for number, answer in answers.items() if answer != alone[number]]
 
 
-def test_among_31_others(group: Executor, requests: list[Request], alone: dict[int, Answer]) -> None:
-    engine = DirectEngine(group)
+def test_among_31_others(executor: Executor, requests: list[Request], alone: dict[int, Answer]) -> None:
+    engine = DirectEngine(executor)
     assert differences(engine.run(requests), alone) == []
     assert engine.num_steps < sum(request.params.max_tokens for request in requests) / 8  # they did run together
 
 
-def test_others_join_and_leave_at_any_step(group: Executor, requests: list[Request], alone: dict[int, Answer]) -> None:
-    engine = DirectEngine(group, max_num_seqs=24)
+def test_others_join_and_leave_at_any_step(
+    executor: Executor, requests: list[Request], alone: dict[int, Answer]
+) -> None:
+    engine = DirectEngine(executor, max_num_seqs=24)
     answers = engine.run(reversed(requests), arrives_at=lambda number: number // 3 + number % 7)
     assert differences(answers, alone) == []
 
 
-def test_after_a_prefix_hit(group: Executor, requests: list[Request], alone: dict[int, Answer]) -> None:
-    engine = DirectEngine(group, enable_prefix_caching=True)
+def test_after_a_prefix_hit(executor: Executor, requests: list[Request], alone: dict[int, Answer]) -> None:
+    engine = DirectEngine(executor, enable_prefix_caching=True)
     assert differences(engine.run(requests), alone) == []
     hits = engine.num_cached_tokens
     assert differences(engine.run(requests), alone) == []
     assert engine.num_cached_tokens - hits > 16 * len(requests)  # more than the beginning they share
 
 
-def test_beside_equal_prompts(group: Executor, requests: list[Request], alone: dict[int, Answer]) -> None:
+def test_beside_equal_prompts(executor: Executor, requests: list[Request], alone: dict[int, Answer]) -> None:
     """Three of each: the second and third read what the first computes in the same step."""
     some = [r for r in requests[:20] if r.params.prompt_logprobs is None]
     copies = [replace(r, request_id=r.request_id + 1000 * copy) for r in some for copy in range(3)]
-    engine = DirectEngine(group, enable_prefix_caching=True)
+    engine = DirectEngine(executor, enable_prefix_caching=True)
     answers = engine.run(copies)
     assert differences(answers, {r.request_id: alone[r.request_id % 1000] for r in copies}) == []
     assert engine.num_cached_tokens > 16 * 2 * len(copies) * 2 // 3
 
 
-def test_after_preemption(group: Executor, requests: list[Request], alone: dict[int, Answer]) -> None:
+def test_after_preemption(executor: Executor, requests: list[Request], alone: dict[int, Answer]) -> None:
     """Longer answers, so that sequences that were let in outgrow the pool."""
     some = [replace(r, params=replace(r.params, max_tokens=40)) for r in requests[:: len(requests) // 13]]
-    engine = DirectEngine(group, num_blocks=24)
+    engine = DirectEngine(executor, num_blocks=24)
     together = engine.run(some)
     assert engine.scheduler.stats.num_preemptions >= 2
-    assert differences(together, run_alone(group, some)) == []
+    assert differences(together, run_alone(executor, some)) == []
     for r in some:  # and the answers begin as the shorter ones did
         assert together[r.request_id].token_ids[:3] == alone[r.request_id].token_ids[:3]
 
 
 @pytest.mark.parametrize("budget", [16, 23])
 def test_with_its_prompt_in_many_chunks(
-    group: Executor, requests: list[Request], alone: dict[int, Answer], budget: int
+    executor: Executor, requests: list[Request], alone: dict[int, Answer], budget: int
 ) -> None:
     some = requests[:: 1 if budget == 23 else 4]
-    engine = DirectEngine(group, max_num_seqs=min(budget, 16), max_num_batched_tokens=budget)
+    engine = DirectEngine(executor, max_num_seqs=min(budget, 16), max_num_batched_tokens=budget)
     answers = engine.run(some)
     assert differences(answers, {r.request_id: alone[r.request_id] for r in some}) == []
 
 
-def test_the_start_says_so(group: Executor) -> None:
-    assert group.info.batch_invariant, group.info.batch_invariant_reason
+def test_the_start_says_so(executor: Executor) -> None:
+    assert executor.info.batch_invariant, executor.info.batch_invariant_reason
 
 
 def test_two_ranks_keep_the_promise_too() -> None:
     """Their bits are others than one rank's: row-parallel sums are added in another order."""
-    group = start("bfloat16", size=2)
+    executor = start("bfloat16", size=2)
     try:
-        assert group.info.batch_invariant, group.info.batch_invariant_reason
+        assert executor.info.batch_invariant, executor.info.batch_invariant_reason
         requests = make_requests(24)
-        assert differences(DirectEngine(group).run(requests), run_alone(group, requests)) == []
+        assert differences(DirectEngine(executor).run(requests), run_alone(executor, requests)) == []
     finally:
-        group.close()
+        executor.close()

@@ -43,7 +43,7 @@ for _ in range(200):  # ranks drift and meet again
     x = torch.full((300,), float(info.rank))
     assert torch.equal(tp.all_reduce(x), torch.full((300,), float(sum(range(info.size)))))
 print(json.dumps(digests))
-tp.leave()
+tp.destroy()
 """
 
 

@@ -14,9 +14,9 @@ from engine.sampling_params import Grammar, SamplingParams
 from engine.types import Request
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.direct_engine import DirectEngine
-from tests.parallel.test_process_group import config_for, start, step_of
+from tests.parallel.test_multiproc_executor import config_for, start, step_of
 from workers.errors import WorkerError
-from workers.executor import Executor, start_group
+from workers.executor import Executor, start_executor
 from workers.protocol import StepMetadata, mask_words
 from workers.worker.uniproc_executor import UniProcExecutor
 
@@ -31,7 +31,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=["inline", 1, 2])
 def executor(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Executor]:
     if request.param == "inline":
-        made = start_group(config_for(checkpoint), inline=True, on_progress=lambda phase, fraction: None)
+        made = start_executor(config_for(checkpoint), inline=True, on_progress=lambda phase, fraction: None)
     else:
         made = start(checkpoint, request.param)
     yield made
@@ -75,7 +75,7 @@ def test_masks_in_time_or_late_give_the_same_numbers(executor: Executor) -> None
 def test_an_inline_rank_runs_the_model_before_the_masks_and_samples_after(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    executor = start_group(config_for(checkpoint), inline=True, on_progress=lambda phase, fraction: None)
+    executor = start_executor(config_for(checkpoint), inline=True, on_progress=lambda phase, fraction: None)
     assert isinstance(executor, UniProcExecutor) and executor._runner is not None
     runner, log, begun = executor._runner, [], threading.Event()
     decoder = type(runner.model)
@@ -108,7 +108,7 @@ def test_an_inline_rank_runs_the_model_before_the_masks_and_samples_after(
 
 
 def test_a_step_without_late_masks_starts_no_thread(checkpoint: Path) -> None:
-    executor = start_group(config_for(checkpoint), inline=True, on_progress=lambda phase, fraction: None)
+    executor = start_executor(config_for(checkpoint), inline=True, on_progress=lambda phase, fraction: None)
     before = threading.active_count()
     executor.submit(masked_step(executor, 1))
     executor.submit(masked_step(executor, 2), lambda bits: bits.fill(0xFFFFFFFF))
@@ -144,7 +144,7 @@ def test_masks_that_cannot_be_filled_lose_the_step_and_no_more(checkpoint: Path,
     def fill(bits: np.ndarray) -> None:
         raise ZeroDivisionError("no such rule")
 
-    executor = start_group(config_for(checkpoint), inline=inline, on_progress=lambda phase, fraction: None)
+    executor = start_executor(config_for(checkpoint), inline=inline, on_progress=lambda phase, fraction: None)
     try:
         with pytest.raises((WorkerError, ZeroDivisionError), match="no such rule"):
             executor.submit(masked_step(executor, 1), fill)

@@ -16,7 +16,7 @@ from engine.types import Request
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.direct_engine import DirectEngine
 from workers.config import WorkerConfig
-from workers.executor import start_group
+from workers.executor import start_executor
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def recorded(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         kv_cache_bytes=1 << 20,
         num_threads=1,
     )
-    executor = start_group(config, inline=True, on_progress=lambda phase, fraction: None)
+    executor = start_executor(config, inline=True, on_progress=lambda phase, fraction: None)
     recording = RecordingExecutor(executor, RecordingWriter(str(path)), None)
     engine = DirectEngine(recording, num_blocks=40, enable_prefix_caching=True)
     draw = np.random.default_rng(0)

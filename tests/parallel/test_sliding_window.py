@@ -10,13 +10,13 @@ from engine.types import Request
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.direct_engine import Answer, DirectEngine
 from workers.config import WorkerConfig
-from workers.executor import Executor, start_group
+from workers.executor import Executor, start_executor
 
 WINDOW, BLOCK = 24, 8
 
 
 @pytest.fixture(scope="module", params=["reference", "torch"])
-def group(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
+def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
     config = WorkerConfig(
         str(make_tiny(tmp_path_factory.mktemp("model"), "mistral", sliding_window=WINDOW)),
         device="cpu",
@@ -29,7 +29,7 @@ def group(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         num_threads=1,
         attention_backend=request.param,
     )
-    started = start_group(config, inline=True, on_progress=lambda phase, fraction: None)
+    started = start_executor(config, inline=True, on_progress=lambda phase, fraction: None)
     yield started
     started.close()
 
@@ -45,18 +45,18 @@ REQUESTS = [
 
 
 @pytest.fixture(scope="module")
-def expected(group: Executor) -> dict[int, Answer]:
+def expected(executor: Executor) -> dict[int, Answer]:
     """With every block kept."""
-    engine = DirectEngine(group, info=replace(group.info, sliding_window=None))
+    engine = DirectEngine(executor, info=replace(executor.info, sliding_window=None))
     answers = engine.run(REQUESTS)
     assert not any(answer.error for answer in answers.values())
     assert engine.most_blocks_held > 50
     return answers
 
 
-def test_blocks_outside_the_window_are_given_back(group: Executor, expected: dict[int, Answer]) -> None:
-    assert group.info.sliding_window == WINDOW
-    engine = DirectEngine(group, enable_prefix_caching=True)
+def test_blocks_outside_the_window_are_given_back(executor: Executor, expected: dict[int, Answer]) -> None:
+    assert executor.info.sliding_window == WINDOW
+    engine = DirectEngine(executor, enable_prefix_caching=True)
     assert engine.run(REQUESTS) == expected
     # four windows of four blocks, and what was computed since each last grew
     assert engine.most_blocks_held <= 30
@@ -65,7 +65,7 @@ def test_blocks_outside_the_window_are_given_back(group: Executor, expected: dic
     assert [answer.token_ids for answer in again.values()] == [answer.token_ids for answer in expected.values()]
 
 
-def test_a_pool_that_is_too_small_gives_the_same_tokens(group: Executor, expected: dict[int, Answer]) -> None:
-    engine = DirectEngine(group, num_blocks=24)
+def test_a_pool_that_is_too_small_gives_the_same_tokens(executor: Executor, expected: dict[int, Answer]) -> None:
+    engine = DirectEngine(executor, num_blocks=24)
     answers = engine.run([replace(r, params=replace(r.params, logprobs=None)) for r in REQUESTS])
     assert [answer.token_ids for answer in answers.values()] == [answer.token_ids for answer in expected.values()]

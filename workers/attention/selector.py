@@ -5,11 +5,11 @@ from collections.abc import Callable
 from workers.attention.avx512 import Avx512Backend
 from workers.attention.backend import AttentionBackend, KVSpec
 from workers.attention.reference import ReferenceBackend
-from workers.attention.torch_backend import CpuBackend
+from workers.attention.torch_backend import TorchBackend
 from workers.errors import StartupError
 
 # Fastest first; the reference serves whatever nobody else does.
-BACKENDS: tuple[type[AttentionBackend], ...] = (Avx512Backend, CpuBackend, ReferenceBackend)
+BACKENDS: tuple[type[AttentionBackend], ...] = (Avx512Backend, TorchBackend, ReferenceBackend)
 
 
 def choose(spec: KVSpec, name: str, log: Callable[[str], None]) -> AttentionBackend:

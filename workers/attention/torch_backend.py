@@ -118,7 +118,7 @@ class _Scratch:
         return view
 
 
-class CpuBackend:
+class TorchBackend:
     """Pages are `[blocks + 1, kv_heads, block_size, head_dim]`; the last one stays zero."""
 
     name: ClassVar[str] = "torch"

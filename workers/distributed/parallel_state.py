@@ -60,7 +60,7 @@ class TensorParallel:
         dist.all_gather(list(out.unbind(0)), x.contiguous())
         return out
 
-    def leave(self) -> None:
+    def destroy(self) -> None:
         """Give the group's sockets back. The group cannot be used afterwards."""
         if dist.is_initialized():
             dist.destroy_process_group()

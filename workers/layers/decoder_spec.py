@@ -1,7 +1,7 @@
 """A decoder as plain values: everything that decides its mathematics, and nothing about how it is run.
 
 Torch-free. Knows no Hugging Face key names (the `hf_*.py` beside it do) and no tensor-parallel sizes
-(`layers/shards.py`).
+(`layers/sharding.py`).
 """
 
 from dataclasses import dataclass, replace

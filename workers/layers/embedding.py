@@ -9,7 +9,7 @@ from torch import Tensor
 from workers.kernels.cpu.avx512_gemm import Avx512Matmul
 from workers.layers.matmul import holds_weight, matmul
 from workers.layers.placement import Placement
-from workers.layers.shards import shard_vocab
+from workers.layers.sharding import shard_vocab
 from workers.weights.source import WeightSource
 
 

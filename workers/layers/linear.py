@@ -8,7 +8,7 @@ from torch import Tensor
 
 from workers.layers.matmul import gated_matmul, matmul
 from workers.layers.placement import Placement
-from workers.layers.shards import shard_evenly, shard_heads
+from workers.layers.sharding import shard_evenly, shard_heads
 from workers.weights.source import WeightSource
 
 

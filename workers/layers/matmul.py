@@ -5,12 +5,13 @@ something to call and does not know which it got. Nothing here knows about ranks
 
 Why packed: an ordinary `F.linear` with few rows lays the weight out anew at every call. A packed one reads it in the
 kernel's own order, and its rows do not depend on how many others share the call: our own kernel's never, oneDNN's as
-long as there are at least two. Whether it takes two is found out for each size (`single_rows.py`).
+long as there are at least two. Whether it takes two is found out for each size (`row_invariance.py`).
 """
 
 import logging
 from collections.abc import Callable
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Protocol
 
 import torch
@@ -18,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.kernels.cpu.avx512_gemm import Avx512GatedMatmul, Avx512Matmul, can_serve
-from workers.layers.activation import ACTIVATIONS
-from workers.layers.single_rows import Doubled, needs_company
+from workers.layers.row_invariance import PairedRows, needs_second_row
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +28,22 @@ _log = logging.getLogger(__name__)
 # float32 anyway, far below the rounding of the result.)
 FLOAT32_BLOCK = 256
 _ROWS_HINT = 32  # for the layout that is chosen while packing; any number of rows computes the same
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """An activation function in torch, and by oneDNN's names for a product that applies it before rounding."""
+
+    function: Callable[[Tensor], Tensor]
+    attribute: str  # of oneDNN's post-op
+    algorithm: str = ""
+
+
+# by the names that `DecoderSpec.activation` uses
+ACTIVATIONS = {
+    "silu": Activation(F.silu, "swish"),
+    "gelu_tanh": Activation(partial(F.gelu, approximate="tanh"), "gelu", "tanh"),
+}
 
 
 class Matmul(Protocol):
@@ -123,7 +139,7 @@ def matmul(weight: Tensor, bias: Tensor | None = None, *, float32_output: bool =
         return Avx512Matmul(weight, bias, float32_output=float32_output)
     kind = PackedMatmul if can_pack(weight.dtype, weight.device.type) else PlainMatmul
     product = kind(weight, bias)
-    return Doubled(product) if _asks_for_two(product, weight, kind, bias is None, adds=True) else product
+    return PairedRows(product) if _asks_for_two(product, weight, kind, bias is None, adds=True) else product
 
 
 def gated_matmul(weight: Tensor, bias: Tensor | None, activation: str) -> GatedMatmul:
@@ -133,18 +149,18 @@ def gated_matmul(weight: Tensor, bias: Tensor | None, activation: str) -> GatedM
     kind = PackedGatedMatmul if can_pack(weight.dtype, weight.device.type) else PlainGatedMatmul
     product = kind(weight, bias, activation)
     gate = weight[: weight.shape[0] // 2]
-    return Doubled(product) if _asks_for_two(product, gate, kind, bias is None, activation) else product
+    return PairedRows(product) if _asks_for_two(product, gate, kind, bias is None, activation) else product
 
 
 def holds_weight(product: Matmul) -> bool:
     """Whether it multiplies by the very weight it was made from, without a second form of it."""
-    inner = product.product if isinstance(product, Doubled) else product
+    inner = product.product if isinstance(product, PairedRows) else product
     return isinstance(inner, PlainMatmul)
 
 
 def _asks_for_two(product: Callable[..., Tensor], weight: Tensor, *kind: object, adds: bool = False) -> bool:
     """Elsewhere than on the CPU nothing is promised about a row's bits."""
-    return weight.device.type == "cpu" and needs_company(product, weight, *kind, adds=adds)
+    return weight.device.type == "cpu" and needs_second_row(product, weight, *kind, adds=adds)
 
 
 @cache

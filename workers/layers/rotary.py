@@ -79,15 +79,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
     """Turn the heads of `x` [T, H, head_dim] in float32 and round once, to `dtype`. Returns contiguous memory."""
     if avx512_elementwise.can_serve(dtype, x.device):
         return avx512_elementwise.rotate(x, cos, sin)
-    return rotate_plainly(x, cos, sin, dtype)
+    return rotate_with_torch(x, cos, sin, dtype)
 
 
-def rotate_plainly(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+def rotate_with_torch(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
     """`rotate` from torch's operations: every dtype and device, and the judge of the kernel."""
     size = cos.shape[-1]
     if size == x.shape[-1]:
         return torch.addcmul(x * cos, x.roll(size // 2, -1), sin).to(dtype)
-    turned = rotate_plainly(x[..., :size], cos, sin, dtype)
+    turned = rotate_with_torch(x[..., :size], cos, sin, dtype)
     return torch.cat((turned, x[..., size:].to(dtype)), -1)
 
 

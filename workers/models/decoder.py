@@ -35,7 +35,7 @@ class _Part(Protocol):
     def load(self, weights: WeightSource) -> None: ...
 
 
-class Block:
+class DecoderLayer:
     """One layer: attention, then MLP, each on a normed copy of the residual stream."""
 
     def __init__(self, name: str, spec: DecoderSpec, layer: int, place: Placement) -> None:
@@ -71,19 +71,19 @@ class Decoder:
         self.place = place = Placement(tp, dtype, device)
         vocab, hidden = spec.vocab_size, spec.hidden_size
         self.embedding = VocabParallelEmbedding("model.embed_tokens", vocab, hidden, place, spec.embedding_scale)
-        block = PostNormDecoderLayer if spec.post_norms else Block
-        self.blocks = [block(f"model.layers.{i}", spec, i, place) for i in range(spec.num_layers)]
+        block = PostNormDecoderLayer if spec.post_norms else DecoderLayer
+        self.layers = [block(f"model.layers.{i}", spec, i, place) for i in range(spec.num_layers)]
         self.norm = RMSNorm("model.norm", hidden, spec.rms_norm_eps, place, spec.norm_offset)
         self.head = VocabParallelHead("lm_head", vocab, hidden, place, spec.logit_softcap)
         ropes = [spec.rope_of(i) for i in range(spec.num_layers)]
         self.rotary = {rope: RotaryTable(rope, device) for rope in ropes}  # one, or two where windows have their own
         self.rotary_of = [list(self.rotary).index(rope) for rope in ropes]
-        self.attention_specs: list[AttentionSpec] = [block.attention.spec for block in self.blocks]
+        self.attention_specs: list[AttentionSpec] = [block.attention.spec for block in self.layers]
 
     def with_layers(self, layers: list[int]) -> "Decoder":
         """These layers only, sharing this decoder's weights: a quick model of the same kernels and shapes."""
         other = copy.copy(self)
-        other.blocks = [self.blocks[layer] for layer in layers]
+        other.layers = [self.layers[layer] for layer in layers]
         other.rotary_of = [self.rotary_of[layer] for layer in layers]
         return other
 
@@ -129,7 +129,7 @@ class Decoder:
     def _parts(self) -> Iterator[_Part]:
         """Everything that loads weights, but for the head, which may borrow them."""
         yield self.embedding
-        for block in self.blocks:
+        for block in self.layers:
             yield from block.parts
         yield self.norm
 
@@ -138,7 +138,7 @@ class Decoder:
         longest = max(batch.context_lens)
         angles = [table(batch.positions, longest) for table in self.rotary.values()]  # once per step, for all layers
         hidden = self.embedding(batch.token_ids)  # [T, hidden]
-        for block, which, pages in zip(self.blocks, self.rotary_of, kv, strict=True):
+        for block, which, pages in zip(self.layers, self.rotary_of, kv, strict=True):
             hidden = block(hidden, *angles[which], batch, pages, backend, plan)
         return self.norm(hidden)
 

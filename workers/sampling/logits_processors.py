@@ -19,7 +19,7 @@ from workers.protocol import StepMetadata
 
 
 @dataclass(slots=True)
-class Adjusted:
+class AppliedChanges:
     """How to take the changes back, in reverse order."""
 
     entries: list[tuple[Tensor, Tensor]]  # places in the flat logits, int64 [n], and what stood there
@@ -33,7 +33,9 @@ class Adjusted:
         x.index_copy_(0, self.rows, self.raw_rows)
 
 
-def adjust(x: Tensor, step: StepMetadata, first_id: int, reporting: np.ndarray) -> Adjusted | None:
+def apply_logits_processors(
+    x: Tensor, step: StepMetadata, first_id: int, reporting: np.ndarray
+) -> AppliedChanges | None:
     """Change `x`, this rank's contiguous float32 [L, V] from id `first_id` on.
 
     `reporting` bool [L]: rows that want logprobs. None when no row asks for anything.
@@ -43,7 +45,7 @@ def adjust(x: Tensor, step: StepMetadata, first_id: int, reporting: np.ndarray) 
         return None
     kept = step.mask_rows[reporting[step.mask_rows]]
     rows = torch.from_numpy(kept).to(x.device, torch.int64)
-    done = Adjusted([], rows, x[rows])
+    done = AppliedChanges([], rows, x[rows])
     if len(step.bias_rows):
         _add_bias(x, step, first_id, done)
     if len(step.penalty_rows):
@@ -53,7 +55,7 @@ def adjust(x: Tensor, step: StepMetadata, first_id: int, reporting: np.ndarray) 
     return done
 
 
-def _add_bias(x: Tensor, step: StepMetadata, first_id: int, done: Adjusted) -> None:
+def _add_bias(x: Tensor, step: StepMetadata, first_id: int, done: AppliedChanges) -> None:
     ours, places = _places(x, step.bias_rows, step.bias_ids - first_id)
     logits = x.view(-1)
     done.entries.append((places, logits.index_select(0, places)))
@@ -61,7 +63,7 @@ def _add_bias(x: Tensor, step: StepMetadata, first_id: int, done: Adjusted) -> N
     logits.index_add_(0, places, _moved(step.bias_values[ours], x, torch.float32))
 
 
-def _penalise(x: Tensor, step: StepMetadata, first_id: int, done: Adjusted) -> None:
+def _penalise(x: Tensor, step: StepMetadata, first_id: int, done: AppliedChanges) -> None:
     """Repetition first, then frequency and presence; in float64, rounded once."""
     lengths = np.diff(step.history_starts)
     ours, places = _places(x, np.repeat(step.penalty_rows, lengths), step.history_ids - first_id)
@@ -102,10 +104,10 @@ def _mask(x: Tensor, step: StepMetadata, first_id: int) -> None:
             *map(ctypes.c_long, (len(rows), words.shape[1], first_id, x.shape[1])),
         )  # fmt: skip
     else:
-        mask_plainly(x, step, first_id)
+        mask_with_torch(x, step, first_id)
 
 
-def mask_plainly(x: Tensor, step: StepMetadata, first_id: int) -> None:
+def mask_with_torch(x: Tensor, step: StepMetadata, first_id: int) -> None:
     """The same from torch's and numpy's operations: every device, and the judge of the kernel."""
     first_word, last_word = first_id // 32, -(-(first_id + x.shape[1]) // 32)
     bits = step.mask_bits[:, first_word:last_word]  # [G, W]   fewer words than ids: beyond the vocabulary

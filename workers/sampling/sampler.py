@@ -30,7 +30,7 @@ from torch import Tensor
 from workers.distributed.parallel_state import TensorParallel
 from workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata, StepOutput
 from workers.sampling.candidates import argmax, best, block_maxima
-from workers.sampling.logits_processors import adjust, bans_all
+from workers.sampling.logits_processors import apply_logits_processors, bans_all
 from workers.sampling.logprobs import RawLogprobs, raw_logprobs, softmax_and_sum
 from workers.sampling.noise import Noise, row_keys
 from workers.sampling.top_k_top_p import CANDIDATES, Filters, draw_from_list, draw_from_long_list, draw_in_rounds
@@ -71,7 +71,7 @@ class Sampler:
             self._noise = Noise(self.vocab_start, self.vocab_local, logits.device)
         reporting = (step.num_logprobs >= 0) | (step.target_ids >= 0)
         logits = logits.contiguous()
-        adjusted = adjust(logits, step, self.vocab_start, reporting)
+        adjusted = apply_logits_processors(logits, step, self.vocab_start, reporting)
         tokens, peak = self._choose(logits, step)
         scored = torch.from_numpy(step.target_ids).to(logits.device, torch.int64)
         tokens = torch.where(scored >= 0, scored, tokens)

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from workers.layers.decoder_spec import DecoderSpec
-from workers.layers.shards import shard_vocab
+from workers.layers.sharding import shard_vocab
 from workers.verify.compare import Comparison, Recorded, Row, part_of, same_bits
 from workers.verify.request import Text
 from workers.weights.checkpoint import Checkpoint

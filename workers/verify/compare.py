@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from workers.layers.decoder_spec import DecoderSpec
-from workers.layers.shards import shard_evenly, shard_heads, shard_vocab
+from workers.layers.sharding import shard_evenly, shard_heads, shard_vocab
 from workers.verify.request import Text
 
 LIMIT = 2.0  # of root mean square errors, and of the largest error of the logits; in transformers' own errors

@@ -12,7 +12,7 @@ from workers.distributed.shm_layout import last_of
 from workers.distributed.shm_ring import ChannelClosedError
 from workers.errors import StartupError
 from workers.python_child import start_python
-from workers.worker.loading import HUNG
+from workers.worker.load_progress import HUNG
 from workers.worker.spawn_ranks import RankExtras, SpawnedRanks, describe_exit, spawn_ranks
 
 _KILL_S = 5.0  # for the kernel to end a rank; one that waits for a dead network file system may never end

@@ -193,7 +193,7 @@ class RecordingDecoder:
     def _install(self) -> None:
         decoder = self.decoder
         self._hook(decoder, "norm", after=lambda y: self._record("final_norm", y))
-        for layer in range(len(decoder.blocks)):
+        for layer in range(len(decoder.layers)):
             self._install_layer(layer)
         # An instance attribute hides the method of the group, which other code keeps using.
         tp = decoder.place.tp
@@ -202,7 +202,7 @@ class RecordingDecoder:
         tp.all_reduce = self._recording_all_reduce(tp.all_reduce)  # ty: ignore[invalid-assignment]
 
     def _install_layer(self, layer: int) -> None:
-        block = self.decoder.blocks[layer]
+        block = self.decoder.layers[layer]
         attention, mlp = block.attention, block.mlp
 
         def record(name: str) -> Callable[[Tensor], None]:
@@ -222,9 +222,9 @@ class RecordingDecoder:
         if self._diagnostics:
             gate_up = mlp.gate_up
             self._hook(mlp, "gate_up", before=lambda x: self._record(f"{layer}.gate_up_mirrored", gate_up(-x)))
-        self._undo.append(lambda: self.decoder.blocks.__setitem__(layer, block))
+        self._undo.append(lambda: self.decoder.layers.__setitem__(layer, block))
         before = (lambda x: self._record("embedding", x)) if layer == 0 else None
-        self.decoder.blocks[layer] = _Hooked(block, before, record("residual"))  # ty: ignore[invalid-assignment]
+        self.decoder.layers[layer] = _Hooked(block, before, record("residual"))  # ty: ignore[invalid-assignment]
 
     def _hook(self, owner: Any, name: str, before: Any = None, after: Any = None) -> None:
         original = getattr(owner, name)
@@ -317,7 +317,7 @@ def main(argv: list[str]) -> int:
         tp = init_distributed(arguments)
         run_rank(arguments.config, tp, Path(arguments.extra["folder"]), on_progress)
         control.send("done")
-        tp.leave()
+        tp.destroy()
     except StartupError as error:
         control.send("failed", cause=error.cause, fix=error.fix, exit_code=error.exit_code)
         return error.exit_code

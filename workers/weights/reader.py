@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from workers.errors import StartupError
 from workers.weights.checkpoint import Checkpoint, Located
-from workers.weights.finite import first_not_finite
 from workers.weights.source import check_slice, wrong_shape
 
 # Pages of a mapped file count as the rank's memory until the mapping goes: after this many bytes it is made anew.
@@ -125,3 +125,18 @@ def _not_finite(
         "this model would be meaningless.",
         "Download the file again; if it is your own, the training or conversion that wrote it went wrong.",
     )
+
+
+def first_not_finite(x: Tensor) -> tuple[int, ...] | None:
+    """The index of the first NaN or infinity in `x`, None when there is none.
+
+    A NaN or an infinity anywhere makes the sum of the tensor one too, and a sum runs at the speed of memory; testing
+    every element takes thirty times as long. Finite values can overflow a sum as well, so then every element is tested.
+    """
+    if math.isfinite(float(x.sum())):
+        return None
+    bad = torch.isfinite(x).logical_not_()
+    place = int(bad.flatten().int().argmax())
+    if not bad.flatten()[place]:
+        return None  # large numbers whose sum overflowed
+    return tuple(int(index) for index in torch.unravel_index(torch.tensor(place), x.shape))

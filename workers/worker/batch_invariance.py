@@ -27,14 +27,14 @@ OTHERS = 31
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class InvarianceResult:
     """`reason` is one sentence for the log: what was found, either way."""
 
     batch_invariant: bool
     reason: str
 
 
-class _Trial:
+class _InvarianceTest:
     """One prompt in blocks of its own, and steps that hold some of it."""
 
     def __init__(
@@ -90,7 +90,7 @@ class _Trial:
         return list(hidden.split([len(part.token_ids) for part in parts]))
 
 
-def batch_invariance(
+def check_batch_invariance(
     model: Decoder,
     kv: list[LayerKV],
     backend: AttentionBackend,
@@ -98,21 +98,21 @@ def batch_invariance(
     num_blocks: int,
     block_size: int,
     max_len: int,
-) -> Verdict:
+) -> InvarianceResult:
     """Try it. Every rank of a group must call this at the same point: layers meet in their sums.
 
     Uses the first blocks of `kv`, which must hold nothing yet that anybody needs.
     """
     device = model.place.device
     if device.type != "cpu":
-        return Verdict(False, f"on {device.type} the libraries choose kernels by the shape of the batch")
+        return InvarianceResult(False, f"on {device.type} the libraries choose kernels by the shape of the batch")
     if isinstance(backend, ReferenceBackend):
-        return Verdict(
+        return InvarianceResult(
             False, "reference attention adds up in an order that torch chooses by shape, and promises nothing"
         )
     started = time.monotonic()
     length = min(PROMPT, max_len, (num_blocks - 1) * block_size)
-    trial = _Trial(model, kv, backend, block_size, length)
+    trial = _InvarianceTest(model, kv, backend, block_size, length)
     whole = trial.whole()
     ways = {
         "a prompt beside others": trial.beside_others,
@@ -124,9 +124,9 @@ def batch_invariance(
     faults.append(_logits_fault(model, whole))
     found = [fault for fault in faults if fault is not None]
     if found:
-        return Verdict(False, f"{found[0]}, with {backend.name} attention in {_name(model)}")
+        return InvarianceResult(False, f"{found[0]}, with {backend.name} attention in {_name(model)}")
     spent = time.monotonic() - started
-    return Verdict(True, f"{length} tokens gave the same bits in {len(ways) + 1} ways ({spent:.2f} s)")
+    return InvarianceResult(True, f"{length} tokens gave the same bits in {len(ways) + 1} ways ({spent:.2f} s)")
 
 
 def one_of_each_kind(model: Decoder) -> list[int]:

@@ -26,7 +26,7 @@ from workers.step_cost import StepCost
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.dummy import DummyWeights
 from workers.weights.reader import WeightReader
-from workers.worker.batch_invariance import batch_invariance
+from workers.worker.batch_invariance import check_batch_invariance
 from workers.worker.kv_cache_size import available_kv_bytes, blocks_that_fit, free_bytes
 from workers.worker.memory_needs import is_out_of_memory, out_of_memory
 from workers.worker.step_timing import null_step, time_steps
@@ -102,7 +102,7 @@ class ModelRunner:
             self.kv = self.backend.allocate(num_blocks)
         with self._memory_for("trying the model out"), torch.inference_mode():
             self.execute(null_step(2, 2, 1, block_size))
-            self.invariance = batch_invariance(
+            self.invariance = check_batch_invariance(
                 self.model,
                 self.kv,
                 self.backend,
@@ -183,9 +183,9 @@ class ModelRunner:
             logits = self.model.compute_logits(hidden[batch.logits_indices[start:stop]])  # float32 [L, vocab_local]
             if await_masks is not None:
                 await_masks()
-            parts.append(self.sampler.sample(logits, rows_of(step, start, stop)))
+            parts.append(self.sampler.sample(logits, logits_rows(step, start, stop)))
         answers = [part for part in parts if part is not None]
-        return joined(answers) if answers else None
+        return concatenate_outputs(answers) if answers else None
 
 
 def device_of(config: WorkerConfig, rank: int) -> torch.device:
@@ -193,7 +193,7 @@ def device_of(config: WorkerConfig, rank: int) -> torch.device:
     return torch.device("cuda", rank) if config.device == "cuda" else torch.device("cpu")
 
 
-def rows_of(step: StepMetadata, start: int, stop: int) -> StepMetadata:
+def logits_rows(step: StepMetadata, start: int, stop: int) -> StepMetadata:
     """The same step with logits rows `start` to `stop` only."""
     if start == 0 and stop == len(step.logits_indices):
         return step
@@ -238,7 +238,7 @@ def empty_output(step_id: int) -> StepOutput:
     return StepOutput(step_id=step_id, token_ids=np.empty(0, np.int32), finite=np.empty(0, np.uint8))
 
 
-def joined(parts: list[StepOutput]) -> StepOutput:
+def concatenate_outputs(parts: list[StepOutput]) -> StepOutput:
     """One answer from those of consecutive row chunks. Chunks that wanted fewer top logprobs are padded with id -1."""
     if len(parts) == 1:
         return parts[0]

@@ -30,7 +30,7 @@ from workers.protocol import (
     unpack_output,
     unpack_step,
 )
-from workers.worker.loading import Loading
+from workers.worker.load_progress import LoadProgress
 from workers.worker.spawn_ranks import RankExtras, describe_exit, spawn_ranks
 from workers.worker.step_limits import adapted
 from workers.worker.worker_process import RankRings
@@ -100,10 +100,10 @@ class MultiprocExecutor:
 
     def _load(self, on_progress: OnProgress) -> WorkerInfo:
         """Follow all ranks through loading; they agree on the smallest number of blocks any of them has room for."""
-        loading = Loading(self._size)
+        loading = LoadProgress(self._size)
         while not loading.is_done:
             for rank, message in self._next_messages(loading):
-                loading.hear(rank, message)
+                loading.handle(rank, message)
                 if message["kind"] == "progress":
                     on_progress("loading", loading.fraction)
                 elif message["kind"] == "loaded" and loading.num_blocks is not None:
@@ -111,7 +111,7 @@ class MultiprocExecutor:
                         control.send("allocate", num_blocks=loading.num_blocks)
         return joint_info(loading.infos)
 
-    def _next_messages(self, loading: Loading) -> list[tuple[int, dict]]:
+    def _next_messages(self, loading: LoadProgress) -> list[tuple[int, dict]]:
         """Wait for control messages while loading. A rank that ends without a word is a `StartupError`, and so is
         silence of all."""
         ready = [control for control in self._controls if control.has_pending]
@@ -119,7 +119,7 @@ class MultiprocExecutor:
             ready = select.select(self._controls, [], [], self._loading_timeout_s)[0]
         if not ready:
             self._ask_for_stacks()
-            raise loading.stuck(self._collectives.read(), self._loading_timeout_s)
+            raise loading.no_progress_error(self._collectives.read(), self._loading_timeout_s)
         messages = []
         for control in ready:
             rank = self._controls.index(control)

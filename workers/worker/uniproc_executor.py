@@ -32,7 +32,7 @@ class UniProcExecutor:
 
     def submit(self, step: StepMetadata, fill_masks: FillMasks | None = None) -> None:
         """Runs the step at once; `collect` hands its answer over."""
-        assert self._runner is not None, "the group is closed"
+        assert self._runner is not None, "the executor is closed"
         self._step_id = step.step_id
         masks = None if fill_masks is None else self._filler.submit(fill_masks, step.mask_bits)
         try:

@@ -102,7 +102,7 @@ def main(argv: list[str]) -> int:
     try:
         serve(arguments, control, runner)
     finally:
-        tp.leave()
+        tp.destroy()
     return 0
 
 

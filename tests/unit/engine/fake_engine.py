@@ -40,7 +40,7 @@ class ScenarioExecutor(FakeExecutor):
         super().close()
 
 
-def start_group(worker, *, inline: bool, on_progress):
+def start_executor(worker, *, inline: bool, on_progress):
     scenario = json.loads(worker.model_path)
     assert inline
     for fraction in (0.0, 0.5, 1.0):
@@ -56,4 +56,4 @@ def start_group(worker, *, inline: bool, on_progress):
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], start_group, loading_timeout_s=float(os.environ.get("LOADING_TIMEOUT_S", "300"))))
+    sys.exit(main(sys.argv[1:], start_executor, loading_timeout_s=float(os.environ.get("LOADING_TIMEOUT_S", "300"))))

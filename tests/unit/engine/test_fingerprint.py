@@ -9,7 +9,7 @@ from engine.config import EngineConfig, WorkerConfig
 from engine.core.process import engine_info
 from engine.replay import fingerprint
 from tests.golden.tiny_models import make_tiny
-from workers.executor import start_group
+from workers.executor import start_executor
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def started(checkpoint, **changes):
     config = WorkerConfig(
         str(checkpoint), device="cpu", dtype="float32", max_model_len=64, max_num_batched_tokens=64, num_threads=1
     )
-    executor = start_group(config.with_(**changes), inline=True, on_progress=lambda phase, fraction: None)
+    executor = start_executor(config.with_(**changes), inline=True, on_progress=lambda phase, fraction: None)
     digest = engine_info(EngineConfig(executor.config), executor).numbers_digest
     assert digest == fingerprint.numbers_digest(executor.config, executor.info)
     executor.close()

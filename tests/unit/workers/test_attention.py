@@ -11,17 +11,17 @@ from workers.attention.avx512 import Avx512Backend
 from workers.attention.backend import AttentionSpec, KVSpec
 from workers.attention.reference import ReferenceBackend
 from workers.attention.selector import BACKENDS, choose
-from workers.attention.torch_backend import CpuBackend
+from workers.attention.torch_backend import TorchBackend
 from workers.errors import StartupError
 
 CPU = torch.device("cpu")
 MIXED = [Seq(1, 1), Seq(1, 37), Seq(9, 9), Seq(1, 300), Seq(5, 64), Seq(1, 64), Seq(33, 129), Seq(2, 2)]
-FAST = [CpuBackend]
+FAST = [TorchBackend]
 if Avx512Backend.why_not(KVSpec(1, 1, 64, 16, torch.float32, CPU)) is None:
     FAST.append(Avx512Backend)
 # The portable backend makes no promise about company in float32: torch's products cut their sums by the number of rows.
 INVARIANT = [(backend, dtype) for backend in FAST for dtype in (torch.bfloat16, torch.float16, torch.float32)]
-INVARIANT.remove((CpuBackend, torch.float32))
+INVARIANT.remove((TorchBackend, torch.float32))
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
 
@@ -119,7 +119,7 @@ def test_scores_survive_large_key_biases(backend):
     ids=str,
 )
 def test_company_and_chunks_do_not_change_a_bit(options, backend, dtype):
-    if backend is CpuBackend and dtype == torch.bfloat16 and EMULATES_BFLOAT16:
+    if backend is TorchBackend and dtype == torch.bfloat16 and EMULATES_BFLOAT16:
         pytest.skip(EMULATES_BFLOAT16)
     kv, layer = specs(dtype=dtype, **options)
     case = Case(kv, layer, [Seq(1, 300), Seq(70, 100), Seq(1, 40), Seq(1, 33), Seq(3, 3)])
@@ -144,7 +144,7 @@ def test_long_prompts_are_cut_into_row_blocks_and_groups():
     kv, layer = specs(dtype=torch.bfloat16, group=7, block=32)
     seqs = [Seq(200, 700), *[Seq(1, n) for n in (900, 60, 64, 70, 880, 90, 100, 40)]]
     case = Case(kv, layer, seqs)
-    backend = CpuBackend(kv)
+    backend = TorchBackend(kv)
     ours = case.run(backend)
     decodes, prefills = backend._units(backend.prepare(batch_of(case.tables, seqs, 32, CPU)), layer)
     assert len(decodes) == 2 and len(prefills) == 1 and len(prefills[0].blocks) > 2

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from workers.kernels.cpu import avx512_elementwise, build
-from workers.layers.rotary import rotate_plainly
+from workers.layers.rotary import rotate_with_torch
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
 HALF_STEP = 2**-8  # the most that rounding to bfloat16 may move a value, relative to it: twice this at a boundary
@@ -37,7 +37,7 @@ def test_rotation_is_right_to_its_rounding(dtype: torch.dtype, width: int, turne
     angles = torch.randn(37, 1, turned // 2) * 9
     cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1)
     ours = avx512_elementwise.rotate(x, cos, sin)
-    exact = rotate_plainly(x.double(), cos.double(), sin.double(), torch.float64)
+    exact = rotate_with_torch(x.double(), cos.double(), sin.double(), torch.float64)
     assert ours.is_contiguous()
     torch.testing.assert_close(ours.double(), exact, atol=1e-6, rtol=HALF_STEP)
     assert torch.equal(ours[..., turned:], x[..., turned:].bfloat16())

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from tests.unit.workers.attention_cases import EMULATES_BFLOAT16
 from workers.kernels.cpu import build
 from workers.kernels.cpu.avx512_gemm import Avx512GatedMatmul, Avx512Matmul
-from workers.layers.activation import ACTIVATIONS
 from workers.layers.matmul import (
+    ACTIVATIONS,
     FLOAT32_BLOCK,
     PackedGatedMatmul,
     PackedMatmul,
@@ -18,12 +18,12 @@ from workers.layers.matmul import (
     gated_matmul,
     matmul,
 )
-from workers.layers.single_rows import Doubled, needs_company
+from workers.layers.row_invariance import PairedRows, needs_second_row
 
 
 def inner(product):
     """What computes, whether or not it gets a single row twice."""
-    return product.product if isinstance(product, Doubled) else product
+    return product.product if isinstance(product, PairedRows) else product
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -146,12 +146,14 @@ def test_only_a_product_that_rounds_a_single_row_differently_gets_two() -> None:
             ).bfloat16()
         return torch.cat([(row.float() * weight.float()).sum(1)[None] for row in x]).bfloat16()
 
-    assert not needs_company(lambda x: product(x, False), weight, "alike")
-    assert needs_company(lambda x: product(x, True), weight, "in halves")
+    assert not needs_second_row(lambda x: product(x, False), weight, "alike")
+    assert needs_second_row(lambda x: product(x, True), weight, "in halves")
     tries = len(seen)
-    assert needs_company(lambda x: product(x, False), weight, "in halves") and len(seen) == tries  # known by its kind
-    Doubled(lambda x: product(x, True))(torch.randn(1, 200).bfloat16())
-    Doubled(lambda x: product(x, True))(torch.randn(3, 200).bfloat16())
+    assert (
+        needs_second_row(lambda x: product(x, False), weight, "in halves") and len(seen) == tries
+    )  # known by its kind
+    PairedRows(lambda x: product(x, True))(torch.randn(1, 200).bfloat16())
+    PairedRows(lambda x: product(x, True))(torch.randn(3, 200).bfloat16())
     assert seen[tries:] == [2, 3]
 
 

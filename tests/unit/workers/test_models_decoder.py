@@ -14,7 +14,7 @@ from tests.golden.tiny_models import FAMILIES, make_tiny
 from workers.attention.backend import AttentionBackend, AttentionSpec, LayerKV
 from workers.attention.forward_batch import ForwardBatch
 from workers.attention.reference import ReferenceBackend
-from workers.attention.torch_backend import CpuBackend
+from workers.attention.torch_backend import TorchBackend
 from workers.config import WorkerConfig
 from workers.distributed.parallel_state import TensorParallel
 from workers.errors import StartupError
@@ -174,7 +174,7 @@ class SelfBackend(ReferenceBackend):
 
 @pytest.mark.parametrize(
     ("backend", "dtype"),
-    [(SelfBackend, torch.float32), (SelfBackend, torch.bfloat16), (CpuBackend, torch.bfloat16)],
+    [(SelfBackend, torch.float32), (SelfBackend, torch.bfloat16), (TorchBackend, torch.bfloat16)],
 )
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2"])
 def test_a_tokens_logits_do_not_depend_on_its_company(

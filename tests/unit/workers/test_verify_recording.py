@@ -22,7 +22,7 @@ def test_every_tensor_is_recorded_and_nothing_changes(tmp_path: Path, family: st
 
     def work(tp: TensorParallel) -> Tensor:
         decoder = load_decoder(path, tp)
-        parts = [(block, block.attention.qkv, block.mlp.down) for block in decoder.blocks]
+        parts = [(block, block.attention.qkv, block.mlp.down) for block in decoder.layers]
         plain = PagedRun(decoder).step(WORK)
         recording = RecordingDecoder(decoder, diagnostics=True)
         recorded = PagedRun(recording).step(WORK)  # ty: ignore[invalid-argument-type]
@@ -39,7 +39,7 @@ def test_every_tensor_is_recorded_and_nothing_changes(tmp_path: Path, family: st
         }  # fmt: skip
         recording.close()
         assert "all_reduce" not in vars(tp)
-        assert [(block, block.attention.qkv, block.mlp.down) for block in decoder.blocks] == parts
+        assert [(block, block.attention.qkv, block.mlp.down) for block in decoder.layers] == parts
         again = PagedRun(decoder).step(WORK)
         assert len(recording.steps) == 1
         return torch.stack([torch.cat(list(logits.values())) for logits in (plain, recorded, again)])

@@ -14,8 +14,7 @@ from workers.errors import StartupError
 from workers.preflight import preflight
 from workers.weights import reader as reader_module
 from workers.weights.checkpoint import SINGLE_FILE, Checkpoint
-from workers.weights.finite import first_not_finite
-from workers.weights.reader import WeightReader
+from workers.weights.reader import WeightReader, first_not_finite
 from workers.worker.model_runner import ModelRunner
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

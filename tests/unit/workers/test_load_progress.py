@@ -7,7 +7,7 @@ import pytest
 from workers.distributed.shm_layout import Flags, data_offset, last_of
 from workers.distributed.shm_ring import anonymous_memory
 from workers.errors import StartupError
-from workers.worker.loading import Loading
+from workers.worker.load_progress import LoadProgress
 
 
 @pytest.mark.parametrize(
@@ -37,22 +37,26 @@ def test_flags_of_one_process_are_read_in_another() -> None:
 
 
 def test_silence_while_loading_names_the_rank_and_what_it_was_doing() -> None:
-    loading = Loading(2)
-    assert "rank 0 has made no progress for 9 s while importing its libraries; other" in loading.stuck([0, 0], 9).cause
+    loading = LoadProgress(2)
+
+    def cause(collectives: list[int]) -> str:
+        return loading.no_progress_error(collectives, 9).cause
+
+    assert "rank 0 has made no progress for 9 s while importing its libraries; other" in cause([0, 0])
     for rank in range(2):
-        loading.hear(rank, {"kind": "phase", "name": "loading"})
-    loading.hear(1, {"kind": "progress", "fraction": 0.25})
-    loading.hear(0, {"kind": "loaded", "num_blocks": 8})
+        loading.handle(rank, {"kind": "phase", "name": "loading"})
+    loading.handle(1, {"kind": "progress", "fraction": 0.25})
+    loading.handle(0, {"kind": "loaded", "num_blocks": 8})
     assert loading.num_blocks is None
-    assert "rank 1 has made no progress for 9 s while reading the weights (25% read)." in loading.stuck([0, 0], 9).cause
-    loading.hear(1, {"kind": "loaded", "num_blocks": 7})
+    assert "rank 1 has made no progress for 9 s while reading the weights (25% read)." in cause([0, 0])
+    loading.handle(1, {"kind": "loaded", "num_blocks": 7})
     assert loading.num_blocks == 7
     for rank in range(2):
-        loading.hear(rank, {"kind": "phase", "name": "allocating"})
-    assert "rank 0 has made no progress" in loading.stuck([3, 4], 9).cause  # the other waits in collective 4
+        loading.handle(rank, {"kind": "phase", "name": "allocating"})
+    assert "rank 0 has made no progress" in cause([3, 4])  # the other waits in collective 4
 
 
 def test_a_rank_that_fails_while_loading_ends_it() -> None:
     with pytest.raises(StartupError, match="The cause") as failure:
-        Loading(2).hear(1, {"kind": "failed", "cause": "The cause.", "fix": "The fix.", "exit_code": 4})
+        LoadProgress(2).handle(1, {"kind": "failed", "cause": "The cause.", "fix": "The fix.", "exit_code": 4})
     assert failure.value.exit_code == 4

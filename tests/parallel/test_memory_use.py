@@ -18,7 +18,7 @@ from tests.parallel.big_checkpoint import MIB, peak_bytes, write_big_checkpoint
 from workers.attention.selector import BACKENDS
 from workers.config import WorkerConfig
 from workers.distributed.parallel_state import TensorParallel
-from workers.executor import start_group
+from workers.executor import start_executor
 from workers.models.decoder import Decoder
 from workers.models.registry import read_spec
 
@@ -49,12 +49,12 @@ def test_a_rank_holds_its_shard_and_little_more(big: tuple[Path, int]) -> None:
         kv_cache_bytes=24 * MIB,
         num_threads=1,
     )
-    group = start_group(config, inline=False, on_progress=lambda phase, share: None)
+    executor = start_executor(config, inline=False, on_progress=lambda phase, share: None)
     try:
-        shard = group.info.weight_bytes_per_rank
-        peaks = [peak_bytes(pid) for pid in group.rank_pids]
+        shard = executor.info.weight_bytes_per_rank
+        peaks = [peak_bytes(pid) for pid in executor.rank_pids]
     finally:
-        group.close()
+        executor.close()
     assert size > 450 * MIB and 0.45 * size < shard < 0.55 * size
     limit = ALLOWED_SHARE * shard + ALLOWED_BYTES
     assert all(peak <= limit for peak in peaks), [f"{peak / MIB:.0f} of {limit / MIB:.0f} MiB" for peak in peaks]

@@ -25,7 +25,7 @@ def heads_divide(num_heads: int, num_kv_heads: int, tp: int) -> bool:
     return num_heads % tp == 0 and (num_kv_heads % tp == 0 or tp % num_kv_heads == 0)
 
 
-def working_sizes(num_heads: int, num_kv_heads: int, intermediate_size: int) -> list[int]:
+def supported_tp_sizes(num_heads: int, num_kv_heads: int, intermediate_size: int) -> list[int]:
     """Every tensor-parallel size that this model can be cut into."""
     return [
         size
@@ -39,7 +39,7 @@ def shard_heads(layer: str, num_heads: int, num_kv_heads: int, rank: int, size: 
     if not heads_divide(num_heads, num_kv_heads, size):
         raise StartupError(
             f"{layer}: {num_heads} heads over {num_kv_heads} key-value heads cannot be cut into {size} ranks.",
-            f"Use a tensor-parallel size among {working_sizes(num_heads, num_kv_heads, 0)}.",
+            f"Use a tensor-parallel size among {supported_tp_sizes(num_heads, num_kv_heads, 0)}.",
         )
     local_heads, local_kv_heads = num_heads // size, max(1, num_kv_heads // size)
     assert local_heads % local_kv_heads == 0, f"{layer}: {local_heads} local heads over {local_kv_heads} KV heads"

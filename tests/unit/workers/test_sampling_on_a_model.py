@@ -11,7 +11,7 @@ from engine.core.engine_core import EngineCore
 from engine.sampling_params import SamplingParams
 from engine.types import FinishReason, Request, TokenEvent
 from tests.golden.tiny_models import make_tiny
-from workers.executor import Executor, start_group
+from workers.executor import Executor, start_executor
 
 BLOCK_SIZE, MAX_LEN, VOCAB = 4, 64, 320
 PROMPTS = [[7, 8, 9, 7], [100, 3, 5, 100, 250, 9, 9], [20 + i for i in range(11)], [4]]
@@ -34,7 +34,7 @@ def group_with(checkpoint: Path, num_blocks: int) -> Executor:
         kv_cache_bytes=num_blocks * BLOCK_SIZE * 3 * 2 * 4 * 8 * 4,  # layers, K and V, KV heads, head size, float32
         num_threads=1,
     )
-    return start_group(config, inline=True, on_progress=lambda phase, fraction: None)
+    return start_executor(config, inline=True, on_progress=lambda phase, fraction: None)
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +47,8 @@ def narrow(checkpoint: Path) -> Executor:
     return group_with(checkpoint, 20)
 
 
-def run(group: Executor, requests: list[Request]) -> tuple[dict[int, list[TokenEvent]], EngineCore]:
-    stepper = EngineCore(EngineConfig(group.config), group, lambda: 0.0)
+def run(executor: Executor, requests: list[Request]) -> tuple[dict[int, list[TokenEvent]], EngineCore]:
+    stepper = EngineCore(EngineConfig(executor.config), executor, lambda: 0.0)
     events: dict[int, list[TokenEvent]] = {request.request_id: [] for request in requests}
     for request in requests:
         stepper.scheduler.add(request, 0.0)

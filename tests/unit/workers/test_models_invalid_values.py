@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from workers.errors import StartupError
 from workers.layers.decoder_spec import DecoderSpec, tensor_shapes
 from workers.layers.rotary import RotaryTable
-from workers.layers.shards import working_sizes
+from workers.layers.sharding import supported_tp_sizes
 from workers.models.hf_fields import MOST, MOST_LAYERS
 from workers.models.registry import FAMILIES, describe
 
@@ -92,7 +92,7 @@ def assert_usable(spec: DecoderSpec) -> None:
     assert spec.longest_length >= spec.default_length
     assert len(spec.windows) == spec.num_layers <= MOST_LAYERS
     assert all(window is None or (type(window) is int and 0 < window <= MOST) for window in spec.windows)
-    assert working_sizes(spec.num_heads, spec.num_kv_heads, spec.intermediate_size)[0] == 1
+    assert supported_tp_sizes(spec.num_heads, spec.num_kv_heads, spec.intermediate_size)[0] == 1
     if spec.num_layers < 100:
         assert spec.num_parameters > 0 and tensor_shapes(spec)
     optional = (spec.query_scalar, spec.attention_softcap, spec.logit_softcap)

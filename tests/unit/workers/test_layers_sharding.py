@@ -9,7 +9,7 @@ from tests.unit.workers.weights_in_memory import MemoryWeights, RecordingRank, p
 from workers.errors import StartupError
 from workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from workers.layers.linear import GatedParallelLinear, QKVParallelLinear, RowParallelLinear
-from workers.layers.shards import shard_heads, shard_vocab, working_sizes
+from workers.layers.sharding import shard_heads, shard_vocab, supported_tp_sizes
 
 HIDDEN, DIM = 32, 8
 
@@ -147,10 +147,10 @@ def test_what_cannot_be_cut_is_refused_with_the_layer_and_the_numbers() -> None:
 
 
 def test_sizes_that_work() -> None:
-    assert working_sizes(14, 2, 4864) == [1, 2]
-    assert working_sizes(8, 4, 96) == [1, 2, 4, 8]
-    assert working_sizes(12, 4, 24) == [1, 2, 4, 12]
-    assert working_sizes(8, 1, 12) == [1, 2, 4]
+    assert supported_tp_sizes(14, 2, 4864) == [1, 2]
+    assert supported_tp_sizes(8, 4, 96) == [1, 2, 4, 8]
+    assert supported_tp_sizes(12, 4, 24) == [1, 2, 4, 12]
+    assert supported_tp_sizes(8, 1, 12) == [1, 2, 4]
 
 
 def test_vocabulary_shards_tile_the_vocabulary() -> None:

@@ -7,7 +7,7 @@ import torch
 from tests.unit.workers.sampling_cases import Penalties, mask_of, naive_adjusted, naive_tokens, sample_with, step_of
 from workers.kernels.cpu import build
 from workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata
-from workers.sampling.logits_processors import _bits_here, _bits_there, adjust, mask_plainly
+from workers.sampling.logits_processors import _bits_here, _bits_there, apply_logits_processors, mask_with_torch
 
 ROWS, VOCAB = 7, 1003  # shards of no round width: 1003, 502, 335 and 251 ids
 
@@ -67,7 +67,7 @@ def test_every_logit_is_the_naive_one_to_the_bit(size: int) -> None:
     width = -(-VOCAB // size)
     for first in range(0, VOCAB, width):
         shard = logits[:, first : first + width].clone()
-        adjust(shard, step, first, np.zeros(ROWS, bool))
+        apply_logits_processors(shard, step, first, np.zeros(ROWS, bool))
         assert torch.equal(shard, expected[:, first : first + width])
     assert torch.equal(expected[0], logits[0])
 
@@ -115,7 +115,7 @@ def test_a_row_draws_the_same_token_whatever_its_neighbours_ask_for() -> None:
 
 def test_nothing_is_done_where_nobody_asks() -> None:
     logits = logits_of(2)
-    assert adjust(logits, step_of(ROWS), 0, np.ones(ROWS, bool)) is None
+    assert apply_logits_processors(logits, step_of(ROWS), 0, np.ones(ROWS, bool)) is None
 
 
 @pytest.mark.parametrize("words", [1, 5])
@@ -137,9 +137,9 @@ def test_the_mask_kernel_does_what_the_plain_mask_does(first_id: int, width: int
     logits = torch.randn(6, width)
     logits[2, 7], logits[5, 9] = float("nan"), float("-inf")
     ours, plain = logits.clone(), logits.clone()
-    adjust(ours, step, first_id, np.zeros(6, bool))
+    apply_logits_processors(ours, step, first_id, np.zeros(6, bool))
     inside = min(width, 333 - first_id)
-    mask_plainly(plain, step, first_id)
+    mask_with_torch(plain, step, first_id)
     torch.testing.assert_close(ours[:, :inside], plain[:, :inside], rtol=0, atol=0, equal_nan=True)
     assert ours[[1, 3, 4]].equal(logits[[1, 3, 4]])
     assert ours[[0, 2, 5]].isneginf().sum() > 3 * inside // 2

@@ -24,8 +24,8 @@ _DOING = {
 }
 
 
-class Loading:
-    """`hear` takes the messages in; the rest tells what follows from them."""
+class LoadProgress:
+    """`handle` takes the messages in; the rest tells what follows from them."""
 
     def __init__(self, size: int) -> None:
         self._phases = ["starting"] * size
@@ -33,7 +33,7 @@ class Loading:
         self._blocks: dict[int, int] = {}
         self.infos: dict[int, WorkerInfo] = {}
 
-    def hear(self, rank: int, message: dict) -> None:
+    def handle(self, rank: int, message: dict) -> None:
         """Raises `StartupError` when the rank has failed."""
         kind = message["kind"]
         if kind == "failed":
@@ -63,7 +63,7 @@ class Loading:
     def is_done(self) -> bool:
         return len(self.infos) == len(self._phases)
 
-    def stuck(self, collectives: Sequence[int], timeout_s: float) -> StartupError:
+    def no_progress_error(self, collectives: Sequence[int], timeout_s: float) -> StartupError:
         """What to say when nothing was heard for `timeout_s`. `collectives`: the newest each rank has come to."""
         phases = [PHASES.index(phase) for phase in self._phases]
         last = last_of(phases, collectives)

@@ -12,7 +12,7 @@ from workers.preflight import preflight
 from workers.protocol import StepMetadata, empty_step
 from workers.worker import model_runner as runner_module
 from workers.worker.greedy_step import SequenceChunk, greedy_step
-from workers.worker.model_runner import ModelRunner, rows_of
+from workers.worker.model_runner import ModelRunner, logits_rows
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_rows_carry_their_choices_along() -> None:
     step.history_counts = np.arange(10, dtype=np.int32) + 50
     step.mask_rows = np.array([139, 159], np.int32)
     step.mask_bits = np.array([[1, 2], [3, 4]], np.uint32)
-    part = rows_of(step, 140, 160)
+    part = logits_rows(step, 140, 160)
     np.testing.assert_array_equal(part.logits_indices, np.arange(140, 160))
     np.testing.assert_array_equal(part.bias_rows, [10])
     np.testing.assert_array_equal(part.bias_ids, [11])
@@ -92,7 +92,7 @@ def test_rows_carry_their_choices_along() -> None:
     np.testing.assert_array_equal(part.history_counts, np.arange(53, 59))
     np.testing.assert_array_equal(part.mask_rows, [19])
     np.testing.assert_array_equal(part.mask_bits, [[3, 4]])
-    nothing = rows_of(step, 4, 100)
+    nothing = logits_rows(step, 4, 100)
     assert (
         len(nothing.bias_rows) == len(nothing.penalty_rows) == len(nothing.history_ids) == len(nothing.mask_rows) == 0
     )

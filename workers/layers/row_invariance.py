@@ -19,7 +19,7 @@ _LARGEST = 8  # of the powers of two by which inputs are scaled
 _verdicts: dict[tuple[Any, ...], bool] = {}
 
 
-class Doubled:
+class PairedRows:
     """A product that never sees fewer than two rows."""
 
     def __init__(self, product: Callable[..., Tensor]) -> None:
@@ -32,7 +32,7 @@ class Doubled:
         return self.product(*(part.expand(2, -1).contiguous() for part in (x, *rest)))[:1]
 
 
-def needs_company(product: Callable[..., Tensor], weight: Tensor, *kind: Any, adds: bool = False) -> bool:
+def needs_second_row(product: Callable[..., Tensor], weight: Tensor, *kind: Any, adds: bool = False) -> bool:
     """Whether `product` gives a row alone other bits than among others, and to two rows the same.
 
     `weight` [N, K] is what it multiplies by (of a gated product, the gate). Tried once for each size, dtype, number of

@@ -16,7 +16,7 @@ import pytest
 from tests.golden.tiny_models import make_tiny
 from workers.config import WorkerConfig
 from workers.errors import StartupError, WorkerError
-from workers.executor import Executor, start_group
+from workers.executor import Executor, start_executor
 from workers.preflight import preflight
 from workers.protocol import StepMetadata
 from workers.python_child import start_python
@@ -49,7 +49,7 @@ def config_for(checkpoint: Path, **changes: object) -> WorkerConfig:
 
 def start(checkpoint: Path, size: int, **changes: object) -> Executor:
     config = config_for(checkpoint, tensor_parallel_size=size, **changes)
-    return start_group(config, inline=False, on_progress=lambda phase, fraction: None)
+    return start_executor(config, inline=False, on_progress=lambda phase, fraction: None)
 
 
 def step_of(step_id: int, tokens: list[int], start: int, num_logprobs: int = 5) -> StepMetadata:
@@ -58,11 +58,11 @@ def step_of(step_id: int, tokens: list[int], start: int, num_logprobs: int = 5) 
     return replace(step, num_logprobs=np.array([num_logprobs], np.int32))
 
 
-def generate(group: Executor, prompt: list[int], count: int) -> tuple[list[int], np.ndarray]:
+def generate(executor: Executor, prompt: list[int], count: int) -> tuple[list[int], np.ndarray]:
     tokens, known, logprobs = list(prompt), 0, []
     for step_id in range(1, count + 1):
-        group.submit(step_of(step_id, tokens[known:], known))
-        output = group.collect()
+        executor.submit(step_of(step_id, tokens[known:], known))
+        output = executor.collect()
         known = len(tokens)
         tokens.append(int(output.token_ids[0]))
         assert output.logprobs is not None
@@ -73,19 +73,19 @@ def generate(group: Executor, prompt: list[int], count: int) -> tuple[list[int],
 def test_ranks_answer_like_one(checkpoint: Path) -> None:
     prompt = [5, 9, 17, 3, 8, 21, 2]
     config = config_for(checkpoint)
-    inline = start_group(config, inline=True, on_progress=lambda phase, fraction: None)
+    inline = start_executor(config, inline=True, on_progress=lambda phase, fraction: None)
     assert isinstance(inline, UniProcExecutor)
     expected, expected_logprobs = generate(inline, prompt, 20)
     inline.close()
     for size in (1, 2):
-        group = start(checkpoint, size)
-        assert isinstance(group, MultiprocExecutor)
+        executor = start(checkpoint, size)
+        assert isinstance(executor, MultiprocExecutor)
         try:
-            group.ping()
-            tokens, logprobs = generate(group, prompt, 20)
-            group.ping()
+            executor.ping()
+            tokens, logprobs = generate(executor, prompt, 20)
+            executor.ping()
         finally:
-            group.close()
+            executor.close()
         assert tokens == expected
         np.testing.assert_allclose(logprobs, expected_logprobs, atol=2e-6)
 
@@ -93,11 +93,11 @@ def test_ranks_answer_like_one(checkpoint: Path) -> None:
 def test_nothing_is_left_behind(checkpoint: Path) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     segments = set(os.listdir("/dev/shm"))
-    group = start(checkpoint, 2)
-    pids = group.rank_pids
-    generate(group, [1, 2, 3], 3)
-    group.close()
-    group.close()
+    executor = start(checkpoint, 2)
+    pids = executor.rank_pids
+    generate(executor, [1, 2, 3], 3)
+    executor.close()
+    executor.close()
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert set(os.listdir("/dev/shm")) == segments
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
@@ -105,59 +105,59 @@ def test_nothing_is_left_behind(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_is_named(checkpoint: Path, victim: int) -> None:
-    group = start(checkpoint, 2, step_timeout_s=20.0)
+    executor = start(checkpoint, 2, step_timeout_s=20.0)
     try:
-        generate(group, [1, 2, 3], 2)
-        os.kill(group.rank_pids[victim], signal.SIGKILL)
+        generate(executor, [1, 2, 3], 2)
+        os.kill(executor.rank_pids[victim], signal.SIGKILL)
         with pytest.raises(WorkerError, match=f"rank {victim} failed at step .*killed by signal 9") as caught:
             for step_id in range(3, 100):
-                group.submit(step_of(step_id, [1], 3))
-                group.collect()
+                executor.submit(step_of(step_id, [1], 3))
+                executor.collect()
         assert not caught.value.hung
     finally:
-        group.close()
+        executor.close()
 
 
 def test_a_rank_that_dies_idle_wakes_the_waiter(checkpoint: Path) -> None:
     import select
 
-    group = start(checkpoint, 2)
+    executor = start(checkpoint, 2)
     try:
-        threading.Timer(0.1, os.kill, (group.rank_pids[1], signal.SIGKILL)).start()
-        assert select.select(group.fileno_for_death(), [], [], 10)[0]
+        threading.Timer(0.1, os.kill, (executor.rank_pids[1], signal.SIGKILL)).start()
+        assert select.select(executor.fileno_for_death(), [], [], 10)[0]
         with pytest.raises(WorkerError, match="rank 1"):
-            group.ping()
+            executor.ping()
     finally:
-        group.close()
+        executor.close()
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_stops_in_a_step_is_the_one_that_is_named(checkpoint: Path, victim: int) -> None:
     """The other waits for it in a collective, and has not answered either."""
-    group = start(checkpoint, 2, step_timeout_s=3.0)
+    executor = start(checkpoint, 2, step_timeout_s=3.0)
     try:
-        generate(group, [1, 2, 3], 2)
+        generate(executor, [1, 2, 3], 2)
         with pytest.raises(WorkerError, match=r"no answer within 3 s$") as caught:
             for step_id in range(3, 10):  # rank 0 may still answer the step in which rank 1 was stopped
-                group.submit(step_of(step_id, list(range(1, 33)), 0))
-                os.kill(group.rank_pids[victim], signal.SIGSTOP)
-                group.collect()
+                executor.submit(step_of(step_id, list(range(1, 33)), 0))
+                os.kill(executor.rank_pids[victim], signal.SIGSTOP)
+                executor.collect()
         assert caught.value.rank == victim and caught.value.hung
     finally:
-        group.close()
-    assert not any(Path(f"/proc/{pid}").exists() for pid in group.rank_pids)
+        executor.close()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in executor.rank_pids)
 
 
 def test_a_rank_that_raises_tells_why_and_where(checkpoint: Path) -> None:
-    group = start(checkpoint, 2)
+    executor = start(checkpoint, 2)
     try:
         broken = step_of(4, [1, 2], 0)
         broken.slot_mapping[0] = 10**9  # far beyond the pages: the engine never sends one
         with pytest.raises(WorkerError, match="failed at step 4"):
-            group.submit(broken)
-            group.collect()
+            executor.submit(broken)
+            executor.collect()
     finally:
-        group.close()
+        executor.close()
 
 
 def test_a_rank_that_says_nothing_while_loading_is_named_with_what_it_does(
@@ -189,11 +189,11 @@ def test_a_rank_that_cannot_load_fails_the_start(checkpoint: Path) -> None:
 
 
 def test_ranks_leave_with_their_parent(checkpoint: Path) -> None:
-    group = start(checkpoint, 2)
-    pids = group.rank_pids
-    group._steps.close()  # what the kernel does to the pipes of a killed parent
+    executor = start(checkpoint, 2)
+    pids = executor.rank_pids
+    executor._steps.close()  # what the kernel does to the pipes of a killed parent
     deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and any(p.poll() is None for p in group._processes):
+    while time.monotonic() < deadline and any(p.poll() is None for p in executor._processes):
         time.sleep(0.01)
-    assert [p.poll() for p in group._processes] == [0, 0], pids
-    group.close()
+    assert [p.poll() for p in executor._processes] == [0, 0], pids
+    executor.close()

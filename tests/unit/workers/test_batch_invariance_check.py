@@ -13,7 +13,7 @@ from workers.attention.backend import AttentionSpec, LayerKV
 from workers.config import WorkerConfig, WorkerInfo
 from workers.distributed.parallel_state import TensorParallel
 from workers.preflight import preflight
-from workers.worker.batch_invariance import Verdict, batch_invariance, one_of_each_kind
+from workers.worker.batch_invariance import InvarianceResult, check_batch_invariance, one_of_each_kind
 from workers.worker.model_runner import ModelRunner
 from workers.worker.multiproc_executor import joint_info
 
@@ -33,8 +33,8 @@ def loaded(path: Path, **changes: Any) -> ModelRunner:
 
 
 @torch.inference_mode()
-def verdict_of(runner: ModelRunner) -> Verdict:
-    return batch_invariance(
+def result_of(runner: ModelRunner) -> InvarianceResult:
+    return check_batch_invariance(
         runner.model,
         runner.kv,
         runner.backend,
@@ -64,13 +64,13 @@ def test_a_product_that_rounds_by_its_rows_is_found(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, name: str, is_odd: Callable[[int], bool], said: str
 ) -> None:
     """The planted fault: for some numbers of rows, the last bits are others."""
-    block = runner.model.blocks[0]
+    block = runner.model.layers[0]
     layer = getattr(block.attention if name in ("qkv", "output") else block.mlp, name)
     real = layer.product
     monkeypatch.setattr(layer, "product", lambda x, *rest: real(x, *rest) * (1.004 if is_odd(len(x)) else 1))
-    verdict = verdict_of(runner)
-    assert not verdict.batch_invariant
-    assert verdict.reason.startswith(said) and "bfloat16" in verdict.reason
+    result = result_of(runner)
+    assert not result.batch_invariant
+    assert result.reason.startswith(said) and "bfloat16" in result.reason
 
 
 def test_attention_that_differs_when_decoding_is_found(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,15 +80,15 @@ def test_attention_that_differs_when_decoding_is_found(runner: ModelRunner, monk
         return real(q, kv, plan, layer) * (1.01 if len(q) <= 2 else 1)
 
     monkeypatch.setattr(runner.backend, "attend", attend)
-    verdict = verdict_of(runner)
-    assert not verdict.batch_invariant and "decoded alone" in verdict.reason
+    result = result_of(runner)
+    assert not result.batch_invariant and "decoded alone" in result.reason
 
 
 def test_logits_that_depend_on_the_rows_are_found(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     real = runner.model.head.product
     monkeypatch.setattr(runner.model.head, "product", lambda x: real(x) * (1.01 if len(x) > 2 else 1))
-    verdict = verdict_of(runner)
-    assert not verdict.batch_invariant and "logits" in verdict.reason
+    result = result_of(runner)
+    assert not result.batch_invariant and "logits" in result.reason
 
 
 def test_reference_attention_promises_nothing(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_reference_attention_promises_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("max_len", "num_blocks"), [(2, 3), (33, 4), (128, 2)])
 def test_small_pools_and_short_contexts_are_tested_too(runner: ModelRunner, max_len: int, num_blocks: int) -> None:
     with torch.inference_mode():
-        verdict = batch_invariance(
+        result = check_batch_invariance(
             runner.model,
             runner.kv,
             runner.backend,
@@ -107,7 +107,7 @@ def test_small_pools_and_short_contexts_are_tested_too(runner: ModelRunner, max_
             block_size=runner.config.block_size,
             max_len=max_len,
         )
-    assert verdict.batch_invariant, verdict.reason
+    assert result.batch_invariant, result.reason
 
 
 def test_each_kind_of_layer_is_tried(tmp_path: Path) -> None:
