@@ -1,6 +1,6 @@
-"""Everything a rank must know before it can load. Frozen, torch-free, JSON-serialisable: no pickle crosses a process.
+"""The configuration of a rank, and what ranks report after loading. Frozen, torch-free, sent between processes as JSON.
 
-Does not know: requests, users, defaults of flags (those live in `server/config/settings.py`).
+Defaults of flags are in `server/config/settings.py`.
 """
 
 import json
@@ -13,7 +13,7 @@ from workers.step_cost import StepCost
 # Called with a phase of starting ("loading") and the share of it that is done, 0 to 1.
 OnProgress = Callable[[str, float], None]
 
-LOADING_TIMEOUT_S = 300.0  # without progress of any rank; more than compiling the kernels may take
+LOADING_TIMEOUT_S = 300.0  # without progress of any rank; longer than compiling the kernels may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,9 @@ class WorkerConfig:
     max_model_len: int | None = None  # tokens; None: what the model was trained for
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
-    lower_step_size: bool = False  # that is only the most: see `workers.step_cost.adapted`
+    lower_step_size: bool = (
+        False  # whether max_num_batched_tokens may be lowered after timing: see `workers.worker.step_limits`
+    )
     block_size: int = 32  # tokens in one KV block
     check_weights: bool = True  # refuse a checkpoint that holds NaN or infinity
     kv_cache_bytes: int | None = None  # over all ranks' shards of one rank; None: measured
@@ -43,7 +45,7 @@ class WorkerConfig:
     num_threads: int | None = None  # CPU threads of one rank; None: cores / ranks, at least one
     attention_backend: str = "auto"  # auto | avx512 | torch | reference
     step_timeout_s: float = 120.0  # a step that takes longer is a hung rank
-    raise_step_timeout: bool = False  # that is only the least
+    raise_step_timeout: bool = False  # whether it may be raised after timing
     log_level: str = "INFO"  # of the engine's and the ranks' logs, a name of the logging module
 
     def with_(self, **changes: Any) -> "WorkerConfig":
@@ -60,7 +62,7 @@ class WorkerConfig:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What the group found out while starting: the engine sizes its block pool and the server its answers with it."""
+    """What the ranks report after loading; the engine sizes its KV block pool by it."""
 
     num_blocks: int  # block 0 is the null block, so num_blocks - 1 can be handed out
     block_size: int
@@ -75,10 +77,10 @@ class WorkerInfo:
     weight_bytes_per_rank: int
     kv_bytes_per_token_per_rank: int
     load_seconds: float
-    sliding_window: int | None = None  # the longest, if every layer has one: no token before it is ever read
-    kernels: str = ""  # what computes: the processor's or device's kind, and our kernels where they serve
-    batch_invariant: bool = False  # a request's numbers do not depend on its company or on how its tokens are cut
-    batch_invariant_reason: str = "it was not tested"  # why not, or what the promise rests on
+    sliding_window: int | None = None  # tokens; the longest, if every layer has one: earlier tokens are never read
+    kernels: str = ""  # what computes: see `workers.kernels.cpu.in_use`
+    batch_invariant: bool = False  # a request's numbers do not depend on its batch or on how its prompt is cut
+    batch_invariant_reason: str = "it was not tested"  # why not, or what was measured
     step_cost: StepCost | None = None  # None: not measured
 
     def to_json(self) -> str:

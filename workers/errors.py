@@ -1,8 +1,8 @@
-"""What can go wrong below the engine. Torch-free, so that the engine and the server can name these classes."""
+"""Errors of starting and running ranks. Torch-free, so that the engine and the server can import them."""
 
 
 class StartupError(Exception):
-    """The group cannot start as configured: one line of cause, one line of fix, shown to the operator as they are.
+    """The ranks cannot start as configured: one line of cause and one of fix, shown to the operator as they are.
 
     `exit_code` follows the documented table: 3 bad configuration or model, 4 out of memory at start.
     """
@@ -15,9 +15,9 @@ class StartupError(Exception):
 
 
 class WorkerError(Exception):
-    """A rank died, hung or raised after start. The group cannot go on: `rank` and `step_id` say where it stopped.
+    """A rank ended, hung or raised after start, and no further step is possible. `rank` and `step_id` name where.
 
-    `hung` is true when the rank stopped answering rather than failing by itself.
+    `hung` is true when the rank did not answer in time.
     """
 
     def __init__(self, rank: int, step_id: int, cause: str, *, hung: bool = False) -> None:

@@ -11,7 +11,7 @@ from workers.protocol import FillMasks, StepMetadata, StepOutput
 
 
 class Executor(Protocol):
-    """N ranks that act as one. `submit` and `collect` alternate; both raise `WorkerError` once the group is lost."""
+    """Runs steps on all ranks. `submit` and `collect` alternate; both raise `WorkerError` when a rank is lost."""
 
     info: WorkerInfo
     config: WorkerConfig
@@ -21,15 +21,16 @@ class Executor(Protocol):
         """Empty when the single rank is the calling process."""
 
     def submit(self, step: StepMetadata, fill_masks: FillMasks | None = None) -> None:
-        """With `fill_masks` the ranks begin before the masks are there, and wait for them only to choose tokens.
+        """Start a step. With `fill_masks` the ranks begin before the masks are computed, and wait for them to sample.
 
-        It is through when this returns, and the ranks have what it wrote; `step.mask_bits` itself may lack it.
+        `fill_masks` has returned when this returns, and the ranks have what it wrote; `step.mask_bits` may not.
         """
 
-    def collect(self) -> StepOutput: ...
+    def collect(self) -> StepOutput:
+        """Block for the output of the submitted step."""
 
     def ping(self) -> None:
-        """Prove that every rank still answers, with a step that computes nothing."""
+        """Check that every rank still answers, with a step that computes nothing."""
 
     def fileno_for_death(self) -> list[int]:
         """Descriptors that become readable when a rank ends while nothing is in flight."""
@@ -42,7 +43,7 @@ def start_executor(config: WorkerConfig, *, inline: bool, on_progress: OnProgres
     """Check the configuration, start the ranks and load the model.
 
     Raises `StartupError` with a cause and a fix; what can be known from headers and numbers is checked before any
-    weight is read. `inline` runs a single rank inside the calling process: one hop fewer.
+    weight is read. `inline` runs a single rank inside the calling process, which is faster.
     """
     resolved = preflight(config)
     if inline and resolved.tensor_parallel_size == 1:

@@ -1,8 +1,7 @@
 """Checks a configuration against its model, and resolves every "auto", before any rank starts.
 
-Torch-free and quick: a user's mistake costs a fraction of a second and one line, not a minute and a traceback. Reads
-`config.json` and the headers of the weight files, and no tensor but a head that is stored beside the embedding it is
-said to be.
+Torch-free and fast: a mistake in the configuration is reported in a fraction of a second. Reads `config.json` and the
+headers of the weight files, and of the tensors only a stored output head that `config.json` ties to the embedding.
 """
 
 import ctypes
@@ -38,15 +37,14 @@ _MAX_BLOCK_SIZE = 1024
 
 
 def check_without_weights(config: WorkerConfig) -> None:
-    """What `config.json`, the machine and the numbers in `config` decide by themselves. Raises `StartupError`."""
+    """Check what can be checked with `config.json` alone, before the weights are there. Raises `StartupError`."""
     _check_limits(config)
     spec = describe(read_config(Path(config.model_path)))
     _check_parallel(config.tensor_parallel_size, spec)
     length, device = _resolve_length(config.max_model_len, spec), _resolve_device(config)
     if config.kv_cache_bytes is not None:
-        from workers.worker.kv_cache_size import (
-            check_given_size,  # imports torch, which takes seconds: only for who asks
-        )
+        # Imports torch, which takes seconds, so only where a size is given.
+        from workers.worker.kv_cache_size import check_given_size
 
         least = "bfloat16"  # of the types there are; the weights may say that it is more
         dtype = config.dtype
@@ -58,7 +56,7 @@ def check_without_weights(config: WorkerConfig) -> None:
 def preflight(config: WorkerConfig) -> WorkerConfig:
     """`config` with everything resolved. Raises `StartupError` (exit code 3) with cause and fix.
 
-    Asking the CUDA driver for its devices makes a later `fork` of this process unfit for CUDA: ranks must be spawned.
+    Initialises the CUDA driver, after which a fork of this process cannot use CUDA: ranks must be spawned.
     """
     _check_limits(config)
     directory = Path(config.model_path)
@@ -130,7 +128,7 @@ def _check_parallel(size: int, spec: DecoderSpec) -> None:
 
 
 def _check_tensors(checkpoint: Checkpoint, spec: DecoderSpec) -> None:
-    """Every tensor the model wants is there in its shape, and nothing else is. Ranks check again as they load."""
+    """Every tensor of the model is there in its shape, and no other. Ranks check again as they load."""
     left = dict(checkpoint.tensors)
     for name, shape in _wanted(checkpoint, spec).items():
         found = left.pop(name, None)
@@ -187,10 +185,10 @@ def _resolve_length(asked: int | None, spec: DecoderSpec) -> int:
 def _resolve_dtype(
     asked: str, device: str, spec: DecoderSpec, checkpoint: Checkpoint | None, cpu: processor.Processor
 ) -> str:
-    """What was asked for, else what config.json declares, else what the embedding is stored in.
+    """The dtype that was asked for, else what config.json declares, else that of the stored embedding.
 
     On a CPU that emulates a 16-bit type, a model of that type runs in float32 unless the type is asked for. So does
-    every float16 model: few libraries use a CPU's float16 products, and bfloat16 would round the weights.
+    every float16 model: few libraries use a CPU's float16 instructions, and bfloat16 would round the weights.
     """
     if asked != "auto":
         if device == "cpu" and not cpu.multiplies(asked):
@@ -219,7 +217,7 @@ def _resolve_dtype(
 
 
 def _served_dtype(declared: str, device: str, spec: DecoderSpec, cpu: processor.Processor) -> str:
-    """What a model that declares `declared` is served in, unless the operator says so."""
+    """The dtype for a model that declares `declared`, where the operator has not chosen one."""
     if device != "cpu" or declared == "float32" or (declared == "bfloat16" and cpu.bfloat16):
         return declared
     does_not_fit = weight_bytes(spec, "float32") > free_host_bytes() > weight_bytes(spec, declared)

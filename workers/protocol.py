@@ -1,14 +1,14 @@
-"""The layout of one step and of its answer, as bytes. The receiver owns the form: this is what a rank can read.
+"""The layout of one step and of its output, as bytes.
 
-A step is a fixed header followed by flat numpy sections in one buffer, sized from the limits at start: it cannot
-overflow. Nothing is pickled. Names are the field's usual ones:
+A step is a fixed header followed by flat numpy sections in one buffer, whose size follows from the limits at start, so
+that it cannot overflow. Nothing is pickled. Sizes in the shapes below:
 
     S  sequences in the step        T  query tokens in the step       B  block-table columns
     L  rows that want logits        M  logit-bias entries             K  largest number of top logprobs asked for
     G  rows with a mask             W  32-bit words of one mask
     P  rows with penalties          H  their distinct earlier ids, all rows together
 
-Knows numpy. Does not know torch, requests, scheduling or text.
+Imports numpy, but not torch.
 """
 
 import math
@@ -24,8 +24,8 @@ import numpy as np
 from workers.config import WorkerConfig
 
 MAX_LOGPROBS = 20
-MAX_BIAS_PER_ROW = 3 * 1024  # stop ids held back, logit_bias and bad words, a third each
-MAX_VOCAB_SIZE = 1 << 20  # slots are sized before the vocabulary is known; pages nobody touches cost nothing
+MAX_BIAS_PER_ROW = 3 * 1024  # stop ids banned by min_tokens, logit_bias and bad words, a third each
+MAX_VOCAB_SIZE = 1 << 20  # slots are sized before the vocabulary is known; unused pages take no memory
 NULL_BLOCK = 0
 NONFINITE, FINITE, ALL_BANNED = 0, 1, 2  # of `StepOutput.finite`
 _MAGIC = 0x4F41524C  # "OARL"
@@ -40,7 +40,7 @@ _ITEM_BYTES = {"<i4": 4, "<u4": 4, "<i8": 8, "<f4": 4, "|u1": 1}
 # Writes every word of a step's `mask_bits` (uint32 [G, W]) into the array it is given.
 FillMasks = Callable[[np.ndarray], None]
 
-# what stands in the sections that few steps use
+# defaults of the sections that few steps use
 _no_ints = partial(np.zeros, 0, "<i4")
 _no_floats = partial(np.zeros, 0, "<f4")
 _no_history = partial(np.zeros, 1, "<i4")
@@ -84,7 +84,7 @@ class StepMetadata:
     history_starts: np.ndarray = field(default_factory=_no_history)  # int32 [P + 1]   of each row's part of these two:
     history_ids: np.ndarray = field(default_factory=_no_ints)  # int32 [H]   distinct within a row
     history_counts: np.ndarray = field(default_factory=_no_ints)  # int32 [H]   times generated; 0: in the prompt only
-    # what a row may choose at all: every other id has a logit of -inf. Sorted by row.
+    # which ids a row may sample: all others get a logit of -inf. Sorted by row.
     mask_rows: np.ndarray = field(default_factory=_no_ints)  # int32 [G]   index into the L rows
     mask_bits: np.ndarray = field(default_factory=_no_bits)  # uint32 [G, W]   bit v % 32 of word v // 32: v is allowed
 
@@ -104,12 +104,12 @@ class StepMetadata:
 
 @dataclass(slots=True)
 class StepOutput:
-    """Rank 0's answer: one entry per row of `logits_indices`, in the same order."""
+    """The output of rank 0: one entry per row of `logits_indices`, in the same order."""
 
     step_id: int
     token_ids: np.ndarray  # int32 [L]   the sampled token, or the scored target
-    # uint8 [L]   of the row's logits. FINITE: as it should be. NONFINITE: the model's held NaN, +inf or no finite value
-    # where one was allowed. ALL_BANNED: bias and mask ban every id. But for FINITE the token means nothing.
+    # uint8 [L]   state of the row's logits. FINITE: valid. NONFINITE: the model's held NaN, +inf or no finite value
+    # where one was allowed. ALL_BANNED: bias and mask ban every id. Only with FINITE the token is valid.
     finite: np.ndarray
     logprobs: np.ndarray | None = None  # float32 [L]   log-softmax of the raw logits at token_ids
     ranks: np.ndarray | None = None  # int32 [L]   1 = most likely
@@ -118,7 +118,7 @@ class StepOutput:
 
 
 class ProtocolError(ValueError):
-    """The bytes are not a step (or an answer) of this layout: our own bug, or memory that someone else wrote."""
+    """The bytes are not a step (or an output) of this layout: a bug, or memory that something else wrote."""
 
 
 class _Counts(NamedTuple):
@@ -182,7 +182,7 @@ def _step_sections(n: _Counts) -> list[tuple[str, str, tuple[int, ...]]]:
 
 
 def _output_sections(rows: int, k: int) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Sections of an answer; `k` is -1 without logprobs."""
+    """Sections of an output; `k` is -1 without logprobs."""
     sections: list[tuple[str, str, tuple[int, ...]]] = [("token_ids", "<i4", (rows,)), ("finite", "|u1", (rows,))]
     if k >= 0:
         sections += [
@@ -249,24 +249,24 @@ def max_step_bytes(config: WorkerConfig) -> int:
 
 
 def max_output_bytes(config: WorkerConfig) -> int:
-    """Bytes of the largest answer these limits allow."""
+    """Bytes of the largest output these limits allow."""
     return _size(_output_sections(max(config.max_num_seqs, config.max_num_batched_tokens), MAX_LOGPROBS))
 
 
 def step_bytes(step: StepMetadata) -> int:
-    """What `pack_step` takes."""
+    """Bytes that `pack_step` writes."""
     return _size(_step_sections(_Counts.of(step)))
 
 
 def output_bytes(output: StepOutput) -> int:
-    """What `pack_output` takes."""
+    """Bytes that `pack_output` writes."""
     return _size(_output_sections(len(output.token_ids), _num_top(output)))
 
 
 def pack_step(step: StepMetadata, buffer: memoryview, *, without_masks: bool = False) -> int:
     """Write `step` into `buffer` and return the bytes used.
 
-    `without_masks` leaves the place of `mask_bits` as it is: `unpack_step(buffer).mask_bits` is where they go later.
+    `without_masks` leaves the bytes of `mask_bits` unwritten: write them later into `unpack_step(buffer).mask_bits`.
     """
     counts = _Counts.of(step)
     sections = _step_sections(counts)
@@ -303,7 +303,7 @@ def pack_output(output: StepOutput, buffer: memoryview) -> int:
 
 
 def unpack_output(buffer: memoryview) -> StepOutput:
-    """A copy of the answer in `buffer`. Raises `ProtocolError` on foreign bytes."""
+    """A copy of the output in `buffer`. Raises `ProtocolError` on foreign bytes."""
     step_id, counts, k = _read_header(buffer)
     sections = _output_sections(counts.rows, k)
     if _size(sections) > len(buffer):
@@ -318,7 +318,7 @@ def _write_header(buffer: memoryview, step_id: int, counts: _Counts, k: int) -> 
 
 
 def _read_header(buffer: memoryview) -> tuple[int, _Counts, int]:
-    """The header's numbers, once the checksum has shown that it is one: they decide every offset."""
+    """The header's numbers, which decide every offset. Raises `ProtocolError` when the checksum is wrong."""
     if len(buffer) < _HEADER_BYTES:
         raise ProtocolError(f"{len(buffer)} bytes cannot hold a header")
     (checksum,) = _CHECKSUM.unpack_from(buffer, _HEADER.size)

@@ -1,10 +1,8 @@
-"""How every Python process of ours is started: our packages are importable in it, and the caller's folder is not.
+"""Starts Python processes that can import our packages, but nothing from the current directory. Torch-free.
 
-`python -m` puts the current directory first on the path, so a `json.py` or an `engine/` that lies where the user stands
-would run in our place. `-P` keeps it out. The user's own PYTHONPATH is respected, except for its empty entries, which
-mean the current directory as well and mostly come from `PYTHONPATH=$PYTHONPATH:/more`.
-
-Torch-free; knows nothing of what the processes do.
+`python -m` puts the current directory first on the path, so a `json.py` or an `engine/` there would be imported in
+place of ours; `-P` prevents it. The user's PYTHONPATH is kept, except for its empty entries, which mean the current
+directory as well and mostly come from `PYTHONPATH=$PYTHONPATH:/more`.
 """
 
 import os
@@ -23,7 +21,7 @@ def start_python(
     stdin: int | None = subprocess.DEVNULL,
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """`python -P COMMAND` of this very interpreter, e.g. ("-m", "workers.worker.worker_process", ...).
+    """Start `python -P COMMAND` with this interpreter, e.g. ("-m", "workers.worker.worker_process", ...).
 
     `environment`: added to ours. `stdin`: as for `subprocess.Popen`; None shares ours.
     """
@@ -36,5 +34,5 @@ def start_python(
 
 
 def import_path(of_user: str) -> str:
-    """The PYTHONPATH of a process of ours, from the one that the user has set."""
+    """The PYTHONPATH of the new process, from the user's."""
     return os.pathsep.join([str(_ROOT), *filter(None, of_user.split(os.pathsep))])

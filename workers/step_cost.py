@@ -1,17 +1,17 @@
-"""What a step costs on this machine, as measured at the start, and the limits that follow from it. Torch-free.
+"""The cost of a step in seconds, as measured at start on this machine. Torch-free.
 
-A processor may be a thousand times slower than another for the same model. With the same limits, its largest step would
-hold up every stream for minutes and look like a hung rank.
+Processors differ by a factor of a thousand for the same model, so the limits of a step follow from it
+(`worker/step_limits.py`).
 """
 
 from dataclasses import dataclass
 
-TARGET_S = 3.0  # of the largest step: everybody else's next token waits that long while prompts are read
+TARGET_S = 3.0  # of the largest step: running requests wait that long for their next token while prompts are computed
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds, of the slowest rank: all ranks know the same."""
+    """In seconds, of the slowest rank; the same on every rank."""
 
     fixed_s: float  # of any step
     token_s: float  # of each token
@@ -19,14 +19,14 @@ class StepCost:
     logits_s: float  # of each row of logits
 
     def seconds(self, tokens: int, *, context: int, rows: int = 1) -> float:
-        """Of a step of `tokens` that each see up to `context`, with `rows` of logits."""
+        """Of a step of `tokens` with a context of up to `context` tokens each, and `rows` of logits."""
         return self.fixed_s + tokens * (self.token_s + self.context_s * context) + rows * self.logits_s
 
     def largest_step(self, fewest: int, most: int) -> int:
-        """Tokens of the largest step that takes no longer than `TARGET_S`: `most`, halved as often as it takes.
+        """Tokens of the largest step of at most `TARGET_S`: `most`, halved until it is, but at least `fewest`.
 
-        Not to the token, so that the same machine gives the same answer tomorrow: how prompts are cut can show in the
-        last bits.
+        Halved, so that small differences between measurements give the same number: how prompts are cut into chunks
+        can change the last bits of results.
         """
         tokens = most
         while tokens > fewest and self.seconds(tokens, context=tokens // 2) > TARGET_S:
@@ -34,5 +34,5 @@ class StepCost:
         return max(tokens, fewest)
 
     def worst_step_s(self, tokens: int, max_model_len: int) -> float:
-        """Every token at the end of the longest context, and logits of all."""
+        """Seconds of a step in which every token has the longest context and wants logits."""
         return self.seconds(tokens, context=max_model_len, rows=tokens)

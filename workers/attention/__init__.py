@@ -1,1 +1,1 @@
-"""Attention over the paged KV cache: one protocol, a slow reference that judges, and faster backends."""
+"""Attention over the paged KV cache: one protocol, a slow reference implementation, and faster backends."""

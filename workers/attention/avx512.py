@@ -1,7 +1,7 @@
 """Attention on processors with AVX-512: the C++ kernel reads pages in place, at any mix of query lengths.
 
-Knows how to call the kernel and what its tiles are; the mathematics, and why company cannot change a bit, stand in
-`kernels/cpu/attention.cpp`.
+Calls the kernel and counts its tiles. The computation, and why the rest of the batch cannot change a row's bits, are
+described in `kernels/cpu/attention.cpp`.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 @dataclass(slots=True)
 class _Plan:
-    """What the kernel wants beside the pages; the arrays live as long as the plan."""
+    """The arrays of one step that the kernel reads. They must live until the step is done."""
 
     tables: np.ndarray  # int32 [S, B]
     query_start_loc: np.ndarray  # int32 [S + 1]
@@ -33,7 +33,7 @@ class _Plan:
 
 
 class Avx512Backend:
-    """Pages are `[blocks, kv_heads, block_size, head_dim]` to their owner; the order inside is the kernel's."""
+    """Pages are allocated as `[blocks, kv_heads, block_size, head_dim]`; the kernel has its own order inside a page."""
 
     name: ClassVar[str] = "avx512"
 
@@ -100,6 +100,6 @@ class Avx512Backend:
 
 
 def _tile_starts(query_start_loc: np.ndarray, num_queries_per_kv: int) -> np.ndarray:
-    """Tiles of the sequences before each one, and of all: int32 [S + 1]."""
+    """Number of tiles of all sequences before each one, and of all together last: int32 [S + 1]."""
     tiles = -(-np.diff(query_start_loc) * num_queries_per_kv // _TILE_ROWS)
     return np.concatenate([[0], np.cumsum(tiles)]).astype(np.int32)

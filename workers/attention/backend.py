@@ -1,4 +1,4 @@
-"""What an attention backend must offer, and the two small descriptions it works from."""
+"""The protocol of an attention backend, and the descriptions of KV memory and of a layer that it works from."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -44,14 +44,14 @@ class AttentionSpec:
 
 @dataclass(slots=True)
 class LayerKV:
-    """One layer's pages; the backend that allocated them is the only one that knows their layout."""
+    """One layer's pages of keys and values, in the layout of the backend that allocated them."""
 
     k: Tensor
     v: Tensor
 
 
 class AttentionBackend(Protocol):
-    """Any mix of query lengths in one call: prefill, chunked prefill and decode take the same path. Causal always."""
+    """Causal attention over pages. One call takes any mix of query lengths: prefill, chunked prefill and decode."""
 
     name: ClassVar[str]
 
@@ -59,7 +59,7 @@ class AttentionBackend(Protocol):
 
     @staticmethod
     def why_not(spec: KVSpec) -> str | None:
-        """None when this backend can serve; else one sentence for the log."""
+        """None when this backend supports `spec` here; else the reason, as a phrase for the log."""
 
     def allocate(self, num_blocks: int) -> list[LayerKV]:
         """Zeroed pages for every layer, block 0 (the null block) included."""
@@ -70,13 +70,13 @@ class AttentionBackend(Protocol):
     def write(self, kv: LayerKV, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
         """Store `k`, `v` [T, num_kv_heads, head_dim] at `batch.slot_mapping`.
 
-        A block is filled from its first slot on: writing that slot says that whatever else the block held is over.
+        A block is filled from its first slot on, so a write to that slot ends the life of what the block held before.
         """
 
     def attend(self, q: Tensor, kv: LayerKV, plan: Any, layer: AttentionSpec) -> Tensor:
         """`q` [T, num_heads, head_dim] -> [T, num_heads * head_dim].
 
-        Called after `write` of the whole step: a sequence may read blocks that another one fills in this step. Blocks
-        outside the window of every query may be given to others: the null block stands in their columns, and what it
-        holds must change no result.
+        Called after `write` for the whole step: a sequence may read blocks that another one fills in this step. Where a
+        layer has a window, block tables hold the null block in place of blocks before it, which may have been freed;
+        the contents of the null block must not change any result.
         """

@@ -1,4 +1,4 @@
-"""One step on the device: the numpy views of `StepMetadata` as tensors, plus the few host numbers that plans need.
+"""One step on the device: the arrays of `StepMetadata` as tensors, and the numbers that backends need on the host.
 
 T  query tokens      S  sequences      B  block-table columns      L  logits rows
 """

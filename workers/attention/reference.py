@@ -1,6 +1,6 @@
-"""The judge: attention as one would explain it on a blackboard, one sequence at a time, in float32, on any device.
+"""The reference backend: attention as its textbook formula, one sequence at a time, in float32, on any device.
 
-Knows nothing about speed. Every other backend must agree with it in one parametrised test.
+Slow. Every other backend is compared with it in one parametrised test.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class ReferenceBackend:
 
     @staticmethod
     def why_not(spec: KVSpec) -> str | None:
-        """It serves everything torch can hold in floating point."""
+        """It supports every floating-point type of torch."""
         return None if spec.dtype.is_floating_point else f"{spec.dtype} is not a floating-point type"
 
     def allocate(self, num_blocks: int) -> list[LayerKV]:
@@ -70,16 +70,16 @@ class ReferenceBackend:
 
 
 def _first_seen(seq: _Sequence, window: int | None) -> int:
-    """The first position that a query of `seq` sees: what lay before may have been given to others."""
+    """The first position that a query of `seq` attends to: blocks before it may have been freed and reused."""
     first_query = len(seq.slots) - (seq.stop - seq.start)
     return 0 if window is None else max(0, first_query - window + 1)
 
 
 def _attend_one(q: Tensor, k: Tensor, v: Tensor, layer: AttentionSpec) -> Tensor:
     """float32 `q` [Q, heads, D] at the last Q positions of a context `k`, `v` [C, kv_heads, D] -> [Q, heads, D]."""
-    group = layer.num_heads // layer.num_kv_heads
-    k = k.repeat_interleave(group, dim=1)  # [C, heads, D]   clarity before thrift: this is a judge, not a server
-    v = v.repeat_interleave(group, dim=1)
+    num_queries_per_kv = layer.num_heads // layer.num_kv_heads
+    k = k.repeat_interleave(num_queries_per_kv, dim=1)  # [C, heads, D]   copies, for clarity
+    v = v.repeat_interleave(num_queries_per_kv, dim=1)
     scores = torch.einsum("qhd,chd->hqc", q, k) * layer.scale
     if layer.softcap is not None:
         scores = layer.softcap * torch.tanh(scores / layer.softcap)

@@ -1,4 +1,4 @@
-"""Which attention backend serves: an ordered list, a sentence for each refusal, and no surprise fallbacks by name."""
+"""Chooses the attention backend: the first of an ordered list that supports the model, or the one that is named."""
 
 from collections.abc import Callable
 
@@ -8,14 +8,14 @@ from workers.attention.reference import ReferenceBackend
 from workers.attention.torch_backend import TorchBackend
 from workers.errors import StartupError
 
-# Fastest first; the reference serves whatever nobody else does.
+# Fastest first. The reference supports everything.
 BACKENDS: tuple[type[AttentionBackend], ...] = (Avx512Backend, TorchBackend, ReferenceBackend)
 
 
 def choose(spec: KVSpec, name: str, log: Callable[[str], None]) -> AttentionBackend:
     """The first backend that can serve `spec`, or the one called `name`; one line to `log` per refusal and choice.
 
-    Raises `StartupError` when `name` is unknown or cannot serve: whoever names a backend does not want another.
+    Raises `StartupError` when `name` is unknown or cannot serve: a backend chosen by name has no fallback.
     """
     named = [backend for backend in BACKENDS if name in ("auto", backend.name)]
     if not named:

@@ -1,16 +1,14 @@
-"""Attention on the CPU from torch's own operations: few of them, each over as many sequences as possible.
+"""Attention on the CPU from torch's operations: few of them, each over as many sequences as possible.
 
-Knows pages, query heads folded onto their KV head, and how much scratch memory one call may use. Does not know models.
+Decode, prefill and chunks take the same steps: gather the pages of some (sequence, KV head) pairs, multiply, mask,
+softmax, multiply. Three properties of oneDNN's 16-bit batched products, each checked by a test, shape it:
 
-One recipe serves decode, prefill and chunks: gather the pages of some (sequence, KV head) lanes, multiply, mask,
-softmax, multiply. Three facts about oneDNN's 16-bit batched products, each held by a test, shape it:
-
-* A row of a product does not depend on how many rows, lanes or (zero-weighted) columns stand beside it. So a token's
-  result is the same bits whether it was decoded or prefilled, alone or in company, in one chunk or many.
+* A row of a product does not depend on how many other rows, pairs or columns of weight zero there are. So a token's
+  result has the same bits whether it was decoded or prefilled, alone or in a batch, in one chunk or many.
 * They round scores to 16 bits, too coarse for models whose keys carry large biases. The same product with the rounded
-  scores subtracted returns what rounding lost, and the sum of both is good to about 17 bits.
-* Weight zero times NaN is NaN. A value page is therefore cleared when its first slot is written, and columns beyond a
-  sequence's pages, or whose pages were freed, read a page that is never written: what others left cannot leak.
+  scores subtracted gives the rounding error, and the sum of both is exact to about 17 bits.
+* Weight zero times NaN is NaN. So a page of values is cleared when its first slot is written, and columns beyond a
+  sequence's pages, or of freed pages, read a page that stays zero.
 """
 
 from dataclasses import dataclass, field
@@ -25,28 +23,29 @@ from workers.attention.backend import AttentionSpec, KVSpec, LayerKV
 from workers.attention.forward_batch import ForwardBatch
 from workers.protocol import NULL_BLOCK
 
-# Columns come in multiples of this many tokens, counted from position 0: whatever the block size, a sequence sees the
-# same products.
+# Numbers of columns (positions of keys) are multiples of this, counted from position 0, so that the shapes of the
+# products do not depend on the block size.
 _COLUMNS = 32
-# A sliding window starts at a multiple of this many tokens, so that the order of additions does not move with it.
+# The first column of a sliding window is a multiple of this many tokens: the order of additions stays the same while
+# the window moves.
 _WINDOW_STEP = 128
-# Smaller products than this take another kernel in torch, with other rounding.
+# torch uses another kernel, with other rounding, for products with fewer elements than this.
 _SMALL_PRODUCT = 4096
-# Scratch bounds: elements of gathered keys per call (unless one sequence alone is longer), and elements of scores.
+# Limits of scratch memory, in elements: gathered keys per call (unless one sequence alone is longer), and scores.
 _MAX_KEYS = 1 << 20
 _MAX_SCORES = 1 << 19
-# One more group of sequences costs about as much dispatch as this many gathered key elements cost time.
+# Computing one more group of sequences takes about as long as gathering this many elements of keys.
 _GROUP_COST = 100_000
 _MAX_VIEWS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class _Hide:
-    """Boolean `mask` over the score columns `start` to `stop`; everything outside is visible."""
+class _Mask:
+    """Which scores to mask among the columns `start` to `stop`. None of the other columns is masked."""
 
     start: int
     stop: int
-    mask: Tensor  # bool, broadcastable to [., ., ., stop - start]
+    masked: Tensor  # bool, broadcastable to [., ., ., stop - start]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +54,19 @@ class _Decode:
 
     rows: slice | Tensor  # which of the T rows
     size: int
-    pages: Tensor  # int64 [size * kv_heads * P]   lanes are (sequence, KV head)
-    hides: list[_Hide]
+    pages: Tensor  # int64 [size * kv_heads * P]   P pages for each (sequence, KV head)
+    masks: list[_Mask]
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Some query rows of one sequence and the columns they can see."""
+    """Some query rows of one sequence and the columns they attend to."""
 
     start: int
     stop: int
     first_column: int
     last_column: int
-    hides: list[_Hide]
+    masks: list[_Mask]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ class _Prefill:
 
 @dataclass(slots=True)
 class _Plan:
-    """Units of work, made when the first layer of each window length asks."""
+    """The units of work of a step: one list for each window length, built by the first layer that has it."""
 
     tables: np.ndarray  # int32 [S, B]
     query_lens: list[int]
@@ -90,8 +89,8 @@ class _Plan:
 
 @dataclass(slots=True)
 class _Writes:
-    """Where a step's keys and values go. Kept for the layers of one step, recognised by its slot mapping: the batch
-    itself may hold views of memory that must not be kept."""
+    """Where a step's keys and values go. Kept for all layers of one step, which is recognised by its slot mapping; the
+    batch itself is not kept, because it may hold views of shared memory."""
 
     slots: Tensor  # int64 [T]
     rows: Tensor  # int64 [T * kv_heads]   rows of the pages taken as [blocks * kv_heads * block_size, head_dim]
@@ -99,11 +98,11 @@ class _Writes:
 
 
 class _Scratch:
-    """Buffers that live as long as the backend: fresh ones cost more in page faults than the arithmetic on them."""
+    """Buffers that live as long as the backend: the page faults of new ones take longer than the arithmetic."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
-        self._views: dict[tuple[str, tuple[int, ...]], Tensor] = {}  # 24 layers ask for the same shapes
+        self._views: dict[tuple[str, tuple[int, ...]], Tensor] = {}  # every layer needs the same shapes
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         view = self._views.get((name, shape))
@@ -111,7 +110,7 @@ class _Scratch:
             count = prod(shape)
             buffer = self._buffers.get(name)
             if len(self._views) >= _MAX_VIEWS or buffer is None or buffer.numel() < count:
-                self._views.clear()  # they would keep the smaller buffer alive
+                self._views.clear()  # views keep the smaller buffer alive
             if buffer is None or buffer.numel() < count:
                 buffer = self._buffers[name] = torch.empty(count, dtype=dtype)
             view = self._views[name, shape] = buffer[:count].view(shape)
@@ -136,7 +135,7 @@ class TorchBackend:
         if spec.device.type != "cpu":
             return f"it computes on the CPU and the model is on {spec.device.type}"
         if spec.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return f"it knows float32, bfloat16 and float16, not {spec.dtype}"
+            return f"it supports float32, bfloat16 and float16, not {spec.dtype}"
         return None
 
     def allocate(self, num_blocks: int) -> list[LayerKV]:
@@ -167,10 +166,10 @@ class TorchBackend:
         size, heads = self.spec.block_size, self.spec.num_kv_heads
         slots = batch.slot_mapping
         head = torch.arange(heads)
-        lanes = (slots // size).unsqueeze(1) * heads + head  # [T, kv_heads]
-        rows = lanes * size + (slots % size).unsqueeze(1)
-        begins_page = (slots % size == 0) & (slots >= size)  # the null block is never read for a result
-        return _Writes(slots, rows.flatten(), lanes[begins_page].flatten())
+        pages = (slots // size).unsqueeze(1) * heads + head  # [T, kv_heads]
+        rows = pages * size + (slots % size).unsqueeze(1)
+        begins_page = (slots % size == 0) & (slots >= size)  # the null block never affects a result
+        return _Writes(slots, rows.flatten(), pages[begins_page].flatten())
 
     # -- planning --------------------------------------------------------------------------------------------------
 
@@ -203,19 +202,19 @@ class TorchBackend:
         return decodes, prefills
 
     def _first_columns(self, first_queries: np.ndarray, window: int | None) -> np.ndarray:
-        """The first position worth reading, for sequences whose first query stands at `first_queries`."""
+        """The position of the first column to read, for sequences whose first query is at position `first_queries`."""
         if window is None:
             return np.zeros_like(first_queries)
         step = lcm(_WINDOW_STEP, self._column_step)
         return np.maximum(first_queries - window + 1, 0) // step * step
 
     def _padded(self, lengths):
-        """Numbers of columns that hold `lengths` tokens."""
+        """`lengths` in tokens, rounded up to numbers of columns."""
         step = self._column_step
         return (np.maximum(lengths, self._min_columns) + step - 1) // step * step
 
     def _groups(self, seqs: np.ndarray, columns: np.ndarray) -> list[np.ndarray]:
-        """Cut `seqs` into groups of similar length, each small enough for the scratch; at most a split per saving."""
+        """Split `seqs` into groups that fit the scratch memory, and by length where that saves enough padding."""
         if not len(seqs):
             return []
         width = self.spec.num_kv_heads * self.spec.head_dim
@@ -231,12 +230,12 @@ class TorchBackend:
         return [seqs[start : start + size] for start in range(0, len(seqs), size)]
 
     def _pages(self, tables: np.ndarray, contexts: np.ndarray, firsts: np.ndarray, columns: int) -> Tensor:
-        """Pages of (sequence, KV head) lanes in reading order, the zero page where a sequence has none: [n * H * P]."""
+        """Pages of each (sequence, KV head) by position, the zero page where there is none: int64 [n * H * P]."""
         size, heads = self.spec.block_size, self.spec.num_kv_heads
         wanted = (firsts // size)[:, None] + np.arange(columns // size)  # [n, P]
         held = wanted < (-(-contexts // size))[:, None]
         blocks = np.take_along_axis(tables.astype(np.int64), np.where(held, wanted, 0), axis=1)
-        held &= blocks != NULL_BLOCK  # freed, being outside the window
+        held &= blocks != NULL_BLOCK  # freed, because they are outside the window
         blocks = np.where(held, blocks, self._zero_page)
         return torch.from_numpy((blocks[:, None, :] * heads + np.arange(heads)[None, :, None]).reshape(-1))
 
@@ -251,13 +250,13 @@ class TorchBackend:
     ) -> _Decode:
         count = int(columns.max())
         query = contexts - 1 - firsts  # [n]   the column of each sequence's query
-        hides = _hides(query[:, None, None, None], count, layer.sliding_window)
+        masks = _masks(query[:, None, None, None], count, layer.sliding_window)
         consecutive = rows[-1] - rows[0] == len(rows) - 1
         where = slice(int(rows[0]), int(rows[-1]) + 1) if consecutive else torch.from_numpy(rows)
-        return _Decode(where, len(rows), self._pages(tables, contexts, firsts, count), hides)
+        return _Decode(where, len(rows), self._pages(tables, contexts, firsts, count), masks)
 
     def _row_blocks(self, start: int, query_len: int, context: int, first: int, layer: AttentionSpec) -> list[_Rows]:
-        """Cut a sequence's query rows so that the scores of one cut stay within the scratch."""
+        """Split a sequence's query rows so that the scores of one part fit the scratch memory."""
         blocks = []
         begin = context - query_len  # position of the next row
         while begin < context:
@@ -267,8 +266,8 @@ class TorchBackend:
             columns = int(self._padded(np.array(begin + count - low)))
             query = np.arange(begin, begin + count)[None, :, None, None] - low
             row = start + begin - (context - query_len)
-            hides = _hides(query, columns, layer.sliding_window)
-            blocks.append(_Rows(row, row + count, low - first, low - first + columns, hides))
+            masks = _masks(query, columns, layer.sliding_window)
+            blocks.append(_Rows(row, row + count, low - first, low - first + columns, masks))
             begin += count
         return blocks
 
@@ -276,62 +275,62 @@ class TorchBackend:
 
     def attend(self, q: Tensor, kv: LayerKV, plan: _Plan, layer: AttentionSpec) -> Tensor:
         rows, heads, width = q.shape
-        lanes = self.spec.num_kv_heads
-        group = heads // lanes
-        out = torch.empty((rows, lanes, group, width), dtype=q.dtype)
-        folded = q.reshape(rows, lanes, group, width)
+        kv_heads = self.spec.num_kv_heads
+        group = heads // kv_heads  # query heads per KV head
+        out = torch.empty((rows, kv_heads, group, width), dtype=q.dtype)
+        grouped = q.reshape(rows, kv_heads, group, width)
         decodes, prefills = self._units(plan, layer)
         for unit in decodes:
-            k, v = self._gather(kv, unit.pages, unit.size * lanes)  # [n * H, N, D]
-            shape = (unit.size, lanes, group, k.shape[1])
+            k, v = self._gather(kv, unit.pages, unit.size * kv_heads)  # [n * H, N, D]
+            shape = (unit.size, kv_heads, group, k.shape[1])
             if isinstance(unit.rows, slice):
                 into = out[unit.rows].view(-1, group, width)
-                self._lanes(folded[unit.rows].reshape(-1, group, width), k, v, layer, shape, unit.hides, into)
+                self._attend(grouped[unit.rows].reshape(-1, group, width), k, v, layer, shape, unit.masks, into)
             else:
-                some = folded.index_select(0, unit.rows)
+                some = grouped.index_select(0, unit.rows)
                 result = torch.empty_like(some)
-                self._lanes(some.view(-1, group, width), k, v, layer, shape, unit.hides, result.view(-1, group, width))
+                self._attend(some.view(-1, group, width), k, v, layer, shape, unit.masks, result.view(-1, group, width))
                 out.index_copy_(0, unit.rows, result)
         for unit in prefills:
-            k, v = self._gather(kv, unit.pages, lanes)  # [H, N, D]
+            k, v = self._gather(kv, unit.pages, kv_heads)  # [H, N, D]
             for block in unit.blocks:
                 count = block.stop - block.start
                 columns = slice(block.first_column, block.last_column)
-                some = folded[block.start : block.stop].transpose(0, 1).reshape(lanes, count * group, width)
+                some = grouped[block.start : block.stop].transpose(0, 1).reshape(kv_heads, count * group, width)
                 result = torch.empty_like(some)
-                shape = (lanes, count, group, block.last_column - block.first_column)
-                self._lanes(some, k[:, columns], v[:, columns], layer, shape, block.hides, result)
-                out[block.start : block.stop] = result.view(lanes, count, group, width).transpose(0, 1)
+                shape = (kv_heads, count, group, block.last_column - block.first_column)
+                self._attend(some, k[:, columns], v[:, columns], layer, shape, block.masks, result)
+                out[block.start : block.stop] = result.view(kv_heads, count, group, width).transpose(0, 1)
         return out.view(rows, heads * width)
 
-    def _gather(self, kv: LayerKV, pages: Tensor, lanes: int) -> tuple[Tensor, Tensor]:
-        """Copies of the pages, in order, as [lanes, N, D]; valid until the next call."""
+    def _gather(self, kv: LayerKV, pages: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of `pages`, copied in order: [pairs, N, D] each, valid until the next call."""
         size, width = self.spec.block_size, self.spec.head_dim
         shape = (len(pages), size * width)
         k = self._scratch.take("k", shape, kv.k.dtype)
         v = self._scratch.take("v", shape, kv.v.dtype)
         torch.index_select(kv.k.view(-1, size * width), 0, pages, out=k)
         torch.index_select(kv.v.view(-1, size * width), 0, pages, out=v)
-        return k.view(lanes, -1, width), v.view(lanes, -1, width)
+        return k.view(pairs, -1, width), v.view(pairs, -1, width)
 
-    def _lanes(
+    def _attend(
         self,
-        q: Tensor,  # [lanes, M, D]
-        k: Tensor,  # [lanes, N, D]
-        v: Tensor,  # [lanes, N, D]
+        q: Tensor,  # [pairs, M, D]
+        k: Tensor,  # [pairs, N, D]
+        v: Tensor,  # [pairs, N, D]
         layer: AttentionSpec,
-        shape: tuple[int, int, int, int],  # the scores [lanes, M, N] as the masks see them
-        hides: list[_Hide],
-        out: Tensor,  # [lanes, M, D]
+        shape: tuple[int, int, int, int],  # of the scores [pairs, M, N] for the masks
+        masks: list[_Mask],
+        out: Tensor,  # [pairs, M, D]
     ) -> None:
-        lanes, rows, _ = q.shape
-        flat = (lanes, rows, k.shape[1])
+        pairs, rows, _ = q.shape
+        flat = (pairs, rows, k.shape[1])
         scores = self._scores(q, k.transpose(1, 2), layer.scale, flat)
         if layer.softcap is not None:
             scores.div_(layer.softcap).tanh_().mul_(layer.softcap)
         view = scores.view(shape)
-        for hide in hides:
-            view[..., hide.start : hide.stop].masked_fill_(hide.mask, float("-inf"))
+        for mask in masks:
+            view[..., mask.start : mask.stop].masked_fill_(mask.masked, float("-inf"))
         torch.softmax(scores, -1, out=scores)
         if q.dtype == torch.float32:
             torch.bmm(scores, v, out=out)
@@ -339,7 +338,7 @@ class TorchBackend:
             torch.bmm(self._scratch.take("high", flat, q.dtype).copy_(scores), v, out=out)
 
     def _scores(self, q: Tensor, keys: Tensor, scale: float, flat: tuple[int, int, int]) -> Tensor:
-        """Scaled float32 scores [lanes, M, N]; see the module's second fact."""
+        """Scaled float32 scores [pairs, M, N], with the rounding error of 16-bit products added back (see above)."""
         scores = self._scratch.take("scores", flat, torch.float32)
         if q.dtype == torch.float32:
             return torch.baddbmm(scores, q, keys, beta=0, alpha=scale, out=scores)
@@ -350,13 +349,15 @@ class TorchBackend:
         return scores.copy_(high).add_(lost)
 
 
-def _hides(query: np.ndarray, columns: int, window: int | None) -> list[_Hide]:
-    """What queries at columns `query` (any shape ending in 1) may not see of `columns` columns: the future, and what
-    lies before the window. Only the columns where queries differ, or where all are blind, are listed."""
-    hides = []
+def _masks(query: np.ndarray, columns: int, window: int | None) -> list[_Mask]:
+    """The causal and window masks of queries at columns `query` (any shape ending in 1) over `columns` columns.
+
+    They cover only columns that at least one of the queries must not attend to.
+    """
+    masks = []
     start = int(query.min()) + 1
     if start < columns:
-        hides.append(_Hide(start, columns, torch.from_numpy(np.arange(start, columns) > query)))
+        masks.append(_Mask(start, columns, torch.from_numpy(np.arange(start, columns) > query)))
     if window is not None and (stop := int(query.max()) - window + 1) > 0:
-        hides.append(_Hide(0, stop, torch.from_numpy(np.arange(stop) <= query - window)))
-    return hides
+        masks.append(_Mask(0, stop, torch.from_numpy(np.arange(stop) <= query - window)))
+    return masks

@@ -1,1 +1,1 @@
-"""How a step reaches the ranks: shared memory and one wake-up byte per reader."""
+"""Communication with and between ranks: the ring for steps, control sockets, rendezvous and collectives."""

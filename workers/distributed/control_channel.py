@@ -1,6 +1,6 @@
-"""The slow lane between the group and one rank: JSON lines over a socket pair, used at start and in trouble only.
+"""The control socket between the executor and one rank: JSON lines, used at start and for failures only.
 
-Its end-of-file is how either side learns that the other is dead.
+End-of-file on it means that the other side has ended.
 """
 
 import json
@@ -13,7 +13,7 @@ _MAX_LINE = 1 << 20
 
 
 class Control:
-    """One end. `fileno()` lets `select` wait for a message or for the end."""
+    """One end of the socket pair. `fileno()` lets `select` wait for a message or for end-of-file."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
@@ -53,7 +53,7 @@ class Control:
 
     @property
     def has_pending(self) -> bool:
-        """A whole message is already here, which `select` cannot see."""
+        """Whether a whole message is already read into the buffer, which `select` cannot see."""
         return b"\n" in self._pending
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """The order in which one process's stores to shared memory become visible to another.
 
-x86 keeps the order of the program. ARM and others may let a later store overtake an earlier access, so what says
-"finished" could arrive before that to which it refers. Whoever wakes a reader through a pipe needs no more than that:
-writing to and reading from one pipe takes the same lock of the kernel. `fence` is for counters that are only looked at.
+x86 keeps program order. ARM and others may reorder a later store before an earlier access, so that a counter could show
+a message as finished before its slot was read. A writer that wakes its reader through a pipe needs no fence: writing to
+and reading from a pipe take the same lock in the kernel. `fence` is for counters that are polled.
 """
 
 import platform
@@ -14,10 +14,10 @@ _lock = threading.Lock()
 
 
 def fence() -> None:
-    """No access after it is visible before any access ahead of it, on every processor.
+    """A full memory barrier: no access after it is visible before any access ahead of it, on every processor.
 
-    Releasing a lock waits for what stands before, taking it holds back what follows; a release and a taking of one lock
-    keep their order. So two rounds make a full barrier, for want of an instruction that Python could name.
+    Python has no instruction for it. Releasing a lock keeps earlier accesses before it, acquiring one keeps later ones
+    after it, and a release and an acquire of the same lock keep their order; so two rounds make a full barrier.
     """
     with _lock:
         pass

@@ -1,7 +1,7 @@
-"""The tensor-parallel group as a value: layers take it in their constructor and never read a global.
+"""The tensor-parallel process group as a value that layers get in their constructor.
 
-The only module that imports `torch.distributed`. On one x86 host CPU ranks exchange through shared memory
-(`shm_all_reduce.py`), with gloo beside it as the judge and the fallback; CUDA ranks use NCCL.
+The only module that imports `torch.distributed`. CPU ranks of an x86 host use shared memory (`shm_all_reduce.py`), on
+other processors gloo; CUDA ranks use NCCL.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TensorParallel:
     def __init__(
         self, rank: int = 0, size: int = 1, shared: SharedMemoryGroup | None = None, flags: Flags | None = None
     ) -> None:
-        """`flags`: where to say which collective this rank has come to, if `shared` does not do it."""
+        """`flags`: where to record which collective this rank has reached, if `shared` does not do it."""
         self.rank = rank
         self.size = size
         self._shared = shared
@@ -36,14 +36,14 @@ class TensorParallel:
 
     @staticmethod
     def solo() -> TensorParallel:
-        """A group of one: every collective is the identity. It makes each layer testable without processes."""
+        """A group of one rank: every collective is the identity."""
         return TensorParallel()
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks of `x` (any shape), bitwise the same on every rank. May reuse `x`'s memory."""
         if self.size > 1:
             if self._shared is None:
-                self._come_to_next()
+                self._count_collective()
                 dist.all_reduce(x)
             else:
                 x = self._shared.all_reduce(x.contiguous())
@@ -55,17 +55,17 @@ class TensorParallel:
             return x.unsqueeze(0)
         if self._shared is not None:
             return self._shared.all_gather(x)
-        self._come_to_next()
+        self._count_collective()
         out = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
         dist.all_gather(list(out.unbind(0)), x.contiguous())
         return out
 
     def destroy(self) -> None:
-        """Give the group's sockets back. The group cannot be used afterwards."""
+        """Destroy the process group and close its sockets. It cannot be used afterwards."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _come_to_next(self) -> None:
+    def _count_collective(self) -> None:
         self._collectives += 1
         if self._flags is not None:
             self._flags[self.rank] = self._collectives
@@ -110,6 +110,6 @@ def loopback_interface() -> str:
         if any(address.family == socket.AF_INET and address.address == "127.0.0.1" for address in addresses):
             return name
     raise StartupError(
-        "No network interface has the address 127.0.0.1, over which ranks meet.",
+        "No network interface has the address 127.0.0.1, over which ranks communicate.",
         "Bring the loopback interface up, or name another interface in GLOO_SOCKET_IFNAME.",
     )

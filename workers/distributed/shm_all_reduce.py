@@ -1,16 +1,16 @@
 """All-reduce and all-gather between the ranks of one host through shared memory, in a few microseconds.
 
-A decode step of a small model makes two all-reduces of some kilobytes per layer; through gloo's sockets each costs
-100 to 330 microseconds, which for 24 layers is as long as the model itself.
+A decode step of a small model makes two all-reduces of some kilobytes per layer. Through gloo's sockets each takes 100
+to 330 microseconds, which for 24 layers is as long as the model itself.
 
     flags    one 64-bit counter per rank, one cache line each: the collective whose input that rank has published
     inputs   2 x size buffers of `buffer_bytes`: rank r writes collective n to buffer [n % 2][r]
 
-Two buffers are enough: a rank that enters collective n has seen every flag reach n - 1, and a peer raises its flag to
+Two buffers are enough: a rank that enters collective n has seen every flag reach n - 1, and a peer sets its flag to
 n - 1 only after it finished reading collective n - 2, which is what buffer [n % 2] held before.
 
-Relies on stores becoming visible in program order (`order.py`), so `supported()` says no outside x86; the caller then
-stays on gloo. Sums run in rank order in float32 on every rank: all ranks end with the same bits.
+Relies on stores becoming visible in program order (`memory_order.py`), so `supported()` is false outside x86, and the
+caller uses gloo. Sums run in rank order in float32 on every rank: all ranks end with the same bits.
 """
 
 import mmap
@@ -24,20 +24,20 @@ from workers.distributed.memory_order import STORES_KEEP_ORDER
 from workers.distributed.shm_layout import LINE, data_offset, total_bytes
 from workers.platform.cores import available_cores
 
-_SPINS_BEFORE_YIELD = 2_000  # about 100 us: longer than a peer's skew while it has a core of its own
+_SPINS_BEFORE_YIELD = 2_000  # about 100 us: longer than ranks differ while each has a core of its own
 _YIELDS_BEFORE_SLEEP = 2_000
-# With fewer cores than ranks, whoever waits is in the way of whom it waits for. Four ranks on two cores: 2 to 3.5 times
-# the collectives per second of the patience above, for half the processor time.
+# With fewer cores than ranks, a waiting rank takes processor time from the one it waits for. Four ranks on two cores do
+# 2 to 3.5 times as many collectives per second as with the numbers above, in half the processor time.
 _CROWDED_YIELDS_BEFORE_SLEEP = 50
 _SLEEP_S = 50e-6
 
 
 class PeerLostError(RuntimeError):
-    """A peer did not reach the collective in time: it is dead, stopped, or far too slow."""
+    """Another rank did not reach the collective in time: it has ended, is stopped, or is far too slow."""
 
 
 class SharedMemoryGroup:
-    """This rank's end of the shared buffers. Every rank must make the same calls in the same order."""
+    """Collectives of one rank. Every rank must make the same calls in the same order."""
 
     def __init__(self, memory_fd: int, rank: int, size: int, buffer_bytes: int, timeout_s: float) -> None:
         self.rank = rank

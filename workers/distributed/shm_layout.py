@@ -1,6 +1,4 @@
-"""Where things lie in the shared memory of collectives, and what its flags say of the ranks. Torch-free: the process
-that creates it does not load torch.
-"""
+"""The layout of the shared memory of collectives: flags, then buffers. Torch-free, for the process that creates it."""
 
 import mmap
 from collections.abc import Sequence
@@ -9,17 +7,17 @@ LINE = 64  # bytes of a cache line; each flag has one of its own
 
 
 def data_offset(size: int) -> int:
-    """Start of the input buffers, after one flag per rank."""
+    """Offset of the input buffers in bytes, after one flag per rank."""
     return (size * LINE + mmap.PAGESIZE - 1) // mmap.PAGESIZE * mmap.PAGESIZE
 
 
 def total_bytes(size: int, buffer_bytes: int) -> int:
-    """Shared memory that a group of `size` ranks needs: flags and two input buffers per rank."""
+    """Bytes of shared memory for `size` ranks: flags and two input buffers per rank."""
     return data_offset(size) + 2 * size * buffer_bytes
 
 
 class Flags:
-    """One 64-bit counter per rank: the newest collective that it has come to. The others wait there for the last."""
+    """One 64-bit counter per rank: the number of the latest collective that it has reached."""
 
     def __init__(self, memory_fd: int, size: int) -> None:
         self._size = size
@@ -41,9 +39,9 @@ class Flags:
 
 
 def last_of(*progress: Sequence[int]) -> int | None:
-    """The rank that is behind all others, which wait for it; None when several are equally far.
+    """The rank that is behind all others, which wait for it; None when several are equally far behind.
 
-    `progress`: numbers of each rank that only grow, the slowest growing first: a later one decides between equals.
+    `progress`: lists with one growing counter per rank. A later list decides between ranks equal in the earlier ones.
     """
     places = list(zip(*progress, strict=True))
     last = min(places)

@@ -3,10 +3,10 @@
     header   N reader counters, one cache line each: the newest message the reader has finished with
     slots    num_slots x slot_bytes
 
-The writer fills a slot in place and wakes each reader with one byte through its pipe; a blocked reader costs nothing.
-A message may come in two parts: the reader is woken for the first, and waits for the rest only when it needs it.
-The memory has no name, so no crash can leave a segment behind; the pipe's end-of-file tells a reader that the writer
-is gone. Message n lives in slot n % num_slots and may be overwritten once every reader has finished it.
+The writer fills a slot in place and wakes each reader with one byte through its pipe; a blocked reader uses no
+processor time. A message may come in two parts: the reader is woken for the first, and waits for the rest only when it
+needs it. The memory has no name, so a crash leaves no segment behind; end-of-file on the pipe means that the writer has
+ended. Message n is in slot n % num_slots, which may be overwritten once every reader has finished the message.
 
 Does not know what the bytes mean.
 """
@@ -23,7 +23,7 @@ from workers.distributed.memory_order import STORES_KEEP_ORDER, fence
 
 _LINE = 64  # bytes; one counter per cache line, so that readers do not disturb each other
 _PAGE = 4096
-# what the byte says
+# the byte in the pipe
 _WHOLE, _FIRST_PART, _REST = b"\1", b"\2", b"\3"
 
 
@@ -44,7 +44,7 @@ def anonymous_memory(size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RingLayout:
-    """What both sides must agree on; travels as JSON."""
+    """The sizes that both sides must know; sent as JSON."""
 
     num_readers: int
     slot_bytes: int
@@ -72,7 +72,7 @@ class RingLayout:
 
 
 class _Mapping:
-    """The shared pages, seen from either side."""
+    """The mapped memory, on either side."""
 
     def __init__(self, memory_fd: int, layout: RingLayout) -> None:
         self.layout = layout
@@ -93,13 +93,13 @@ class _Mapping:
     def close(self) -> None:
         self._counters.release()
         self._bytes.release()
-        # An array over a slot may still be alive in the caller; the pages then go with the process.
+        # The caller may still hold an array over a slot; then the pages are unmapped when the process ends.
         with contextlib.suppress(BufferError):
             self._map.close()
 
 
 class RingWriter:
-    """The writing side. Owns the wake pipes' write ends."""
+    """The writing side. Owns the write ends of the pipes."""
 
     def __init__(self, memory_fd: int, wake_fds: list[int], layout: RingLayout) -> None:
         self._pages = _Mapping(memory_fd, layout)
@@ -129,20 +129,20 @@ class RingWriter:
 
     @contextlib.contextmanager
     def send_rest(self) -> Generator[memoryview]:
-        """Yields the slot of the last message again; on leaving, readers may go on to what is written there now."""
+        """Yields the slot of the last message again; on leaving, readers are woken for what was written."""
         slot = self._pages.slot(self._message)
         try:
             yield slot
         finally:
-            # A log that keeps the traceback of a failure in here keeps arrays over the slot.
+            # The traceback of a failure may keep arrays over the slot alive.
             with contextlib.suppress(BufferError):
                 slot.release()
         self._wake(_REST)
 
-    def _wake(self, word: bytes) -> None:
+    def _wake(self, kind: bytes) -> None:
         for reader, fd in enumerate(self._wake_fds):
             try:
-                os.write(fd, word)
+                os.write(fd, kind)
             except OSError as error:
                 raise ChannelClosedError(f"reader {reader} is gone") from error
 
@@ -177,14 +177,14 @@ class RingReader:
 
         Raises `ChannelClosedError` when the writer is gone and `TimeoutError` after `timeout_s`.
         """
-        self.wait_for_rest(timeout_s)  # of the message before, if nobody needed it
-        self._lacks_rest = self._next_word(timeout_s) == _FIRST_PART
+        self.wait_for_rest(timeout_s)  # of the message before, if it was not waited for
+        self._lacks_rest = self._next_byte(timeout_s) == _FIRST_PART
         self._message += 1
         slot = self._pages.slot(self._message)
         try:
             yield slot
         finally:
-            # Arrays over the slot may outlive this block; releasing the view itself would raise for them.
+            # Arrays over the slot may outlive this block; then releasing the view raises.
             with contextlib.suppress(BufferError):
                 slot.release()
             if not STORES_KEEP_ORDER:
@@ -192,18 +192,18 @@ class RingReader:
             self._pages.set_finished(self._reader, self._message)
 
     def wait_for_rest(self, timeout_s: float | None = None) -> None:
-        """Blocks until the message that `recv` yielded is whole, as most are from the start. Raises like `recv`."""
+        """Blocks until the message that `recv` yielded is complete; most are from the start. Raises like `recv`."""
         if self._lacks_rest:
-            self._next_word(timeout_s)
+            self._next_byte(timeout_s)
             self._lacks_rest = False
 
-    def _next_word(self, timeout_s: float | None) -> bytes:
+    def _next_byte(self, timeout_s: float | None) -> bytes:
         if timeout_s is not None and not select.select([self.wake_fd], [], [], timeout_s)[0]:
             raise TimeoutError(f"no message within {timeout_s} s")
-        word = os.read(self.wake_fd, 1)
-        if not word:
+        kind = os.read(self.wake_fd, 1)
+        if not kind:
             raise ChannelClosedError("the writer is gone")
-        return word
+        return kind
 
     def close(self) -> None:
         os.close(self.wake_fd)

@@ -1,1 +1,1 @@
-"""Sharded building blocks. Each can be built and called on its own; none reads a global."""
+"""Tensor-parallel layers. Each can be built and called on its own; none reads a global."""

@@ -1,5 +1,6 @@
-"""The attention half-block of one layer on one rank. Local from the projection to the output product, whose sum over
-ranks is the only communication. Pages and their layout belong to the backend.
+"""The attention half of a decoder layer on one rank: from the projection of q, k and v to the output projection.
+
+The sum over ranks after the output projection is the only communication. The backend owns the pages and their layout.
 """
 
 from typing import Any
@@ -16,7 +17,7 @@ from workers.layers.rotary import rotate
 
 
 class Attention:
-    """Projections, head norm, rotation, cache, attention, output: one path for prefill, chunks and decode."""
+    """Projections, head norm, rotary embedding, KV write, attention, output projection; any mix of query lengths."""
 
     def __init__(self, name: str, spec: DecoderSpec, layer: int, place: Placement) -> None:
         self.place = place
@@ -58,8 +59,10 @@ class Attention:
         backend: AttentionBackend,
         plan: Any,
     ) -> Tensor:
-        """`x` [T, hidden] normed, `residual` [T, hidden] -> the new residual [T, hidden]; without one, what would be
-        added to it."""
+        """`x` [T, hidden] (normed) -> [T, hidden]: `residual` [T, hidden] plus the attention output, or that alone.
+
+        `cos`, `sin`: see `RotaryTable`. `plan`: what the backend's `prepare` returned for this step.
+        """
         heads, kv_heads = self.spec.num_heads, self.spec.num_kv_heads
         qkv = self.qkv(x).view(x.shape[0], heads + 2 * kv_heads, self.head_dim)
         qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]

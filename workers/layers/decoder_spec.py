@@ -1,6 +1,6 @@
-"""A decoder as plain values: everything that decides its mathematics, and nothing about how it is run.
+"""A decoder model as plain values: everything that determines what it computes, and nothing about how it is run.
 
-Torch-free. Knows no Hugging Face key names (the `hf_*.py` beside it do) and no tensor-parallel sizes
+Torch-free. Knows no Hugging Face key names (`models/hf_*.py` do) and no tensor-parallel sizes
 (`layers/sharding.py`).
 """
 
@@ -27,11 +27,11 @@ class RopeSpec:
     stretched: bool = False  # longrope: the long factors apply, to every token; see `for_length`
 
     def for_length(self, length: int) -> "RopeSpec":
-        """As it must be for sequences of up to `length` tokens, all of which get the same angles.
+        """The settings for a server of sequences of up to `length` tokens, which all get the same angles.
 
         LongRoPE has two sets of factors, and a model was trained with one set for all tokens of a sequence, chosen by
-        the sequence's length. Keys in the cache cannot be turned again when a sequence grows past the border, and a
-        cached prefix serves short and long sequences alike: so the longest sequence that is served chooses for all.
+        the sequence's length. Cached keys cannot be rotated again when a sequence grows past the trained length, and
+        a cached prefix is shared by short and long sequences: so the longest sequence served decides for all.
         """
         stretched = self.kind == "longrope" and length > self.original_max_positions
         return self if stretched == self.stretched else replace(self, stretched=stretched)
@@ -39,7 +39,7 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """One decoder-only transformer with RMSNorm before each half-block (and after it, if so) and a gated MLP."""
+    """One decoder-only transformer with a gated MLP and RMSNorm before (and with `post_norms` after) each sublayer."""
 
     # Its shape.
     architecture: str
@@ -54,7 +54,7 @@ class DecoderSpec:
     max_position_embeddings: int
     rope: RopeSpec
     windows: tuple[int | None, ...]  # per layer: a query sees itself and the window - 1 tokens before it
-    # What many families choose differently.
+    # What differs between many families.
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -62,14 +62,14 @@ class DecoderSpec:
     activation: str = "silu"  # silu | gelu_tanh
     tie_word_embeddings: bool = False
     dtype: str | None = None  # as the checkpoint declares it: bfloat16 | float16 | float32
-    # What Gemma alone has. Every default asks for nothing.
+    # What only Gemma has. The defaults switch it off.
     local_rope: RopeSpec | None = None  # of the layers with a window, where they have their own
     query_scalar: float | None = None  # scores are divided by its root; None: by the root of head_dim
     attention_softcap: float | None = None  # scores become cap * tanh(scores / cap)
     logit_softcap: float | None = None  # final logits likewise
     embedding_scale: float = 1.0  # rounded to the dtype it is applied in
     norm_offset: float = 0.0  # norms scale by offset + weight
-    post_norms: bool = False  # RMSNorm on the result of each half-block too, before it is added to the residual
+    post_norms: bool = False  # RMSNorm also on the output of each sublayer, before it is added to the residual
 
     @property
     def attention_scale(self) -> float:
@@ -85,8 +85,9 @@ class DecoderSpec:
 
     @property
     def default_length(self) -> int:
-        """Tokens of context the model was made for. For LongRoPE that is the length its short factors reach: up to it
-        angles are transformers' own for every sequence; more must be asked for, and gives short ones the long factors.
+        """Tokens of context served by default. For LongRoPE that is the length trained with the short factors: up to it
+        the angles equal transformers' for every sequence. A longer context gives short sequences the long factors, so
+        it is an explicit choice.
         """
         if self.rope.kind == "longrope":
             return min(self.max_position_embeddings, self.rope.original_max_positions)
@@ -96,14 +97,14 @@ class DecoderSpec:
 
     @property
     def longest_length(self) -> int:
-        """Tokens of context its rotary embedding can reach, if the operator asks for more than the default."""
+        """The largest context, in tokens, that the rotary embedding supports."""
         if self.rope.kind in ("linear", "dynamic"):
             return max(self.max_position_embeddings, int(self.max_position_embeddings * self.rope.factor))
         return max(self.max_position_embeddings, self.default_length)
 
     @property
     def longest_window(self) -> int | None:
-        """Of all layers; None when one of them sees every token."""
+        """The longest sliding window, in tokens; None when a layer has none."""
         windows = [window for window in self.windows if window is not None]
         return max(windows) if len(windows) == len(self.windows) else None
 
@@ -114,7 +115,7 @@ class DecoderSpec:
 
 
 def tensor_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
-    """Every tensor of an ordinary checkpoint of this model, whole: what a start-up check compares headers with."""
+    """Name and full shape of every tensor of an ordinary (not fused) checkpoint of this model."""
     q, kv, h, i = (
         spec.num_heads * spec.head_dim,
         spec.num_kv_heads * spec.head_dim,
@@ -158,7 +159,7 @@ FUSED_TENSORS = {
 
 
 def is_ignorable(spec: DecoderSpec, name: str) -> bool:
-    """Whether a tensor nobody takes is known to be harmless: it repeats what the model already has."""
+    """Whether a tensor of the checkpoint may stay unused, because it repeats what the model already has."""
     if name.endswith("rotary_emb.inv_freq"):  # a buffer that old checkpoints saved; computed from config.json here
         return True
     return spec.tie_word_embeddings and name == "lm_head.weight"

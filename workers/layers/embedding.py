@@ -1,4 +1,4 @@
-"""Embedding and output head, cut along the vocabulary. Shards are equal; ids beyond the vocabulary are padding."""
+"""Embedding and output head, split by vocabulary id. Shards have equal sizes; ids beyond the vocabulary are padding."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ from workers.weights.source import WeightSource
 
 
 class VocabParallelEmbedding:
-    """ids [T] -> [T, hidden]. A rank looks up its own ids; the others' rows are zero until the sum over ranks."""
+    """ids int64 [T] -> [T, hidden]. A rank looks up the ids of its shard; other rows are zero until the all-reduce."""
 
     def __init__(self, name: str, vocab_size: int, hidden: int, place: Placement, scale: float = 1.0) -> None:
         """`scale` multiplies every row; rounded to the weights' dtype first, as models are trained with it."""
@@ -35,7 +35,7 @@ class VocabParallelEmbedding:
         self.look_up: Callable[[Tensor], Tensor] = lambda ids: F.embedding(ids, weight)
 
     def share(self, product: Avx512Matmul) -> None:
-        """Read rows from the head's packed weight from now on, and let go of the plain one."""
+        """Read rows from the output head's packed weight from now on, and free the plain weight."""
         self.weight = None
         self.look_up = product.rows
 
@@ -72,8 +72,11 @@ class VocabParallelHead:
         self.product = matmul(load_vocab_shard(self, weights), float32_output=True)
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
-        """Use the embedding's weight. Our kernel's packed form serves both; oneDNN's does not give rows back, so there
-        it is a second form in memory of its own: the plain one would take half as long again at each step."""
+        """Use the embedding's weight.
+
+        The packed form of our kernel serves both. Rows cannot be read from oneDNN's, so with oneDNN the head keeps a
+        packed copy of its own: the plain weight takes 1.5 times as long in each step.
+        """
         assert embedding.weight is not None
         self.product = matmul(embedding.weight, float32_output=True)
         if isinstance(self.product, Avx512Matmul):
@@ -90,7 +93,7 @@ class VocabParallelHead:
 
 
 def load_vocab_shard(layer: VocabParallelEmbedding | VocabParallelHead, weights: WeightSource) -> Tensor:
-    """The layer's rows of `{name}.weight`, padding rows zero."""
+    """The layer's rows of `{name}.weight`: [local, hidden], padding rows zero."""
     weight = layer.place.empty(layer.local, layer.hidden)
     weight[layer.real :] = 0.0
     start = min(layer.start, layer.vocab_size)

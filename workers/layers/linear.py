@@ -1,7 +1,7 @@
-"""Linear layers cut among ranks. `weight` is [out, in]: a column-parallel layer cuts dim 0, a row-parallel one dim 1.
+"""Column- and row-parallel linear layers. `weight` is [out, in]: column-parallel splits dim 0, row-parallel dim 1.
 
-Constructors take GLOBAL sizes; what is local is derived here and nowhere else. A layer holds no memory until `load`
-pulls exactly its slice. It knows its name, for messages, and nothing about the model around it.
+Constructors take the sizes of the whole model and derive the local ones. A layer holds no memory until `load` reads
+exactly its slice. Its name is the checkpoint's, for loading and for messages.
 """
 
 from torch import Tensor
@@ -85,7 +85,7 @@ class GatedParallelLinear:
 
 
 class RowParallelLinear:
-    """[T, local in] -> [T, out], summed over ranks, plus a residual if one is given: a half-block's one collective."""
+    """[T, local in] -> [T, out]: the product summed over ranks by one all-reduce, plus the residual if there is one."""
 
     def __init__(self, name: str, inputs: int, outputs: int, bias: bool, place: Placement) -> None:
         self.name = name
@@ -93,7 +93,7 @@ class RowParallelLinear:
         self.outputs = outputs
         self.place = place
         self.local = shard_evenly(name, "input size", inputs, place.tp.size)
-        # Ranks' results are added up, so the bias must come from one of them only.
+        # The ranks' results are added, so only one rank adds the bias.
         self.bias = bias and place.tp.rank == 0
         self.bias_elsewhere = bias and place.tp.rank != 0
 
@@ -110,8 +110,8 @@ class RowParallelLinear:
             weights.take(f"{self.name}.bias", bias, shape=(self.outputs,))
         elif self.bias_elsewhere:
             weights.take(f"{self.name}.bias", self.place.empty(0), shape=(self.outputs,))
-        # Ranks' parts travel in float32 where the product can give them so: rounding each of them would add an error
-        # that one rank does not have.
+        # Partial sums are exchanged in float32 where the product supports it: rounding each of them would add an error
+        # that a single rank does not have.
         self.product = matmul(weight, bias, float32_output=self.place.tp.size > 1)
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
@@ -126,7 +126,7 @@ class RowParallelLinear:
 def _take_stacked(
     weights: WeightSource, into: Tensor, module: str, fused: str, kind: str, parts: list[tuple[str, int, int, int]]
 ) -> None:
-    """Fill `into` part after part, each cut apart along dim 0, from separate tensors or from one fused tensor.
+    """Fill `into` with slices along dim 0 of several parts, stored as separate tensors or as one fused tensor.
 
     `parts`: (name, rows of the whole part, first row wanted, rows wanted).
     """

@@ -1,11 +1,11 @@
-"""Products with a constant weight, once it is loaded: plain, or packed once for a kernel of the CPU's.
+"""Products with a constant weight: plain, or with the weight packed once for a CPU kernel.
 
-This is the seam for other weight forms (quantised, hand-written kernels): a layer asks `matmul` or `gated_matmul` for
-something to call and does not know which it got. Nothing here knows about ranks.
+Layers call `matmul` or `gated_matmul` after loading and use what these return; other forms of weights (quantised ones,
+other kernels) are added here. Nothing here knows about ranks.
 
-Why packed: an ordinary `F.linear` with few rows lays the weight out anew at every call. A packed one reads it in the
-kernel's own order, and its rows do not depend on how many others share the call: our own kernel's never, oneDNN's as
-long as there are at least two. Whether it takes two is found out for each size (`row_invariance.py`).
+Why packed: `F.linear` with few rows rearranges the weight at every call; a packed weight is read in the kernel's own
+order. Batch invariance: the bits of a row do not depend on the other rows, with our kernel for any number of rows and
+with oneDNN from two rows on. Whether one row alone differs is measured for each size (`row_invariance.py`).
 """
 
 import logging
@@ -23,11 +23,10 @@ from workers.layers.row_invariance import PairedRows, needs_second_row
 
 _log = logging.getLogger(__name__)
 
-# oneDNN adds up float32 products one after the other along the whole row, which costs up to twice the rounding error
-# of a blocked sum. Cutting the row into pieces and adding their sums brings it back. (bfloat16 sums are kept in
-# float32 anyway, far below the rounding of the result.)
+# Elements per partial sum in float32: oneDNN adds the products of a whole row one after the other, with up to twice the
+# rounding error of a sum in blocks. (bfloat16 products are summed in float32, far more exact than the rounded result.)
 FLOAT32_BLOCK = 256
-_ROWS_HINT = 32  # for the layout that is chosen while packing; any number of rows computes the same
+_ROWS_HINT = 32  # rows; decides only the layout of the packed weight, not the results
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +46,19 @@ ACTIVATIONS = {
 
 
 class Matmul(Protocol):
-    """`x @ weight.T + bias (+ plus)`."""
+    """`x @ weight.T + bias (+ residual)`: x [T, K], weight [N, K], residual [T, N] -> [T, N]."""
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor: ...
 
 
 class GatedMatmul(Protocol):
-    """`activation(x @ gate.T) * (x @ up.T)`."""
+    """`activation(x @ gate.T) * (x @ up.T)`: x [T, K], gate and up [I, K] -> [T, I]."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
 class PlainMatmul:
-    """`F.linear`: every device and dtype, and the judge of the packed form."""
+    """`F.linear`, for every device and dtype; tests compare the packed forms with it."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight = weight  # [N, K]
@@ -71,10 +70,10 @@ class PlainMatmul:
 
 
 class PackedMatmul:
-    """oneDNN's own layout, made once. The weight it was made from is not kept."""
+    """A product with a weight in oneDNN's own layout. The plain weight is not kept."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, whole: bool = False) -> None:
-        """`whole`: one block whatever the dtype, so that an epilogue sees the complete sum."""
+        """`whole`: one block whatever the dtype, so that a fused activation gets the complete sum."""
         columns = weight.shape[1]
         block = FLOAT32_BLOCK if weight.dtype == torch.float32 and not whole else columns
         self.bias = bias
@@ -95,7 +94,7 @@ class PackedMatmul:
 
 
 class PlainGatedMatmul:
-    """Gate and up stay stacked: one product, then the activation."""
+    """One product with gate and up stacked, then the activation."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, activation: str) -> None:
         self.width = weight.shape[0] // 2
@@ -108,11 +107,11 @@ class PlainGatedMatmul:
 
 
 class PackedGatedMatmul:
-    """Two products whose epilogues do the rest: no separate activation or multiplication, and one rounding fewer each.
+    """Two products with fused activation and multiplication (oneDNN post-ops), which also round less often.
 
-    Measured against one stacked product and two small operations: as fast or faster at every number of rows. An
-    activation of its own would also cost the promise about company: torch computes the last few elements of an array,
-    and of each thread's part of it, with another exponential.
+    As fast as one stacked product and two small operations or faster, measured at every number of rows. A separate
+    activation would not be batch-invariant: torch computes the last few elements of an array, and of each thread's
+    part of it, with another exponential function.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, activation: str) -> None:
@@ -131,41 +130,41 @@ class PackedGatedMatmul:
 
 
 def matmul(weight: Tensor, bias: Tensor | None = None, *, float32_output: bool = False) -> Matmul:
-    """The best product for this weight; the caller should let go of `weight`.
+    """The fastest product for `weight` [N, K] and `bias` [N]; the caller should not keep `weight`.
 
-    `float32_output`: float32 results where sums are float32 anyway, for a caller who would widen them.
+    `float32_output`: results stay float32 where the kernel sums in float32 and would round them.
     """
     if can_serve(weight):
         return Avx512Matmul(weight, bias, float32_output=float32_output)
     kind = PackedMatmul if can_pack(weight.dtype, weight.device.type) else PlainMatmul
     product = kind(weight, bias)
-    return PairedRows(product) if _asks_for_two(product, weight, kind, bias is None, adds=True) else product
+    return PairedRows(product) if _needs_pairs(product, weight, kind, bias is None, adds=True) else product
 
 
 def gated_matmul(weight: Tensor, bias: Tensor | None, activation: str) -> GatedMatmul:
-    """`weight` [2 * I, K]: gate above up. As `matmul`."""
+    """As `matmul`, for `weight` [2 * I, K] and `bias` [2 * I] with the gate's rows first, then up's."""
     if can_serve(weight):
         return Avx512GatedMatmul(weight, bias, activation)
     kind = PackedGatedMatmul if can_pack(weight.dtype, weight.device.type) else PlainGatedMatmul
     product = kind(weight, bias, activation)
     gate = weight[: weight.shape[0] // 2]
-    return PairedRows(product) if _asks_for_two(product, gate, kind, bias is None, activation) else product
+    return PairedRows(product) if _needs_pairs(product, gate, kind, bias is None, activation) else product
 
 
 def holds_weight(product: Matmul) -> bool:
-    """Whether it multiplies by the very weight it was made from, without a second form of it."""
+    """Whether the product uses the tensor it was made from, without a packed copy."""
     inner = product.product if isinstance(product, PairedRows) else product
     return isinstance(inner, PlainMatmul)
 
 
-def _asks_for_two(product: Callable[..., Tensor], weight: Tensor, *kind: object, adds: bool = False) -> bool:
-    """Elsewhere than on the CPU nothing is promised about a row's bits."""
+def _needs_pairs(product: Callable[..., Tensor], weight: Tensor, *kind: object, adds: bool = False) -> bool:
+    """On other devices than the CPU, batch invariance is not guaranteed anyway."""
     return weight.device.type == "cpu" and needs_second_row(product, weight, *kind, adds=adds)
 
 
 @cache
 def can_pack(dtype: torch.dtype, device: str) -> bool:
-    """Whether this torch, on this processor, packs weights of `dtype`; found out by doing it once."""
+    """Whether oneDNN in this build of torch packs weights of `dtype` on this processor; tried once per process."""
     if device != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     try:

@@ -1,4 +1,4 @@
-"""The gated MLP half-block: activation(gate) * up, then down, with one sum over ranks."""
+"""The gated MLP of a decoder layer: activation(gate) * up, then down, with one all-reduce."""
 
 from torch import Tensor
 
@@ -8,7 +8,7 @@ from workers.layers.placement import Placement
 
 
 class GatedMLP:
-    """[T, hidden] -> the new residual [T, hidden]; without one, what would be added to it."""
+    """`x` [T, hidden] (normed) -> [T, hidden]: the residual plus the MLP output, or without a residual that alone."""
 
     def __init__(self, name: str, spec: DecoderSpec, place: Placement) -> None:
         self.gate_up = GatedParallelLinear(

@@ -1,4 +1,4 @@
-"""RMSNorm, replicated on every rank. Sums and scaling are float32 whatever the dtype; the result is rounded once."""
+"""RMSNorm, replicated on every rank. It computes in float32 whatever the dtype and rounds the result once."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,8 +9,11 @@ from workers.weights.source import WeightSource
 
 
 class RMSNorm:
-    """[T, size] -> [T, size]. Scales by `offset + weight`; with an offset that sum is kept in float32, because 16 bits
-    would lose most of a weight near zero, and for the kernel, which wants it so."""
+    """[T, size] -> [T, size], scaled by `offset + weight`.
+
+    The scale is kept in float32 where there is an offset, because 16 bits would lose most of a weight near zero, and
+    where the C++ kernel is used, which reads float32.
+    """
 
     def __init__(self, name: str, size: int, eps: float, place: Placement, offset: float = 0.0) -> None:
         self.name = name

@@ -1,4 +1,4 @@
-"""Where a layer lives: its rank's share of the group, its dtype and its device. Passed, never looked up."""
+"""The tensor-parallel rank, dtype and device of a layer's weights, passed to every layer."""
 
 from dataclasses import dataclass
 
@@ -10,12 +10,12 @@ from workers.distributed.parallel_state import TensorParallel
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One rank's corner of the model."""
+    """Where the weights of a layer are, and in which dtype."""
 
     tp: TensorParallel
     dtype: torch.dtype
     device: torch.device
 
     def empty(self, *shape: int) -> Tensor:
-        """Uninitialised weight memory."""
+        """An uninitialised tensor for weights."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)

@@ -1,17 +1,18 @@
 """Rotary position embedding: cos and sin once per step from absolute positions, then one rotation per layer.
 
-Frequencies follow transformers' formulas operation by operation, in float32, so that the angles have the same bits.
-The layout is its half-split one: element i of a head turns with element i + rotary_dim / 2.
+Rotary embedding: Su et al., "RoFormer", 2021. Frequencies follow transformers' formulas operation by operation, in
+float32, so that the angles have the same bits. Element i of a head is rotated with element i + rotary_dim / 2.
 
 Dynamic NTK scaling changes the frequencies with the sequence's length. transformers takes the length at the time of
 the call, so that a prompt's angles depend on how it was cut into calls. Here a token's angles depend on its own
-position alone (length = position + 1): the same for whole and chunked prefill, for any company and with cached
-prefixes, and the same as transformers' for every prompt within `original_max_positions` and all tokens generated
-from it. Only a prompt that is itself longer differs.
+position alone (length = position + 1): they are the same for whole and chunked prefill, in any batch and with cached
+prefixes, and equal transformers' for every prompt within `original_max_positions` and all tokens generated from it.
+They differ only for a longer prompt.
 
 LongRoPE has two sets of factors, chosen for a whole model by the longest sequence it serves (`RopeSpec.for_length`):
-within the trained length every sequence has transformers' angles; beyond it, every sequence that is itself longer has
-them, and shorter ones get the long factors too. What the short factors cannot reach is refused, not extrapolated.
+if that is within the trained length, every sequence has transformers' angles; if it is beyond, sequences that are
+themselves longer have them, and shorter ones get the long factors too. Positions beyond the reach of the short factors
+raise an error.
 """
 
 import math
@@ -22,15 +23,15 @@ from torch import Tensor
 from workers.kernels.cpu import avx512_elementwise
 from workers.layers.decoder_spec import RopeSpec
 
-# Positions are computed this many at a time: torch treats the last few elements of an array otherwise, so the bits of
-# an angle would depend on how many tokens share the step. In blocks of one size they depend on the position alone.
+# Angles are computed for this many positions at a time. torch computes the last few elements of an array differently,
+# so in blocks of one size the bits of an angle depend on its position alone.
 _BLOCK = 1024
 
 
 class RotaryTable:
     """positions [T] -> cos, sin [T, 1, rotary_dim] float32; the first half of sin is negated, ready for `rotate`.
 
-    Rows are computed when a sequence first grows that long, and kept.
+    Angles are computed when a sequence first reaches a position, and kept.
     """
 
     def __init__(self, spec: RopeSpec, device: torch.device) -> None:
@@ -41,7 +42,7 @@ class RotaryTable:
         self.rows = torch.empty((0, spec.rotary_dim), dtype=torch.float32, device=device)  # cos of each pair, then sin
 
     def __call__(self, positions: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-        """`longest`: more than every position, known to the host."""
+        """`longest`: larger than every position, a number on the host. Raises `ValueError` beyond LongRoPE's reach."""
         self._check_reach(longest)
         if longest > len(self.rows):
             self._grow(max(longest, 2 * len(self.rows)))
@@ -76,23 +77,23 @@ class RotaryTable:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
-    """Turn the heads of `x` [T, H, head_dim] in float32 and round once, to `dtype`. Returns contiguous memory."""
+    """Rotate the heads of `x` [T, H, head_dim] in float32 and round once, to `dtype`. The result is contiguous."""
     if avx512_elementwise.can_serve(dtype, x.device):
         return avx512_elementwise.rotate(x, cos, sin)
     return rotate_with_torch(x, cos, sin, dtype)
 
 
 def rotate_with_torch(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
-    """`rotate` from torch's operations: every dtype and device, and the judge of the kernel."""
+    """`rotate` with torch's operations, for every dtype and device; tests compare the kernel with it."""
     size = cos.shape[-1]
     if size == x.shape[-1]:
         return torch.addcmul(x * cos, x.roll(size // 2, -1), sin).to(dtype)
-    turned = rotate_with_torch(x[..., :size], cos, sin, dtype)
-    return torch.cat((turned, x[..., size:].to(dtype)), -1)
+    rotated = rotate_with_torch(x[..., :size], cos, sin, dtype)
+    return torch.cat((rotated, x[..., size:].to(dtype)), -1)
 
 
 def inverse_frequencies(spec: RopeSpec, exponents: Tensor) -> Tensor:
-    """Angle per position of each pair of elements: [rotary_dim / 2] float32. Raises on a kind it does not know."""
+    """Angle per position of each pair of elements: [rotary_dim / 2] float32. Raises `ValueError`."""
     inv_freq = 1.0 / (spec.theta**exponents)
     if spec.kind in ("default", "dynamic"):
         return inv_freq
@@ -109,7 +110,7 @@ def inverse_frequencies(spec: RopeSpec, exponents: Tensor) -> Tensor:
 
 
 def _llama3(spec: RopeSpec, inv_freq: Tensor) -> Tensor:
-    """Long wavelengths are stretched by the factor, short ones kept, those between blended."""
+    """Llama 3.1's scaling: long wavelengths are stretched by the factor, short ones kept, those between blended."""
     length = spec.original_max_positions
     longest, shortest = length / spec.low_freq_factor, length / spec.high_freq_factor
     wavelength = 2 * math.pi / inv_freq
@@ -121,7 +122,8 @@ def _llama3(spec: RopeSpec, inv_freq: Tensor) -> Tensor:
 
 
 def _yarn(spec: RopeSpec, exponents: Tensor) -> Tensor:
-    """Fast pairs (many turns within the trained length) extrapolate, slow ones interpolate, a ramp between."""
+    """YaRN (Peng et al., 2023): pairs with many turns within the trained length are kept, pairs with few interpolated,
+    with a linear ramp between."""
     size = spec.rotary_dim
 
     def pair_with(turns: float) -> float:

@@ -1,10 +1,8 @@
-"""Whether a product gives a row by itself the bits that it has among others, found out by trying; and what if not.
+"""Batch invariance of products with a single row: measured at load, and mended by computing the row twice.
 
-Libraries take other kernels for a single row, some of which add in another order. Where they do, a row alone is
-computed beside a copy of itself; where they do not, that would only cost time: twice as much, where the processor
-computes slower than it reads weights.
-
-Knows products as something to call. Does not know what they compute with.
+Libraries use other kernels for a single row, and some of these add in another order, so that its bits differ from
+those it has in a batch. Where they do, `PairedRows` computes a single row together with a copy of itself. Elsewhere
+that would only cost time: up to twice as much, where arithmetic is slower than reading the weight.
 """
 
 from collections.abc import Callable
@@ -16,11 +14,11 @@ from torch import Tensor
 _ROWS = 8
 _LARGEST = 8  # of the powers of two by which inputs are scaled
 
-_verdicts: dict[tuple[Any, ...], bool] = {}
+_measured: dict[tuple[Any, ...], bool] = {}
 
 
 class PairedRows:
-    """A product that never sees fewer than two rows."""
+    """A product that is never called with a single row: that row is passed twice."""
 
     def __init__(self, product: Callable[..., Tensor]) -> None:
         self.product = product
@@ -33,21 +31,21 @@ class PairedRows:
 
 
 def needs_second_row(product: Callable[..., Tensor], weight: Tensor, *kind: Any, adds: bool = False) -> bool:
-    """Whether `product` gives a row alone other bits than among others, and to two rows the same.
+    """Whether `product` gives a single row other bits than in a batch, and two rows the same bits as in a batch.
 
-    `weight` [N, K] is what it multiplies by (of a gated product, the gate). Tried once for each size, dtype, number of
-    threads and `kind`, which names whatever else decides the kernel. `adds`: it is called with something to add, too.
+    `weight` [N, K] is the product's weight (of a gated product, the gate's). Measured once for each size, dtype, number
+    of threads and `kind`, which names whatever else decides the kernel. `adds`: it is also called with a residual.
     """
     key = (*kind, weight.dtype, tuple(weight.shape), torch.get_num_threads(), adds)
-    if key not in _verdicts:
+    if key not in _measured:
         x = _revealing_inputs(weight)
         sums: list[Tensor | None] = [None]
         if adds:
             sums.append(torch.ones((_ROWS, weight.shape[0]), dtype=weight.dtype))
-        _verdicts[key] = any(
+        _measured[key] = any(
             _differs(product, x, residual, 1) and not _differs(product, x, residual, 2) for residual in sums
         )
-    return _verdicts[key]
+    return _measured[key]
 
 
 def _differs(product: Callable[..., Tensor], x: Tensor, residual: Tensor | None, rows: int) -> bool:
@@ -60,8 +58,8 @@ def _differs(product: Callable[..., Tensor], x: Tensor, residual: Tensor | None,
 
 
 def _revealing_inputs(weight: Tensor) -> Tensor:
-    """[rows, K]: each row makes the sum of one output cancel, pair by pair, but for what rounding leaves; so its bits
-    show the order of the additions, even where results are rounded to 16 bits afterwards."""
+    """Inputs [_ROWS, K] whose results show the order of additions, even when rounded to 16 bits: in each row the terms
+    of one output cancel in pairs, so that only rounding errors remain."""
     draw = torch.Generator().manual_seed(0)
     columns = weight.shape[1]
     half = columns // 2

@@ -1,7 +1,7 @@
-"""How sizes divide among ranks. Torch-free: the start-up check and the layers use the same arithmetic.
+"""How heads, rows and vocabulary are divided among tensor-parallel ranks. Torch-free, for the checks before the start.
 
-Query heads are cut in order. Key-value heads are partitioned while there is at least one per rank; with more ranks
-than heads, neighbouring ranks hold the same head, the one their query heads read.
+Query heads are divided in order. KV heads are divided while there is at least one per rank; with more ranks than KV
+heads, neighbouring ranks hold a copy of the same head, the one that their query heads use.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ _LARGEST_TP = 1024
 
 @dataclass(frozen=True, slots=True)
 class HeadShard:
-    """One rank's heads, counted and where they begin among all heads."""
+    """One rank's heads: how many, and the index of the first among all heads."""
 
     num_heads: int
     num_kv_heads: int
@@ -26,7 +26,7 @@ def heads_divide(num_heads: int, num_kv_heads: int, tp: int) -> bool:
 
 
 def supported_tp_sizes(num_heads: int, num_kv_heads: int, intermediate_size: int) -> list[int]:
-    """Every tensor-parallel size that this model can be cut into."""
+    """Every tensor-parallel size that divides this model."""
     return [
         size
         for size in range(1, min(num_heads, _LARGEST_TP) + 1)
@@ -57,8 +57,10 @@ def shard_evenly(layer: str, what: str, total: int, size: int) -> int:
 
 
 def shard_vocab(vocab_size: int, rank: int, size: int) -> tuple[int, int, int]:
-    """(first id, ids of this rank's shard, how many of those are real). Every shard has the same size, so the last
-    ones may hold padding ids beyond the vocabulary."""
+    """(first id, number of ids of this rank's shard, how many of those are in the vocabulary).
+
+    Every shard has the same size, so the last ones may hold padding ids beyond the vocabulary.
+    """
     local = -(-vocab_size // size)
     start = rank * local
     return start, local, max(0, min(vocab_size, start + local) - start)

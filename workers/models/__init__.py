@@ -1,1 +1,1 @@
-"""What each model family is, as plain values, and the one decoder that runs them."""
+"""Model families as plain values read from `config.json`, and the one decoder that runs them all."""

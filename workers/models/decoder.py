@@ -1,7 +1,6 @@
-"""The one decoder that all families run: embedding, blocks, final norm, head. Reads from top to bottom.
+"""The decoder that all families run: embedding, layers, final norm, output head.
 
-Knows its `DecoderSpec` and this rank's place in the group. The step comes as an argument: no state is kept between
-calls, and nothing here knows requests, sampling or where KV memory came from.
+Keeps no state between calls: the step and the KV memory are arguments. Knows nothing of requests or sampling.
 """
 
 import copy
@@ -36,7 +35,7 @@ class _Part(Protocol):
 
 
 class DecoderLayer:
-    """One layer: attention, then MLP, each on a normed copy of the residual stream."""
+    """One pre-norm layer: attention, then MLP, each on a normed copy of the residual."""
 
     def __init__(self, name: str, spec: DecoderSpec, layer: int, place: Placement) -> None:
         size, eps, offset = spec.hidden_size, spec.rms_norm_eps, spec.norm_offset
@@ -81,7 +80,7 @@ class Decoder:
         self.attention_specs: list[AttentionSpec] = [block.attention.spec for block in self.layers]
 
     def with_layers(self, layers: list[int]) -> "Decoder":
-        """These layers only, sharing this decoder's weights: a quick model of the same kernels and shapes."""
+        """A decoder of only these layers, sharing this one's weights: quicker, with the same kernels and shapes."""
         other = copy.copy(self)
         other.layers = [self.layers[layer] for layer in layers]
         other.rotary_of = [self.rotary_of[layer] for layer in layers]
@@ -104,16 +103,16 @@ class Decoder:
 
     @property
     def weight_bytes(self) -> int:
-        """Held by this rank, a tied head's packed second form included."""
+        """Bytes of weights on this rank, including a tied head's packed copy."""
         return sum(part.weight_bytes for part in self._parts()) + self.head.weight_bytes
 
     def kv_spec(self, block_size: int, device: torch.device) -> KVSpec:
-        """The KV memory this shard needs."""
+        """The shape of this rank's KV memory."""
         first = self.attention_specs[0]
         return KVSpec(self.spec.num_layers, first.num_kv_heads, first.head_dim, block_size, self.place.dtype, device)
 
     def load(self, weights: WeightSource, on_progress: Callable[[float], None]) -> None:
-        """Pull this rank's slices, layer by layer. `on_progress` hears the share of bytes done, ending with 1.0."""
+        """Read this rank's slices, layer by layer. `on_progress` gets the share of bytes read, ending with 1.0."""
         total, done = self.weight_bytes, 0
         for part in self._parts():
             part.load(weights)
@@ -127,23 +126,23 @@ class Decoder:
         on_progress(1.0)
 
     def _parts(self) -> Iterator[_Part]:
-        """Everything that loads weights, but for the head, which may borrow them."""
+        """All layers that load weights, except the output head, which may share the embedding's."""
         yield self.embedding
         for block in self.layers:
             yield from block.parts
         yield self.norm
 
     def __call__(self, batch: ForwardBatch, kv: list[LayerKV], backend: AttentionBackend, plan: Any) -> Tensor:
-        """One step: [T, hidden], the final norm applied."""
+        """One step -> [T, hidden], after the final norm. `plan`: what `backend.prepare(batch)` returned."""
         longest = max(batch.context_lens)
-        angles = [table(batch.positions, longest) for table in self.rotary.values()]  # once per step, for all layers
+        angles = [table(batch.positions, longest) for table in self.rotary.values()]  # once per step for all layers
         hidden = self.embedding(batch.token_ids)  # [T, hidden]
         for block, which, pages in zip(self.layers, self.rotary_of, kv, strict=True):
             hidden = block(hidden, *angles[which], batch, pages, backend, plan)
         return self.norm(hidden)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Rows of the result of a step [L, hidden] -> float32 [L, vocab_local]: this rank's shard of the vocabulary.
+        """Rows of a step's result [L, hidden] -> logits of this rank's vocabulary shard, float32 [L, vocab_local].
 
         Padding ids are -inf.
         """

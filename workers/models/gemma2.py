@@ -1,4 +1,4 @@
-"""Gemma 2: norms before and after each half-block, softcaps, every other layer with a window. Torch-free."""
+"""Gemma 2: norms before and after attention and MLP, softcaps, every other layer with a window. Torch-free."""
 
 from dataclasses import replace
 

@@ -1,4 +1,5 @@
-"""Gemma 3, the text model: Gemma 2's block with head norms, and a rotary table of its own for layers with a window.
+"""Gemma 3, the text model: Gemma 2's layer with head norms, and another rotary table for layers with a window.
+
 Torch-free.
 """
 
@@ -15,7 +16,7 @@ _MAX_POSITIONS = 131_072
 
 
 def describe_gemma3(fields: Fields) -> DecoderSpec:
-    """`attn_logit_softcapping` is left to be refused: transformers has it in Gemma 3's config and never applies it."""
+    """`attn_logit_softcapping` is not read and so refused: transformers has it in Gemma 3's config but ignores it."""
     logit_softcap = fields.number_or_none("final_logit_softcapping", None)
     head_dim, positions = head_width(fields, 256), fields.count("max_position_embeddings", _MAX_POSITIONS)
     everywhere, local = (rope_spec(table, head_dim, positions) for table in _rope_tables(fields))
@@ -30,7 +31,7 @@ def describe_gemma3(fields: Fields) -> DecoderSpec:
 
 
 def _rope_tables(fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of full and of sliding layers. An old config's `rope_scaling` concerns the full ones alone."""
+    """The rotary settings of full and of sliding layers. An old config's `rope_scaling` applies to full layers only."""
     tables, scaling = fields.table("rope_parameters"), fields.table("rope_scaling")
     kinds = ("full_attention", "sliding_attention")
     if any(key not in kinds for key in tables):

@@ -1,6 +1,6 @@
-"""Reads a Hugging Face `config.json` into the parts that all families share, with transformers' own defaults.
+"""The settings of a Hugging Face `config.json` that all families share, with transformers' defaults.
 
-Knows what keys mean (`hf_fields.py` knows how they may look, `hf_rope.py` the rotary ones). Torch-free.
+`hf_fields.py` checks types and ranges, `hf_rope.py` reads the rotary settings. Torch-free.
 """
 
 from typing import Any
@@ -30,8 +30,8 @@ def decoder_spec(
     tied: bool = False,
     eps: float = 1e-6,
 ) -> DecoderSpec:
-    """The parts every family reads alike. The keyword arguments are the family's defaults and its own settings; `rope`
-    and `activation` only where a family does not keep them under the usual keys.
+    """A `DecoderSpec` from the keys that all families share. The keyword arguments are the family's defaults and own
+    settings; `rope` and `activation` are given where a family does not have them under the usual keys.
     """
     fields.refuse_the_rest()
     hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")

@@ -1,15 +1,14 @@
-"""Typed access to one `config.json`, and refusals that name its key.
+"""Typed access to one `config.json`; errors name the key.
 
-A value that would change the mathematics and that nobody has read is refused, never skipped. Knows keys that several
-architectures share, no family and no meaning. Torch-free.
+A key that changes the forward pass and that a family does not read is refused, never ignored. Torch-free.
 """
 
 from typing import Any
 
 from workers.errors import StartupError
 
-# Keys of neighbouring architectures that alter the forward pass: with another value than these they are refused,
-# unless the family's page has read them.
+# Keys of other architectures that change the forward pass, and the values that change nothing. Any other value is
+# refused, unless the family's file reads the key.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
@@ -31,11 +30,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-# Sizes, lengths and token ids travel as int32. Everything else is computed with in float32, where products of a few
-# such numbers, and of one with a position, must stay finite; no model is known to come near either end.
+# Sizes, lengths and token ids are sent as int32. Other numbers are used in float32, where products of a few of them,
+# and of one with a position, must stay finite. No known model comes near these limits.
 MOST = 2**31 - 1
 LEAST_NUMBER, MOST_NUMBER = 1e-12, 1e15
-MOST_LAYERS = 10_000  # each is described by itself
+MOST_LAYERS = 10_000
 
 
 def unsupported(key: str, value: Any, fix: str) -> StartupError:
@@ -64,7 +63,7 @@ def positive_number(key: str, value: Any, default: float | None) -> float:
 
 
 class Fields:
-    """One `config.json`. What is read through it is understood; `refuse_the_rest` looks at what was not."""
+    """One `config.json`. It records which keys were read; `refuse_the_rest` checks the others."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.raw = config
@@ -106,7 +105,7 @@ class Fields:
         return value
 
     def choice(self, key: str, default: str, choices: dict[str, str]) -> str:
-        """The meaning of one of `choices`."""
+        """What `choices` maps the value to. Raises `StartupError` for a value that is not in it."""
         value = self._get(key)
         value = default if value is None else value
         if not isinstance(value, str) or value not in choices:
@@ -114,7 +113,7 @@ class Fields:
         return choices[value]
 
     def refuse_the_rest(self) -> None:
-        """Raise `StartupError` for a key that alters the forward pass and that nobody has read."""
+        """Raise `StartupError` for a key that changes the forward pass and that was not read."""
         for key, neutral in _NEUTRAL.items():
             if key not in self._read and self.raw.get(key) not in neutral:
                 raise unsupported(key, self.raw[key], "This architecture is served only without it.")

@@ -1,5 +1,6 @@
-"""Reads the rotary part of a `config.json`, old (`rope_theta`, `rope_scaling`) and new (`rope_parameters`), with every
-default resolved as transformers resolves it. Torch-free.
+"""Reads the rotary settings of a `config.json` with transformers' defaults.
+
+Old keys (`rope_theta`, `rope_scaling`) and new ones (`rope_parameters`). Torch-free.
 """
 
 import math
@@ -40,7 +41,7 @@ def rope_table(fields: Fields) -> dict[str, Any]:
 
 
 def rope_kind(table: dict[str, Any]) -> str:
-    """The name of the scaling, checked, and with it that no setting is left over that it does not know."""
+    """The kind of scaling. Raises `StartupError` for an unknown kind, and for a setting that the kind does not have."""
     kind = table.get("rope_type", table.get("type", "default"))
     keys = _KEYS | _LONGROPE_KEYS if kind == "longrope" else _KEYS
     unknown = [key for key, value in table.items() if key not in keys and value is not None]
@@ -54,8 +55,9 @@ def rope_kind(table: dict[str, Any]) -> str:
 def rope_spec(
     table: dict[str, Any], head_dim: int, max_positions: int, *, original: Any = None, share: float | None = None
 ) -> RopeSpec:
-    """`table` resolved. `original`: the trained length where the config has it outside the table. `share`: how much of
-    a head is rotated; None: the family rotates whole heads, and a table that says otherwise is refused.
+    """`table` with every default resolved. `original`: the trained length where the config has it outside the table.
+    `share`: the part of each head that is rotated, 0 to 1; None: the family rotates whole heads, and a table with
+    another share is refused.
     """
     kind = rope_kind(table)
     if share is None and table.get("partial_rotary_factor") not in (None, 1, 1.0):

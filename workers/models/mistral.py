@@ -1,4 +1,4 @@
-"""Mistral: Llama's shape with one sliding window for all layers. Torch-free."""
+"""Mistral: Llama's layer with one sliding window for all layers. Torch-free."""
 
 from workers.layers.decoder_spec import DecoderSpec
 from workers.models.hf_config import decoder_spec

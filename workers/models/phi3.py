@@ -1,4 +1,4 @@
-"""Phi-3, 3.5, 4 and 4-mini: Llama's block from fused checkpoints, heads rotated in part, LongRoPE. Torch-free."""
+"""Phi-3, 3.5, 4 and 4-mini: Llama's layer from fused checkpoints, partial rotary embedding, LongRoPE. Torch-free."""
 
 from workers.layers.decoder_spec import DecoderSpec, RopeSpec
 from workers.models.hf_config import decoder_spec, head_width

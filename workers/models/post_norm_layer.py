@@ -1,7 +1,6 @@
-"""Gemma's layer: each half-block has a norm before and after it, and its result is normed before the residual is added.
+"""Gemma's decoder layer: attention and MLP have a norm before and after, applied before the residual is added.
 
-A block of its own, because the ordinary one adds the residual inside the output product. Its parts carry the names of
-the ordinary block's, where they have the same place.
+Separate from the ordinary layer, which adds the residual inside the output product. Attributes have the same names.
 """
 
 from typing import Any

@@ -1,1 +1,1 @@
-"""Facts of the machine: processor, cores, memory."""
+"""What this machine has: processor features, cores, memory; and the sizes of number types."""

@@ -1,4 +1,4 @@
-"""How many processor cores there are to share among ranks and their threads."""
+"""The number of processor cores that ranks and their threads can share."""
 
 import os
 from pathlib import Path
@@ -9,6 +9,6 @@ def available_cores() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):  # not a cgroup-v2 system: affinity is all there is to know
+    except (OSError, ValueError):  # no cgroup v2
         return cores
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))

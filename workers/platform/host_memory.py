@@ -1,4 +1,4 @@
-"""How much memory this process can still have, and numbers of bytes as people read them. Torch-free."""
+"""Free memory of this process in bytes, and the formatting of numbers of bytes. Torch-free."""
 
 import resource
 import sys
@@ -23,7 +23,7 @@ def human_bytes(count: int) -> str:
 
 
 def free_host_bytes(cgroup_root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
-    """Memory this process can still have: what the machine has, or what its control groups leave, if that is less."""
+    """Bytes that this process can still allocate: free on the machine, or less by cgroup limits or `ulimit -v`."""
     free = min(psutil.virtual_memory().available, _free_addresses())
     for directory in _cgroup_directories(cgroup_root, membership):
         for limit_name, usage_name in _CGROUP_FILES:
@@ -34,13 +34,13 @@ def free_host_bytes(cgroup_root: Path = Path("/sys/fs/cgroup"), membership: Path
 
 
 def _free_addresses() -> int:
-    """What a limit on this process's address space (`ulimit -v`) leaves of it."""
+    """Bytes of address space that `ulimit -v` leaves to this process."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return sys.maxsize if limit == resource.RLIM_INFINITY else max(0, limit - psutil.Process().memory_info().vms)
 
 
 def _cgroup_directories(root: Path, membership: Path) -> list[Path]:
-    """This process's groups and their parents: each of them limits. Empty where there are no control groups."""
+    """This process's cgroups and their parents, each of which may have a limit. Empty without cgroups."""
     if not membership.is_file():
         return []
     directories = []
@@ -49,7 +49,7 @@ def _cgroup_directories(root: Path, membership: Path) -> list[Path]:
         if controllers and "memory" not in controllers.split(","):
             continue
         base = root / "memory" if controllers else root
-        # Inside a container the named path may lie outside what is mounted; the mount's root is then our own group.
+        # In a container the path may lie outside the mount; then the root of the mount is this process's cgroup.
         group = base / path.lstrip("/")
         directories += [base, *(p for p in (group, *group.parents) if base in p.parents and p.is_dir())]
     return directories
@@ -64,7 +64,7 @@ def _number(path: Path) -> int | None:
 
 
 def _reclaimable(directory: Path) -> int:
-    """File cache counted as used by a group, which the kernel gives up when memory is wanted."""
+    """Bytes of file cache counted as used by a cgroup, which the kernel frees under memory pressure."""
     path = directory / "memory.stat"
     if not path.is_file():
         return 0

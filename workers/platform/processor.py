@@ -1,4 +1,4 @@
-"""What this machine's processor can multiply with. Torch-free."""
+"""Which 16-bit number types this machine's processor multiplies in hardware. Torch-free."""
 
 import platform
 import subprocess
@@ -13,14 +13,14 @@ _ARM = ("aarch64", "arm64")
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """Which 16-bit types it multiplies by instructions of its own. Libraries emulate the others, step by step."""
+    """Which 16-bit types have hardware instructions. Libraries emulate the others in float32."""
 
     bfloat16: bool
     float16: bool
-    name: str  # for a sentence
+    name: str  # what is missing, as a phrase for messages
 
     def multiplies(self, dtype: str) -> bool:
-        """Whether products of `dtype` run at the processor's own speed."""
+        """Whether products of `dtype` (a name as in settings) are not emulated."""
         return {"bfloat16": self.bfloat16, "float16": self.float16}.get(dtype, True)
 
 
@@ -31,7 +31,7 @@ def here() -> Processor:
 
 
 def of(machine: str, flags: frozenset[str]) -> Processor:
-    """From what the system calls the machine and the features of its processor, as Linux names them."""
+    """From the machine's name (`platform.machine()`) and its processor's features, by their names in Linux."""
     if machine in _X86:
         bfloat16 = bool(flags & {"avx512_bf16", "amx_bf16"})
         return Processor(bfloat16, bool(flags & {"avx512_fp16", "amx_fp16"}), "no AVX512-BF16 or AMX")

@@ -1,1 +1,1 @@
-"""From this rank's shard of the logits to token ids that do not depend on batch, row or number of ranks."""
+"""Samples token ids from logits sharded by vocabulary; they do not depend on batch, row or number of ranks."""

@@ -1,7 +1,7 @@
-"""The largest logits of a row without sorting it: maxima of small blocks first, then only the blocks that matter.
+"""The largest logits of a row without sorting it: maxima of blocks of 128 ids, then only the blocks that can matter.
 
-One pass over the vocabulary (the block maxima) serves the greedy choice, the NaN check, the candidate lists and the
-bounds of the noisy choice. Equal logits are common (16-bit heads), so every order here is by value, then by lowest id.
+One pass over the vocabulary (the block maxima) serves greedy sampling, the NaN check, the candidate lists and the
+bounds of random sampling. Equal logits are common (16-bit heads), so every order here is by value, then by lowest id.
 
 Knows float32 rows and local ids. Does not know ranks or sampling parameters.
 """
@@ -15,7 +15,7 @@ _LOW_31 = 0x7FFFFFFF
 
 
 def block_maxima(x: Tensor) -> Tensor:
-    """Largest logit of each block of 128 ids: [R, V] -> [R, ceil(V / 128)]. NaN wins, as it must."""
+    """Largest logit of each block of 128 ids: [R, V] -> [R, ceil(V / 128)]. NaN is larger than every number."""
     rows, width = x.shape
     whole = width // BLOCK
     maxima = x[:, : whole * BLOCK].unflatten(1, (whole, BLOCK)).amax(-1) if whole else x.new_empty(rows, 0)

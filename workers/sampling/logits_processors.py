@@ -1,10 +1,8 @@
-"""What requests change about their raw logits before a token is chosen: bias, then penalties, then masks.
+"""Changes that requests make to their logits before sampling: bias, then penalties, then masks.
 
-Works on one rank's shard alone: every change to an id needs that id's logit and the step's numbers, nothing else. Only
-the entries named in the step are touched, and whole rows only where there is a mask. What was there comes back for rows
-that report logprobs, which are of the raw logits.
-
-Knows tensors and the step's sections. Does not know why an id is banned, nor how a token is chosen.
+Works on one rank's shard without communication: the change of an id's logit depends on that logit and the step alone.
+Only the entries named in the step are touched, and whole rows only where there is a mask. Rows that report logprobs are
+restored afterwards, because logprobs are of the raw logits.
 """
 
 import ctypes
@@ -20,14 +18,14 @@ from workers.protocol import StepMetadata
 
 @dataclass(slots=True)
 class AppliedChanges:
-    """How to take the changes back, in reverse order."""
+    """The logits before each change, to restore them."""
 
-    entries: list[tuple[Tensor, Tensor]]  # places in the flat logits, int64 [n], and what stood there
+    entries: list[tuple[Tensor, Tensor]]  # for each change: places in the flat logits, int64 [n], and the values before
     rows: Tensor  # int64 [R]   masked rows that report logprobs
     raw_rows: Tensor  # float32 [R, V]
 
     def undo(self, x: Tensor) -> None:
-        """Rows of `x` that report logprobs are raw again; masked ones that report none are not."""
+        """Restore the raw logits in `x`; masked rows that report no logprobs stay masked."""
         for places, before in reversed(self.entries):
             x.view(-1).index_copy_(0, places, before)
         x.index_copy_(0, self.rows, self.raw_rows)
@@ -38,7 +36,7 @@ def apply_logits_processors(
 ) -> AppliedChanges | None:
     """Change `x`, this rank's contiguous float32 [L, V] from id `first_id` on.
 
-    `reporting` bool [L]: rows that want logprobs. None when no row asks for anything.
+    `reporting` bool [L]: rows that want logprobs. None when nothing was to change.
     """
     has_mask = len(step.mask_rows) > 0
     if not (has_mask or len(step.bias_rows) or len(step.penalty_rows)):
@@ -64,7 +62,7 @@ def _add_bias(x: Tensor, step: StepMetadata, first_id: int, done: AppliedChanges
 
 
 def _penalise(x: Tensor, step: StepMetadata, first_id: int, done: AppliedChanges) -> None:
-    """Repetition first, then frequency and presence; in float64, rounded once."""
+    """Repetition first, then frequency and presence, in float64, rounded once to float32."""
     lengths = np.diff(step.history_starts)
     ours, places = _places(x, np.repeat(step.penalty_rows, lengths), step.history_ids - first_id)
 
@@ -85,7 +83,7 @@ def _penalise(x: Tensor, step: StepMetadata, first_id: int, done: AppliedChanges
 
 
 def _places(x: Tensor, rows: np.ndarray, local_ids: np.ndarray) -> tuple[slice | np.ndarray, Tensor]:
-    """Which entries are of ids that this rank has, and where those stand in its flat logits: int64 [n]."""
+    """Which entries are ids of this rank's shard, and their places in its flat logits: int64 [n]."""
     width = x.shape[1]
     ours: slice | np.ndarray = slice(None)
     if len(local_ids) and (local_ids.min() < 0 or local_ids.max() >= width):
@@ -94,7 +92,7 @@ def _places(x: Tensor, rows: np.ndarray, local_ids: np.ndarray) -> tuple[slice |
 
 
 def _mask(x: Tensor, step: StepMetadata, first_id: int) -> None:
-    """-inf for every id whose bit is not set; NaN stays, so that a broken row is still seen."""
+    """Set logits of ids whose bit is not set to -inf; NaN stays NaN, so that it is still reported."""
     if x.device.type == "cpu" and build.why_not() is None:
         words = np.ascontiguousarray(step.mask_bits)
         rows = np.ascontiguousarray(step.mask_rows)
@@ -108,10 +106,10 @@ def _mask(x: Tensor, step: StepMetadata, first_id: int) -> None:
 
 
 def mask_with_torch(x: Tensor, step: StepMetadata, first_id: int) -> None:
-    """The same from torch's and numpy's operations: every device, and the judge of the kernel."""
+    """The same with torch and numpy, for every device; tests compare the kernel with it."""
     first_word, last_word = first_id // 32, -(-(first_id + x.shape[1]) // 32)
     bits = step.mask_bits[:, first_word:last_word]  # [G, W]   fewer words than ids: beyond the vocabulary
-    allowed = _bits_here(bits) if x.device.type == "cpu" else _bits_there(bits, x.device)
+    allowed = _unpacked_bits(bits) if x.device.type == "cpu" else _unpacked_bits_on(bits, x.device)
     allowed = allowed[:, first_id % 32 :][:, : x.shape[1]]  # [G, up to V]
     width = allowed.shape[1]
     if x.device.type == "cpu":
@@ -123,13 +121,13 @@ def mask_with_torch(x: Tensor, step: StepMetadata, first_id: int) -> None:
         x[rows, :width] = x[rows, :width] - allowed.float().reciprocal_().sub_(1)
 
 
-def _bits_here(words: np.ndarray) -> Tensor:
-    """uint32 [G, W] -> 0 or 1 each, uint8 [G, 32 W]: numpy has a loop for it."""
+def _unpacked_bits(words: np.ndarray) -> Tensor:
+    """uint32 [G, W] -> its bits, uint8 [G, 32 W], on the CPU."""
     return torch.from_numpy(np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=1, bitorder="little"))
 
 
-def _bits_there(words: np.ndarray, device: torch.device) -> Tensor:
-    """The same on a device, to which only the words travel."""
+def _unpacked_bits_on(words: np.ndarray, device: torch.device) -> Tensor:
+    """The same on another device: only the words are copied there."""
     moved = torch.from_numpy(np.ascontiguousarray(words).view(np.int32)).to(device)
     return (moved.unsqueeze(2) >> torch.arange(32, device=device, dtype=torch.int32)).bitwise_and_(1).flatten(1)
 

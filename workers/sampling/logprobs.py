@@ -1,6 +1,6 @@
-"""Log-probabilities of the raw distribution, for the rows that ask: a token's own, its rank, and the best few.
+"""Log-probabilities of the raw logits for the rows that want them: the token's, its rank, and the most likely ones.
 
-Works on shards: each rank contributes the sum of its exponentials, its best few and its counts. Rows go through in
+Works on shards: each rank contributes its sum of exponentials, its largest logits and its counts. Rows are computed in
 small groups, so that scoring a long prompt does not double the memory of its logits.
 """
 
@@ -17,10 +17,10 @@ _ROWS_AT_ONCE = 8
 
 @dataclass(frozen=True, slots=True)
 class RawLogprobs:
-    """For R rows; every rank holds the same."""
+    """For R rows; the same on every rank."""
 
     logprobs: Tensor  # float64 [R]
-    ranks: Tensor  # int64 [R]   1 = most likely; equals share the best rank
+    ranks: Tensor  # int64 [R]   1 = most likely; equal logits share the best rank
     top_ids: Tensor  # int64 [R, K]
     top_logprobs: Tensor  # float64 [R, K]
 
@@ -50,7 +50,7 @@ def _some(
     tops, sums, values = gathered[..., :3].contiguous().view(torch.float64).unbind(2)  # each [ranks, R]
     peak = tops.amax(0)
     total = peak + ((tops - peak).exp() * sums).sum(0).log()
-    value = values.amax(0)  # [R]   of the one rank that has the token
+    value = values.amax(0)  # [R]   only one rank has the token
     merged = gathered[..., 3:].transpose(0, 1).flatten(1).topk(count).values
     top_values, top_ids = decode(merged)
     ranks = 1 + tp.all_gather(_count_above(here, maxima, value.float())).sum(0)
@@ -60,8 +60,8 @@ def _some(
 def softmax_and_sum(x: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
     """Softmax of each row of `x` [R, V] with largest values `top` [R], and sum(exp(x - top)) as float64 [R].
 
-    torch's softmax is several times quicker than its exp, and its largest value is one over that sum. Rows without any
-    finite value give zeros.
+    torch's softmax is several times faster than its exp, and the largest probability is one over that sum. Rows without
+    a finite value give zeros.
     """
     weights = x.softmax(1)
     empty = top == float("-inf")

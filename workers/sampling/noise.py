@@ -1,11 +1,12 @@
-"""Randomness without state: the noise of a token is a function of (seed, position, vocabulary id) and nothing else.
+"""Random noise without state: the noise of a token is a function of (seed, position, vocabulary id) alone.
 
-Adding Gumbel noise to logits and taking the largest samples from their softmax. Since each token's noise is its own,
-the draw does not depend on the batch, the row or how the vocabulary is cut.
+Adding Gumbel noise to logits and taking the largest samples from their softmax (the Gumbel-max trick). As each id has
+noise of its own, the sample does not depend on the batch, the row or how the vocabulary is sharded.
 
-A 32-bit counter-based hash: ids are mixed once, then keyed per row by two words derived from seed and position. Every
-step is a bijection of 32-bit words, so no two ids of a row share their noise. Integers are exact everywhere; logarithms
-are taken in float64, where the difference between two ways to compute them is far below any difference that matters.
+A 32-bit counter-based hash: ids are mixed once (lowbias32 of C. Wellons' hash prospector), then keyed per row by two
+words derived from seed and position (splitmix64; Steele, Lea and Flood, 2014). Every step is a bijection of 32-bit
+words, so no two ids of a row share their noise. Integers are exact on every device; logarithms are taken in float64,
+where implementations differ by far less than matters.
 """
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor
 from workers.sampling.candidates import BLOCK, take_blocks
 
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - (1 << 32))  # as signed 32-bit words
-# Ids hashed in one go: within the second-level cache on the CPU, few launches elsewhere.
+# Ids hashed at once: fits the second-level cache of a CPU; elsewhere large, for few kernel launches.
 _CPU_CHUNK = 1 << 17
 _DEVICE_CHUNK = 1 << 25
 
@@ -43,13 +44,13 @@ def mixed_ids(ids: Tensor) -> Tensor:
 
 
 def noise_bits(mixed: Tensor, keys: Tensor) -> Tensor:
-    """Uniform 32-bit words, order-preserving as signed numbers: `mixed` [..., n] ids, `keys` [..., 2] of their row."""
+    """Uniform 32-bit words, compared as signed numbers: `mixed` int32 [..., n] ids, `keys` [..., 2] of their row."""
     word = (mixed ^ keys[..., :1]) * keys[..., 1:]
     return _xorshift(_xorshift(word, 16) * _MULTIPLIERS[0], 15).mul_(_MULTIPLIERS[1])
 
 
 def _xorshift(word: Tensor, by: int) -> Tensor:
-    """`word ^ (word >>> by)`: the shift of a signed word drags its sign along, which the mask takes away again."""
+    """`word ^ (word >>> by)`: a shift of a signed word copies its sign bit, which the mask removes."""
     return (word >> by).bitwise_and_((1 << (32 - by)) - 1).bitwise_xor_(word)
 
 
@@ -73,9 +74,9 @@ class Noise:
     ) -> tuple[Tensor, Tensor]:
         """Largest `x / temperature + noise` of `rows` [R] and its local id; -inf and 0 where a row has no finite value.
 
-        `maxima` [R, B] are the rows' block maxima, `temperature` float64 [R], `keys` int32 [R, 2]. A block's best
-        noise plus its best logit bounds what the block can reach, so only blocks that could win are looked into; and
-        in them, only logits that could win with the block's best noise.
+        `maxima` [R, B] are the rows' block maxima, `temperature` float64 [R], `keys` int32 [R, 2]. The sum of a block's
+        largest noise and largest logit is an upper bound of the block, so only blocks that could win are computed, and
+        in them only logits that could win with the block's largest noise.
         """
         noise = gumbel(self._block_noise(keys))  # [R, B]
         bound = maxima.double() / temperature.unsqueeze(1) + noise
@@ -83,7 +84,7 @@ class Noise:
         owner, blocks = ((bound >= reached.unsqueeze(1)) & (bound > float("-inf"))).nonzero().unbind(1)
         values = take_blocks(x, rows[owner], blocks)  # [M, 128]
         least = (reached[owner] - noise[owner, blocks]) * temperature[owner]
-        least = (least - (least.abs() + temperature[owner]) * 1e-6).float()  # safely below, whatever rounding did
+        least = (least - (least.abs() + temperature[owner]) * 1e-6).float()  # below it whatever the rounding
         which, inside = (values >= least.unsqueeze(1)).nonzero().unbind(1)
         owner, blocks = owner[which], blocks[which]
         bits = noise_bits(self._mixed[blocks, inside].unsqueeze(1), keys[owner]).squeeze(1)

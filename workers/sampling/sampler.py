@@ -1,4 +1,4 @@
-"""One token per row that asks, from logits cut over the ranks by vocabulary.
+"""Samples one token for each row of logits, which are sharded over the ranks by vocabulary.
 
 The order of operations, for every row and every number of ranks:
 
@@ -14,11 +14,11 @@ The order of operations, for every row and every number of ranks:
     9. noise     keyed by (seed, position, id) is added; the largest wins, which draws from the softmax of what is kept
 
 Logprobs and ranks are of the raw logits, before step 1. A row with NaN, with +inf or without any finite value is
-reported as not finite, one whose ids are all banned as that; neither disturbs another. Steps 1 to 3 hide no broken
-logit: NaN stays NaN, and +inf stays or becomes NaN, so the largest adjusted logit tells both.
+reported as not finite, and a row whose ids are all banned as such; neither changes other rows. Steps 1 to 3 keep broken
+logits visible: NaN stays NaN, and +inf stays or becomes NaN, so the largest logit after them shows both.
 
-Knows tensors and one step's sampling columns. Does not know sequences, text or why an id is banned. Every rank makes
-the same collective calls: one gather per step, and more only for logprobs and for kept sets beyond the short lists.
+Every rank makes the same collective calls: one gather per step, and more only for logprobs and for kept sets beyond the
+short lists.
 """
 
 from dataclasses import dataclass
@@ -38,16 +38,16 @@ from workers.sampling.top_k_top_p import CANDIDATES, Filters, draw_from_list, dr
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Which of the L rows are chosen how: indices on the device."""
+    """How each of the L rows is sampled: indices on the device."""
 
     greedy: Tensor
-    drawn: Tensor  # from the whole distribution
-    filtered: Tensor  # from what min-p, top-k or top-p keep
+    drawn: Tensor  # at random from all ids
+    filtered: Tensor  # at random from what min-p, top-k or top-p keep
 
 
 @dataclass(frozen=True, slots=True)
 class _Gathered:
-    """The ranks' answers to the first round, merged; the same on every rank."""
+    """The merged results of the first gather; the same on every rank."""
 
     peak: Tensor  # float32 [L]   largest adjusted logit; NaN where there is one
     tokens: Tensor  # int64 [L]   of greedy and drawn rows
@@ -56,7 +56,7 @@ class _Gathered:
 
 
 class Sampler:
-    """This rank holds the logits of `vocab_local` ids from `vocab_start` on; those from `vocab_size` on are -inf."""
+    """Of the logits of `vocab_local` ids from `vocab_start` on; ids from `vocab_size` on are padding with -inf."""
 
     def __init__(self, tp: TensorParallel, vocab_start: int, vocab_local: int, vocab_size: int) -> None:
         self.tp = tp
@@ -66,7 +66,7 @@ class Sampler:
         self._noise: Noise | None = None  # made on the device of the first logits
 
     def sample(self, logits: Tensor, step: StepMetadata) -> StepOutput | None:
-        """`logits`: this rank's float32 [L, vocab_local], of which masked rows are spoilt. None but on rank 0."""
+        """The step's output on rank 0, None on others. `logits`: this rank's float32 [L, vocab_local]; overwritten."""
         if self._noise is None:
             self._noise = Noise(self.vocab_start, self.vocab_local, logits.device)
         reporting = (step.num_logprobs >= 0) | (step.target_ids >= 0)
@@ -88,8 +88,8 @@ class Sampler:
         return _output(step, tokens, _states(step, peak, self.vocab_size), asked, answers)
 
     def _choose(self, x: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor]:
-        """Steps 4 to 9 on adjusted logits: tokens int64 [L], 0 for scored and broken rows; largest logits [L]."""
-        rows = _sorted_out(step, self.vocab_size, x.device)
+        """Steps 4 to 9: tokens int64 [L], 0 for scored and broken rows, and the largest logits [L]."""
+        rows = _row_kinds(step, self.vocab_size, x.device)
         filters = _columns(step, self.vocab_size, x.device)
         first = self._first_round(x, rows, filters)
         finite = first.peak.isfinite()
@@ -99,7 +99,7 @@ class Sampler:
         return tokens.masked_fill_(~finite, 0), first.peak
 
     def _first_round(self, x: Tensor, rows: _Rows, filters: Filters) -> _Gathered:
-        """What each rank can do alone, and the one gather that joins it."""
+        """What each rank computes from its shard, and the one gather that merges it."""
         assert self._noise is not None
         maxima = block_maxima(x)  # [L, B]
         top = maxima.amax(1)
@@ -141,7 +141,7 @@ class Sampler:
         return masses
 
     def _draw_filtered(self, x: Tensor, few: Tensor, first: _Gathered, filters: Filters, finite: Tensor) -> Tensor:
-        """Tokens of the filtered rows: from the short lists, and again for those they could not serve."""
+        """Tokens int64 [F] of the filtered rows: from the short lists, else from longer lists or in rounds."""
         assert self._noise is not None
         tokens, enough = draw_from_list(first.keys, filters, first.totals)
         short = ~enough & finite[few]
@@ -156,8 +156,8 @@ class Sampler:
         return tokens
 
 
-def _sorted_out(step: StepMetadata, vocab_size: int, device: torch.device) -> _Rows:
-    """Which row is chosen how. Scored rows are not chosen at all."""
+def _row_kinds(step: StepMetadata, vocab_size: int, device: torch.device) -> _Rows:
+    """How each row is sampled. Rows that only score a given token are not sampled."""
     chosen = step.target_ids < 0
     greedy = chosen & ((step.temperature == 0) | (step.top_k == 1))
     filtering = (step.top_p < 1) | (step.min_p > 0) | ((step.top_k > 0) & (step.top_k < vocab_size))
@@ -186,7 +186,7 @@ def _columns(step: StepMetadata, vocab_size: int, device: torch.device) -> Filte
 
 
 def _states(step: StepMetadata, peak: Tensor, vocab_size: int) -> np.ndarray:
-    """`StepOutput.finite` from each row's largest adjusted logit, -inf where all that is allowed is."""
+    """`StepOutput.finite` from each row's largest adjusted logit, which is -inf where every allowed logit is."""
     peaks = peak.cpu().numpy()
     states = np.where(np.isfinite(peaks), FINITE, NONFINITE).astype(np.uint8)
     for row in np.flatnonzero(np.isneginf(peaks)):
@@ -198,7 +198,7 @@ def _states(step: StepMetadata, peak: Tensor, vocab_size: int) -> np.ndarray:
 def _output(
     step: StepMetadata, tokens: Tensor, states: np.ndarray, asked: np.ndarray, answers: RawLogprobs | None
 ) -> StepOutput:
-    """The answer; rows that did not ask for logprobs hold zeros, places beyond a row's own count hold id -1."""
+    """The step's output. Rows without logprobs hold zeros; places beyond a row's own number of logprobs hold id -1."""
     rows = len(tokens)
     out = StepOutput(step.step_id, tokens.cpu().numpy().astype(np.int32), states)
     if answers is None:

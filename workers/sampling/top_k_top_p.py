@@ -1,13 +1,14 @@
-"""Drawing from the tokens that min-p, top-k and top-p keep, without sorting the vocabulary.
+"""Sampling from the tokens that min-p, top-k and top-p keep, without sorting the vocabulary.
 
-The kept set is always a prefix of the order (larger logit first, then lower id). A short list of candidates nearly
-always holds it, and says whether it does. Where it does not, either the list grows (top-k asks for more), or the row
-draws in rounds: a draw from the whole min-p set is a draw from the nucleus whenever it lands there, and whether it did
-takes one sum, the mass of the tokens before it. A draw that missed becomes the new end of the row, which draws again.
+The kept set is always a prefix of the ids in order of logit (largest first, then lowest id). A short list of
+candidates nearly always contains it, and it is known whether it does. Otherwise either a longer list is taken (top-k),
+or the row is sampled in rounds (rejection sampling): a sample from the whole min-p set that lies in the nucleus is a
+sample from the nucleus, and whether it lies there takes one sum, the probability mass of the tokens before it. After a
+rejected sample everything from it on is excluded, and the row is sampled again.
 
-Every rank runs the same rounds, decided from gathered numbers alone. Kept sets are decided in float64. What remains is
-the sum over a whole vocabulary: its float32 exponentials are added rank by rank, so a nucleus may end one token
-earlier or later at another number of ranks when its mass meets top-p to within about one part in 10^7.
+Every rank runs the same rounds, decided from gathered numbers alone. Kept sets are decided in float64, except for the
+sum over a whole vocabulary: its float32 exponentials are added rank by rank, so with another number of ranks a nucleus
+may end one token earlier or later if its mass equals top-p to within about one part in 10^7.
 """
 
 from dataclasses import dataclass, fields
@@ -20,7 +21,7 @@ from workers.sampling.candidates import BLOCK, best, block_maxima, decode
 from workers.sampling.logprobs import softmax_and_sum
 from workers.sampling.noise import Noise, gumbel, mixed_ids, noise_bits
 
-CANDIDATES = 64  # per rank and row: more than a usual top-k and than most nuclei
+CANDIDATES = 64  # per rank and row; more than usual values of top-k and most nuclei have
 _ROWS_AT_ONCE = 8
 
 
@@ -38,7 +39,7 @@ class Filters:
         return Filters(*(getattr(self, column.name)[rows] for column in fields(self)))
 
     def lowest(self, peak: Tensor) -> Tensor:
-        """The smallest logit that min-p keeps beside the largest, `peak` [R]: float64 [R], -inf where it is off."""
+        """The smallest logit that min-p keeps, from the largest `peak` [R]: float64 [R], -inf where min-p is off."""
         return peak.double() + self.temperature * self.min_p.log()
 
 
@@ -57,7 +58,7 @@ def draw_from_list(keys: Tensor, filters: Filters, total: Tensor) -> tuple[Tenso
     scaled = (logits - peak) / filters.temperature.unsqueeze(1)
     mass = scaled.exp().masked_fill(~kept, 0.0)
     last = logits[:, -1]
-    # The list holds all that min-p and top-k keep; else its mass is only known if neither is in force.
+    # The list contains all that min-p and top-k keep. If not, the total mass is only known when both are off.
     whole = (last < lowest.squeeze(1)) | (last == float("-inf"))
     whole |= (filters.top_k > 0) & (filters.top_k <= keys.shape[1])
     plain = (filters.top_k == 0) & (filters.min_p == 0)
@@ -71,7 +72,7 @@ def draw_from_list(keys: Tensor, filters: Filters, total: Tensor) -> tuple[Tenso
 
 
 def draw_from_long_list(tp: TensorParallel, x: Tensor, rows: Tensor, filters: Filters, first_id: int) -> Tensor:
-    """Tokens of rows whose top-k is beyond the short list: int64 [R]. The list is as long as the largest of them."""
+    """Tokens int64 [R] of rows whose top-k is longer than the short list, from lists of the largest top-k."""
     tokens = []
     for start in range(0, len(rows), _ROWS_AT_ONCE):
         some = filters.take(torch.arange(start, min(start + _ROWS_AT_ONCE, len(rows)), device=rows.device))
@@ -79,7 +80,7 @@ def draw_from_long_list(tp: TensorParallel, x: Tensor, rows: Tensor, filters: Fi
         count = int(some.top_k.max())
         keys = best(x, here, block_maxima(x[here]), count, first_id)
         merged = tp.all_gather(keys).transpose(0, 1).flatten(1).topk(count).values
-        tokens.append(draw_from_list(merged, some, some.top_p)[0])  # top-k makes the list whole: no total is needed
+        tokens.append(draw_from_list(merged, some, some.top_p)[0])  # complete: the total is not used
     return torch.cat(tokens)
 
 
@@ -95,7 +96,7 @@ def draw_in_rounds(
 
 
 def _rounds(tp: TensorParallel, noise: Noise, left: Tensor, peak: Tensor, filters: Filters, first_id: int) -> Tensor:
-    """`left` [R, V] is this rank's own copy: what can no longer be drawn becomes -inf in it."""
+    """`left` [R, V]: a copy of this rank's logits, in which excluded ids become -inf."""
     left.masked_fill_(left < _rounded_up(filters.lowest(peak)).unsqueeze(1), float("-inf"))
     nucleus = _Nucleus(tp, left, peak, filters) if bool((filters.top_p < 1).any()) else None
     tokens = torch.zeros(len(left), dtype=torch.int64, device=left.device)
@@ -117,7 +118,7 @@ def _rounds(tp: TensorParallel, noise: Noise, left: Tensor, peak: Tensor, filter
 
 
 class _Nucleus:
-    """Tells whether draws landed in the nucleus, and cuts the rows of those that did not at the draw."""
+    """Checks whether sampled tokens lie in the nucleus, and excludes everything from a rejected token on."""
 
     def __init__(self, tp: TensorParallel, left: Tensor, peak: Tensor, filters: Filters) -> None:
         top = left.amax(1)
@@ -128,14 +129,14 @@ class _Nucleus:
         self._total = tp.all_gather(self._mass).sum(0)
 
     def missed(self, rows: Tensor, values: Tensor, local_ids: Tensor) -> Tensor:
-        """Whether the draws of `rows` [n], given by logit and local id, lie outside: bool [n]."""
+        """Whether the tokens of `rows` [n], given by logit and local id, lie outside the nucleus: bool [n]."""
         later = []
         shares = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
         for place, (row, value, token) in enumerate(
             zip(rows.tolist(), values.tolist(), local_ids.tolist(), strict=True)
         ):
             here = self._left[row]
-            split = min(max(token, 0), len(here))  # equals come before the draw if their ids do
+            split = min(max(token, 0), len(here))  # equal logits come before the token if their ids do
             later.append(torch.cat([here[:split] < value, here[split:] <= value]))
             shares[place] = _sum(self._weights[row].masked_fill(later[-1], 0.0))
         before = self._tp.all_gather(shares * self._mass[rows]).sum(0)
@@ -147,14 +148,14 @@ class _Nucleus:
 
 
 def _sum(weights: Tensor) -> Tensor:
-    """Short sums in float32, their sum in float64: quick, and good to a few parts in 10^8."""
+    """The sum, of blocks in float32 and of their sums in float64: exact to a few parts in 10^8."""
     whole = len(weights) // BLOCK * BLOCK
     sums = weights[:whole].view(-1, BLOCK).sum(1).sum(dtype=torch.float64)
     return sums + weights[whole:].sum(dtype=torch.float64)
 
 
 def _rounded_up(value: Tensor) -> Tensor:
-    """The smallest float32 that is not below a float64: comparing with it decides as float64 would."""
+    """The smallest float32 that is not below a float64: comparing float32 numbers with it gives the same results."""
     near = value.float()
     above = torch.nextafter(near, torch.full_like(near, float("inf")))
     return torch.where(near.double() < value, above, near)

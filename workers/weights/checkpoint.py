@@ -1,6 +1,6 @@
-"""Where each tensor of a checkpoint lives: name -> file and entry, indexed once from the headers.
+"""The tensors of a checkpoint: name -> file and entry, from the headers of its safetensors files.
 
-Torch-free, so that a broken checkpoint is refused before a rank starts. Reads no tensor and knows no model.
+Torch-free, so that a broken checkpoint is refused before a rank starts. Reads no tensor data.
 """
 
 import json
@@ -69,7 +69,7 @@ def _open_sharded(directory: Path) -> dict[str, Located]:
     tensors: dict[str, Located] = {}
     for file_name, entries in headers.items():
         for name, entry in entries.items():
-            # A name the index does not list still counts: a bias nobody mentioned must not be dropped in silence.
+            # A tensor that the index does not list still counts: a bias must not be ignored silently.
             if weight_map.get(name, file_name) != file_name:
                 continue
             if name in tensors:

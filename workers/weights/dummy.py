@@ -1,7 +1,7 @@
 """Deterministic noise in place of a checkpoint, for tests and benchmarks (`--load-format dummy`).
 
-An element depends on the seed, its tensor's name and its index in the whole tensor, never on who asks: the shards of
-any number of ranks are slices of the same model.
+An element depends on the seed, its tensor's name and its index in the whole tensor, so the shards of any number of
+ranks are slices of the same model.
 """
 
 import hashlib
@@ -12,22 +12,22 @@ from torch import Tensor
 
 from workers.weights.source import check_slice
 
-# Elements come from one pool of noise, entered at a place that the tensor's name decides. The length is a prime, so
-# that no two rows of a matrix repeat: cheaper by far than drawing half a billion normal numbers.
+# Elements come from one pool of normal numbers, from an offset that the tensor's name decides: much faster than drawing
+# half a billion of them. The length is a prime, so that no two rows of a matrix are equal.
 _POOL = 1_048_573
 _STD = 0.02
 
 
 class DummyWeights:
-    """`WeightSource` that can answer for every name."""
+    """`WeightSource` that has every tensor."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         noise = torch.randn(_POOL, generator=torch.Generator().manual_seed(seed)) * _STD
-        self._pool = torch.cat((noise, noise))  # twice, so that a run that passes the end needs no second piece
+        self._pool = torch.cat((noise, noise))  # twice, so that reading past the end needs no second piece
 
     def has(self, name: str) -> bool:
-        """False: layers ask this about alternative layouts, and noise has only the ordinary one."""
+        """False: this is only used for alternative (fused) layouts, and dummy weights have the ordinary one."""
         return False
 
     def take(self, name: str, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0) -> None:
@@ -45,7 +45,7 @@ class DummyWeights:
             part = into[row : row + at_once]
             part.copy_(self._pool.as_strided(part.shape, (columns, 1), (origin + row * columns) % _POOL))
         if name.endswith("norm.weight"):
-            into.add_(1.0)  # a norm scales about one; noise about zero would silence the layer
+            into.add_(1.0)  # norm weights are about one
 
     def finish(self, ignorable: Callable[[str], bool]) -> None:
-        """Nothing can be left over."""
+        """No tensor can be left over."""

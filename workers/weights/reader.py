@@ -1,8 +1,8 @@
-"""Copies slices of a checkpoint's tensors straight into a rank's memory, and remembers what nobody asked for.
+"""Copies slices of a checkpoint's tensors into a rank's memory, checks them, and finds tensors that were not used.
 
-Each rank has its own reader. It never holds a tensor: `get_slice` gives a view of the mapped file, and the copy (which
-also converts the dtype) goes to its final place. What was copied is checked there, while it is still in the cache: a
-checkpoint with a NaN or an infinity would answer every request with nonsense, so it is refused by the tensor's name.
+Each rank has its own reader. It holds no tensors: `get_slice` gives a view of the mapped file, which is copied (and its
+dtype converted) to its final place. The copy is checked while it is still in the cache: a checkpoint with a NaN or an
+infinity would give nonsense for every request, so it is refused by the tensor's name.
 """
 
 import math
@@ -18,7 +18,7 @@ from workers.errors import StartupError
 from workers.weights.checkpoint import Checkpoint, Located
 from workers.weights.source import check_slice, wrong_shape
 
-# Pages of a mapped file count as the rank's memory until the mapping goes: after this many bytes it is made anew.
+# Pages of a mapped file count as memory of the rank until it is unmapped: after this many bytes it is mapped again.
 REMAP_BYTES = 32 << 20
 # One copy covers at most this much of a file, so that a slice of every row of a huge matrix stays bounded too.
 CHUNK_BYTES = 16 << 20
@@ -30,7 +30,7 @@ class WeightReader:
     def __init__(
         self, checkpoint: Checkpoint, *, check_finite: bool = True, on_read: Callable[[], None] = lambda: None
     ) -> None:
-        """`on_read` is called after each copy, of at most `CHUNK_BYTES` of a file: something moves."""
+        """`on_read` is called after each copy, of at most `CHUNK_BYTES` of a file: a sign of progress."""
         self._checkpoint = checkpoint
         self._on_read = on_read
         self._check_finite = check_finite
@@ -46,7 +46,7 @@ class WeightReader:
         self.close()
 
     def close(self) -> None:
-        """Drop the mapping; the reader can still be used and maps again."""
+        """Unmap the file. The reader can still be used, and maps it again."""
         self._file = None
         self._path = None
         self._mapped = 0

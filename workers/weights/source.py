@@ -1,4 +1,4 @@
-"""What a layer may ask of its weights' origin. Layers pull; whoever answers never learns what a layer is."""
+"""The protocol by which layers load their weights: from a checkpoint or from dummy weights."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -9,7 +9,7 @@ from workers.errors import StartupError
 
 
 class WeightSource(Protocol):
-    """Tensors by name, handed out in slices."""
+    """Tensors by name, copied slice by slice."""
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint holds `name`: for layers that can read two layouts."""
@@ -22,11 +22,11 @@ class WeightSource(Protocol):
         """
 
     def finish(self, ignorable: Callable[[str], bool]) -> None:
-        """Raise `StartupError` if the checkpoint holds a tensor that nobody took and that may not be ignored."""
+        """Raise `StartupError` if the checkpoint has a tensor that was not taken and is not `ignorable`."""
 
 
 def check_slice(name: str, into: Tensor, shape: Sequence[int], dim: int, start: int) -> None:
-    """Our own mistakes, caught where the tensor's name is still known."""
+    """Assert that `into` can hold the slice; for mistakes in our code, with the tensor's name."""
     expected = list(shape)
     expected[dim] = into.shape[dim]
     assert list(into.shape) == expected, f"{name}: a slice of {list(shape)} along {dim} cannot fill {list(into.shape)}"

@@ -1,6 +1,6 @@
-"""Whether a checkpoint's output head is its embedding once more, as config.json says, or a matrix of its own.
+"""Whether a checkpoint's output head equals its embedding, as config.json says, or is another matrix.
 
-Compares bytes of the files, a piece at a time and only up to the first that differ. Torch-free; knows two names.
+Compares the bytes in the files up to the first difference. Torch-free.
 """
 
 from workers.weights.checkpoint import Checkpoint, Located
@@ -10,7 +10,7 @@ _PIECE = 8 << 20  # bytes
 
 
 def head_differs(checkpoint: Checkpoint) -> bool:
-    """True when both are stored and are not the same bytes of the same type and shape."""
+    """True when both are stored and differ in dtype, shape or bytes."""
     embedding, head = checkpoint.find(EMBEDDING), checkpoint.find(HEAD)
     if embedding is None or head is None:
         return False

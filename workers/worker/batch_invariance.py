@@ -1,10 +1,9 @@
-"""Whether this machine keeps the promise that a token's numbers do not depend on its company: tried out at the start.
+"""Measures at start whether a token's numbers depend on the other requests of its batch on this machine.
 
-A model with the same weights but only one layer of each kind gets one prompt in several ways: whole and alone, beside
-others, cut into chunks, decoded token by token, decoded among many. Every way must give the same bits. It is a sample:
-the tests compare whole answers, this finds the processor or library whose kernels round by the shape of the batch.
-
-Knows the decoder, a backend and steps. Does not know which kernels they use, or requests.
+A model with the same weights but only one layer of each kind computes one prompt in several ways: alone in one step,
+beside other sequences, in chunks, token by token, and one token among many sequences. Every way must give the same
+bits. This is a sample (tests compare whole answers); it finds a processor or library whose kernels round differently
+for different shapes of the batch.
 """
 
 import random
@@ -22,20 +21,20 @@ from workers.models.decoder import Decoder
 from workers.protocol import NULL_BLOCK
 from workers.worker.greedy_step import SequenceChunk, greedy_step
 
-PROMPT = 67  # tokens: two blocks of columns and a bit, an odd number
-OTHERS = 31
+PROMPT = 67  # tokens; odd, and more than two blocks of key columns
+OTHERS = 31  # sequences
 
 
 @dataclass(frozen=True, slots=True)
 class InvarianceResult:
-    """`reason` is one sentence for the log: what was found, either way."""
+    """`reason` is one phrase for the log: what was found, in both cases."""
 
     batch_invariant: bool
     reason: str
 
 
 class _InvarianceTest:
-    """One prompt in blocks of its own, and steps that hold some of it."""
+    """One prompt in KV blocks of its own, and steps that compute parts of it."""
 
     def __init__(
         self, model: Decoder, kv: list[LayerKV], backend: AttentionBackend, block_size: int, length: int
@@ -45,12 +44,12 @@ class _InvarianceTest:
         self.kv = [kv[layer] for layer in layers]
         self.backend = backend
         self.block_size = block_size
-        self.draw = random.Random(0)
+        self.random = random.Random(0)
         self.prompt = self._tokens(length)
         self.table = range(NULL_BLOCK + 1, NULL_BLOCK + 2 + (length - 1) // block_size)
 
     def whole(self) -> Tensor:
-        """The prompt in one step of its own: [length, hidden]."""
+        """The prompt in one step by itself: [length, hidden]."""
         return self._run([self._own(0, len(self.prompt))])[0]
 
     def beside_others(self) -> Tensor:
@@ -67,9 +66,9 @@ class _InvarianceTest:
         first = max(0, len(self.prompt) - count)
         results = [self._run([self._own(0, first)])[0]] if first else []
         for position in range(first, len(self.prompt)):
-            company = [self._other(1, 1 + 3 * number) for number in range(others)]
+            rest = [self._other(1, 1 + 3 * number) for number in range(others)]
             place = others // 2
-            parts = [*company[:place], self._own(position, position + 1), *company[place:]]
+            parts = [*rest[:place], self._own(position, position + 1), *rest[place:]]
             results.append(self._run(parts)[place])
         return torch.cat(results)
 
@@ -81,10 +80,10 @@ class _InvarianceTest:
         return SequenceChunk(self._tokens(count), context - count, blocks)
 
     def _tokens(self, count: int) -> list[int]:
-        return [self.draw.randrange(self.model.spec.vocab_size) for _ in range(count)]
+        return [self.random.randrange(self.model.spec.vocab_size) for _ in range(count)]
 
     def _run(self, parts: list[SequenceChunk]) -> list[Tensor]:
-        """Results of one step, for each part: [tokens, hidden]."""
+        """The hidden states of one step, for each part: [tokens, hidden]."""
         batch = ForwardBatch.from_step(greedy_step(parts, self.block_size), self.model.place.device)
         hidden = self.model(batch, self.kv, self.backend, self.backend.prepare(batch))  # [T, hidden]
         return list(hidden.split([len(part.token_ids) for part in parts]))
@@ -99,9 +98,9 @@ def check_batch_invariance(
     block_size: int,
     max_len: int,
 ) -> InvarianceResult:
-    """Try it. Every rank of a group must call this at the same point: layers meet in their sums.
+    """Compute the prompt in every way and compare. Every rank must call this at the same point: layers all-reduce.
 
-    Uses the first blocks of `kv`, which must hold nothing yet that anybody needs.
+    Overwrites the first blocks of `kv`, before any request uses them. `max_len`: tokens of one sequence.
     """
     device = model.place.device
     if device.type != "cpu":
@@ -137,14 +136,14 @@ def one_of_each_kind(model: Decoder) -> list[int]:
 
 
 def _logits_fault(model: Decoder, hidden: Tensor) -> str | None:
-    """One row of logits alone against the same among others. (A large vocabulary makes every row count.)"""
+    """One row of logits computed alone, compared with the same row computed among others."""
     some = hidden[-min(5, len(hidden)) :]
     alone = model.compute_logits(some[-1:].contiguous())
     return _difference("a row of logits among others", alone, model.compute_logits(some)[-1:])
 
 
 def _difference(name: str, expected: Tensor, found: Tensor) -> str | None:
-    """None if they are the same bits, else a sentence with the size of the difference."""
+    """None if the bits are equal, else a phrase with the size of the difference."""
     if torch.equal(expected, found):
         return None
     gaps = (expected.double() - found.double()).nan_to_num(posinf=0.0, neginf=0.0).abs()

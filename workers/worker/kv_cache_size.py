@@ -1,7 +1,6 @@
-"""How many KV blocks a rank can have: bytes in, blocks out, and a refusal that shows its arithmetic.
+"""How many KV blocks a rank has memory for, and the error with the arithmetic when one sequence does not fit.
 
-Knows memory limits of the machine and the exact price of a block. Does not know page layouts (the attention backend
-owns them) or who uses which block (the engine does).
+Knows the memory of the machine and the bytes of a block, not the layout of pages (the attention backend owns it).
 """
 
 import torch
@@ -13,34 +12,34 @@ from workers.layers.decoder_spec import DecoderSpec
 from workers.platform.host_memory import free_host_bytes, human_bytes
 from workers.worker.memory_needs import OUT_OF_MEMORY
 
-# Of the memory that is free once the weights are loaded: the machine has other work, and the page cache serves too.
+# Of the memory that is free once the weights are loaded; the rest is for other processes and the page cache.
 CPU_SHARE = 0.25
 # Block 0 is the null block, and a backend may keep one page that is never written.
 RESERVED_BLOCKS = 2
 
 
 def available_kv_bytes(config: WorkerConfig, device: torch.device) -> int:
-    """Bytes this rank may spend on KV memory, asked once its weights are loaded. An explicit size wins."""
+    """Bytes this rank may use for KV memory, measured after its weights are loaded, unless a size is given."""
     if config.kv_cache_bytes is not None:
         return config.kv_cache_bytes
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
-        # What lies above the utilisation is left for activations, libraries and other processes.
+        # The rest is for activations, libraries and other processes.
         return max(0, int(config.gpu_memory_utilization * total) - (total - free))
     return int(free_host_bytes() * CPU_SHARE) // config.tensor_parallel_size
 
 
 def free_bytes(device: torch.device) -> int:
-    """What is left of the memory that tensors on `device` are made of."""
+    """Free bytes of the memory of `device`."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
 
 
 def blocks_that_fit(spec: KVSpec, config: WorkerConfig, available_bytes: int) -> int:
     """Blocks to allocate, the null block included: at least one full sequence's, else `StartupError` (exit code 4).
 
-    Measured host memory is not taken beyond what `max_num_seqs` full sequences can use; an explicit size and device
-    memory, which nobody else wants, are used whole, because spare blocks keep prefixes for later requests.
+    Of measured host memory at most what `max_num_seqs` full sequences can use is taken. A given size and device memory
+    are used whole, because spare blocks keep cached prefixes for later requests.
     """
     assert config.max_model_len is not None, "preflight resolves the context length"
     per_sequence = -(-config.max_model_len // spec.block_size)

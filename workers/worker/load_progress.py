@@ -1,7 +1,4 @@
-"""How far ranks have come while they load, and which of them is stuck when nothing moves any more.
-
-Knows the messages of a rank that starts. Does not know processes or channels.
-"""
+"""The progress of ranks while they load, from their messages, and which rank is stuck when none makes progress."""
 
 from collections.abc import Sequence
 
@@ -11,11 +8,11 @@ from workers.errors import StartupError
 
 HUNG = 6  # exit code
 
-# In the order in which every rank goes through them, as its messages are called or name them.
+# In the order of every rank. A message of a rank has one of these as its kind or as its name.
 PHASES = ("starting", "joining", "loading", "loaded", "allocating", "timing", "ready")
 _DOING = {
     "starting": "importing its libraries",
-    "joining": "meeting the other ranks",
+    "joining": "waiting for the other ranks to join",
     "loading": "reading the weights",
     "loaded": "waiting for the other ranks",
     "allocating": "allocating KV memory and trying the model out",
@@ -25,7 +22,7 @@ _DOING = {
 
 
 class LoadProgress:
-    """`handle` takes the messages in; the rest tells what follows from them."""
+    """The state of all ranks, updated by `handle`."""
 
     def __init__(self, size: int) -> None:
         self._phases = ["starting"] * size
@@ -51,12 +48,12 @@ class LoadProgress:
 
     @property
     def fraction(self) -> float:
-        """Of the weights, read by the slowest rank."""
+        """The share of its weights that the slowest rank has read, 0 to 1."""
         return min(self._fractions)
 
     @property
     def num_blocks(self) -> int | None:
-        """The smallest number of KV blocks that any rank has room for, once all have said theirs."""
+        """The smallest number of KV blocks that any rank has memory for; None until all have reported theirs."""
         return min(self._blocks.values()) if len(self._blocks) == len(self._phases) else None
 
     @property
@@ -64,7 +61,7 @@ class LoadProgress:
         return len(self.infos) == len(self._phases)
 
     def no_progress_error(self, collectives: Sequence[int], timeout_s: float) -> StartupError:
-        """What to say when nothing was heard for `timeout_s`. `collectives`: the newest each rank has come to."""
+        """The error after `timeout_s` without a message. `collectives`: the latest one that each rank has reached."""
         phases = [PHASES.index(phase) for phase in self._phases]
         last = last_of(phases, collectives)
         rank = phases.index(min(phases)) if last is None else last

@@ -1,7 +1,4 @@
-"""What a rank needs of memory, as arithmetic that can be shown, and the refusal when there is not as much. Torch-free.
-
-Knows sizes of weights and of a step's tensors, as close as they matter beside each other. Does not allocate.
-"""
+"""Estimates of the memory of weights and of a step, and the errors that show them. Torch-free; allocates nothing."""
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ if TYPE_CHECKING:
     from workers.layers.decoder_spec import DecoderSpec
 
 OUT_OF_MEMORY = 4  # exit code
-# How allocators say it: torch's on the CPU in two spellings, CUDA's, the system's own.
-_SAYINGS = ("can't allocate memory", "not enough memory", "out of memory", "cannot allocate memory", "bad_alloc")
+# Parts of the messages of torch's CPU and CUDA allocators and of the system.
+_MESSAGES = ("can't allocate memory", "not enough memory", "out of memory", "cannot allocate memory", "bad_alloc")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -25,17 +22,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError):
         return True
     text = str(error).lower()
-    return isinstance(error, RuntimeError | OSError | ImportError) and any(saying in text for saying in _SAYINGS)
+    return isinstance(error, RuntimeError | OSError | ImportError) and any(message in text for message in _MESSAGES)
 
 
 def weight_bytes(spec: DecoderSpec, dtype: str) -> int:
-    """Of the whole model, over all ranks."""
+    """Bytes of the weights of the whole model, over all ranks."""
     return spec.num_parameters * ITEM_BYTES[dtype]
 
 
 def step_bytes(config: WorkerConfig, spec: DecoderSpec) -> int:
-    """The tensors of the largest step that live at the same time, on one rank: a few rows of hidden size, the MLP's,
-    and float32 logits of the rows that ask."""
+    """Bytes of the tensors of the largest step that exist at the same time on one rank: a few of hidden size, the
+    MLP's, and float32 logits."""
     size, item = config.tensor_parallel_size, ITEM_BYTES[config.dtype]
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     row = 4 * spec.hidden_size + (heads + 3 * spec.intermediate_size) // size
@@ -58,7 +55,7 @@ def check_weights_fit(config: WorkerConfig, spec: DecoderSpec, dtype: str) -> No
 def out_of_memory(
     config: WorkerConfig, spec: DecoderSpec, doing: str, kv_bytes: int | None, free_bytes: int
 ) -> StartupError:
-    """An allocation failed while `doing`. `kv_bytes`: of KV memory, once it is known."""
+    """The error for an allocation that failed while `doing`. `kv_bytes`: of KV memory, once it is known."""
     parts = [
         f"{human_bytes(weight_bytes(spec, config.dtype) // config.tensor_parallel_size)} of weights ({config.dtype})",
         f"about {human_bytes(step_bytes(config, spec))} for a step of {config.max_num_batched_tokens} tokens",

@@ -1,6 +1,6 @@
-"""One rank's model: load it, size its KV memory, execute steps.
+"""One rank's model: load it, allocate KV memory, execute steps.
 
-Knows tensors. Does not know processes, channels, requests or why a step looks the way it does.
+Knows tensors, but nothing of processes, channels or requests.
 """
 
 import dataclasses
@@ -33,12 +33,12 @@ from workers.worker.step_timing import null_step, time_steps
 
 logger = logging.getLogger("oarlock.runner")
 
-# Rows of logits that exist at once: prompt scoring may ask for thousands of them, 600 KB each at a vocabulary of 152 k.
+# Rows of logits computed at once. Scoring a prompt may need thousands of rows, 600 KB each with 152,000 ids.
 MAX_LOGITS_ROWS = 128
 
 
 class ModelRunner:
-    """`load`, then `allocate`, then `execute` as often as you like."""
+    """Call `load`, then `allocate`, then `execute` any number of times."""
 
     def __init__(self, config: WorkerConfig, tp: TensorParallel) -> None:
         """`config` must be resolved (see `workers.preflight`)."""
@@ -56,8 +56,10 @@ class ModelRunner:
         self.num_blocks: int | None = None
 
     def load(self, on_progress: Callable[[float], None]) -> None:
-        """Read this rank's slice of every weight. `on_progress` gets the fraction read so far, some of them often: it
-        also says that something moves."""
+        """Read this rank's slice of every weight.
+
+        `on_progress` gets the share read so far, also when it has not changed: each call is a sign of progress.
+        """
         started = time.monotonic()
         with self._memory_for("reading the weights"):
             self._load(on_progress)
@@ -91,9 +93,9 @@ class ModelRunner:
         return blocks_that_fit(self.kv_spec, self.config, available_kv_bytes(self.config, self.device))
 
     def allocate(self, num_blocks: int) -> None:
-        """Create the pages and run one small step, so that the first request does not pay for lazy initialisation.
+        """Allocate the pages and run one small step, so that lazy initialisation does not delay the first request.
 
-        Then see whether this machine keeps the promise of batch invariance.
+        Then measure whether this machine is batch-invariant.
         """
         self.num_blocks = num_blocks
         block_size, max_len = self.config.block_size, self.config.max_model_len
@@ -112,7 +114,7 @@ class ModelRunner:
             )
 
     def time_steps(self) -> StepCost:
-        """What steps cost here; every rank must ask at the same point. Valid after `allocate`, before any request."""
+        """Measure what steps cost. Every rank must call this at the same point after `allocate`, before any request."""
         assert self.config.max_model_len is not None
         with self._memory_for("timing a few steps"):
             self.step_cost = time_steps(
@@ -126,7 +128,7 @@ class ModelRunner:
 
     @contextmanager
     def _memory_for(self, doing: str) -> Generator[None]:
-        """Whatever way an allocator has of saying that there is no memory becomes a `StartupError` with the sums."""
+        """Turn an allocator's out-of-memory error into a `StartupError` with the arithmetic."""
         try:
             yield
         except Exception as error:
@@ -140,7 +142,7 @@ class ModelRunner:
         return float(self.tp.all_gather(mine).max())
 
     def info(self) -> WorkerInfo:
-        """What the group reports upwards. Valid after `allocate`."""
+        """What this rank reports to the engine. Valid after `allocate`."""
         config = self.config
         assert config.max_model_len is not None and self.num_blocks is not None
         return WorkerInfo(
@@ -166,9 +168,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, step: StepMetadata, await_masks: Callable[[], None] | None = None) -> StepOutput | None:
-        """Run one step. Rank 0 returns the answer, the others None; every rank makes the same collective calls.
+        """Run one step. Rank 0 returns the output, the others None; every rank makes the same collective calls.
 
-        `await_masks` returns as soon as `step.mask_bits` are complete; without it they are.
+        `await_masks` blocks until `step.mask_bits` is complete; without it, it already is.
         """
         if step.num_seqs == 0:
             return empty_output(step.step_id) if self.tp.rank == 0 else None
@@ -184,8 +186,8 @@ class ModelRunner:
             if await_masks is not None:
                 await_masks()
             parts.append(self.sampler.sample(logits, logits_rows(step, start, stop)))
-        answers = [part for part in parts if part is not None]
-        return concatenate_outputs(answers) if answers else None
+        outputs = [part for part in parts if part is not None]
+        return concatenate_outputs(outputs) if outputs else None
 
 
 def device_of(config: WorkerConfig, rank: int) -> torch.device:
@@ -234,12 +236,12 @@ def logits_rows(step: StepMetadata, start: int, stop: int) -> StepMetadata:
 
 
 def empty_output(step_id: int) -> StepOutput:
-    """The answer to a step in which no row asked for logits."""
+    """The output of a step without rows of logits."""
     return StepOutput(step_id=step_id, token_ids=np.empty(0, np.int32), finite=np.empty(0, np.uint8))
 
 
 def concatenate_outputs(parts: list[StepOutput]) -> StepOutput:
-    """One answer from those of consecutive row chunks. Chunks that wanted fewer top logprobs are padded with id -1."""
+    """One output from those of consecutive chunks of rows. Chunks with fewer top logprobs are padded with id -1."""
     if len(parts) == 1:
         return parts[0]
     width = max(-1 if part.top_ids is None else part.top_ids.shape[1] for part in parts)
@@ -257,7 +259,7 @@ def concatenate_outputs(parts: list[StepOutput]) -> StepOutput:
         here = slice(start, start + len(part.token_ids))
         start = here.stop
         if part.logprobs is None or part.ranks is None or part.top_ids is None or part.top_logprobs is None:
-            continue  # no row of this chunk wanted them
+            continue  # no row of this chunk has logprobs
         columns = part.top_ids.shape[1]
         logprobs[here], ranks[here] = part.logprobs, part.ranks
         top_ids[here, :columns], top_logprobs[here, :columns] = part.top_ids, part.top_logprobs

@@ -1,7 +1,7 @@
-"""N rank processes on this host: spawned without pickling, fed through one ring, watched through their sockets.
+"""The executor with N rank processes on this host: steps go out through one ring, outputs come back through another.
 
-group --steps--> ring --> rank 0 .. rank N-1          rank 0 --answers--> ring --> group
-group <--control (JSON lines)--> each rank            rank <--collectives--> rank (shared memory, gloo or NCCL)
+executor --steps--> ring --> rank 0 .. rank N-1        rank 0 --outputs--> ring --> executor
+executor <--control socket (JSON lines)--> each rank   rank <--collectives--> rank (shared memory, gloo or NCCL)
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from workers.worker.worker_process import RankRings
 
 logger = logging.getLogger("oarlock.executor")
 
-_GRACE_S = 3.0  # for a rank to leave by itself
+_GRACE_S = 3.0  # for a rank to end by itself
 _KILL_S = 5.0  # for the kernel to end a rank; one that waits for a dead network file system may never end
 
 
@@ -47,7 +47,7 @@ class MultiprocExecutor:
     def __init__(
         self, config: WorkerConfig, on_progress: OnProgress, *, loading_timeout_s: float = LOADING_TIMEOUT_S
     ) -> None:
-        """`loading_timeout_s`: the longest time without a word of any rank."""
+        """`loading_timeout_s`: the longest time without a message of any rank."""
         self.config = config
         self._loading_timeout_s = loading_timeout_s
         self._size = config.tensor_parallel_size
@@ -112,13 +112,12 @@ class MultiprocExecutor:
         return joint_info(loading.infos)
 
     def _next_messages(self, loading: LoadProgress) -> list[tuple[int, dict]]:
-        """Wait for control messages while loading. A rank that ends without a word is a `StartupError`, and so is
-        silence of all."""
+        """Wait for control messages while loading. Raises `StartupError` when a rank ends, or when none sends any."""
         ready = [control for control in self._controls if control.has_pending]
         if not ready:
             ready = select.select(self._controls, [], [], self._loading_timeout_s)[0]
         if not ready:
-            self._ask_for_stacks()
+            self._log_stacks()
             raise loading.no_progress_error(self._collectives.read(), self._loading_timeout_s)
         messages = []
         for control in ready:
@@ -178,8 +177,8 @@ class MultiprocExecutor:
     # -- end
 
     def _fail(self) -> NoReturn:
-        """A rank is gone or has raised: find the first cause among what the ranks said."""
-        deadline = time.monotonic() + 0.2  # a rank's pipe may end a moment before its last words arrive
+        """A rank has ended or raised: raise the first cause that the ranks have sent."""
+        deadline = time.monotonic() + 0.2  # a rank's pipe may end shortly before its last message arrives
         ended: tuple[int, str] | None = None
         while time.monotonic() < deadline:
             for control in select.select(self._controls, [], [], 0.05)[0]:
@@ -197,25 +196,25 @@ class MultiprocExecutor:
         raise WorkerError(rank, self._step_id, how)
 
     def _fail_hung(self) -> NoReturn:
-        """No answer in time. The others finish their steps, or wait in a collective, for the rank that hangs."""
+        """No output in time: raise with the rank that is behind the others, which wait for it in a collective."""
         finished = [self._steps.finished(rank) for rank in range(self._size)]
         collectives = self._collectives.read()
         last = last_of(finished, collectives)
         cause = f"no answer within {self.config.step_timeout_s:g} s"
         if last is None:
             cause += f"; all ranks that have not answered are as far, at collective {min(collectives)}"
-        self._ask_for_stacks()
+        self._log_stacks()
         raise WorkerError(finished.index(min(finished)) if last is None else last, self._step_id, cause, hung=True)
 
-    def _ask_for_stacks(self) -> None:
-        """Each rank that still runs writes them to the log."""
+    def _log_stacks(self) -> None:
+        """Make each rank that still runs write the stacks of its threads to the log."""
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGUSR1)
         time.sleep(0.2)
 
     def close(self, grace_s: float = _GRACE_S) -> None:
-        """Close every channel, which is the ranks' word to leave; whoever stays longer than `grace_s` is killed."""
+        """Close the ring, at which ranks end; a rank that has not ended after `grace_s` seconds is killed."""
         if self._closed:
             return
         self._closed = True
@@ -238,7 +237,7 @@ class MultiprocExecutor:
 
 
 def joint_info(infos: dict[int, WorkerInfo]) -> WorkerInfo:
-    """Rank 0's, with a promise only if every rank can make it, and else the reason of the first that cannot."""
+    """Rank 0's info; batch-invariant only if every rank is, else with the reason of the first that is not."""
     for rank, info in sorted(infos.items()):
         if not info.batch_invariant:
             reason = f"rank {rank}: {info.batch_invariant_reason}"

@@ -8,13 +8,13 @@ from workers.step_cost import StepCost
 
 logger = logging.getLogger("oarlock.executor")
 
-FEWEST_TOKENS = 64  # of a step: below, weights are read again for too little work
-PATIENCE = 4.0  # times the largest step: other work on the machine must not look like a hung rank
+FEWEST_TOKENS = 64  # of a step; with fewer, reading the weights takes most of the time
+PATIENCE = 4.0  # times the worst step: load on the machine must not look like a hung rank
 
 
 def adapted(config: WorkerConfig, cost: StepCost) -> WorkerConfig:
-    """`config` with the limits that it leaves to the machine; one line of log for them, and one for any of the
-    operator's own that a legitimate step could trip."""
+    """`config` with the limits that it leaves to the measurement. Logs them, and warns about a step timeout of the
+    operator's that a legitimate step could exceed."""
     assert config.max_model_len is not None, "preflight resolves the context length"
     tokens = config.max_num_batched_tokens
     if config.lower_step_size:

@@ -20,14 +20,14 @@ def time_steps(
     max_model_len: int,
     block_size: int,
 ) -> StepCost:
-    """Every rank of a group must call this at the same point; `agree` gives all of them the largest of their numbers,
-    so that they go on alike. `max_tokens`: of one step. Reads and writes the null block only.
+    """Every rank must call this at the same point. `agree` returns the largest of all ranks' numbers, so that all ranks
+    time the same steps. `max_tokens`: of one step. Reads and writes the null block only.
     """
 
     def seconds(tokens: int, context: int, rows: int = 1) -> float:
         step = null_step(tokens, context, rows, block_size)
         times = []
-        for _ in range(2):  # the first may still make something; other work disturbs either
+        for _ in range(2):  # the first may allocate; other processes may disturb either
             begun = time.perf_counter()
             execute(step)
             times.append(time.perf_counter() - begun)
@@ -55,6 +55,6 @@ def time_steps(
 
 
 def null_step(tokens: int, context: int, rows: int, block_size: int) -> StepMetadata:
-    """One sequence's last `tokens` of `context`, whose blocks are all the null block; the last `rows` want a token."""
+    """The last `tokens` of a sequence of `context` tokens in the null block; the last `rows` of them want logits."""
     chunk = SequenceChunk([0] * tokens, context - tokens, [NULL_BLOCK] * -(-context // block_size))
     return greedy_step([chunk], block_size, range(tokens - rows, tokens))

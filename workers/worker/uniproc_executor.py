@@ -15,7 +15,7 @@ logger = logging.getLogger("oarlock.executor")
 
 
 class UniProcExecutor:
-    """One rank in the calling process. A hung step hangs the caller too: the layer above watches the clock."""
+    """One rank in the calling process. A hung step hangs the caller as well; the engine's watchdog ends it."""
 
     rank_pids: tuple[int, ...] = ()
 
@@ -28,10 +28,10 @@ class UniProcExecutor:
         self.info = self._runner.info()
         self._output: StepOutput | None = None
         self._step_id = 0
-        self._filler = ThreadPoolExecutor(1, "masks")  # has no thread until a step needs it
+        self._filler = ThreadPoolExecutor(1, "masks")  # starts its thread when a step needs it
 
     def submit(self, step: StepMetadata, fill_masks: FillMasks | None = None) -> None:
-        """Runs the step at once; `collect` hands its answer over."""
+        """Runs the whole step; `collect` returns its output."""
         assert self._runner is not None, "the executor is closed"
         self._step_id = step.step_id
         masks = None if fill_masks is None else self._filler.submit(fill_masks, step.mask_bits)
@@ -42,7 +42,7 @@ class UniProcExecutor:
             raise WorkerError(0, step.step_id, f"{type(error).__name__}: {error}") from error
         finally:
             if masks is not None:
-                wait([masks])  # what it reads is the caller's again
+                wait([masks])  # afterwards the caller may change what it reads
 
     def collect(self) -> StepOutput:
         assert self._output is not None, "nothing was submitted"
@@ -50,7 +50,7 @@ class UniProcExecutor:
         return output
 
     def ping(self) -> None:
-        return None  # the rank is the caller: that it asks is the proof
+        return None  # the rank is the calling process
 
     def fileno_for_death(self) -> list[int]:
         return []

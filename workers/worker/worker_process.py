@@ -1,7 +1,7 @@
-"""The process of one rank: receive a step, execute it, answer (rank 0 only), until the pipe ends.
+"""The process of one rank: receive a step, execute it, send the output (rank 0 only), until the pipe ends.
 
-`python -m workers.worker.worker_process '{"rank": 0, ...}'`, started by `multiproc_executor.py` with inherited
-descriptors. Decides nothing: everything it does follows from the bytes of the step.
+`python -m workers.worker.worker_process ARGUMENTS`, started by `spawn_ranks.py`. It decides nothing: everything it does
+follows from the bytes of the step, so that all ranks do the same.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RankRings:
 
 
 def die_with_parent(parent_pid: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Ask the kernel to end this process when its parent ends; the pipes do the same where there is no such call."""
+    """Let the kernel send `number` to this process when its parent ends. Without that (not Linux) the pipes end it."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number))
     if os.getppid() != parent_pid:  # it ended before the call above
@@ -71,12 +71,14 @@ def log_to_stderr(rank: int, level: str) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Entry of a rank process. Returns 0 after an orderly end; leaves at once when the parent is gone."""
+    """Entry point of a rank process. Returns the exit status; exits at once when the parent has ended."""
     arguments = RankArguments.from_json(argv[0])
     die_with_parent(arguments.parent_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the parent decides
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C goes to all processes of the terminal; the parent ends this one
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # asked for by the group when a step hangs
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # sent by the executor when a step hangs
     log_to_stderr(arguments.rank, arguments.config.log_level)
     control = Control.from_fd(arguments.control_fd)
     try:
@@ -87,7 +89,7 @@ def main(argv: list[str]) -> int:
     except ChannelClosedError:
         return 1
     except Exception as error:
-        if is_out_of_memory(error):  # before there is a model to do sums about
+        if is_out_of_memory(error):  # before the model's sizes are known
             cause = f"rank {arguments.rank} ran out of memory while starting: {error}"
             control.send("failed", cause=cause, fix="Free memory, or use fewer ranks.", exit_code=OUT_OF_MEMORY)
             return OUT_OF_MEMORY
@@ -121,7 +123,7 @@ def init_distributed(arguments: RankArguments) -> TensorParallel:
 
 
 def start(arguments: RankArguments, control: Control) -> tuple[ModelRunner, TensorParallel]:
-    """Form the process group, load this rank's slice and allocate its pages, in step with the group."""
+    """Form the process group, load this rank's slice and allocate its pages, together with the other ranks."""
     from workers.worker.model_runner import ModelRunner
 
     control.send("phase", name="joining")
@@ -148,7 +150,7 @@ def start(arguments: RankArguments, control: Control) -> tuple[ModelRunner, Tens
 
 
 def serve(arguments: RankArguments, control: Control, runner: ModelRunner) -> None:
-    """The step loop. Ends when the group closes the ring; a failure is reported before the process goes down."""
+    """The step loop. Returns when the executor closes the ring; a failure is reported before the process ends."""
     rings = RankRings(**arguments.extra)
     steps = RingReader(rings.step_memory_fd, rings.step_wake_fd, arguments.rank, RingLayout(**rings.step_layout))
     answers = None
@@ -169,7 +171,7 @@ def serve(arguments: RankArguments, control: Control, runner: ModelRunner) -> No
     except ChannelClosedError:
         return
     except Exception as error:
-        # The first cause must reach the group before this process ends: its peers will only see a lost connection.
+        # The cause must reach the executor before this process ends: other ranks only see a lost connection.
         traceback.print_exc()
         control.send("raised", step_id=step_id, cause=f"{type(error).__name__}: {error}")
         raise SystemExit(1) from error
@@ -178,5 +180,5 @@ def serve(arguments: RankArguments, control: Control, runner: ModelRunner) -> No
 if __name__ == "__main__":
     status = main(sys.argv[1:])
     sys.stderr.flush()
-    # Skips interpreter teardown: a peer may be gone already, and gloo's threads would wait for it.
+    # Skips interpreter teardown: another rank may have ended, and gloo's threads would wait for it.
     os._exit(status)

@@ -7,7 +7,12 @@ import torch
 from tests.unit.workers.sampling_cases import Penalties, mask_of, naive_adjusted, naive_tokens, sample_with, step_of
 from workers.kernels.cpu import build
 from workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata
-from workers.sampling.logits_processors import _bits_here, _bits_there, apply_logits_processors, mask_with_torch
+from workers.sampling.logits_processors import (
+    _unpacked_bits,
+    _unpacked_bits_on,
+    apply_logits_processors,
+    mask_with_torch,
+)
 
 ROWS, VOCAB = 7, 1003  # shards of no round width: 1003, 502, 335 and 251 ids
 
@@ -121,7 +126,7 @@ def test_nothing_is_done_where_nobody_asks() -> None:
 @pytest.mark.parametrize("words", [1, 5])
 def test_both_ways_to_spread_bits_agree(words: int) -> None:
     bits = np.random.default_rng(0).integers(0, 2**32, (4, words), dtype=np.uint32)
-    here, there = _bits_here(bits), _bits_there(bits, torch.device("cpu"))
+    here, there = _unpacked_bits(bits), _unpacked_bits_on(bits, torch.device("cpu"))
     assert torch.equal(here, there.to(torch.uint8))
     flags = [[int(row[i // 32]) >> i % 32 & 1 for i in range(32 * words)] for row in bits]
     assert here.tolist() == flags

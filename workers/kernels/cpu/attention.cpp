@@ -1,11 +1,13 @@
 // Causal attention over paged keys and values, read in place: decode, prefill and chunks through one path.
 //
-// A tile is up to 12 rows (query token, query head) of one sequence that share a KV head. It walks the sequence's
-// positions in chunks of up to 256: scores, their softmax against a running maximum (Milakov and Gimelshein, "Online
-// normalizer calculation for softmax", 2018), weighted values. float32 takes shorter chunks, and scores in blocks of 16
-// elements: long chains of additions would cost digits that bfloat16 does not have. Chunks are counted from position 0 and every sum runs in
-// the order of positions; hidden positions get weight zero, which changes no sum. So a row's bits depend on its own
-// sequence alone: not on the other rows of its tile, on how the prompt was cut, on company or threads.
+// A tile is up to 12 rows (query token, query head) of one sequence that share a KV head. For each chunk of up to 256
+// positions, in order, it computes the scores, their softmax against a running maximum (Milakov and Gimelshein, "Online
+// normalizer calculation for softmax", 2018) and the weighted sum of values. float32 and float16 take chunks of 64 and
+// add scores in blocks of 16 elements: longer chains of additions would lose digits that bfloat16 does not have.
+//
+// Batch invariance: chunks are counted from position 0, every sum runs in the order of positions, and masked positions
+// get weight zero, which changes no sum. So the bits of a row depend on its own sequence alone: not on the other rows
+// of its tile, on how its prompt was cut into chunks, on other sequences of the batch, or on the number of threads.
 //
 // Pages hold groups of 16 positions, 16 * D elements each, in the order the products read them:
 //   keys    [D / s][16][s]     one load: s neighbouring elements of 16 positions
@@ -40,8 +42,8 @@ struct Step {
   float scale, softcap;  // softcap 0: none
 };
 
-// What a storage type brings: elements per load, positions per chunk and elements per block of a score, the type of the
-// left factor, and the product.
+// What depends on the type of keys and values: elements per load (kStep), positions per chunk (kPositions), elements per
+// block of a score (kElements), the type of the left factor, and the product.
 struct Bfloat16 {
   using Stored = uint16_t;
   using Left = uint16_t;
@@ -90,7 +92,7 @@ struct Float16 {
   }
 };
 
-// What a tile keeps while it walks its sequence.
+// The state of a tile: its queries, the weights and scores of the current chunk, and the running sums.
 template <class E>
 struct Tile {
   alignas(64) typename E::Left q[kRows * kMaxHead];
@@ -101,8 +103,8 @@ struct Tile {
   long last[kRows];  // the last position each row sees
 };
 
-// scores[r][0..31] of two groups of positions. Pages lie anywhere in memory, where hardware prefetching is of no help: the
-// same groups' values and the next groups' keys are fetched meanwhile.
+// scores[r][0..31] of two groups of positions. Pages lie anywhere in memory, where hardware prefetching does not help, so
+// the loop prefetches the values of the same groups and the keys of the next ones.
 template <class E, int R>
 void score(const typename E::Left *q, const typename E::Stored *k0, const typename E::Stored *k1, long width, float *to,
            const typename E::Stored *const next[4]) {
@@ -134,8 +136,8 @@ void score(const typename E::Left *q, const typename E::Stored *k0, const typena
 
 // sum[r][d..d + 16 C) = sum * keep[r] + weights[r] @ values over `groups` groups of positions
 template <class E, int R, int C>
-void mix(const typename E::Left *weights, const typename E::Stored *const *v, long groups, long width, long d,
-         const float *keep, float *sum) {
+void weighted_sum(const typename E::Left *weights, const typename E::Stored *const *v, long groups, long width, long d,
+                  const float *keep, float *sum) {
   __m512 part[R][C];
   for (int r = 0; r < R; r++)
     for (int c = 0; c < C; c++) part[r][c] = _mm512_setzero_ps();
@@ -156,7 +158,7 @@ void mix(const typename E::Left *weights, const typename E::Stored *const *v, lo
     }
 }
 
-// Which of the 16 positions from `base` on a row sees.
+// Which of the 16 positions from `base` on a row may attend to: up to `last`, and within the window.
 inline __mmask16 visible(long base, long last, long window) {
   const long count = last - base + 1;
   __mmask16 mask = count >= kGroup ? 0xffff : count <= 0 ? 0 : static_cast<__mmask16>((1u << count) - 1);
@@ -168,9 +170,9 @@ inline __mmask16 visible(long base, long last, long window) {
   return mask;
 }
 
-// Scores of one row and chunk become weights; returns by how much earlier sums shrink.
+// Online softmax of one row and chunk: scores become weights; returns the factor that rescales the earlier sums.
 template <class E>
-float soften(const Step &s, Tile<E> &tile, int r, long base, long groups) {
+float softmax(const Step &s, Tile<E> &tile, int r, long base, long groups) {
   float *scores = tile.scores + r * kChunk;
   const __m512 hidden = _mm512_set1_ps(kHidden);
   __m512 peaks = hidden;
@@ -186,7 +188,7 @@ float soften(const Step &s, Tile<E> &tile, int r, long base, long groups) {
   }
   typename E::Left *weights = tile.weights + r * kChunk;
   const float peak = std::fmax(tile.peak[r], _mm512_reduce_max_ps(peaks));
-  if (peak == kHidden) {  // nothing seen so far
+  if (peak == kHidden) {  // every position so far is masked
     memset(weights, 0, groups * kGroup * sizeof *weights);
     return 0.0f;
   }
@@ -205,14 +207,16 @@ template <class E, int R>
 void attend_tile(const Step &s, long seq, long head, long row) {
   using Stored = typename E::Stored;
   Tile<E> tile;
-  const long width = s.head_dim, fold = s.heads / s.kv_heads, query = s.query_start_loc[seq];
+  const long width = s.head_dim, num_queries_per_kv = s.heads / s.kv_heads;
+  const long query = s.query_start_loc[seq];  // the sequence's first query token
   const long before = s.seq_lens[seq] - (s.query_start_loc[seq + 1] - query);  // positions before the first query
   const Stored *from[R];
   Stored *to[R];
   for (int r = 0; r < R; r++) {
-    const long token = (row + r) / fold, lane = head * fold + (row + r) % fold;
-    from[r] = static_cast<const Stored *>(s.q) + (query + token) * s.q_stride + lane * width;
-    to[r] = static_cast<Stored *>(s.out) + (query + token) * s.out_stride + lane * width;
+    const long token = (row + r) / num_queries_per_kv;
+    const long query_head = head * num_queries_per_kv + (row + r) % num_queries_per_kv;
+    from[r] = static_cast<const Stored *>(s.q) + (query + token) * s.q_stride + query_head * width;
+    to[r] = static_cast<Stored *>(s.out) + (query + token) * s.out_stride + query_head * width;
     for (long d = 0; d < width; d++) tile.q[r * width + d] = E::left(from[r][d]);
     tile.last[r] = before + token;
     tile.peak[r] = kHidden;
@@ -234,7 +238,8 @@ void attend_tile(const Step &s, long seq, long head, long row) {
       k[g] = static_cast<const Stored *>(s.k) + at;
       v[g] = static_cast<const Stored *>(s.v) + at;
     }
-    // The partner of an odd group, whose scores are not read, and the groups after the last, which are only fetched.
+    // Groups are taken in pairs: after an odd last one comes a copy whose scores are not read; the others are only
+    // prefetched.
     for (long g = groups; g < groups + 4; g++) k[g] = k[groups - 1];
     v[groups] = v[groups - 1];
     for (long g = 0; g < groups; g += 2) {
@@ -242,10 +247,11 @@ void attend_tile(const Step &s, long seq, long head, long row) {
       score<E, R>(tile.q, k[g], k[g + 1], width, tile.scores + g * kGroup, next);
     }
     float keep[R];
-    for (int r = 0; r < R; r++) keep[r] = soften<E>(s, tile, r, first, groups);
+    for (int r = 0; r < R; r++) keep[r] = softmax<E>(s, tile, r, first, groups);
     long d = 0;
-    for (; d + 2 * kGroup <= width; d += 2 * kGroup) mix<E, R, 2>(tile.weights, v, groups, width, d, keep, tile.sum);
-    if (d < width) mix<E, R, 1>(tile.weights, v, groups, width, d, keep, tile.sum);
+    for (; d + 2 * kGroup <= width; d += 2 * kGroup)
+      weighted_sum<E, R, 2>(tile.weights, v, groups, width, d, keep, tile.sum);
+    if (d < width) weighted_sum<E, R, 1>(tile.weights, v, groups, width, d, keep, tile.sum);
   }
   for (int r = 0; r < R; r++)
     for (long d = 0; d < width; d += kGroup)
@@ -261,8 +267,9 @@ void attend(const Step &s, const int32_t *tile_starts) {
       nullptr,           attend_tile<E, 1>, attend_tile<E, 2>, attend_tile<E, 3>,  attend_tile<E, 4>,
       attend_tile<E, 5>, attend_tile<E, 6>, attend_tile<E, 7>, attend_tile<E, 8>,  attend_tile<E, 9>,
       attend_tile<E, 10>, attend_tile<E, 11>, attend_tile<E, 12>};
-  const long fold = s.heads / s.kv_heads, units = tile_starts[s.seqs] * s.kv_heads;
-  // A unit is one tile of one KV head; long ones come last within a sequence, so threads take them as they get free.
+  const long num_queries_per_kv = s.heads / s.kv_heads, units = tile_starts[s.seqs] * s.kv_heads;
+  // A unit is one tile of one KV head. Later tiles of a sequence see more positions and take longer, so threads take
+  // units one by one.
 #pragma omp parallel for schedule(dynamic) if (units > 1)
   for (long unit = 0; unit < units; unit++) {
     const long number = unit / s.kv_heads;
@@ -272,14 +279,14 @@ void attend(const Step &s, const int32_t *tile_starts) {
       if (tile_starts[middle] <= number) low = middle;
       else high = middle - 1;
     }
-    const long rows = (s.query_start_loc[low + 1] - s.query_start_loc[low]) * fold;
+    const long rows = (s.query_start_loc[low + 1] - s.query_start_loc[low]) * num_queries_per_kv;
     const long row = (number - tile_starts[low]) * kRows;
     kTiles[rows - row < kRows ? rows - row : kRows](s, low, unit % s.kv_heads, row);
   }
 }
 
-// Store [T, kv_heads, D] at `slots`. Writing a page's first slot clears the page of values: weight zero times what an
-// earlier owner left there must be zero.
+// Store [T, kv_heads, D] at `slots`. Writing the first slot of a page clears the page of values first: weight zero times
+// what an earlier sequence left there must be zero, and zero times NaN is not.
 template <class Stored, int kStep>
 void write(const Stored *k, const Stored *v, Stored *k_pages, Stored *v_pages, const int64_t *slots, long tokens,
            long k_stride, long v_stride, long kv_heads, long width, long block_size) {
@@ -289,10 +296,10 @@ void write(const Stored *k, const Stored *v, Stored *k_pages, Stored *v_pages, c
       const long block = slots[t] / block_size, offset = slots[t] % block_size;
       const long page = (block * kv_heads + head) * block_size * width;
       if (offset == 0) memset(v_pages + page, 0, block_size * width * sizeof(Stored));
-      const long group = page + offset / kGroup * kGroup * width, lane = offset % kGroup;
+      const long group = page + offset / kGroup * kGroup * width, position = offset % kGroup;
       const Stored *key = k + t * k_stride + head * width, *value = v + t * v_stride + head * width;
-      Stored *key_to = k_pages + group + lane * kStep;
-      Stored *value_to = v_pages + group + lane / kStep * width * kStep + lane % kStep;
+      Stored *key_to = k_pages + group + position * kStep;
+      Stored *value_to = v_pages + group + position / kStep * width * kStep + position % kStep;
       for (long d = 0; d < width; d += kStep, key_to += kGroup * kStep)
         memcpy(key_to, key + d, kStep * sizeof(Stored));
       for (long d = 0; d < width; d++) value_to[d * kStep] = value[d];

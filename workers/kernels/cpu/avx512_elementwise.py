@@ -1,7 +1,7 @@
-"""RMSNorm and rotation of bfloat16 rows by the C++ kernels: one call each instead of several small operations.
+"""RMSNorm and rotary embedding of bfloat16 rows by the C++ kernels, one call each instead of several operations.
 
-Knows how to call them. What they compute stands in `kernels/cpu/elementwise.cpp`; the judges are the plain forms in
-`norm.py` and `rotary.py`.
+The kernels are in `elementwise.cpp`; tests compare them with the forms of torch in `layers/norm.py` and
+`layers/rotary.py`.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ from workers.kernels.cpu import build
 
 
 def can_serve(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether rows of this kind can be the kernels' here."""
+    """Whether the kernels support rows of `dtype` on `device`, and could be built here."""
     return dtype == torch.bfloat16 and device.type == "cpu" and build.why_not() is None
 
 

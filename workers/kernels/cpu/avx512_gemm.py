@@ -1,6 +1,6 @@
-"""bfloat16 products by the C++ kernel: any number of rows, one included, in the same order of additions.
+"""bfloat16 products by the C++ kernel in `gemm.cpp`, with the same order of additions for any number of rows.
 
-Knows how weights are packed for the kernel and how to call it. What it computes stands in `kernels/cpu/gemm.cpp`.
+Packs weights for the kernel and calls it.
 """
 
 import ctypes
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from workers.kernels.cpu import build
 
-_PANEL = 32  # outputs that lie side by side in the packed weight
-_AHEAD = 2048  # bytes the kernel fetches ahead, past the end at the last panel
+_PANEL = 32  # outputs per panel of the packed weight
+_AHEAD = 2048  # bytes that the kernel prefetches ahead, also past the end of the last panel
 _PLAIN, _ADD, _FLOAT, _SILU, _GELU_TANH = range(5)
 _GATES = {"silu": _SILU, "gelu_tanh": _GELU_TANH}
 
 
 def can_serve(weight: Tensor) -> bool:
-    """Whether this weight's products can be the kernel's here."""
+    """Whether the kernel supports this weight [N, K], and could be built here."""
     return (
         weight.dtype == torch.bfloat16
         and weight.device.type == "cpu"
@@ -28,10 +28,10 @@ def can_serve(weight: Tensor) -> bool:
 
 
 class Avx512Matmul:
-    """`x @ weight.T + bias (+ plus)`, summed in float32 and rounded once; float32 results on request."""
+    """`x @ weight.T + bias (+ residual)`, summed in float32 and rounded once: bfloat16 [T, K] -> [T, N]."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, float32_output: bool = False) -> None:
-        """`float32_output`: results stay float32. The weight it was made from is not kept."""
+        """`weight` [N, K], not kept; `bias` [N]. `float32_output`: results are float32 and not rounded."""
         self.columns, self.inputs = weight.shape
         self.packed = _pack(weight, gated=False)
         self.bias = bias
@@ -54,7 +54,7 @@ class Avx512Matmul:
         return y
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows `ids` int64 [T] of the weight as it was: [T, inputs]."""
+        """Rows `ids` int64 [T] of the weight before packing: bfloat16 [T, inputs]."""
         out = torch.empty((len(ids), self.inputs), dtype=torch.bfloat16)
         build.library().oarlock_unpack_rows(
             ctypes.c_void_p(self.packed.data_ptr()), ctypes.c_void_p(ids.data_ptr()), ctypes.c_void_p(out.data_ptr()),
@@ -99,7 +99,7 @@ def _pack(weight: Tensor, gated: bool) -> Tensor:
 
 
 def _interleaved(bias: Tensor) -> Tensor:
-    """Sixteen of the gate's, sixteen of up's, and so on: the order of a gated panel."""
+    """`bias` [2 * I] in the order of gated panels: sixteen of the gate, sixteen of up, and so on."""
     half = len(bias) // 2
     padded = bias.new_zeros((2, -(-half // 16) * 16))
     padded[:, :half] = bias.view(2, half)

@@ -1,7 +1,6 @@
-"""Compiles the C++ kernels on first use and keeps the result, named by a hash of everything that went into it.
+"""Compiles the C++ kernels on first use and caches the library under a hash of everything it was made from.
 
-Knows compilers, caches and processors. Does not know what the kernels compute. A machine that cannot build them gets a
-sentence saying why and serves without them.
+A machine that cannot build them serves without them, and a log line has the reason.
 """
 
 import ctypes
@@ -29,12 +28,12 @@ _COMPILE_TIMEOUT_S = 120
 
 
 class KernelsUnavailable(RuntimeError):
-    """Why this machine serves without the kernels; one sentence."""
+    """The kernels cannot be used on this machine; the message is the reason in one phrase."""
 
 
 @cache
 def why_not() -> str | None:
-    """None when the kernels are built and loaded; else the reason, found out once."""
+    """None when the kernels are built and loaded; else the reason. Tried once per process."""
     try:
         library()
     except KernelsUnavailable as reason:
@@ -56,7 +55,7 @@ def library() -> ctypes.CDLL:
     directory = _cache_directory()
     target = directory / f"kernels-{_fingerprint(compiler, openmp, flags)}.so"
     with open(directory / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # ranks start together; one compiles, the others find the result
+        fcntl.flock(lock, fcntl.LOCK_EX)  # ranks start together; one compiles, the others wait and use the result
         if not target.exists():
             _compile(compiler, openmp, target)
     try:
@@ -117,7 +116,7 @@ def _fingerprint(compiler: str, openmp: Path, processor: frozenset[str]) -> str:
 
 
 def compiler_facts(compiler: str) -> tuple[str, ...]:
-    """What tells one compiler from another: its path, size and time of change, without running it."""
+    """What identifies a compiler without running it: path, size in bytes and time of change in ns."""
     facts = os.stat(os.path.realpath(compiler))
     return (os.path.realpath(compiler), str(facts.st_size), str(facts.st_mtime_ns))
 
@@ -132,8 +131,8 @@ def _processor_flags() -> frozenset[str]:
 
 
 def _loaded_openmp() -> Path:
-    """The OpenMP library torch has loaded. A second one would bring a second pool of threads to the same cores."""
-    import torch  # noqa: F401  # its libraries must be in this process before the question makes sense
+    """The OpenMP library torch has loaded. A second one would start a second pool of threads on the same cores."""
+    import torch  # noqa: F401  # so that its libraries are mapped in this process
 
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.split(maxsplit=5)[-1] if "/" in line else ""
@@ -143,7 +142,7 @@ def _loaded_openmp() -> Path:
 
 
 def _cache_directory() -> Path:
-    """Ours alone: whoever can write there decides what code this process runs."""
+    """The cache directory, owned by this user: its contents are loaded as code."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     directory = Path(root) / "oarlock" / "kernels"
     try:

@@ -1,5 +1,5 @@
-// RMSNorm and rotary embedding for bfloat16 rows, in float32 inside and rounded once, and masks over rows of logits.
-// Every row by itself, in one order.
+// RMSNorm and rotary embedding of bfloat16 rows, computed in float32 and rounded once; bit masks over rows of logits.
+// Each row is computed by itself in a fixed order, so its bits do not depend on the rest of the batch.
 #include <immintrin.h>
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace {
 
-constexpr long kSerial = 1 << 15;  // fewer elements are done before a second thread has woken up
+constexpr long kSerial = 1 << 15;  // elements; fewer take less time than waking a second thread
 
 template <class Out>
 void norm(const uint16_t *x, const float *weight, Out *y, long rows, long heads, long width, long x_stride, float eps) {
@@ -32,14 +32,14 @@ void norm(const uint16_t *x, const float *weight, Out *y, long rows, long heads,
   }
 }
 
-// y[i] = x[i] cos[i] + x[(i + turned / 2) % turned] sin[i], the first half of sin negated; the rest is copied.
+// y[i] = x[i] cos[i] + x[(i + rotary_dim / 2) % rotary_dim] sin[i], the first half of sin negated; elements from rotary_dim on are copied.
 template <class In>
-void rotate(const In *x, const float *cos, const float *sin, uint16_t *y, long rows, long heads, long width, long turned,
+void rotate(const In *x, const float *cos, const float *sin, uint16_t *y, long rows, long heads, long width, long rotary_dim,
             long x_stride) {
-  const long half = turned / 2;
+  const long half = rotary_dim / 2;
 #pragma omp parallel for if (rows * heads * width > kSerial)
   for (long row = 0; row < rows; row++) {
-    const float *c = cos + row * turned, *s = sin + row * turned;
+    const float *c = cos + row * rotary_dim, *s = sin + row * rotary_dim;
     for (long head = 0; head < heads; head++) {
       const In *from = x + row * x_stride + head * width;
       uint16_t *to = y + (row * heads + head) * width;
@@ -50,7 +50,7 @@ void rotate(const In *x, const float *cos, const float *sin, uint16_t *y, long r
         store(to + half + d, mask,
               _mm512_fmadd_ps(a, load(s + half + d, mask), _mm512_mul_ps(b, load(c + half + d, mask))));
       }
-      for (long d = turned; d < width; d += 16) {
+      for (long d = rotary_dim; d < width; d += 16) {
         const __mmask16 mask = first(width - d);
         store(to + d, mask, load(from + d, mask));
       }
@@ -91,16 +91,16 @@ extern "C" void oarlock_mask(float *x, long x_stride, const int32_t *rows, const
 }
 
 // x [rows, heads, width] (rows `x_stride` apart), weight float [heads, width] -> y [rows, heads, width] contiguous,
-// float32 when `wide`, else bfloat16.
+// float32 with `float32_output`, else bfloat16.
 extern "C" void oarlock_rms_norm(const uint16_t *x, const float *weight, void *y, long rows, long heads, long width,
-                                 long x_stride, float eps, int wide) {
-  if (wide) norm(x, weight, static_cast<float *>(y), rows, heads, width, x_stride, eps);
+                                 long x_stride, float eps, int float32_output) {
+  if (float32_output) norm(x, weight, static_cast<float *>(y), rows, heads, width, x_stride, eps);
   else norm(x, weight, static_cast<uint16_t *>(y), rows, heads, width, x_stride, eps);
 }
 
-// x [rows, heads, width] (rows `x_stride` apart) bfloat16, or float32 when `wide`; cos, sin float [rows, turned].
+// x [rows, heads, width] (rows `x_stride` apart) bfloat16, or float32 with `float32_input`; cos, sin float [rows, rotary_dim].
 extern "C" void oarlock_rotate(const void *x, const float *cos, const float *sin, uint16_t *y, long rows, long heads,
-                               long width, long turned, long x_stride, int wide) {
-  if (wide) rotate(static_cast<const float *>(x), cos, sin, y, rows, heads, width, turned, x_stride);
-  else rotate(static_cast<const uint16_t *>(x), cos, sin, y, rows, heads, width, turned, x_stride);
+                               long width, long rotary_dim, long x_stride, int float32_input) {
+  if (float32_input) rotate(static_cast<const float *>(x), cos, sin, y, rows, heads, width, rotary_dim, x_stride);
+  else rotate(static_cast<const uint16_t *>(x), cos, sin, y, rows, heads, width, rotary_dim, x_stride);
 }

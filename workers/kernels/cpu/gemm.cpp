@@ -1,9 +1,9 @@
-// y = epilogue(x w^T + bias) with bfloat16 weights that are read once from memory: decode's products, and prefill's.
+// y = epilogue(x w^T + bias) with bfloat16 weights that are read once from memory, for any number of rows.
 //
-// The weight is packed as [N / 32][K / 2][32][2]: one 64-byte load holds two neighbouring inputs of sixteen outputs, as
-// `vdpbf16ps` wants them. A tile keeps the sums of up to 12 rows x 32 outputs in registers and walks K once, pair by
-// pair. So the order of additions of an output depends on K alone: a row's bits are the same whatever else is in the
-// batch, however many rows and threads there are.
+// The weight is packed as [N / 32][K / 2][32][2]: one 64-byte load holds two neighbouring inputs of sixteen outputs, the
+// operand of `vdpbf16ps`. A tile keeps the sums of up to 12 rows x 32 outputs in registers and adds along K once, pair
+// by pair. So the order of additions of an output depends on K alone: the bits of a row do not depend on the other rows
+// of the batch, on their number, or on the number of threads.
 //
 // A gated product packs 16 rows of gate beside 16 rows of up in each panel, so one tile holds both factors.
 #include <immintrin.h>
@@ -26,13 +26,13 @@ struct Product {
   const uint16_t *x;    // [M, K], rows `x_stride` apart
   const uint16_t *w;    // packed
   const uint16_t *bias; // [N] in the packed order, or null
-  const uint16_t *plus; // [M, N], rows `y_stride` apart; only kAdd
+  const uint16_t *residual;  // [M, N], rows `y_stride` apart; only kAdd
   void *y;              // [M, N] (gated: [M, N / 2]), rows `y_stride` apart
   long rows, columns, inputs, x_stride, y_stride;
   int epilogue;
 };
 
-// One row's 32 sums, finished and written.
+// The epilogue of one row's 32 sums: adds the bias, applies what `epilogue` says, rounds and stores.
 inline void finish(const Product &p, long row, long panel, __m512 low, __m512 high) {
   const long column = panel * kPanel;
   const bool gated = p.epilogue == kSiluGate || p.epilogue == kGeluTanhGate;
@@ -58,8 +58,8 @@ inline void finish(const Product &p, long row, long panel, __m512 low, __m512 hi
       return;
     }
     case kAdd:
-      low = _mm512_add_ps(low, load(p.plus + at, left));
-      high = _mm512_add_ps(high, load(p.plus + at + 16, right));
+      low = _mm512_add_ps(low, load(p.residual + at, left));
+      high = _mm512_add_ps(high, load(p.residual + at + 16, right));
       [[fallthrough]];
     default:
       store(static_cast<uint16_t *>(p.y) + at, left, low);
@@ -67,7 +67,7 @@ inline void finish(const Product &p, long row, long panel, __m512 low, __m512 hi
   }
 }
 
-// `fetch` names the weights to bring closer meanwhile, `step` bytes for each pair of inputs.
+// The products of R rows and one panel. Meanwhile it prefetches from `fetch` on, `step` bytes for each pair of inputs.
 template <int R>
 void tile(const Product &p, long row, long panel, const char *fetch, long step) {
   const uint16_t *w = p.w + panel * kPanel * p.inputs;
@@ -102,16 +102,16 @@ extern "C" void oarlock_pack(const uint16_t *weight, uint16_t *packed, long colu
 #pragma omp parallel for
   for (long panel = 0; panel < panels; panel++) {
     uint16_t *to = packed + panel * kPanel * inputs;
-    for (int lane = 0; lane < kPanel; lane++) {
-      long row = panel * kPanel + lane;
+    for (int output = 0; output < kPanel; output++) {
+      long row = panel * kPanel + output;
       bool inside = row < columns;
       if (gated) {
-        const long index = panel * (kPanel / 2) + lane % 16;
+        const long index = panel * (kPanel / 2) + output % 16;
         inside = index < half;
-        row = lane < 16 ? index : half + index;
+        row = output < 16 ? index : half + index;
       }
       for (long k = 0; k < inputs; k++)
-        to[(k / 2) * 2 * kPanel + lane * 2 + k % 2] = inside ? weight[row * inputs + k] : 0;
+        to[(k / 2) * 2 * kPanel + output * 2 + k % 2] = inside ? weight[row * inputs + k] : 0;
     }
   }
 }
@@ -125,20 +125,20 @@ extern "C" void oarlock_unpack_rows(const uint16_t *packed, const int64_t *ids, 
   }
 }
 
-extern "C" void oarlock_gemm(const uint16_t *x, const uint16_t *w, const uint16_t *bias, const uint16_t *plus, void *y,
+extern "C" void oarlock_gemm(const uint16_t *x, const uint16_t *w, const uint16_t *bias, const uint16_t *residual, void *y,
                              long rows, long columns, long inputs, long x_stride, long y_stride, int epilogue) {
-  const Product p{x, w, bias, plus, y, rows, columns, inputs, x_stride, y_stride, epilogue};
+  const Product p{x, w, bias, residual, y, rows, columns, inputs, x_stride, y_stride, epilogue};
   const long panels = (columns + kPanel - 1) / kPanel;
   const long blocks = (rows + kRows - 1) / kRows;
   const long bytes = kPanel * inputs * sizeof *w, pair = 2 * kPanel * sizeof *w;
-  // With few rows the panel streams from memory and is fetched a little ahead. With more, it stays in the second-level
-  // cache for the later row blocks, and these fetch the next panel: memory and arithmetic work at the same time.
+  // With one block of rows the panel is read from memory and prefetched a little ahead. With more, the panel stays in
+  // the second-level cache for the later blocks, which prefetch the next panel: reading and arithmetic overlap.
 #pragma omp parallel for schedule(static)
   for (long panel = 0; panel < panels; panel++) {
     const char *here = reinterpret_cast<const char *>(w) + panel * bytes, *next = panel + 1 < panels ? here + bytes : here;
     long row = 0;
     for (long block = 0; block < blocks; block++) {
-      const long count = (rows - row + blocks - block - 1) / (blocks - block);  // as even as can be
+      const long count = (rows - row + blocks - block - 1) / (blocks - block);  // blocks of about equal size
       if (block == 0) kTiles[count](p, row, panel, here + kAhead, pair);
       else kTiles[count](p, row, panel, next + bytes / (blocks - 1) * (block - 1), pair / (blocks - 1));
       row += count;

@@ -1,4 +1,4 @@
-// exp, tanh and what is made of them, sixteen floats at a time, the same bits in every lane.
+// exp, tanh, sigmoid, silu and gelu of sixteen floats at a time; a value gives the same bits in every element.
 //
 // exp follows Cody and Waite's reduction (Software Manual for the Elementary Functions, 1980): x = n ln 2 + r with ln 2
 // in two parts, then a polynomial of degree 7 in r.
@@ -8,7 +8,7 @@
 inline __m512 exp_ps(__m512 x) {
   // Below -87.3 the result would be subnormal: 0. Above 88.7 it overflows to infinity in scalef, as it should.
   const __mmask16 tiny = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.3f), _CMP_LT_OQ);
-  // The constant comes first: these return their second operand when one is NaN, which must stay NaN.
+  // min and max return their second operand when one is NaN: the constant comes first, so that NaN stays NaN.
   x = _mm512_min_ps(_mm512_set1_ps(89.0f), _mm512_max_ps(_mm512_set1_ps(-88.0f), x));
   const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
   __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
@@ -28,7 +28,7 @@ inline __m512 sigmoid(__m512 x) {
   return _mm512_div_ps(one, _mm512_add_ps(one, exp_ps(_mm512_sub_ps(_mm512_setzero_ps(), x))));
 }
 
-// The same bits as one lane of `exp_ps`.
+// The same bits as one element of `exp_ps`.
 inline float exp_one(float x) { return _mm512_cvtss_f32(exp_ps(_mm512_set1_ps(x))); }
 
 inline __m512 silu(__m512 x) { return _mm512_mul_ps(x, sigmoid(x)); }
@@ -48,7 +48,7 @@ inline __m512 tanh_ps(__m512 x) {
   return _mm512_or_ps(positive, sign);
 }
 
-// gelu's tanh form needs (1 + tanh(u)) / 2 = sigmoid(2 u).
+// The tanh form of gelu, with (1 + tanh(u)) / 2 = sigmoid(2 u).
 inline __m512 gelu_tanh(__m512 x) {
   const __m512 cube = _mm512_mul_ps(_mm512_mul_ps(x, x), x);
   const __m512 inner = _mm512_fmadd_ps(cube, _mm512_set1_ps(0.044715f), x);

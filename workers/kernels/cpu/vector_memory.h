@@ -1,10 +1,10 @@
-// Sixteen values between memory and a register of floats: bfloat16 widened and rounded on the way, float32 as it is.
+// Loads and stores of sixteen values in a register of floats: bfloat16 is widened and rounded, float32 is copied.
 #pragma once
 #include <immintrin.h>
 
 #include <cstdint>
 
-// The lanes of the first `count` values.
+// The mask of the first `count` of sixteen elements.
 inline __mmask16 first(long count) { return count >= 16 ? 0xffff : static_cast<__mmask16>((1u << count) - 1); }
 
 inline __m512 load(const uint16_t *from, __mmask16 mask) {
