@@ -1,7 +1,7 @@
 """The table of errors, family by tensor-parallel size by dtype, ours against transformers' own, in docs/accuracy.md.
 
     python -m tests.golden.accuracy_table            # writes the page
-    python -m tests.golden.accuracy_table --print    # only shows it
+    python -m tests.golden.accuracy_table --print    # only prints it
 
 Tiny models in one process, ranks as threads. Exits with 1 when anything differs.
 """

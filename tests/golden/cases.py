@@ -86,7 +86,7 @@ CASES: dict[str, Case] = {
                           "num_key_value_heads": 2, **_longrope(6, 16, share=0.75)}, (1, 2, 4),
                  max_shard_size="120KB", max_model_len=512),
 }  # fmt: skip
-# One page per family and size, for what need not be said of every shape.
+# One case per family and size, for tests that need not run on every shape.
 FAMILY_CASES = ("qwen2", "qwen3", "llama", "mistral-window", "gemma2", "gemma3", "phi3", "phi4")
 RUNS = [(name, size) for name, case in CASES.items() for size in case.sizes]
 

@@ -1,4 +1,4 @@
-"""Tiny models are made once for all golden tests, and judged once."""
+"""Tiny models and their reference results, made once for all golden tests."""
 
 import json
 import random

@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 
 class ExactReference:
-    """One checkpoint at one dtype: transformers' own numbers, and the truth they are an approximation of."""
+    """One checkpoint in one dtype: transformers' results, and those of float64, which count as exact."""
 
     def __init__(
         self, path: Path, tokens: list[int], dtype: torch.dtype = torch.float32, max_model_len: int | None = None
@@ -64,7 +64,7 @@ class ExactReference:
     @property
     def prompts(self) -> dict[int, list[int]]:
         """Sequence -> prompt, of very different lengths. A model served beyond the length its LongRoPE was trained for
-        has the long factors for all; transformers has them for sequences that are beyond it themselves."""
+        uses the long factors for all sequences; transformers uses them for sequences that are themselves longer."""
         prompts = {0: self.tokens[:PROMPT], 1: self.tokens[3:20], 2: self.tokens[20:22]}
         beyond = self.spec.rope.original_max_positions if self.spec.rope.stretched else 0
         return {seq: prompt for seq, prompt in prompts.items() if len(prompt) > beyond}

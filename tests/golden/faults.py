@@ -1,4 +1,4 @@
-"""Mistakes that were made before, or that nobody would notice: planted one at a time, to test the tests.
+"""Mistakes that were made before, or are hard to notice: planted one at a time, to test the tests.
 
     python -m tests.golden.faults        # the table: requirement, fault, the test that catches it, the tensor it names
 
@@ -21,7 +21,7 @@ TEST = f"{FILE}::test_every_tensor_is_within_twice_transformers_own_error"
 class Fault:
     """What goes wrong, in which case and at how many ranks it is planted, and what the comparison names first."""
 
-    requirement: str  # of the list in the mission: S1 ... S14
+    requirement: str  # S1 ... S14
     what: str
     plant: Callable[[MonkeyPatch], None]  # one of `mutations.py`
     case: str

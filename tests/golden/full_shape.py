@@ -1,7 +1,7 @@
 """The bound on the full shape of Qwen2.5-0.5B, on real rank processes, with the table of errors in docs/accuracy.md.
 
     python -m tests.golden.full_shape            # runs everything and writes the page; about ten minutes on two cores
-    python -m tests.golden.full_shape --print    # only shows it
+    python -m tests.golden.full_shape --print    # only prints it
     python -m tests.golden.full_shape --quick    # the same on a model of a second, to try the script
 
 transformers' side, float64 included, is kept beside the checkpoint and made again only when the weights or transformers
@@ -104,7 +104,7 @@ def largest(comparison: Comparison, name: str) -> tuple[float, float]:
 def bound_table(
     comparisons: dict[tuple[str, int], Comparison], greedy: dict[int, Comparison]
 ) -> tuple[list[str], bool]:
-    """What was promised, what was measured, and whether all of it holds."""
+    """The bounds, the measured errors, and whether all are within bounds."""
     lines = ["| | transformers | ours | ratio | bound | worst tensor, rms | |", "|---|---|---|---|---|---|---|"]
     all_ok = True
     for (dtype, size), comparison in comparisons.items():

@@ -40,7 +40,7 @@ class RankThreads:
 
 
 class ThreadRank(TensorParallel):
-    """A rank whose companions are threads. Adds in rank order, as the real group promises."""
+    """A rank whose peers are threads. Adds in rank order, as real ranks do."""
 
     def __init__(self, rank: int, threads: RankThreads) -> None:
         super().__init__(rank, threads.size)

@@ -1,7 +1,7 @@
 """Every family and every shape of it against transformers, on tiny random models: logits, then greedy text.
 
 The bound: float32 logits as close to the float64 truth as twice transformers' own float32 error, however the tokens
-are cut into steps and whoever shares them.
+are cut into steps, and on the other sequences in them.
 """
 
 from collections.abc import Callable
@@ -32,8 +32,8 @@ def feed(run: PagedRun, tokens: list[int], cuts: list[int]) -> Tensor:
     """Logits of all tokens, fed in pieces that end at `cuts`; other sequences come and go beside them."""
     rows, start = [], 0
     for number, end in enumerate(cuts):
-        company = {100 + number: tokens[: 3 + number]} if number % 3 == 0 else {}
-        rows.append(run.step({**company, 0: tokens[start:end]})[0])
+        others = {100 + number: tokens[: 3 + number]} if number % 3 == 0 else {}
+        rows.append(run.step({**others, 0: tokens[start:end]})[0])
         start = end
     return torch.cat(rows)
 

@@ -1,4 +1,4 @@
-"""A test of the tests: each planted fault must make the golden comparison fail, and at the tensor where it was made."""
+"""A test of the tests: each planted fault makes the golden comparison fail at the tensor where it was made."""
 
 from collections.abc import Callable
 
@@ -14,12 +14,12 @@ from tests.golden.layer_compare import findings
 def test_a_planted_fault_is_named(
     reference_of: Callable[..., ExactReference], monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
-    assert (fault.case, fault.size) in RUNS, "the test that is said to catch it does not exist"
+    assert (fault.case, fault.size) in RUNS, "the test that should catch it does not exist"
     reference = reference_of(fault.case)
     assert reference.layers  # transformers runs on code of ours as well: before anything is planted
     fault.plant(monkeypatch)
     found = findings(reference, fault.size)
-    assert found, "nobody noticed"
+    assert found, "the fault was not found"
     assert found[0].tensor == fault.tensor, f"named {found[0]}"
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint of several hundred MB in several files, and ways to load it in a process of one's own.
+"""A checkpoint of several hundred MB in several files, and ways to load it in a new process.
 
     python -m tests.parallel.big_checkpoint DIRECTORY slices|whole      prints the process's peak resident memory
 
@@ -76,7 +76,7 @@ def peak_bytes(pid: int | str = "self") -> int:
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
-    raise ValueError("this kernel does not tell a peak")
+    raise ValueError("this kernel does not report the peak of resident memory")
 
 
 class WholeStateDict:

@@ -1,4 +1,4 @@
-"""The promise of batch invariance: a request's tokens and logprobs are the same bits whatever else the engine does.
+"""Batch invariance: a request's tokens and logprobs have the same bits whatever else the engine computes.
 
 Up to 200 prompts on the demo model through the real scheduler, step builder and ranks, in every regime that cuts or
 mixes steps otherwise. Reference: each request alone.
@@ -42,7 +42,7 @@ def start(dtype: str, size: int = 1) -> Executor:
 
 
 def make_requests(count: int) -> list[Request]:
-    """Prompts of 30 to 60 tokens that begin alike, and ways to sample: half greedy, half drawn, all with logprobs."""
+    """Prompts of 30 to 60 tokens with a common prefix, half sampled greedily and half at random, all with logprobs."""
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     questions = [json.loads(line)["question"] for line in (DEMO / "questions.jsonl").read_text().splitlines()]
     assert len(questions) == 200
@@ -66,7 +66,9 @@ def make_requests(count: int) -> list[Request]:
 def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
     started = start(request.param)
     if request.param == "float32" and started.info.attention_backend != "avx512":
-        pytest.skip(f"float32 is promised with avx512 attention only, here: {started.info.batch_invariant_reason}")
+        pytest.skip(
+            f"float32 is batch-invariant with avx512 attention only, here: {started.info.batch_invariant_reason}"
+        )
     yield started
     started.close()
 
@@ -78,7 +80,7 @@ def requests(executor: Executor) -> list[Request]:
 
 @pytest.fixture(scope="module")
 def alone(executor: Executor, requests: list[Request]) -> dict[int, Answer]:
-    """Every request with the engine to itself."""
+    """The answers of every request alone in the engine."""
     answers = run_alone(executor, requests)
     assert all(answer.error is None for answer in answers.values())
     assert all(len(answers[r.request_id].logprobs) == r.params.max_tokens for r in requests)
@@ -102,7 +104,7 @@ def differences(answers: dict[int, Answer], alone: dict[int, Answer]) -> list[in
 def test_among_31_others(executor: Executor, requests: list[Request], alone: dict[int, Answer]) -> None:
     engine = DirectEngine(executor)
     assert differences(engine.run(requests), alone) == []
-    assert engine.num_steps < sum(request.params.max_tokens for request in requests) / 8  # they did run together
+    assert engine.num_steps < sum(request.params.max_tokens for request in requests) / 8  # they ran together
 
 
 def test_others_join_and_leave_at_any_step(
@@ -118,7 +120,7 @@ def test_after_a_prefix_hit(executor: Executor, requests: list[Request], alone: 
     assert differences(engine.run(requests), alone) == []
     hits = engine.num_cached_tokens
     assert differences(engine.run(requests), alone) == []
-    assert engine.num_cached_tokens - hits > 16 * len(requests)  # more than the beginning they share
+    assert engine.num_cached_tokens - hits > 16 * len(requests)  # more than the common prefix
 
 
 def test_beside_equal_prompts(executor: Executor, requests: list[Request], alone: dict[int, Answer]) -> None:
@@ -132,7 +134,7 @@ def test_beside_equal_prompts(executor: Executor, requests: list[Request], alone
 
 
 def test_after_preemption(executor: Executor, requests: list[Request], alone: dict[int, Answer]) -> None:
-    """Longer answers, so that sequences that were let in outgrow the pool."""
+    """Longer answers, so that running sequences need more blocks than there are."""
     some = [replace(r, params=replace(r.params, max_tokens=40)) for r in requests[:: len(requests) // 13]]
     engine = DirectEngine(executor, num_blocks=24)
     together = engine.run(some)
@@ -152,12 +154,12 @@ def test_with_its_prompt_in_many_chunks(
     assert differences(answers, {r.request_id: alone[r.request_id] for r in some}) == []
 
 
-def test_the_start_says_so(executor: Executor) -> None:
+def test_the_executor_reports_it(executor: Executor) -> None:
     assert executor.info.batch_invariant, executor.info.batch_invariant_reason
 
 
-def test_two_ranks_keep_the_promise_too() -> None:
-    """Their bits are others than one rank's: row-parallel sums are added in another order."""
+def test_two_ranks_are_batch_invariant_too() -> None:
+    """Their bits differ from those of one rank: row-parallel sums are added in another order."""
     executor = start("bfloat16", size=2)
     try:
         assert executor.info.batch_invariant, executor.info.batch_invariant_reason

@@ -1,4 +1,4 @@
-"""Collectives between real processes: shared memory against gloo as its judge, bitwise equal on every rank."""
+"""Collectives between real processes: shared memory and gloo against exact sums, bitwise equal on all ranks."""
 
 import json
 import socket
@@ -39,7 +39,7 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
         scale = sum(p.double().abs() for p in peers).max().item()
         assert error <= info.size * torch.finfo(dtype).eps * scale, (dtype, shape, error)
         digests.append(hashlib.blake2b(total.float().numpy().tobytes()).hexdigest())
-for _ in range(200):  # ranks drift and meet again
+for _ in range(200):  # ranks drift apart and wait for each other
     x = torch.full((300,), float(info.rank))
     assert torch.equal(tp.all_reduce(x), torch.full((300,), float(sum(range(info.size)))))
 print(json.dumps(digests))

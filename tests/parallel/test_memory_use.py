@@ -1,4 +1,4 @@
-"""A rank's memory is what was promised: while loading little more than its shard, then exactly so much per token.
+"""A rank's memory: while loading little more than its shard, then the exact KV bytes per token.
 
 Counted is the peak resident memory of a whole rank process (VmHWM): interpreter, torch, heap, and pages of the mapped
 weight files. Nothing is subtracted.
@@ -61,7 +61,7 @@ def test_a_rank_holds_its_shard_and_little_more(big: tuple[Path, int]) -> None:
 
 
 def test_a_loader_that_reads_everything_would_be_noticed(big: tuple[Path, int]) -> None:
-    """The planted fault, measured in the same way and judged by the same limit."""
+    """The planted fault, measured in the same way and against the same limit."""
     found = {}
     for way in ("slices", "whole"):
         command = [sys.executable, "-m", "tests.parallel.big_checkpoint", str(big[0]), way]

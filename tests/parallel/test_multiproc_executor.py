@@ -1,4 +1,4 @@
-"""Real rank processes: two ranks answer like one, and every way of losing a rank is noticed and named."""
+"""Real rank processes: two ranks give the results of one, and every way of losing a rank is noticed and named."""
 
 import json
 import os
@@ -132,7 +132,7 @@ def test_a_rank_that_dies_idle_wakes_the_waiter(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_stops_in_a_step_is_the_one_that_is_named(checkpoint: Path, victim: int) -> None:
+def test_a_rank_that_stops_in_a_step_is_named(checkpoint: Path, victim: int) -> None:
     """The other waits for it in a collective, and has not answered either."""
     executor = start(checkpoint, 2, step_timeout_s=3.0)
     try:
@@ -148,7 +148,7 @@ def test_a_rank_that_stops_in_a_step_is_the_one_that_is_named(checkpoint: Path, 
     assert not any(Path(f"/proc/{pid}").exists() for pid in executor.rank_pids)
 
 
-def test_a_rank_that_raises_tells_why_and_where(checkpoint: Path) -> None:
+def test_a_rank_that_raises_reports_the_cause_and_the_step(checkpoint: Path) -> None:
     executor = start(checkpoint, 2)
     try:
         broken = step_of(4, [1, 2], 0)
@@ -160,7 +160,7 @@ def test_a_rank_that_raises_tells_why_and_where(checkpoint: Path) -> None:
         executor.close()
 
 
-def test_a_rank_that_says_nothing_while_loading_is_named_with_what_it_does(
+def test_a_rank_that_sends_nothing_while_loading_is_named_with_its_phase(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a file system that does not answer."""
@@ -188,7 +188,7 @@ def test_a_rank_that_cannot_load_fails_the_start(checkpoint: Path) -> None:
     assert caught.value.exit_code == 4
 
 
-def test_ranks_leave_with_their_parent(checkpoint: Path) -> None:
+def test_ranks_end_with_their_parent(checkpoint: Path) -> None:
     executor = start(checkpoint, 2)
     pids = executor.rank_pids
     executor._steps.close()  # what the kernel does to the pipes of a killed parent

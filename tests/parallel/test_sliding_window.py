@@ -1,4 +1,4 @@
-"""A model whose layers all have a window keeps only the blocks in it, and says what it would say with all of them."""
+"""A model whose layers all have a window keeps only the blocks in it, with the same results as with all blocks."""
 
 from collections.abc import Iterator
 from dataclasses import replace

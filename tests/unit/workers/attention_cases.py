@@ -1,4 +1,4 @@
-"""Builds mixed batches over scattered, poisoned pages, for the tests of attention backends."""
+"""Builds mixed batches over scattered pages with NaN in unused slots, for the tests of attention backends."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from workers.protocol import NULL_BLOCK
 from workers.worker.greedy_step import SequenceChunk, greedy_step
 
 # oneDNN takes bfloat16 on every processor with AVX512, but where it has no instructions for it, a row's bits depend on
-# how many rows there are and on how they fall to the threads. The self-test of the start finds that out and says so.
+# how many rows there are and on how they fall to the threads. The measurement at start reports it.
 EMULATES_BFLOAT16 = (
-    "oneDNN emulates bfloat16 on this processor and promises nothing about rows"
+    "oneDNN emulates bfloat16 on this processor and is not batch-invariant"
     if torch.cpu._is_avx512_supported() and not torch.cpu._is_avx512_bf16_supported()
     else None
 )
@@ -51,7 +51,7 @@ def batch_of(tables: np.ndarray, seqs: list[Seq], block_size: int, device: torch
 
 
 class Case:
-    """Random q, k, v of several sequences, the same for every backend that is asked."""
+    """Random q, k, v of several sequences, the same for every backend."""
 
     def __init__(
         self, spec: KVSpec, layer: AttentionSpec, seqs: list[Seq], seed: int = 0, key_bias: float = 0.0
@@ -124,7 +124,7 @@ class Case:
         self._fill(range(1, self.num_blocks), float("nan"), kv, backend)
 
     def _fill(self, blocks: Iterable[int], value: float, kv: LayerKV, backend: AttentionBackend) -> None:
-        """`value` in every slot of `blocks`, through the door everyone uses."""
+        """`value` in every slot of `blocks`, written by the backend itself."""
         tables = np.array([list(blocks)], np.int32)
         slots = tables.size * self.spec.block_size
         batch = batch_of(tables, [Seq(slots, slots)], self.spec.block_size, self.spec.device)

@@ -1,4 +1,4 @@
-"""A sampler that sorts everything in float64 and is obviously right, and in-process ranks to compare it with."""
+"""A simple reference sampler that sorts everything in float64, and ranks as threads to run the real one."""
 
 import math
 import threading
@@ -18,7 +18,7 @@ MASK = 0xFFFFFFFF
 
 
 class ThreadRanks:
-    """Ranks as threads: `all_gather` through a shared list and a barrier. A rank that strays breaks the barrier."""
+    """Ranks as threads: `all_gather` through a shared list and a barrier. Unequal calls break the barrier."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -44,7 +44,7 @@ class ThreadRanks:
 
 
 def sample_with(logits: Tensor, step: StepMetadata, size: int = 1) -> StepOutput:
-    """The answer of `size` ranks, each given its shard (padded to equal widths with -inf)."""
+    """The output of `size` ranks, each given its shard (padded to equal widths with -inf)."""
     vocab = logits.shape[1]
     width = -(-vocab // size)
     padded = torch.nn.functional.pad(logits, (0, width * size - vocab), value=float("-inf"))

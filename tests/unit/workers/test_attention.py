@@ -1,4 +1,4 @@
-"""Every attention backend against the reference, and the promises of the CPU backend beyond it."""
+"""Every attention backend against the reference, and the batch invariance of the fast ones."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ MIXED = [Seq(1, 1), Seq(1, 37), Seq(9, 9), Seq(1, 300), Seq(5, 64), Seq(1, 64), 
 FAST = [TorchBackend]
 if Avx512Backend.why_not(KVSpec(1, 1, 64, 16, torch.float32, CPU)) is None:
     FAST.append(Avx512Backend)
-# The portable backend makes no promise about company in float32: torch's products cut their sums by the number of rows.
+# The torch backend is not batch-invariant in float32: the number of rows decides how torch's products split their sums.
 INVARIANT = [(backend, dtype) for backend in FAST for dtype in (torch.bfloat16, torch.float16, torch.float32)]
 INVARIANT.remove((TorchBackend, torch.float32))
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
@@ -64,9 +64,9 @@ def test_backends_agree_with_the_reference(options, dtype, device):
     assert torch.cat(expected).isfinite().all()
     kv = dataclasses.replace(kv, device=torch.device(device))
     case = Case(kv, layer, MIXED)
-    judged = [backend for backend in BACKENDS if backend.why_not(kv) is None]
-    assert judged
-    for backend in judged:
+    compared = [backend for backend in BACKENDS if backend.why_not(kv) is None]
+    assert compared
+    for backend in compared:
         for ours, wanted in zip(case.run(backend(kv)), expected, strict=True):
             torch.testing.assert_close(ours.cpu(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
@@ -89,7 +89,7 @@ def test_blocks_outside_the_window_are_never_read(options, backend, dtype):
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_reference_agrees_with_torch(window):
-    """The judge is judged once, by torch's own attention over whole sequences."""
+    """The reference itself is compared with torch's attention over whole sequences."""
     kv, layer = specs(window=window, group=2)
     case = Case(kv, layer, [Seq(20, 20), Seq(7, 50)])
     for i, ours in enumerate(case.run(ReferenceBackend(kv))):
@@ -118,14 +118,14 @@ def test_scores_survive_large_key_biases(backend):
     [{"group": 7}, {"group": 1, "block": 32}, {"group": 2, "width": 32, "heads": 4}, {"group": 4, "window": 50}],
     ids=str,
 )
-def test_company_and_chunks_do_not_change_a_bit(options, backend, dtype):
+def test_batch_and_chunks_do_not_change_a_bit(options, backend, dtype):
     if backend is TorchBackend and dtype == torch.bfloat16 and EMULATES_BFLOAT16:
         pytest.skip(EMULATES_BFLOAT16)
     kv, layer = specs(dtype=dtype, **options)
     case = Case(kv, layer, [Seq(1, 300), Seq(70, 100), Seq(1, 40), Seq(1, 33), Seq(3, 3)])
     together = case.run(backend(kv))
     for i in range(len(case.seqs)):
-        assert torch.equal(case.run(backend(kv), alone=i)[i], together[i]), f"sequence {i} depends on its company"
+        assert torch.equal(case.run(backend(kv), alone=i)[i], together[i]), f"sequence {i} depends on its batch"
     whole = case.run(backend(kv), [[Seq(seq.context, seq.context) for seq in case.seqs]])
     pieces = [[Seq(*_next(seq.context, end, 57)) for seq in case.seqs] for end in range(57, 400, 57)]
     by_one = [[Seq(int(end <= seq.context), end) for seq in case.seqs] for end in range(1, 301)]
@@ -164,7 +164,7 @@ def test_pages_hold_kv_heads_once():
         assert 0 <= spare <= 16 * 2 * 64, "at most one page beyond the blocks"
 
 
-def test_choose_prefers_the_fast_backend_and_says_why_not():
+def test_choose_prefers_the_fast_backend_and_logs_the_reason_otherwise():
     kv, _ = specs()
     lines: list[str] = []
     assert choose(kv, "auto", lines.append).name == FAST[-1].name

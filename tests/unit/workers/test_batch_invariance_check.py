@@ -1,4 +1,4 @@
-"""The start-up self-test finds a kernel whose rows depend on their company, and passes those that keep the promise."""
+"""The measurement at start finds kernels that are not batch-invariant, and passes those that are."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,7 +44,7 @@ def result_of(runner: ModelRunner) -> InvarianceResult:
     )
 
 
-def test_sixteen_bits_keep_the_promise(runner: ModelRunner) -> None:
+def test_sixteen_bits_are_batch_invariant(runner: ModelRunner) -> None:
     assert runner.invariance.batch_invariant, runner.invariance.reason
     info = runner.info()
     assert info.batch_invariant and "same bits" in info.batch_invariant_reason
@@ -91,7 +91,7 @@ def test_logits_that_depend_on_the_rows_are_found(runner: ModelRunner, monkeypat
     assert not result.batch_invariant and "logits" in result.reason
 
 
-def test_reference_attention_promises_nothing(tmp_path: Path) -> None:
+def test_reference_attention_is_not_batch_invariant(tmp_path: Path) -> None:
     runner = loaded(make_tiny(tmp_path, "qwen2"), attention_backend="reference")
     assert not runner.invariance.batch_invariant and "reference" in runner.invariance.reason
 
@@ -117,7 +117,7 @@ def test_each_kind_of_layer_is_tried(tmp_path: Path) -> None:
     assert kinds == set(runner.spec.windows) and len(kinds) == 2
 
 
-def test_a_group_promises_what_every_rank_can(runner: ModelRunner) -> None:
+def test_ranks_are_batch_invariant_only_if_every_one_is(runner: ModelRunner) -> None:
     good = runner.info()
     assert joint_info({0: good, 1: good}) == good
     bad = WorkerInfo.from_json(good.to_json().replace('"batch_invariant": true', '"batch_invariant": false'))

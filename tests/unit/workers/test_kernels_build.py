@@ -1,4 +1,4 @@
-"""Building the kernels: once, by one process at a time, and never without saying why not."""
+"""Building the kernels: once, by one process at a time, and with a reason when it is not possible."""
 
 import subprocess
 import sys
@@ -18,8 +18,8 @@ print(len({line.split()[-1] for line in maps if "libgomp" in line}))
 """
 
 
-def ask(home: Path, **environment: str) -> list[str]:
-    """What a fresh process says: the refusal, or None, and how many OpenMP libraries it has loaded."""
+def kernels_in_new_process(home: Path, **environment: str) -> list[str]:
+    """From a new process: why the kernels are not available, or None, and how many OpenMP libraries it has loaded."""
     command = [sys.executable, "-c", SCRIPT]
     variables = {"PATH": "/usr/bin:/bin", "XDG_CACHE_HOME": str(home), "HOME": str(home), **environment}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=True)
@@ -28,10 +28,10 @@ def ask(home: Path, **environment: str) -> list[str]:
 
 @needs_kernels
 def test_they_are_built_once_and_share_torchs_threads(tmp_path: Path) -> None:
-    assert ask(tmp_path) == ["None", "1"]
+    assert kernels_in_new_process(tmp_path) == ["None", "1"]
     (first,) = tmp_path.glob("oarlock/kernels/*.so")
     made = first.stat().st_mtime_ns
-    assert ask(tmp_path, CXX="g++") == ["None", "1"]
+    assert kernels_in_new_process(tmp_path, CXX="g++") == ["None", "1"]
     assert [path.stat().st_mtime_ns for path in tmp_path.glob("oarlock/kernels/*.so")] == [made]
     assert not list(tmp_path.glob("oarlock/kernels/*.o")), "objects are cleaned up"
 
@@ -41,8 +41,8 @@ def test_they_are_built_once_and_share_torchs_threads(tmp_path: Path) -> None:
     ("environment", "words"),
     [({"CXX": "no-such-compiler"}, "install g++"), ({"CXX": "false"}, "failed")],
 )
-def test_a_machine_that_cannot_build_says_why(tmp_path: Path, environment: dict[str, str], words: str) -> None:
-    refusal, _ = ask(tmp_path, **environment)
+def test_a_machine_that_cannot_build_gives_the_reason(tmp_path: Path, environment: dict[str, str], words: str) -> None:
+    refusal, _ = kernels_in_new_process(tmp_path, **environment)
     assert words in refusal
 
 

@@ -1,4 +1,4 @@
-"""The element-wise kernels against float64, and their rows against company."""
+"""The element-wise kernels against float64, and the batch invariance of their rows."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_rotation_is_right_to_its_rounding(dtype: torch.dtype, width: int, turne
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 200])
-def test_rows_do_not_depend_on_their_company(rows: int) -> None:
+def test_rows_do_not_depend_on_the_batch(rows: int) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(300, 4, 64).bfloat16(), torch.randn(4, 64)
     cos, sin = torch.randn(300, 1, 64), torch.randn(300, 1, 64)

@@ -1,4 +1,4 @@
-"""KV sizing: exact prices, limits of the machine, and refusals that help."""
+"""The size of the KV cache: exact bytes per token, limits of the machine, and helpful errors."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def config(**changes) -> WorkerConfig:
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
-def test_price_of_a_token_is_exact(backend):
+def test_bytes_of_a_token_are_exact(backend):
     if (reason := backend.why_not(QWEN)) is not None:
         pytest.skip(reason)
     assert QWEN.bytes_per_token == 2 * 24 * 2 * 64 * 2 == 12_288

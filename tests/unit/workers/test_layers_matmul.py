@@ -1,4 +1,4 @@
-"""The packed products against the plain one, and the promise that a row does not depend on its company."""
+"""The packed products against the plain one, and their batch invariance."""
 
 import pytest
 import torch
@@ -22,13 +22,13 @@ from workers.layers.row_invariance import PairedRows, needs_second_row
 
 
 def inner(product):
-    """What computes, whether or not it gets a single row twice."""
+    """The product itself, without `PairedRows`."""
     return product.product if isinstance(product, PairedRows) else product
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PACKED = [dtype for dtype in DTYPES if can_pack(dtype, "cpu")]  # float16 is packed by few processors
-# (dtype, linear, gated, the fewest rows it promises anything for): every fast form this machine has
+# (dtype, linear, gated, the fewest rows from which it is batch-invariant): every fast form this machine has
 FORMS = [pytest.param(dtype, PackedMatmul, PackedGatedMatmul, 2, id=f"onednn-{dtype}") for dtype in PACKED]
 if build.why_not() is None:
     FORMS.append(pytest.param(torch.bfloat16, Avx512Matmul, Avx512GatedMatmul, 1, id="avx512"))
@@ -43,8 +43,8 @@ def tolerance(dtype: torch.dtype, size: float) -> float:
 @pytest.mark.parametrize(("dtype", "linear", "gated", "fewest"), FORMS)
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("with_plus", [False, True])
-def test_packed_equals_plain(dtype, linear, gated, fewest, outputs, inputs, with_bias, with_plus) -> None:
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_packed_equals_plain(dtype, linear, gated, fewest, outputs, inputs, with_bias, with_residual) -> None:
     if linear is Avx512Matmul and inputs % 2:
         pytest.skip("the kernel takes inputs in pairs; oneDNN serves the others")
     torch.manual_seed(0)
@@ -52,7 +52,10 @@ def test_packed_equals_plain(dtype, linear, gated, fewest, outputs, inputs, with
     bias = torch.randn(outputs).to(dtype) if with_bias else None
     packed, plain = linear(weight.clone(), bias), PlainMatmul(weight, bias)
     for rows in COUNTS:
-        x, residual = torch.randn(rows, inputs).to(dtype), torch.randn(rows, outputs).to(dtype) if with_plus else None
+        x, residual = (
+            torch.randn(rows, inputs).to(dtype),
+            torch.randn(rows, outputs).to(dtype) if with_residual else None,
+        )
         kept = None if residual is None else residual.clone()
         ours = packed(x, residual)
         truth = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
@@ -86,7 +89,7 @@ def test_packed_gate_equals_plain(dtype, linear, gated, fewest, activation, inpu
 
 @pytest.mark.parametrize(("dtype", "linear", "gated", "fewest"), FORMS)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_rows_do_not_depend_on_their_company(dtype, linear, gated, fewest, threads: int) -> None:
+def test_rows_do_not_depend_on_the_batch(dtype, linear, gated, fewest, threads: int) -> None:
     """Bit by bit: a token's numbers are its own."""
     if linear is PackedMatmul and dtype == torch.bfloat16 and EMULATES_BFLOAT16:
         pytest.skip(EMULATES_BFLOAT16)

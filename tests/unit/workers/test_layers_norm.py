@@ -1,4 +1,4 @@
-"""Norms are at least as exact as transformers', and a row's norm does not depend on its company."""
+"""Norms are at least as exact as transformers', and a row's norm does not depend on the batch."""
 
 import pytest
 import torch

@@ -1,5 +1,4 @@
-"""Every rank's layers, built in one process: what they would send adds up to the whole, and nothing is read twice
-without need."""
+"""All ranks' layers in one process: partial results add up to the whole, and no weight is read twice needlessly."""
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ def qkv_weights(heads: int, kv_heads: int, *, fused: bool) -> dict[str, Tensor]:
     [(heads, kv, size) for heads, kv in ((8, 8), (8, 4), (8, 2), (8, 1), (16, 2)) for size in (1, 2, 4, 8)]
     + [(12, 4, 2), (12, 4, 4), (12, 4, 12), (14, 2, 2), (14, 2, 14)],
 )
-def test_every_query_head_meets_its_own_kv_head(heads: int, kv_heads: int, size: int, fused: bool) -> None:
+def test_every_query_head_uses_its_own_kv_head(heads: int, kv_heads: int, size: int, fused: bool) -> None:
     whole = qkv_weights(heads, kv_heads, fused=False)
     x = torch.randn(3, HIDDEN)
     expected = {p: (x @ whole[f"a.{p}_proj.weight"].T + whole[f"a.{p}_proj.bias"]).view(3, -1, DIM) for p in "qkv"}
@@ -118,7 +117,7 @@ def test_embedding_sums_and_head_joins_to_the_whole_vocabulary(vocab: int, size:
 
 
 def test_scale_and_softcap_are_applied_once_whatever_the_ranks() -> None:
-    """The embedding's scale is rounded to the dtype first; the tied head must not see it."""
+    """The embedding's scale is rounded to the dtype first; the tied head must not be scaled."""
     weight = torch.randn(7, HIDDEN).bfloat16()
     for size in (1, 4):
         total, joined = torch.zeros(7, HIDDEN, dtype=torch.bfloat16), []
@@ -135,7 +134,7 @@ def test_scale_and_softcap_are_applied_once_whatever_the_ranks() -> None:
         assert torch.equal(total, weight * torch.tensor(HIDDEN**0.5).bfloat16())
 
 
-def test_what_cannot_be_cut_is_refused_with_the_layer_and_the_numbers() -> None:
+def test_sizes_that_do_not_divide_are_refused_with_the_layer_and_the_numbers() -> None:
     with pytest.raises(StartupError, match=r"b\.0\.qkv_proj: 14 heads over 2 key-value heads.* 4 ranks.*\[1, 2, 14\]"):
         QKVParallelLinear("b.0", HIDDEN, DIM, 14, 2, True, place(0, 4))
     with pytest.raises(StartupError, match=r"m\.gate_up_proj: intermediate size 50 cannot be cut into 4"):
@@ -146,7 +145,7 @@ def test_what_cannot_be_cut_is_refused_with_the_layer_and_the_numbers() -> None:
         shard_heads("x", 12, 4, 0, 6)  # six ranks over four heads: neither partition nor replication
 
 
-def test_sizes_that_work() -> None:
+def test_supported_tp_sizes() -> None:
     assert supported_tp_sizes(14, 2, 4864) == [1, 2]
     assert supported_tp_sizes(8, 4, 96) == [1, 2, 4, 8]
     assert supported_tp_sizes(12, 4, 24) == [1, 2, 4, 12]

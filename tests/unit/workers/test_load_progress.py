@@ -1,4 +1,4 @@
-"""Who is behind: told from counters that ranks keep in shared memory, and from what they say while loading."""
+"""Which rank is behind: from counters in shared memory, and from messages while loading."""
 
 import os
 

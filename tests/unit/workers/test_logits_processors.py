@@ -33,7 +33,7 @@ def logits_of(seed: int, scale: float = 3.0) -> torch.Tensor:
 
 
 def adjusted_step(seed: int, logits: torch.Tensor, **columns) -> StepMetadata:
-    """Row 0 asks for nothing, 1 to 3 for penalties, 4 for a mask, 5 for everything at once, 6 for a bias."""
+    """Row 0 has none, 1 to 3 have penalties, 4 a mask, 5 everything, 6 a bias."""
     rng = np.random.default_rng(seed)
     best = logits.topk(40).indices.tolist()
 
@@ -118,7 +118,7 @@ def test_a_row_draws_the_same_token_whatever_its_neighbours_ask_for() -> None:
     assert sample_with(logits, step).token_ids[0] == plain.token_ids[0]
 
 
-def test_nothing_is_done_where_nobody_asks() -> None:
+def test_without_changes_the_logits_are_not_touched() -> None:
     logits = logits_of(2)
     assert apply_logits_processors(logits, step_of(ROWS), 0, np.ones(ROWS, bool)) is None
 

@@ -161,7 +161,7 @@ def test_noise_gives_the_same_model_at_every_number_of_ranks(tmp_path: Path) -> 
 
 
 class SelfBackend(ReferenceBackend):
-    """A token attends to itself alone, without arithmetic: what is left is the model's own."""
+    """A token attends only to itself, without arithmetic, so that differences come from the rest of the model."""
 
     def attend(self, q: Tensor, kv: LayerKV, plan: Any, layer: AttentionSpec) -> Tensor:
         own = kv.v.flatten(0, 1)[self.batch.slot_mapping]
@@ -177,7 +177,7 @@ class SelfBackend(ReferenceBackend):
     [(SelfBackend, torch.float32), (SelfBackend, torch.bfloat16), (TorchBackend, torch.bfloat16)],
 )
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2"])
-def test_a_tokens_logits_do_not_depend_on_its_company(
+def test_a_tokens_logits_do_not_depend_on_the_batch(
     tmp_path: Path, family: str, backend: type[AttentionBackend], dtype: torch.dtype
 ) -> None:
     """Bit by bit: alone or among others, in one piece or in chunks."""

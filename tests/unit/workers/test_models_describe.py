@@ -1,4 +1,4 @@
-"""`config.json` -> `DecoderSpec`: every family's page against transformers, and refusals that name the key."""
+"""`config.json` -> `DecoderSpec`: every family against transformers, and errors that name the key."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""Whatever stands in a `config.json`: a refusal that names the key, or a description that can be computed with.
+"""Any value in a `config.json` gives an error that names the key, or a description that can be computed with.
 
 Every key of every family with every odd value, then several keys at once.
 """
@@ -51,7 +51,7 @@ _ROPE_KEYS = {
     "rope_theta", "original_max_position_embeddings", "attention_factor", "partial_rotary_factor", "rope_type", "type",
     "unknown", *(key for table in _ROPES.values() for key in table),
 }  # fmt: skip
-# What an odd value of one key may be told as: the value that follows from it.
+# Keys whose invalid value may be reported under another key, which is derived from it.
 _FOLLOWS = {
     "hidden_size": "head_dim",
     "num_attention_heads": "num_key_value_heads",

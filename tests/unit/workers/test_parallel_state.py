@@ -27,7 +27,7 @@ def test_the_interface_with_the_loopback_address(monkeypatch: pytest.MonkeyPatch
     assert loopback_interface() == name
 
 
-def test_a_host_without_one_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_without_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth0": interface("10.0.0.2")})
     with pytest.raises(StartupError, match=r"127\.0\.0\.1"):
         loopback_interface()

@@ -1,4 +1,4 @@
-"""The start-up check: everything resolved, every user's mistake one clear sentence, no torch, no waiting."""
+"""Preflight: everything is resolved, every mistake of a user is one clear sentence, and torch is not imported."""
 
 import json
 import subprocess

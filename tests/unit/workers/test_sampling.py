@@ -1,4 +1,4 @@
-"""The sampler against one that sorts everything, on one rank and on several, and its promises one by one."""
+"""The sampler against a reference that sorts everything, on one rank and on several, and its properties one by one."""
 
 import numpy as np
 import pytest
@@ -113,7 +113,7 @@ def test_broken_rows_are_reported_and_disturb_no_other(mode, size):
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_row_whose_ids_are_all_banned_is_told_from_a_broken_one(mode, size):
+def test_a_row_whose_ids_are_all_banned_is_reported_as_such(mode, size):
     """Rows 0 and 4 ban all ids by bias, and by bias and mask together; row 4 is broken as well, on one rank alone."""
     some = [3, 31, 700]
     bias = [(0, token, -np.inf) for token in range(VOCAB)] + [(row, 700, -np.inf) for row in (1, 2, 4, 5)]

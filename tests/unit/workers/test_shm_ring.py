@@ -1,4 +1,4 @@
-"""The ring: what is sent is received by every reader in order, and each side notices when the other is gone."""
+"""The ring: what is sent is received by every reader in order, and each side notices when the other has ended."""
 
 import os
 import threading
@@ -43,7 +43,7 @@ def test_every_reader_gets_every_message_in_order() -> None:
     assert received == [expected] * 3
 
 
-def test_where_stores_may_overtake_a_fence_stands_between_slot_and_counter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_stores_may_be_reordered_a_fence_stands_between_slot_and_counter(monkeypatch: pytest.MonkeyPatch) -> None:
     writer, (reader,) = make()
     fences: list[tuple[bytes, int]] = []  # what the slot and the counter held at each
 
@@ -71,14 +71,14 @@ def test_a_slow_reader_is_not_overrun() -> None:
         pass
 
 
-def test_a_reader_learns_that_the_writer_is_gone() -> None:
+def test_a_reader_notices_that_the_writer_has_ended() -> None:
     writer, (reader,) = make()
     writer.close()
     with pytest.raises(ChannelClosedError), reader.recv():
         pass
 
 
-def test_a_writer_learns_that_a_reader_is_gone() -> None:
+def test_a_writer_notices_that_a_reader_has_ended() -> None:
     writer, (reader,) = make()
     reader.close()
     with pytest.raises(ChannelClosedError), writer.send():
@@ -112,7 +112,7 @@ def test_a_message_in_two_parts_is_one_message() -> None:
             assert slot[0] == 255
 
 
-def test_a_rest_that_nobody_needs_is_not_taken_for_a_message() -> None:
+def test_a_rest_that_is_not_waited_for_is_not_taken_for_a_message() -> None:
     writer, (reader,) = make()
     with writer.send(rest_follows=True) as slot:
         slot[0] = 1
@@ -128,7 +128,7 @@ def test_a_rest_that_nobody_needs_is_not_taken_for_a_message() -> None:
         assert slot[0] == 2
 
 
-def test_who_waits_for_a_rest_learns_that_the_writer_is_gone() -> None:
+def test_waiting_for_a_rest_ends_when_the_writer_has_ended() -> None:
     writer, (reader,) = make()
     with writer.send(rest_follows=True) as slot:
         slot[0] = 1

@@ -40,7 +40,7 @@ def test_every_running_sequence_gets_a_token() -> None:
     assert adapted(config(max_num_seqs=256), HOPELESS).max_num_batched_tokens == 256
 
 
-def test_what_the_operator_says_stays_with_a_warning_where_it_is_too_short(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_timeout_of_the_operator_stays_with_a_warning_where_it_is_too_short(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("WARNING", logger="oarlock.executor")
     own = config(lower_step_size=False, raise_step_timeout=False, step_timeout_s=20.0)
     assert adapted(own, SLOW) == own
@@ -51,7 +51,7 @@ def test_what_the_operator_says_stays_with_a_warning_where_it_is_too_short(caplo
     assert limited.max_num_batched_tokens < 2048 and limited.step_timeout_s == 30.0 and not caplog.messages
 
 
-def test_what_was_derived_is_said_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_derived_limits_are_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     adapted(config(), HOPELESS)
     line = next(line for line in caplog.messages if line.startswith("event=step_limits"))
@@ -59,7 +59,7 @@ def test_what_was_derived_is_said_in_one_line(caplog: pytest.LogCaptureFixture) 
 
 
 class Clock:
-    """Time that steps take by a known price."""
+    """A clock on which steps take a known time."""
 
     def __init__(self, cost: StepCost) -> None:
         self.cost = cost
@@ -79,7 +79,7 @@ def clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     yield clock
 
 
-def test_a_price_is_found_again_from_a_few_small_steps(clock: Clock) -> None:
+def test_the_cost_is_found_from_a_few_small_steps(clock: Clock) -> None:
     agreed: list[float] = []
 
     def agree(number: float) -> float:

@@ -79,7 +79,7 @@ LIES: dict[str, tuple[dict, str]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_lying_header_names_file_and_tensor(tmp_path: Path, lie: str) -> None:
+def test_a_wrong_header_names_file_and_tensor(tmp_path: Path, lie: str) -> None:
     path = good_file(tmp_path / "m.safetensors")
     fields, message = LIES[lie]
     rewrite_header(path, lambda header: header["a"].update(fields))
@@ -188,7 +188,7 @@ def test_a_tensor_in_two_shards_needs_the_index_to_decide(tmp_path: Path) -> Non
         (["model-00001-of-00002.safetensors"], "neither model.safetensors nor"),
     ],
 )
-def test_a_folder_without_readable_weights_says_why(tmp_path: Path, present: list[str], message: str) -> None:
+def test_a_folder_without_readable_weights_gives_the_reason(tmp_path: Path, present: list[str], message: str) -> None:
     for name in present:
         (tmp_path / name).write_bytes(b"x")
     with pytest.raises(StartupError, match=message):
