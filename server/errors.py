@@ -1,7 +1,4 @@
-"""Which exception becomes which HTTP answer, in OpenAI's exact shape: four keys, always.
-
-The answer is chosen by class, never by text. Knows status codes and the error body; not routes, not engines.
-"""
+"""Exceptions to HTTP error responses in OpenAI's exact shape: always four keys. The class decides, never the text."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ _STATUS_TYPES = {401: "authentication_error", 403: "permission_error", 404: INVA
 
 
 class HttpError(Exception):
-    """An answer other than 200 that the HTTP layer itself decides on."""
+    """An error response that the HTTP layer itself decides on."""
 
     def __init__(
         self,
@@ -57,18 +54,18 @@ class DeadlineError(Exception):
 
 
 class ClientGoneError(Exception):
-    """The client closed the connection before the answer was complete. Nobody is left to answer."""
+    """The client closed the connection before the response was complete."""
 
 
 def describe(error: BaseException) -> HttpError:
-    """The HTTP answer to any exception. What is not in our error tree is our own bug and says nothing of itself."""
+    """The HTTP error for any exception. One that is no error of ours becomes a 500 without details."""
     if isinstance(error, HttpError):
         return error
     if isinstance(error, ModelNotFoundError):
         return HttpError(404, error.message, param=error.param, code=error.code)
     if isinstance(error, RequestError):
         return HttpError(400, error.message, param=error.param, code=error.code)
-    if isinstance(error, DeadlineError):  # the client said how long it would wait: it should not try again by itself
+    if isinstance(error, DeadlineError):  # the client set the limit: it should not retry by itself
         return HttpError(408, str(error), param="timeout", code="timeout", headers={"x-should-retry": "false"})
     if isinstance(error, QueueFullError):
         return HttpError(429, error.message, code="queue_full", headers=retry_after(error.retry_after_s))
@@ -95,10 +92,10 @@ def error_bytes(error: HttpError) -> bytes:
 
 
 def error_response(error: HttpError) -> Response:
-    """The plain HTTP answer."""
+    """The whole HTTP response."""
     return Response(error_bytes(error), error.status, error.headers, "application/json")
 
 
 def retry_after(seconds: float) -> dict[str, str]:
-    """The header that the official clients obey."""
+    """The header that official clients wait for before a retry."""
     return {"Retry-After": str(max(1, math.ceil(seconds)))}

@@ -1,4 +1,4 @@
-"""JSON as text that stays on one line for every reader. Knows nothing of what it writes."""
+"""JSON as text on one line, whatever a client takes for a line end."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Prompts in, texts out, without HTTP: the offline `LLM`, and what the endpoints stand on."""
+"""Prompts in, texts out, without HTTP: the offline `LLM`, and what the endpoints use."""

@@ -23,7 +23,7 @@ class Delta:
     num_tokens: int = 0
     scores: Scores = ()  # of the echoed prompt, then one for each token
     token_ids: tuple[int, ...] = ()
-    prompt_scores: PromptScores | None = None  # with a choice's first pieces, when they were asked for
+    prompt_scores: PromptScores | None = None  # with a choice's first pieces, on request
     is_first: bool = False
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -43,7 +43,7 @@ class OutputOptions:
 
 
 _PLAIN = OutputOptions()
-# The reasons to end that are the server's own: the client's time is up, or the operator has ended the request.
+# Finish reasons of the server's own: the time limit has passed, or the operator has aborted the request.
 TIMEOUT = "timeout"
 ABORT = FinishReason.ABORT.value
 
@@ -163,8 +163,8 @@ class ChoiceOutput:
             delta.error, delta.error_param = event.error or "The engine gave this request up.", event.error_param
             self._end(delta, FinishReason.ERROR, None)
             return
-        asked_for = event.stop_token_id in self.request.params.stop_token_ids
-        self._end(delta, reason, event.stop_token_id if asked_for else None)
+        is_requested = event.stop_token_id in self.request.params.stop_token_ids
+        self._end(delta, reason, event.stop_token_id if is_requested else None)
 
     def _end(self, delta: Delta, reason: FinishReason, stop_reason: str | int | None) -> None:
         self.finish_reason = delta.finish_reason = reason.value

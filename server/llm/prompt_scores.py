@@ -1,7 +1,4 @@
-"""The tokens of a prompt as logprobs show them, in the parts in which the engine sends them.
-
-Knows token events, ids and where the text of each token begins. Knows nothing of JSON.
-"""
+"""The tokens of a prompt as logprobs show them, in the parts in which the engine sends them."""
 
 from __future__ import annotations
 
@@ -46,7 +43,7 @@ class PromptScores:
         return self.scores()
 
     def scores(self, *, with_top: bool = True) -> Iterator[TokenScore]:
-        """Quicker without alternatives, where nobody looks at them."""
+        """Quicker without alternatives, where they are not shown."""
         offsets = iter(self._offsets or repeat(0, len(self)))
         if self._first_id is not None:
             yield TokenScore(self._first_id, None, (), next(offsets))
@@ -66,7 +63,7 @@ class PromptReader:
     """Follows the scores of one prompt from part to part."""
 
     def __init__(self, prompt_ids: Sequence[int], detokenizer: Detokenizer | None) -> None:
-        """Without a detokenizer it is not asked where the text of each token begins."""
+        """Without a detokenizer there are no offsets."""
         self._prompt_ids = prompt_ids
         self._detokenizer = detokenizer
         self._num_read = 0

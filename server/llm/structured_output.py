@@ -1,8 +1,8 @@
-"""What a request says about the form of its answer, as the one grammar that the engine is to keep.
+"""The fields of a request that constrain its answer, as one grammar for the engine.
 
 How to call it: `constraint_of(request)` with any `SamplingFields`, completions and chat alike. None: the answer is
-free. `RequestError` names the field. Compiling is the engine's affair: a grammar that does not compile, or not in time,
-comes back from `EngineClient.generate` as a `RequestError` that blames `Grammar.param`, before the first token.
+free. `RequestError` names the field. The engine compiles it: a grammar that does not compile, or not in time,
+comes back from `EngineClient.generate` as a `RequestError` that names `Grammar.param`, before the first token.
 
 A grammar of one's own, such as for tool calls, is `Grammar("lark", text, "tools")` in the Lark dialect of llguidance:
 literal text in double quotes, special tokens as `<[id]>`, arguments as `rule: %json {…}`. A schema inlined there needs

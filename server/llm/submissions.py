@@ -1,4 +1,4 @@
-"""Which sequences are at the engine: one request may have more of them than the engine's queue holds.
+"""Sends a request's sequences to the engine as its queue has room: one request may have more than the queue holds.
 
 The first sequence of a request goes to the engine at once; a full queue refuses it, and the request with it. The others
 have their place from then on, and follow as there is room: no more of one request than can run and as many again, so
@@ -50,7 +50,7 @@ class Submissions:
     def has_room(self, submission: Submission, *, has_place: bool = False) -> bool:
         """`has_place`: one of the same request has just ended."""
         if not submission.num_open:
-            return True  # else it might wait for ever while others come and go
+            return True  # else it could wait for ever behind other requests
         if self._num_tokens + submission.next_tokens > self._max_tokens:
             return False
         return has_place or (submission.num_open < self._max_of_one and self._num_open < self._max_open)

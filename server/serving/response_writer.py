@@ -1,7 +1,5 @@
-"""The JSON of answers, whole and in chunks, as the API documents it. Hand-built: this is the path of every token.
-
-Knows field names and their order; knows nothing of sockets, the engine or how the text came about.
-"""
+"""The JSON that completions and chat completions share, whole and in chunks. Built by hand for speed: every token
+passes here."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ _FLOOR = -9999.0  # JSON has no -Infinity; the field's convention for "impossibl
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
-    """What all chunks of one answer have in common."""
+    """The members that all chunks of one response have in common."""
 
     id: str
     object: str
@@ -56,13 +54,13 @@ def usage(generation: Generation) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ResponseOptions:
-    """What the client wants beside the text."""
+    """What the response holds beside the text."""
 
     logprobs: int | None = None  # so many alternatives with every token; None: no logprobs
     prompt_logprobs: int | None = None
     token_ids: bool = False
     tokens_as_ids: bool = False  # in logprobs
-    usage: bool = False  # streams: the other chunks say `"usage": null`
+    usage: bool = False  # streams: all chunks but the last have `"usage": null`
     continuous_usage: bool = False
     keep: int | None = None  # the best so many choices of each prompt; None: all
 
@@ -70,7 +68,7 @@ class ResponseOptions:
 class ResponseWriter(ABC):
     """One generation as JSON: chunks for a stream, one body for a plain answer."""
 
-    _has_one_prompt = False  # then what belongs to it stands beside the choices, else with each of them
+    _has_one_prompt = False  # then its ids and scores stand beside the choices, else with each of them
 
     def __init__(
         self, head: ResponseHead, tokenizer: Tokenizer, generation: Generation, options: ResponseOptions
@@ -159,7 +157,7 @@ class ResponseWriter(ABC):
         }
 
     def _extras(self, pieces: Sequence[Delta]) -> dict[str, Any]:
-        """The members of a choice that are there only when asked for."""
+        """The members of a choice that are there only on request."""
         found = {} if self._has_one_prompt else self._of_prompt(pieces)
         if self._options.token_ids:
             found["token_ids"] = [token_id for piece in pieces for token_id in piece.token_ids]

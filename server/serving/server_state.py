@@ -1,7 +1,4 @@
-"""What the whole server is doing: starting, loading, ready, draining or dead. One owner, many readers.
-
-Every refusal names the state. Knows nothing of HTTP; the engine appears only as "did it make progress lately".
-"""
+"""The state of the whole server: its phase, how far loading is, the engine behind it, and the requests in flight."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ class Heartbeat(Protocol):
 
 @dataclass
 class ServerState:
-    """Written by the supervisor, but for who comes and goes and for `drain`."""
+    """Written by the supervisor, except for the requests in flight and `drain`."""
 
     stall_limit_s: float = STALL_LIMIT_S
     phase: Phase = Phase.STARTING
@@ -65,13 +62,13 @@ class ServerState:
         self.idle.clear()
 
     def leave(self) -> None:
-        """An accepted request has had its answer, or its client has left."""
+        """An accepted request was answered, or its client has disconnected."""
         self.num_in_flight -= 1
         if not self.num_in_flight:
             self.idle.set()
 
     def drain(self) -> None:
-        """Let nothing new in, and have the supervisor finish what is open and leave. A second call changes nothing."""
+        """Refuse new requests, and have the supervisor finish open ones and exit. A second call changes nothing."""
         if self.phase is Phase.READY:
             self.phase = Phase.DRAINING
         self.stop.set()

@@ -1,6 +1,6 @@
-"""An answer as server-sent events, and an answer in one piece; both stop when the client leaves.
+"""Responses as server-sent events, and responses in one piece; both stop when the client disconnects.
 
-Knows events, pings, time limits and disconnects; the JSON inside comes from `answers`.
+The JSON inside comes from a `ResponseWriter`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from server.serving.response_writer import DONE, ResponseWriter
 
 PING_INTERVAL_S = 15
 _WHOLE_CHARACTERS = 1 << 20  # of a plain answer that is sent in one piece, with its length
-SEND_TIMEOUT_S = 60.0  # a client that reads nothing for so long has left
+SEND_TIMEOUT_S = 60.0  # a client that reads nothing for so long is disconnected
 _T = TypeVar("_T")
 _log = logger("streaming")
 
@@ -87,7 +87,7 @@ class EventStream(EventSourceResponse):
 async def _events(
     generation: Generation, writer: ResponseWriter, include_usage: bool, request_id: str
 ) -> AsyncIterator[bytes]:
-    """The chunks, then usage if asked for, then the end mark. An error is one event before the end mark."""
+    """The chunks, then usage on request, then the end mark. An error is one event before the end mark."""
     for opening in writer.opening(len(generation.choices)):
         yield opening
     try:
@@ -99,7 +99,7 @@ async def _events(
                 await asyncio.sleep(0)
         if include_usage:
             yield writer.usage_chunk(generation)
-    except Exception as error:  # the 200 is out: the client can only be told inside the stream
+    except Exception as error:  # the 200 is sent: an error can only travel inside the stream
         answer = describe(error)
         unexpected = answer.status == 500 and answer.code is None
         line = event("stream_failed", request_id=request_id, status=answer.status, cause=type(error).__name__)
@@ -109,7 +109,7 @@ async def _events(
 
 
 async def whole_response(parts: Iterator[str], headers: Mapping[str, str]) -> Response:
-    """A JSON body, written part by part with a turn for everyone else in between. A large one is sent like that too."""
+    """A JSON body, written part by part; other tasks have a turn in between. A large one is sent in parts too."""
     written: list[str] = []
     size = 0
     for part in parts:

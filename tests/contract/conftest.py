@@ -131,8 +131,8 @@ class FakeEngine:
             if self.die_after == number or not self.is_alive:
                 raise EngineDeadError("rank 1 was killed")
             if self.fail_after == number:
-                told = {"error": "not finite", "error_param": self.blamed}
-                yield TokenEvent(request.request_id, finish_reason=FinishReason.ERROR, **told, **first)
+                failure = {"error": "not finite", "error_param": self.blamed}
+                yield TokenEvent(request.request_id, finish_reason=FinishReason.ERROR, **failure, **first)
                 return
             reason = None
             if number == len(tokens) - 1:
@@ -258,4 +258,4 @@ def wait_for_fixture() -> Callable[..., None]:
 
 @pytest.fixture
 def queue_full() -> QueueFullError:
-    return QueueFullError("The waiting room is full (512 requests).", 2.4)
+    return QueueFullError("The queue is full (512 requests).", 2.4)

@@ -1,4 +1,4 @@
-"""The operator's routes: who may, what an abort leaves its clients with, a drain, a forgotten cache."""
+"""Admin routes: the keys they need, what clients receive after an abort, a drain, a reset of the prefix cache."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def test_only_the_admin_key_opens_them(make_stage, stage, path):
         (closed, None, 403, "permission_error", "admin_disabled"),
         (make_stage(), "Bearer ", 403, "permission_error", "admin_disabled"),
     ]
-    for asked, key, status, kind, code in cases:
-        answer = _post(asked, path, {"all": True}, {} if key is None else {"Authorization": key})
+    for target, key, status, kind, code in cases:
+        answer = _post(target, path, {"all": True}, {} if key is None else {"Authorization": key})
         error = answer.json()["error"]
         assert (answer.status_code, error["type"], error["code"]) == (status, kind, code), key
         assert set(error) == {"message", "type", "param", "code"}
         assert ("--admin-api-key" in error["message"]) == (code == "admin_disabled")
-        assert not asked.state.stop.is_set()
-        assert not asked.engine.resets
+        assert not target.state.stop.is_set()
+        assert not target.engine.resets
     assert _post(stage, path, {"all": True}).status_code in (200, 202)
 
 
@@ -130,12 +130,12 @@ def test_an_abort_leaves_the_text_so_far(stage, tokenizer, path, body, prefix, s
             answers = [ask(name) for name in ("first", "second", "third", "fourth")]
             await _begun(stage, 4)
             for name, wanted in (("first", 1), (f"{prefix}second", 1), ("first", None)):
-                told = await client.post("/admin/abort", json={"request_id": name}, headers=BOSS)
-                assert told.json().get("aborted") == wanted
+                aborted = await client.post("/admin/abort", json={"request_id": name}, headers=BOSS)
+                assert aborted.json().get("aborted") == wanted
             assert [_end_of(await answer) for answer in answers[:2]] == [(begun, "abort")] * 2
             assert not answers[2].done()
-            told = await client.post("/admin/abort", json={"all": True}, headers=BOSS)
-            assert told.json() == {"aborted": 2}
+            aborted = await client.post("/admin/abort", json={"all": True}, headers=BOSS)
+            assert aborted.json() == {"aborted": 2}
             assert [_end_of(await answer) for answer in answers[2:]] == [(begun, "abort")] * 2
 
     asyncio.run(scenario())
@@ -166,7 +166,7 @@ def test_an_abort_before_the_first_token_is_an_empty_answer(make_stage):
     asyncio.run(scenario())
 
 
-def test_a_drain_closes_the_door_and_still_lets_the_operator_in(stage):
+def test_a_drain_refuses_new_requests_and_still_serves_the_operator(stage):
     answer = _post(stage, "/admin/drain")
     assert (answer.status_code, answer.json()) == (202, {"status": "draining", "open": 0})
     assert stage.state.stop.is_set()

@@ -1,4 +1,4 @@
-"""Whatever is sent: a 4xx in OpenAI's exact shape, the right field named, nothing large echoed, never a 5xx."""
+"""Any bad body: a 4xx in OpenAI's exact shape that names the right field and echoes nothing large, never a 5xx."""
 
 from __future__ import annotations
 
@@ -325,7 +325,7 @@ def test_routes_and_methods_that_do_not_exist(make_stage):
     anyio.run(send)
 
 
-def test_our_own_bug_is_a_500_that_says_nothing(make_stage, caplog):
+def test_an_unexpected_exception_is_a_500_without_details(make_stage, caplog):
     stage = make_stage()
 
     def broken(request):

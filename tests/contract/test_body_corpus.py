@@ -1,4 +1,4 @@
-"""Every body of the corpus, on every POST route, streamed and not: refused in shape or answered, and nothing held."""
+"""Every body of the corpus, on every POST route, streamed and not: an answer or an error body, nothing left open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls and thoughts on the wire: streams equal plain answers, ends have the right reason, wrong requests are named."""
+"""Tool calls and reasoning over HTTP: streams equal plain answers, finish reasons, errors that name the field."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _tokenizer(source, special=()):
 
 @pytest.fixture
 def chat(make_stage):
-    """`chat(reply, template, special=…)`: a stage whose model speaks that template and answers with `reply`."""
+    """`chat(reply, template, special=…)`: a stage whose model has that template and answers with `reply`."""
     loaded = []
 
     def make(reply, source=templates.QWEN, special=(), **options):
@@ -183,7 +183,7 @@ def test_why_it_ended(chat, reply, fields, reason, num_calls, stream):
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
-def test_forced_calls_that_are_cut_short_leave_no_words(chat, choice):
+def test_forced_calls_that_are_cut_short_leave_no_text(chat, choice):
     """Their text is bound to be calls: what is no whole call is the beginning of one, never an answer in words."""
     fields = {"tools": TOOLS, "tool_choice": choice, "temperature": 0}
     for reply, num_calls in ((CALL + '\n<tool_call>\n{"name": "f"', 1), ('<tool_call>\n{"na', 0)):
@@ -195,7 +195,7 @@ def test_forced_calls_that_are_cut_short_leave_no_words(chat, choice):
 
 
 @pytest.mark.parametrize("reply", [CALL, TWO, f"<think>\nHm\n</think>\n\n{TWO}", "words"])
-def test_messages_have_the_promised_shape(chat, reply):
+def test_messages_have_the_documented_shape(chat, reply):
     stage = chat(reply)
     document = stage.app._app.openapi()
     shape = {**document["components"]["schemas"]["ChatCompletion"], "components": document["components"]}

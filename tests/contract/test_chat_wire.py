@@ -116,7 +116,7 @@ def test_the_role_carries_the_usage_so_far(make_stage):
         {"content": None, "reasoning_content": "Hm", "tool_calls": None},
     ],
 )
-def test_an_earlier_answer_without_words_is_an_empty_turn(make_stage, answer):
+def test_an_earlier_answer_without_text_is_an_empty_turn(make_stage, answer):
     stage = make_stage()
     end = {"role": "user", "content": "And now?"}
     response = _post(stage, {"messages": [*MESSAGES, {"role": "assistant", **answer}, end]})
@@ -130,8 +130,8 @@ def test_an_integer_may_be_written_with_a_fraction_of_zero(make_stage):
     stage = make_stage()
     fields = {"n": 2, "seed": 3, "top_k": 5, "min_tokens": 1, "priority": 1, "prompt_logprobs": 0}
     fields |= {"max_tokens": 4, "top_logprobs": 1, "truncate_prompt_tokens": 9, "logprobs": True}
-    for asked in (fields, {name: value if value is True else float(value) for name, value in fields.items()}):
-        assert _post(stage, asked).status_code == 200
+    for payload in (fields, {name: value if value is True else float(value) for name, value in fields.items()}):
+        assert _post(stage, payload).status_code == 200
     whole, written = stage.engine.requests[:2], stage.engine.requests[2:]
     assert [request.params for request in whole] == [request.params for request in written]
     assert all(type(request.params.max_tokens) is int and type(request.params.seed) is int for request in written)
@@ -160,6 +160,6 @@ def test_no_chunk_holds_what_may_be_read_as_the_end_of_a_line(make_stage, monkey
     response = anyio.run(send)
     assert '"error"' in response.text
     assert response.text.splitlines() == response.text.split("\n")[:-1]
-    told = [json.loads(line[6:]) for line in response.text.split("\n\n") if line.startswith("data: {")]
-    assert told[0]["model"] == f"m{LINE_ENDS}"
-    assert LINE_ENDS in json.dumps(told, ensure_ascii=False)
+    reported = [json.loads(line[6:]) for line in response.text.split("\n\n") if line.startswith("data: {")]
+    assert reported[0]["model"] == f"m{LINE_ENDS}"
+    assert LINE_ENDS in json.dumps(reported, ensure_ascii=False)

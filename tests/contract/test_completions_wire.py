@@ -118,11 +118,11 @@ def test_the_raw_bytes_of_a_stream(make_server):
         {"timeout": 60, "priority": 1, "cache_salt": "s"},
     ],
 )
-def test_a_stream_says_what_the_plain_answer_says(make_stage, extra):
-    asked = {"prompt": "Say hello", "max_tokens": 50, "temperature": 0, **extra}
+def test_a_stream_equals_the_plain_answer(make_stage, extra):
+    payload = {"prompt": "Say hello", "max_tokens": 50, "temperature": 0, **extra}
     stage = make_stage(TEXT)
-    plain = _post(stage, asked).json()
-    response = _post(stage, {**asked, "stream": True, "stream_options": {"include_usage": True}})
+    plain = _post(stage, payload).json()
+    response = _post(stage, {**payload, "stream": True, "stream_options": {"include_usage": True}})
     events = _events(response)
     assert events[-1]["usage"] == plain["usage"]
     assert all(event["usage"] is None for event in events[:-1])
@@ -193,8 +193,8 @@ def test_logprobs_have_the_documented_shape(make_stage, tokenizer):
 def test_echo_with_logprobs_scores_the_prompt(make_stage, tokenizer):
     ids = tokenizer.encode("def f(x):", add_special_tokens=False)
     stage = make_stage("!")
-    asked = {"prompt": [ids], "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
-    choice = _post(stage, asked).json()["choices"][0]
+    payload = {"prompt": [ids], "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
+    choice = _post(stage, payload).json()["choices"][0]
     logprobs = choice["logprobs"]
     assert choice["text"] == "def f(x):!"
     assert len(logprobs["tokens"]) == len(ids) + 1
@@ -207,8 +207,8 @@ def test_echo_with_logprobs_scores_the_prompt(make_stage, tokenizer):
 
 def test_scoring_only_generates_nothing(make_stage):
     stage = make_stage("never")
-    asked = {"prompt": "def f(x):", "echo": True, "logprobs": 0, "max_tokens": 0}
-    body = _post(stage, asked).json()
+    payload = {"prompt": "def f(x):", "echo": True, "logprobs": 0, "max_tokens": 0}
+    body = _post(stage, payload).json()
     assert body["choices"][0]["text"] == "def f(x):"
     assert body["choices"][0]["finish_reason"] == "length"
     assert body["usage"]["completion_tokens"] == 0
@@ -244,8 +244,8 @@ def test_null_means_default_everywhere(make_stage):
 
 def test_parameters_reach_the_engine(make_stage):
     stage = make_stage()
-    asked = {"temperature": 0.5, "top_p": 0.9, "top_k": -1, "min_p": 0.1, "seed": -5, "min_tokens": 2, "logprobs": 3}
-    _post(stage, {"prompt": "x", "max_tokens": 9, "ignore_eos": True, "stop_token_ids": [7], **asked})
+    payload = {"temperature": 0.5, "top_p": 0.9, "top_k": -1, "min_p": 0.1, "seed": -5, "min_tokens": 2, "logprobs": 3}
+    _post(stage, {"prompt": "x", "max_tokens": 9, "ignore_eos": True, "stop_token_ids": [7], **payload})
     params = stage.engine.requests[0].params
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 0, 0.1)
     assert (params.seed, params.min_tokens, params.logprobs, params.max_tokens) == (-5, 2, 3, 9)
@@ -253,7 +253,7 @@ def test_parameters_reach_the_engine(make_stage):
 
 
 @pytest.mark.parametrize(
-    ("asked", "temperature", "top_p", "top_k"),
+    ("payload", "temperature", "top_p", "top_k"),
     [
         ({"temperature": 0}, 0.0, 1.0, 0),
         ({"temperature": 1e-12}, 0.0, 1.0, 0),
@@ -264,9 +264,9 @@ def test_parameters_reach_the_engine(make_stage):
         ({"top_k": 5, "temperature": 2}, 2.0, 1.0, 5),
     ],
 )
-def test_extreme_values_mean_what_they_say(make_stage, asked, temperature, top_p, top_k):
+def test_extreme_sampling_values(make_stage, payload, temperature, top_p, top_k):
     stage = make_stage()
-    assert _post(stage, {"prompt": "x", **asked}).status_code == 200
+    assert _post(stage, {"prompt": "x", **payload}).status_code == 200
     params = stage.engine.requests[0].params
     assert (params.temperature, params.top_p, params.top_k) == (temperature, top_p, top_k)
 

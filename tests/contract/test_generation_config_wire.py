@@ -1,4 +1,4 @@
-"""What a model's generation config sets is in force where a request says nothing, and is told."""
+"""A model's generation config: its values count for parameters that a request leaves out, and are reported."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def test_the_tokenizers_end_token_counts_too(stage, make_stage):
     assert _params(alone, "/v1/completions", ignore_eos=True).eos_token_ids == ()
 
 
-def test_what_is_in_force_is_told(stage, make_stage):
-    told = _send(stage, "GET", "/v1/capabilities").json()
-    assert told["generation_config"] == {
+def test_capabilities_show_what_is_in_force(stage, make_stage):
+    reported = _send(stage, "GET", "/v1/capabilities").json()
+    assert reported["generation_config"] == {
         "source": "/m/generation_config.json",
         "sampling": SAMPLING,
         "max_new_tokens": 9,
@@ -77,7 +77,7 @@ def test_what_is_in_force_is_told(stage, make_stage):
     document = _send(stage, "GET", "/openapi.json").json()["components"]["schemas"]
     for path, schema in zip(BODIES, ("CompletionRequest", "ChatRequest"), strict=True):
         for name, value in SAMPLING.items():
-            assert told["endpoints"][path]["parameters"][name]["default"] == value
+            assert reported["endpoints"][path]["parameters"][name]["default"] == value
             assert document[schema]["properties"][name]["default"] == value
     assert "<td><code>0.125</code></td>" in _send(stage, "GET", "/docs").text
     neutral = _send(make_stage(), "GET", "/v1/capabilities").json()
@@ -85,7 +85,7 @@ def test_what_is_in_force_is_told(stage, make_stage):
     assert neutral["endpoints"]["/v1/completions"]["parameters"]["temperature"]["default"] == 1.0
 
 
-def test_the_offline_door_has_the_same_defaults(make_stage, monkeypatch, tmp_path):
+def test_the_offline_llm_has_the_same_defaults(make_stage, monkeypatch, tmp_path):
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.5, "top_k": -1, "max_new_tokens": 3}')
     engine = make_stage("one two three four five").engine
 

@@ -1,4 +1,4 @@
-"""HTTP/1.1 over real sockets: clients that are odd but right, refusals that must arrive, and a bound on connections."""
+"""HTTP/1.1 over real sockets: unusual clients, refusals that must arrive, and the limit of connections."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_client_that_writes_first_and_reads_later_gets_its_413(make_server, lo
 
 
 @LOOPS
-def test_a_head_that_is_too_large_is_told_so_while_it_is_written(make_server, loop):
+def test_a_head_that_is_too_large_is_refused_while_it_is_sent(make_server, loop):
     with _connect(make_server(loop=loop)) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nX: " + b"x" * 8 * 2**20)
         assert connection.recv(65536).startswith(b"HTTP/1.1 431 ")
@@ -80,7 +80,7 @@ def test_a_refused_request_whose_rest_never_comes_does_not_keep_its_connection(m
         assert connection.recv(65536) == b""
 
 
-def test_a_body_that_breaks_off_its_framing_is_told_so(make_server):
+def test_a_body_with_broken_framing_is_refused(make_server):
     with _connect(make_server()) as connection:
         connection.sendall(POST + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\nzz\r\n")
         assert _read(connection).startswith(b"HTTP/1.1 400 ")

@@ -1,4 +1,4 @@
-"""Log-probabilities of a long prompt: the engine sends them in parts, and writing them leaves everyone else a turn."""
+"""Log-probabilities of a long prompt: the engine sends them in parts, and other requests have turns in between."""
 
 import asyncio
 import json
@@ -102,18 +102,18 @@ def test_time_that_is_up_while_a_prompt_is_scored_is_an_error(make_stage):
 
 
 @pytest.mark.parametrize(
-    "asked", [{"prompt_logprobs": 20}, {"echo": True, "logprobs": 20}], ids=lambda asked: [*asked][-1]
+    "payload", [{"prompt_logprobs": 20}, {"echo": True, "logprobs": 20}], ids=lambda payload: [*payload][-1]
 )
-def test_more_scores_than_an_answer_may_keep_are_refused(make_stage, asked):
+def test_more_scores_than_an_answer_may_keep_are_refused(make_stage, payload):
     stage = _stage(make_stage)
 
     async def send(n):
         async with stage.client(timeout=60) as client:
-            body = {"prompt": [[5] * 6000] * 100, "n": n, "max_tokens": 0, **asked}
+            body = {"prompt": [[5] * 6000] * 100, "n": n, "max_tokens": 0, **payload}
             return await client.post(COMPLETIONS, json=body)
 
     response = anyio.run(send, 1)
     error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (400, [*asked][-1])
+    assert (response.status_code, error["param"]) == (400, [*payload][-1])
     assert "12600000" in error["message"] and "8000000" in error["message"]
     assert stage.engine.requests == []

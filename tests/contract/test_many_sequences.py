@@ -1,4 +1,4 @@
-"""Requests with more sequences than the engine's queue holds: the real client, a real engine process, made-up ranks."""
+"""Requests with more sequences than the engine's queue holds: real client and engine process, scripted ranks."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_more_prompt_tokens_than_may_wait_are_no_reason_to_refuse_one_request(sm
     small(scene, max_waiting_tokens=100)
 
 
-def test_a_request_of_many_sequences_leaves_room_for_everybody_else(small):
+def test_a_request_of_many_sequences_leaves_room_for_others(small):
     async def scene(server):
         many = [asyncio.create_task(server.texts([[number, 2]] * 100)) for number in (1, 2)]
         await server.until(lambda stats: stats.num_requests_waiting)

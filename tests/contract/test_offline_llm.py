@@ -1,4 +1,4 @@
-"""The offline door over a fake engine: order, parameters, errors, and an orderly close."""
+"""The offline `LLM` over a fake engine: order, parameters, errors, and an orderly close."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_it_closes_in_order_and_stays_closed(make_llm):
         llm.generate("x")
 
 
-def test_the_public_face():
+def test_the_public_module():
     assert set(oarlock.__all__) == {"LLM", "SamplingParams", "__version__"}
     with pytest.raises(AttributeError):
         _ = oarlock.nothing

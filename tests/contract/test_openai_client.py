@@ -1,4 +1,4 @@
-"""The official client over a real socket: every call our users make."""
+"""The official client over a real socket."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_bad_words_are_tokenized_beside_the_event_loop(make_stage, tokenizer, mo
 
 
 def test_penalties_biases_and_bans_reach_the_engine(make_stage, tokenizer):
-    asked = {
+    payload = {
         "presence_penalty": 1.5,
         "frequency_penalty": -2,
         "repetition_penalty": 1.25,
@@ -63,13 +63,13 @@ def test_penalties_biases_and_bans_reach_the_engine(make_stage, tokenizer):
         "allowed_token_ids": [9, 3, 9],
         "bad_words": ["def", "a b"],
     }
-    params = _params(make_stage(), asked)
+    params = _params(make_stage(), payload)
     assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (1.5, -2.0, 1.25)
     assert params.logit_bias == ((5, 2.5), (7, -100.0))
     assert params.allowed_token_ids == (3, 9)
     wanted = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in ("def", " def", "a b", " a b")]
     assert list(params.bad_words) == list(dict.fromkeys(wanted))
-    plain = _params(make_stage(), dict.fromkeys(asked))
+    plain = _params(make_stage(), dict.fromkeys(payload))
     assert (plain.presence_penalty, plain.repetition_penalty, plain.logit_bias) == (0.0, 1.0, ())
     assert (plain.allowed_token_ids, plain.bad_words) == (None, ())
 
@@ -93,8 +93,10 @@ def test_prompts_of_different_keys_share_nothing(make_stage):
 
 
 def test_the_stop_string_is_shown_when_asked_for(make_stage):
-    asked = {"prompt": "x", "stop": [" wör", "ld!"], "max_tokens": 50}
-    hidden, shown = (_choice(make_stage(TEXT), {**asked, "include_stop_str_in_output": flag}) for flag in (False, True))
+    payload = {"prompt": "x", "stop": [" wör", "ld!"], "max_tokens": 50}
+    hidden, shown = (
+        _choice(make_stage(TEXT), {**payload, "include_stop_str_in_output": flag}) for flag in (False, True)
+    )
     assert (hidden["text"], shown["text"]) == ("Hello,", "Hello, wör")
     assert hidden["stop_reason"] == shown["stop_reason"] == " wör"
     assert hidden["finish_reason"] == shown["finish_reason"] == "stop"
@@ -110,8 +112,8 @@ def test_a_stop_token_is_shown_when_asked_for(make_stage, tokenizer):
 
     stage.engine._events = events
     for flag, text in ((False, "Hi"), (True, "Hi!")):
-        asked = {"prompt": "x", "stop_token_ids": [stop_id], "include_stop_str_in_output": flag}
-        choice = _choice(stage, asked)
+        payload = {"prompt": "x", "stop_token_ids": [stop_id], "include_stop_str_in_output": flag}
+        choice = _choice(stage, payload)
         assert (choice["text"], choice["stop_reason"]) == (text, stop_id)
 
 
@@ -125,14 +127,14 @@ def test_special_tokens_are_shown_when_asked_for(make_stage, tokenizer):
 
 
 def test_ids_come_with_each_choice_and_the_prompts_once_in_a_stream(make_stage, tokenizer):
-    asked = {"prompt": ["one", "two three"], "n": 2, "return_token_ids": True, "max_tokens": 40}
+    payload = {"prompt": ["one", "two three"], "n": 2, "return_token_ids": True, "max_tokens": 40}
     stage = make_stage(TEXT)
-    body = _post(stage, asked).json()
-    prompts = [tokenizer.encode(text) for text in asked["prompt"]]
+    body = _post(stage, payload).json()
+    prompts = [tokenizer.encode(text) for text in payload["prompt"]]
     reply = [*stage.engine.reply(None), stage.engine.requests[0].params.eos_token_ids[0]]
     assert [choice["prompt_token_ids"] for choice in body["choices"]] == [prompts[0]] * 2 + [prompts[1]] * 2
     assert all(choice["token_ids"] == reply for choice in body["choices"])
-    chunks = _chunks(_post(stage, {**asked, "stream": True}))
+    chunks = _chunks(_post(stage, {**payload, "stream": True}))
     for index, prompt in enumerate([prompts[0], prompts[0], prompts[1], prompts[1]]):
         own = [chunk for chunk in chunks if chunk["index"] == index]
         assert [chunk.get("prompt_token_ids") for chunk in own] == [prompt] + [None] * (len(own) - 1)
@@ -150,8 +152,8 @@ def test_constraints_under_the_names_of_other_servers_are_never_ignored(make_sta
 
 def test_in_chat_what_belongs_to_the_prompt_stands_beside_the_choices(make_stage, tokenizer):
     stage = make_stage("one two")
-    asked = {"messages": [{"role": "user", "content": "x"}], "n": 2, "return_token_ids": True, "prompt_logprobs": 0}
-    body = _post(stage, asked, CHAT).json()
+    payload = {"messages": [{"role": "user", "content": "x"}], "n": 2, "return_token_ids": True, "prompt_logprobs": 0}
+    body = _post(stage, payload, CHAT).json()
     prompt = list(stage.engine.requests[0].prompt_token_ids)
     assert body["prompt_token_ids"] == prompt
     assert len(body["prompt_logprobs"]) == len(prompt)
@@ -159,7 +161,7 @@ def test_in_chat_what_belongs_to_the_prompt_stands_beside_the_choices(make_stage
     for choice in body["choices"]:
         assert choice["token_ids"]
         assert not {"prompt_token_ids", "prompt_logprobs"} & choice.keys()
-    response = _post(stage, {**asked, "stream": True, "stream_options": {"include_usage": True}}, CHAT)
+    response = _post(stage, {**payload, "stream": True, "stream_options": {"include_usage": True}}, CHAT)
     events = [json.loads(line[6:]) for line in response.text.split("\n\n") if line.startswith("data: {")]
     for name in ("prompt_token_ids", "prompt_logprobs"):
         assert [event[name] for event in events if name in event] == [body[name]]
@@ -197,8 +199,8 @@ def test_prompt_logprobs_have_the_documented_shape(make_stage, tokenizer):
 
 def test_scores_of_prompt_and_answer_may_differ_in_number(make_stage):
     stage = make_stage("ok")
-    asked = {"prompt": [5, 6], "echo": True, "logprobs": 1, "prompt_logprobs": 3, "max_tokens": 0}
-    choice = _choice(stage, asked)
+    payload = {"prompt": [5, 6], "echo": True, "logprobs": 1, "prompt_logprobs": 3, "max_tokens": 0}
+    choice = _choice(stage, payload)
     assert stage.engine.requests[0].params.prompt_logprobs == 3
     assert len(choice["prompt_logprobs"][1]) == 3
     assert [entry and len(entry) for entry in choice["logprobs"]["top_logprobs"]] == [None, 1]
@@ -214,7 +216,7 @@ def test_scoring_needs_no_echo(make_stage):
 
 
 @pytest.mark.parametrize(
-    ("asked", "kept"),
+    ("payload", "kept"),
     [
         ({"truncate_prompt_tokens": 3}, 3),
         ({"truncate_prompt_tokens": 300}, 240),
@@ -223,10 +225,10 @@ def test_scoring_needs_no_echo(make_stage):
         ({"truncate_prompt_tokens": -1, "max_tokens": 0, "echo": True, "prompt_logprobs": 0}, 240),
     ],
 )
-def test_the_end_of_a_prompt_is_kept_on_request_only(make_stage, asked, kept):
+def test_the_end_of_a_prompt_is_kept_on_request_only(make_stage, payload, kept):
     stage = make_stage("a")
     ids = [5 + number for number in range(240)]
-    choice = _choice(stage, {"prompt": ids, **asked, "return_token_ids": True})
+    choice = _choice(stage, {"prompt": ids, **payload, "return_token_ids": True})
     assert choice["prompt_token_ids"] == ids[-kept:]
 
 
@@ -238,8 +240,8 @@ def test_a_prompt_that_is_too_long_even_when_cut_is_refused(make_stage):
 
 def test_echo_shows_what_was_kept(make_stage, tokenizer):
     ids = tokenizer.encode("one two three four", add_special_tokens=False)
-    asked = {"prompt": "one two three four", "truncate_prompt_tokens": 2, "echo": True, "max_tokens": 0}
-    assert _choice(make_stage(), asked)["text"] == tokenizer.decode(ids[-2:])
+    payload = {"prompt": "one two three four", "truncate_prompt_tokens": 2, "echo": True, "max_tokens": 0}
+    assert _choice(make_stage(), payload)["text"] == tokenizer.decode(ids[-2:])
 
 
 def test_best_of_ranks_by_mean_logprob_and_counts_everything(make_stage, tokenizer):
@@ -330,9 +332,9 @@ def test_what_opens_a_text_opens_one_with_a_suffix(make_stage, monkeypatch, open
 
 
 def test_accepted_fields_change_nothing(make_stage):
-    asked = {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "flex"}
+    payload = {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "flex"}
     stage = make_stage()
-    response = _post(stage, {"prompt": "x", "seed": 1, **asked})
+    response = _post(stage, {"prompt": "x", "seed": 1, **payload})
     assert response.status_code == 200
     assert "X-Ignored-Parameters" not in response.headers
     _post(stage, {"prompt": "x", "seed": 1})

@@ -26,8 +26,8 @@ def _send(stage, *calls, **options):
 @pytest.mark.parametrize("prefix", ["", "/v1"])
 def test_text_to_tokens_and_back(make_stage, tokenizer, prefix):
     text = "def wörld(): 😀"
-    asked = {"prompt": text, "return_token_strs": True}
-    (answer,) = _send(make_stage(), ("POST", f"{prefix}/tokenize", asked))
+    payload = {"prompt": text, "return_token_strs": True}
+    (answer,) = _send(make_stage(), ("POST", f"{prefix}/tokenize", payload))
     ids = tokenizer.encode(text)
     assert answer.json() == {
         "count": len(ids),
@@ -91,24 +91,24 @@ def test_a_rendered_completion_generates_nothing(make_stage, tokenizer):
     assert stage.state.async_llm.open == set()
 
 
-def test_render_shows_what_would_be_asked(make_stage, tokenizer):
+def test_render_shows_what_the_engine_would_get(make_stage, tokenizer):
     stage = make_stage()
-    asked = {"prompt": "one", "n": 2, "seed": 3, "temperature": 1e-9, "max_tokens": 10**6, "logit_bias": {"5": 1}}
-    asked["stop"] = "x"
-    rendered, _ = _send(stage, ("POST", "/v1/completions/render", asked), ("POST", "/v1/completions", asked))
+    payload = {"prompt": "one", "n": 2, "seed": 3, "temperature": 1e-9, "max_tokens": 10**6, "logit_bias": {"5": 1}}
+    payload["stop"] = "x"
+    rendered, _ = _send(stage, ("POST", "/v1/completions/render", payload), ("POST", "/v1/completions", payload))
     body = rendered.json()
     params = stage.engine.requests[0].params
-    told = body["parameters"]
+    reported = body["parameters"]
     assert body["prompts"] == [{"text": "one", "token_ids": tokenizer.encode("one"), "num_tokens": 1}]
-    assert (told["temperature"], told["max_tokens"]) == (0.0, params.max_tokens)
-    assert told["seeds"] == [request.params.seed for request in stage.engine.requests]
-    assert told["logit_bias"] == [[5, 1.0]]
-    assert told["stop"] == ["x"]
+    assert (reported["temperature"], reported["max_tokens"]) == (0.0, params.max_tokens)
+    assert reported["seeds"] == [request.params.seed for request in stage.engine.requests]
+    assert reported["logit_bias"] == [[5, 1.0]]
+    assert reported["stop"] == ["x"]
     assert body["choices_per_prompt"] == 2
     assert len(stage.engine.requests) == 2
 
 
-def test_load_counts_everyone_but_the_asker(make_stage):
+def test_load_leaves_its_own_request_out(make_stage):
     stage = make_stage()
     stage.engine.numbers.num_requests_running = 3
     stage.engine.numbers.num_waiting_tokens = 50
@@ -123,16 +123,16 @@ def test_load_counts_everyone_but_the_asker(make_stage):
 
 
 def test_strict_servers_refuse_what_others_report(make_stage):
-    asked = {"prompt": "x", "zeta": 1, "alpha": 2, "stream": True, "stream_options": {"include_usge": True}}
+    payload = {"prompt": "x", "zeta": 1, "alpha": 2, "stream": True, "stream_options": {"include_usge": True}}
     lax = make_stage()
-    (answer,) = _send(lax, ("POST", "/v1/completions", asked))
+    (answer,) = _send(lax, ("POST", "/v1/completions", payload))
     assert answer.status_code == 200
     assert answer.headers["X-Ignored-Parameters"] == "alpha, stream_options.include_usge, zeta"
     assert lax.counters.ignored_parameters == 3
     (page,) = _send(lax, ("GET", "/metrics", None))
     assert 'oarlock:ignored_parameters_total{engine="0",model_name="demo"} 3.0' in page.text
     strict = make_stage(strict_parameters=True)
-    (answer,) = _send(strict, ("POST", "/v1/completions", asked))
+    (answer,) = _send(strict, ("POST", "/v1/completions", payload))
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (400, "alpha", "unknown_parameter")
     assert strict.engine.requests == []
@@ -141,14 +141,14 @@ def test_strict_servers_refuse_what_others_report(make_stage):
 
 
 def test_the_report_of_ignored_fields_is_bounded(make_stage):
-    asked = {"prompt": "x", **{f"field_{number:03}": 0 for number in range(200)}, "bad\nname": 1}
-    (answer,) = _send(make_stage(), ("POST", "/v1/completions", asked))
+    payload = {"prompt": "x", **{f"field_{number:03}": 0 for number in range(200)}, "bad\nname": 1}
+    (answer,) = _send(make_stage(), ("POST", "/v1/completions", payload))
     names = answer.headers["X-Ignored-Parameters"].split(", ")
     assert names == [*(f"field_{number:03}" for number in range(32)), "+169"]
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses", "/v1/responses/abc", "/v1/audio/speech"])
-def test_routes_of_other_servers_say_so(make_stage, path):
+def test_routes_of_other_servers_are_refused_by_name(make_stage, path):
     for method in ("GET", "POST"):
         (answer,) = _send(make_stage(), (method, path, {}))
         assert answer.status_code == 404
@@ -186,14 +186,14 @@ def test_a_token_limit_beyond_the_context_is_cut_or_refused(make_stage, path, bo
     assert (fits.status_code, free.status_code) == (200, 200)
 
 
-@pytest.mark.parametrize("asked", [{}, {"stream_options": {"include_usage": False}}])
-def test_usage_ends_every_stream_where_the_operator_wants_it(make_stage, asked):
-    for told in (False, True):
-        stage = make_stage(always_stream_usage=told)
+@pytest.mark.parametrize("payload", [{}, {"stream_options": {"include_usage": False}}])
+def test_usage_ends_every_stream_where_the_operator_wants_it(make_stage, payload):
+    for reported in (False, True):
+        stage = make_stage(always_stream_usage=reported)
         for path, body in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": MESSAGES})):
-            (answer,) = _send(stage, ("POST", path, {**body, **asked, "stream": True}))
+            (answer,) = _send(stage, ("POST", path, {**body, **payload, "stream": True}))
             last = json.loads(answer.text.split("\n\n")[-3].removeprefix("data: "))
-            assert (last["choices"] == [] and last["usage"]["completion_tokens"] > 0) == told
+            assert (last["choices"] == [] and last["usage"]["completion_tokens"] > 0) == reported
 
 
 def test_names_in_other_letters_are_known_where_the_operator_wants_it(make_stage):
@@ -272,7 +272,7 @@ def test_a_request_id_is_on_every_answer(make_stage):
 
 def test_counters_reconcile_with_usage_and_aborted_streams_count_what_came(make_stage):
     stage = make_stage("one two three four five six", delay_s=0.0)
-    asked = [
+    payload = [
         {"prompt": "abc"},
         {"prompt": ["abc", "de"], "n": 3, "max_tokens": 2},
         {"prompt": "abc", "best_of": 4},
@@ -281,9 +281,9 @@ def test_counters_reconcile_with_usage_and_aborted_streams_count_what_came(make_
         {"prompt": "abc", "truncate_prompt_tokens": 1},
         {"prompt": "abc", "n": 0},
     ]
-    answers = _send(stage, *[("POST", "/v1/completions", body) for body in asked])
+    answers = _send(stage, *[("POST", "/v1/completions", body) for body in payload])
     usages = [answer.json()["usage"] for answer in answers if answer.status_code == 200]
-    assert len(usages) == len(asked) - 1
+    assert len(usages) == len(payload) - 1
     assert stage.counters.prompt_tokens == sum(usage["prompt_tokens"] for usage in usages)
     assert stage.counters.generation_tokens == sum(usage["completion_tokens"] for usage in usages)
     before = stage.counters.generation_tokens

@@ -55,6 +55,6 @@ def test_a_prompt_read_in_parts_is_read_whole(cuts: list[int]) -> None:
     assert found[3].top == ((4, 4.0), (5, 5.0))
 
 
-def test_without_a_detokenizer_no_place_is_told() -> None:
+def test_without_a_detokenizer_there_are_no_offsets() -> None:
     entries = (TokenLogprobs(8, -1.0, 1), TokenLogprobs(9, -2.0, 4))
     assert [score.offset for score in PromptReader(PROMPT, None).read(entries)] == [0, 0, 0]
