@@ -1,4 +1,4 @@
-"""Masks that come after the step: the ranks are at work before, choose after, and what they choose is the same."""
+"""Masks that are filled after a step was submitted: ranks run the model before, sample after, and sample the same."""
 
 import dataclasses
 import select
@@ -39,7 +39,7 @@ def executor(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Execu
 
 
 def masked_step(executor: Executor, step_id: int) -> StepMetadata:
-    """A step whose bits are garbage still."""
+    """A step whose masks are not filled yet."""
     bits = np.full((1, mask_words(executor.info.vocab_size)), 0xAAAAAAAA, np.uint32)
     return dataclasses.replace(step_of(step_id, PROMPT, 0), mask_rows=np.zeros(1, np.int32), mask_bits=bits)
 
@@ -50,7 +50,7 @@ def test_a_slow_mask_still_decides(executor: Executor) -> None:
     for number, only in enumerate([token for token in (3, 31, 32, 77, 200) if [token] != free], 2):
 
         def fill(bits: np.ndarray, only: int = only) -> None:
-            time.sleep(0.05)  # a tiny model's ranks are long at the sampler
+            time.sleep(0.05)  # longer than a tiny model takes
             bits[:] = 0
             bits[0, only // 32] = 1 << only % 32
 
@@ -107,7 +107,7 @@ def test_an_inline_rank_runs_the_model_before_the_masks_and_samples_after(
     assert log == ["model", "masks", "sampler", "model", "sampler"]
 
 
-def test_a_step_without_late_masks_starts_no_thread(checkpoint: Path) -> None:
+def test_a_step_with_complete_masks_starts_no_thread(checkpoint: Path) -> None:
     executor = start_executor(config_for(checkpoint), inline=True, on_progress=lambda phase, fraction: None)
     before = threading.active_count()
     executor.submit(masked_step(executor, 1))
@@ -122,10 +122,10 @@ def test_ranks_are_at_work_before_the_masks(checkpoint: Path, size: int) -> None
     executor = start(checkpoint, size)
     broken = masked_step(executor, 4)
     broken.slot_mapping[0] = 10**9  # the model fails on it: its report shows that the model has begun
-    heard = []
+    is_readable = []
 
     def fill(bits: np.ndarray) -> None:
-        heard.append(bool(select.select(executor.fileno_for_death(), [], [], 60)[0]))
+        is_readable.append(bool(select.select(executor.fileno_for_death(), [], [], 60)[0]))
         bits[:] = 0xFFFFFFFF
 
     try:
@@ -134,7 +134,7 @@ def test_ranks_are_at_work_before_the_masks(checkpoint: Path, size: int) -> None
             executor.collect()
     finally:
         executor.close()
-    assert heard == [True]
+    assert is_readable == [True]
 
 
 @pytest.mark.parametrize("inline", [True, False])
