@@ -110,7 +110,7 @@ class RunningServer:
         return Path(self._log.name).read_text(errors="replace")
 
     def wait_ready(self, within_s: float = READY_WITHIN_S) -> RunningServer:
-        """Until /health says 200; fails with the log when the server leaves instead."""
+        """Until /health says 200; fails with the log when the server ends instead."""
 
         def ready() -> bool:
             if self.process.poll() is not None:

@@ -83,7 +83,7 @@ def test_a_wrong_field_is_named(tp1, fields, param, stream):
     refused(tp1.client.post(COMPLETIONS, json=body), param=param)
 
 
-def test_a_prompt_longer_than_the_context_says_by_how_much(tp1):
+def test_a_prompt_longer_than_the_context_is_refused_with_both_lengths(tp1):
     error = refused(
         tp1.client.post(COMPLETIONS, json={"prompt": [5] * 3000}), param="prompt", code="context_length_exceeded"
     )

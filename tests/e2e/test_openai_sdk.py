@@ -67,7 +67,7 @@ def test_errors_are_the_clients_own_classes(client):
     assert unknown.value.code == "model_not_found"
 
 
-def test_keys_guard_everything_but_the_probes():
+def test_keys_protect_everything_but_the_probes():
     with RunningServer(DEMO, env={"OARLOCK_API_KEY": "anna-7f3, bert-9c1"}) as server:
         for key in ("anna-7f3", "bert-9c1"):
             with openai.OpenAI(base_url=f"{server.url}/v1", api_key=key) as client:

@@ -23,7 +23,7 @@ from tests.house import recipes
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "tests" / "load" / "README.md"]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 HUB_ID = re.compile(r"\bQwen/[\w.-]+")
-# Commands that take minutes or would call this test again: make says what it would do.
+# Commands that take minutes or would call this test again: `make -n` prints what it would run.
 ONLY_PLANNED = (
     "make test",
     "make soak",
