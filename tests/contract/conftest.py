@@ -48,16 +48,16 @@ INFO = EngineInfo(
 
 @dataclass
 class FakeEngine:
-    """Answers every request with `reply`'s ids, one token per event, and remembers how each request ended."""
+    """Answers every request with `reply`'s ids, one token per event, and records how each request ended."""
 
     reply: Callable[[Request], list[int]]
     eos: bool = True  # an end-of-sequence token after the reply
     delay_s: float = 0.0  # before every event
     fail_after: int | None = None  # tokens before the engine reports an error
-    blamed: str | None = None  # the field of the request whose fault that error is
-    die_after: int | None = None  # tokens before the engine is gone
+    blamed: str | None = None  # the field of the request that the error names
+    die_after: int | None = None  # tokens before the engine dies
     refuse: Exception | None = None
-    pause_after: int | None = None  # tokens before the engine falls silent
+    pause_after: int | None = None  # tokens before the engine pauses
     info: EngineInfo = INFO
     is_alive: bool = True
     last_progress_age_s: float = 0.0

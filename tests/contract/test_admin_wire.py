@@ -25,7 +25,7 @@ def _post(stage, path, body=None, headers=BOSS):
 
 @pytest.fixture
 def stage(make_stage):
-    """An engine that falls silent after two tokens of each answer."""
+    """An engine that pauses after two tokens of each answer."""
     return make_stage("one two three four", pause_after=2, api_key=("user",), admin_api_key="boss")
 
 

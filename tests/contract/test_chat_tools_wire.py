@@ -184,7 +184,7 @@ def test_why_it_ended(chat, reply, fields, reason, num_calls, stream):
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
 def test_forced_calls_that_are_cut_short_leave_no_text(chat, choice):
-    """Their text is bound to be calls: what is no whole call is the beginning of one, never an answer in words."""
+    """A grammar binds their text to calls: text that is no whole call is the beginning of one, never content."""
     fields = {"tools": TOOLS, "tool_choice": choice, "temperature": 0}
     for reply, num_calls in ((CALL + '\n<tool_call>\n{"name": "f"', 1), ('<tool_call>\n{"na', 0)):
         stage = chat(reply, eos=False)

@@ -123,7 +123,7 @@ def test_an_error_before_any_token_is_a_plain_answer_to_a_stream_too(make_server
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/completions/render", "/tokenize"])
 def test_a_long_text_is_left_alone_when_its_sender_leaves(make_server, wait_for, tokenizer, monkeypatch, path):
-    """Two hundred thousand characters are four pieces of work; of those only the one in hand is finished."""
+    """Two hundred thousand characters are four pieces of work; only the one that has begun is finished."""
     server = make_server()
     begun, release, encode = [], threading.Event(), tokenizer.encode
 

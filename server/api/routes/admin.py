@@ -40,6 +40,7 @@ _DRAIN = describe(
 
 @router.post("/admin/abort", openapi_extra=_ABORT)
 async def abort(request: Request) -> Response:
+    """Open requests end with the text they have so far: one by its id, or all."""
     serving = OpenAIServing.of(request)
     body, headers = await serving.read(request, AbortRequest)
     async_llm = serving.async_llm
@@ -56,6 +57,7 @@ async def abort(request: Request) -> Response:
 
 @router.post("/admin/reset_prefix_cache", openapi_extra=_RESET)
 async def reset_prefix_cache(request: Request) -> Response:
+    """Cached prefixes of prompts are forgotten; running requests keep theirs."""
     num_blocks = await OpenAIServing.of(request).async_llm.engine.reset_prefix_cache()
     _log.info(event("admin_reset_prefix_cache", blocks=num_blocks))
     return JSONResponse({"reset": True, "blocks": num_blocks})
@@ -63,8 +65,9 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 @router.post("/admin/drain", openapi_extra=_DRAIN, status_code=202)
 async def drain(request: Request) -> Response:
+    """New requests are refused, open ones are finished, then the server exits, as after SIGTERM."""
     state = OpenAIServing.of(request).state
     state.drain()
-    num_open = state.num_in_flight - 1  # this request is none of them
+    num_open = state.num_in_flight - 1  # without this request
     _log.info(event("admin_drain", open=num_open))
     return JSONResponse({"status": "draining", "open": num_open}, 202)

@@ -29,12 +29,14 @@ _READY = describe(
 
 @router.get("/health/live", openapi_extra=describe("Check liveness", "Health"))
 async def live(request: Request) -> Response:
+    """200 as long as the process answers."""
     return JSONResponse({"status": "live", "state": OpenAIServing.of(request).state.phase.value})
 
 
 @router.get("/health", openapi_extra=_READY)
 @router.get("/health/ready", openapi_extra=_READY)
 async def ready(request: Request) -> Response:
+    """200 when the model is loaded and every rank has made progress lately, else 503 with the reason."""
     state = OpenAIServing.of(request).state
     reason = state.why_not_ready()
     body: dict[str, Any] = {"status": "ok" if reason is None else "unavailable", "state": state.phase.value}

@@ -17,12 +17,14 @@ router = APIRouter(route_class=ErrorHandlingRoute)
 
 @router.get("/v1/models", openapi_extra=describe("List models", "ModelList"))
 async def list_models(request: Request) -> Response:
+    """The served names. Requests without `model` get the first."""
     serving = OpenAIServing.of(request)
     return JSONResponse({"object": "list", "data": [_card(serving, name) for name in serving.model_names]})
 
 
 @router.get("/v1/models/{model:path}", openapi_extra=describe("Retrieve model", "Model"))
 async def retrieve_model(request: Request, model: str) -> Response:
+    """One of the served names, which may contain slashes."""
     serving = OpenAIServing.of(request)
     return JSONResponse(_card(serving, serving.check_model(model)))
 

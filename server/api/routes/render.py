@@ -30,6 +30,7 @@ _CHAT = describe(
 
 @router.post("/v1/completions/render", openapi_extra=_COMPLETION)
 async def render_completion(request: Request) -> Response:
+    """The prompts and the resolved parameters of a completion, without generating."""
     serving = OpenAIServingCompletion.of(request)
     body, headers = await serving.read(request, CompletionRequest)
     return await serving.render(request, body, headers)
@@ -37,6 +38,7 @@ async def render_completion(request: Request) -> Response:
 
 @router.post("/v1/chat/completions/render", openapi_extra=_CHAT)
 async def render_chat(request: Request) -> Response:
+    """The prompt and the resolved parameters of a chat completion, without generating."""
     serving = OpenAIServingChatCompletion.of(request)
     body, headers = await serving.read(request, ChatRequest)
     return await serving.render(request, body, headers)

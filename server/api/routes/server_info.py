@@ -17,6 +17,7 @@ router = APIRouter(route_class=ErrorHandlingRoute)
 
 @router.get("/v1/capabilities", openapi_extra=describe("Show capabilities", "Capabilities"))
 async def show_capabilities(request: Request) -> Response:
+    """Parameters with their ranges, limits and features of this server."""
     return JSONResponse(capabilities(request.app.openapi(), OpenAIServing.of(request)))
 
 
@@ -35,11 +36,12 @@ async def show_capabilities(request: Request) -> Response:
     ),
 )
 async def load(request: Request) -> Response:
+    """Open requests, running and waiting ones, and the share of the KV cache in use."""
     serving = OpenAIServing.of(request)
     stats, _ = await serving.engine_numbers()
     return JSONResponse(
         {
-            "server_load": serving.state.num_in_flight - 1,  # this request is none of them
+            "server_load": serving.state.num_in_flight - 1,  # without this request
             "requests_running": stats.num_requests_running,
             "requests_waiting": stats.num_requests_waiting,
             "tokens_waiting": stats.num_waiting_tokens,

@@ -34,6 +34,7 @@ _DETOKENIZE = describe(
 @router.post("/tokenize", openapi_extra=_TOKENIZE)
 @router.post("/v1/tokenize", openapi_extra=_TOKENIZE)
 async def tokenize(request: Request) -> Response:
+    """The token ids of a text, or of a conversation as the chat template renders it."""
     serving = OpenAIServingTokenization.of(request)
     body, headers = await serving.read(request, TokenizeRequest, TokenizeChatRequest)
     return await serving.tokenize(request, body, headers)
@@ -42,6 +43,7 @@ async def tokenize(request: Request) -> Response:
 @router.post("/detokenize", openapi_extra=_DETOKENIZE)
 @router.post("/v1/detokenize", openapi_extra=_DETOKENIZE)
 async def detokenize(request: Request) -> Response:
+    """The text of token ids."""
     serving = OpenAIServingTokenization.of(request)
     body, headers = await serving.read(request, DetokenizeRequest)
     return await serving.detokenize(request, body, headers)
