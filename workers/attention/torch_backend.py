@@ -276,31 +276,45 @@ class TorchBackend:
     def attend(self, q: Tensor, kv: LayerKV, plan: _Plan, layer: AttentionSpec) -> Tensor:
         rows, heads, width = q.shape
         kv_heads = self.spec.num_kv_heads
-        group = heads // kv_heads  # query heads per KV head
-        out = torch.empty((rows, kv_heads, group, width), dtype=q.dtype)
-        grouped = q.reshape(rows, kv_heads, group, width)
+        num_queries_per_kv = heads // kv_heads
+        out = torch.empty((rows, kv_heads, num_queries_per_kv, width), dtype=q.dtype)
+        grouped = q.reshape(rows, kv_heads, num_queries_per_kv, width)
         decodes, prefills = self._units(plan, layer)
         for unit in decodes:
             k, v = self._gather(kv, unit.pages, unit.size * kv_heads)  # [n * H, N, D]
-            shape = (unit.size, kv_heads, group, k.shape[1])
+            shape = (unit.size, kv_heads, num_queries_per_kv, k.shape[1])
             if isinstance(unit.rows, slice):
-                into = out[unit.rows].view(-1, group, width)
-                self._attend(grouped[unit.rows].reshape(-1, group, width), k, v, layer, shape, unit.masks, into)
+                into = out[unit.rows].view(-1, num_queries_per_kv, width)
+                self._attend(
+                    grouped[unit.rows].reshape(-1, num_queries_per_kv, width), k, v, layer, shape, unit.masks, into
+                )
             else:
                 some = grouped.index_select(0, unit.rows)
                 result = torch.empty_like(some)
-                self._attend(some.view(-1, group, width), k, v, layer, shape, unit.masks, result.view(-1, group, width))
+                self._attend(
+                    some.view(-1, num_queries_per_kv, width),
+                    k,
+                    v,
+                    layer,
+                    shape,
+                    unit.masks,
+                    result.view(-1, num_queries_per_kv, width),
+                )
                 out.index_copy_(0, unit.rows, result)
         for unit in prefills:
             k, v = self._gather(kv, unit.pages, kv_heads)  # [H, N, D]
             for block in unit.blocks:
                 count = block.stop - block.start
                 columns = slice(block.first_column, block.last_column)
-                some = grouped[block.start : block.stop].transpose(0, 1).reshape(kv_heads, count * group, width)
+                some = (
+                    grouped[block.start : block.stop]
+                    .transpose(0, 1)
+                    .reshape(kv_heads, count * num_queries_per_kv, width)
+                )
                 result = torch.empty_like(some)
-                shape = (kv_heads, count, group, block.last_column - block.first_column)
+                shape = (kv_heads, count, num_queries_per_kv, block.last_column - block.first_column)
                 self._attend(some, k[:, columns], v[:, columns], layer, shape, block.masks, result)
-                out[block.start : block.stop] = result.view(kv_heads, count, group, width).transpose(0, 1)
+                out[block.start : block.stop] = result.view(kv_heads, count, num_queries_per_kv, width).transpose(0, 1)
         return out.view(rows, heads * width)
 
     def _gather(self, kv: LayerKV, pages: Tensor, pairs: int) -> tuple[Tensor, Tensor]:

@@ -97,7 +97,7 @@ def main(argv: list[str]) -> int:
         control.send(
             "failed",
             cause=f"rank {arguments.rank} failed while loading: {type(error).__name__}: {error}",
-            fix="The traceback above names the place; `--load-format dummy` tells whether the weights are at fault.",
+            fix="The traceback above names the place; `--load-format dummy` shows whether the weights are at fault.",
             exit_code=3,
         )
         return 3
