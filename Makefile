@@ -88,7 +88,7 @@ endif
 
 test-long: $(TOOLS)
 	@echo '==> soak'
-	@$(BIN)/python -m pytest -m soak tests/e2e
+	@$(BIN)/python -m pytest -m soak tests/e2e tests/load
 	@echo '==> fuzz'
 	@$(BIN)/python -m tests.fuzz.run --requests 4000 --examples 16
 	@echo '==> clients'

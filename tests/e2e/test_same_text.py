@@ -42,19 +42,24 @@ def check_greedy_text(server, prompts, expected, *, has_hits, step=1):
     assert (server.metrics()["vllm:prefix_cache_hits_total"] > before) == has_hits
 
 
-@pytest.mark.parametrize("name", ["tp1", "tp2"])
-def test_greedy_text_equals_transformers(name, request, prompts, expected):
-    check_greedy_text(request.getfixturevalue(name), prompts, expected, has_hits=True)
+@pytest.mark.parametrize(("name", "step"), [("tp1", 1), ("tp2", 2)])
+def test_greedy_text_equals_transformers(name, step, request, prompts, expected):
+    check_greedy_text(request.getfixturevalue(name), prompts, expected, has_hits=True, step=step)
+
+
+@pytest.mark.soak
+def test_every_prompt_alone_on_two_ranks(tp2, prompts, expected):
+    assert answers_alone(tp2, prompts) == expected
 
 
 @pytest.mark.parametrize(
     ("ranks", "caching"),
     [(1, "--no-enable-prefix-caching"), (2, "--no-enable-prefix-caching"), (4, "--no-enable-prefix-caching"),
-     (4, "--enable-prefix-caching")],
+     pytest.param(4, "--enable-prefix-caching", marks=pytest.mark.soak)],
 )  # fmt: skip
 def test_it_does_so_without_cached_prefixes_and_on_four_ranks(ranks, caching, prompts, expected):
     with RunningServer(DEMO, "--dtype", "float32", "-tp", ranks, caching, "--block-size", 8) as server:
-        check_greedy_text(server, prompts, expected, has_hits=caching == "--enable-prefix-caching", step=5)
+        check_greedy_text(server, prompts, expected, has_hits=caching == "--enable-prefix-caching", step=10)
 
 
 SEEDED = {"temperature": 1.5, "top_p": 0.95, "max_tokens": 24, "ignore_eos": True}

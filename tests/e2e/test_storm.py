@@ -68,7 +68,7 @@ def check_nothing_is_kept(server, file, seconds):
 def test_disconnects(ranks, tmp_path):
     server, file = counted(tmp_path, "-tp", ranks)
     with server:
-        check_nothing_is_kept(server, file, seconds=8)
+        check_nothing_is_kept(server, file, seconds=5)
 
 
 @pytest.mark.soak

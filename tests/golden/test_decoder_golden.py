@@ -15,6 +15,8 @@ from tests.golden.exact_reference import GREEDY, ExactReference
 from tests.golden.paged_run import PagedRun, greedy, load_decoder, on_ranks
 from workers.distributed.parallel_state import TensorParallel
 
+pytestmark = pytest.mark.slow
+
 every_run = pytest.mark.parametrize(
     ("name", "size"),
     [pytest.param(*run, id=run_id(*run), marks=[pytest.mark.slow] if run[1] > 2 else []) for run in RUNS],

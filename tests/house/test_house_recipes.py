@@ -176,6 +176,7 @@ def test_a_wheel_carries_the_demo_model_without_its_training():
     assert shipped == {path for path in folder.iterdir() if path.is_file()}
 
 
+@pytest.mark.slow
 def test_the_demo_models_training_starts():
     script = ROOT / "models" / "oarlock-demo" / "training" / "train_demo_model.py"
     result = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, timeout=120)

@@ -85,6 +85,7 @@ def test_the_closed_loop_alone(tiny, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_the_comparison(tmp_path):
     out = tmp_path / "result.json"
     result = run_module("compare", "--quick", "--json", out)

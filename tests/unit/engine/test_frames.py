@@ -14,6 +14,7 @@ _INTS = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=30)
 _FLOATS = st.lists(st.floats(width=32, allow_nan=False), max_size=10)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(_HEADS, _INTS, _FLOATS), max_size=4), st.integers(1, 50))
 def test_what_goes_in_comes_out_however_the_stream_is_cut(messages, cut) -> None:

@@ -97,6 +97,7 @@ def test_harmless_leftovers_load(tmp_path: Path) -> None:
     load_decoder(path, TensorParallel.solo())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fused_and_sharded_files_load_like_separate_ones(tmp_path: Path, family: str) -> None:
     tokens = list(range(20))

@@ -43,6 +43,7 @@ def tied(seed: int = 0) -> torch.Tensor:
     return (torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2).round() / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("make", [peaked, flat, tied], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("mode", MODES)

@@ -13,6 +13,8 @@ from engine.types import FinishReason, Request, TokenEvent
 from tests.golden.tiny_models import make_tiny
 from workers.executor import Executor, start_executor
 
+pytestmark = pytest.mark.slow
+
 BLOCK_SIZE, MAX_LEN, VOCAB = 4, 64, 320
 PROMPTS = [[7, 8, 9, 7], [100, 3, 5, 100, 250, 9, 9], [20 + i for i in range(11)], [4]]
 

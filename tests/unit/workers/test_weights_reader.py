@@ -92,6 +92,7 @@ for dtype in (torch.bfloat16, torch.float32):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_peak_memory_is_the_shard_and_a_small_bound(tmp_path: Path) -> None:
     whole = torch.zeros(9216, 8192, dtype=torch.bfloat16)
