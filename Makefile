@@ -90,7 +90,7 @@ test-long: $(TOOLS)
 	@echo '==> soak'
 	@$(BIN)/python -m pytest -m soak tests/e2e tests/load
 	@echo '==> fuzz'
-	@$(BIN)/python -m tests.fuzz.run --requests 4000 --examples 16
+	@$(BIN)/python -m tests.fuzz.run --requests 4000 --examples 12
 	@echo '==> clients'
 	@$(BIN)/python -m tests.clients.run
 	@echo '==> a model of true size'

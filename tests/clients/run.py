@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Generator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,12 +47,12 @@ class Outcome:
     skipped: str = ""  # why it was not tried
 
 
-def try_client(client: Client, url: str, reference: Path) -> Outcome:
-    """Prepare its environment, run its script, collect its lines."""
+def try_client(client: Client, prepared: Future[tuple[list[str], bool]], url: str, reference: Path) -> Outcome:
+    """Wait for its environment, run its script, collect its lines. `prepared`: what `environments.prepare` returns."""
     outcome = Outcome(client)
     began = time.monotonic()
     try:
-        interpreter, fresh = prepare(client)
+        interpreter, fresh = prepared.result()
         outcome.version = version(client)
     except NotInstalledError as reason:
         outcome.skipped = str(reason)
@@ -60,7 +61,7 @@ def try_client(client: Client, url: str, reference: Path) -> Outcome:
     except (OSError, subprocess.CalledProcessError) as error:
         outcome.problems.append(f"no environment: {error}")
         return outcome
-    made = f", environment made in {time.monotonic() - began:.0f} s" if fresh else ""
+    made = f", environment made, {time.monotonic() - began:.0f} s waited for" if fresh else ""
     print(f"==> {client.name} ({client.package} {outcome.version}){made}", flush=True)
     began = time.monotonic()
     with small_server(client) as small:
@@ -149,9 +150,14 @@ def main(arguments: list[str] | None = None) -> int:
         if any(client.needs_transformers_numbers for client in wanted):
             print("==> asking transformers for its numbers", flush=True)
             subprocess.run([sys.executable, "-m", "tests.clients.reference", str(reference)], cwd=ROOT, check=True)
-        with RunningServer(DEMO, *FLAGS) as server:
+        # The next environments are made while a client runs.
+        with RunningServer(DEMO, *FLAGS) as server, ThreadPoolExecutor(1) as pool:
             print(f"==> serving {DEMO.name} at {server.url}", flush=True)
-            outcomes = [try_client(client, server.url, reference) for client in wanted]
+            prepared = [pool.submit(prepare, client) for client in wanted]
+            outcomes = [
+                try_client(client, future, server.url, reference)
+                for client, future in zip(wanted, prepared, strict=True)
+            ]
             idle = server.metrics()
     print("\n" + as_text(outcomes))
     failed = [outcome.client.name for outcome in outcomes if outcome.problems]
