@@ -32,7 +32,7 @@ from tests.e2e.running import DEMO, ROOT, RunningServer
 MODEL = "demo"
 FLAGS = ("--dtype", "float32", "--served-model-name", MODEL)
 SMALL = (*FLAGS, "--max-num-seqs", 1, "--max-waiting-requests", 16)
-MARK = " "
+MARK = "@@ "
 
 
 @dataclass

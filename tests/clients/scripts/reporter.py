@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Generator
 from contextlib import contextmanager
 
-MARK = " "  # what follows is for the program that started us
+MARK = "@@ "  # what follows is for the program that started us
 
 
 class Report:
