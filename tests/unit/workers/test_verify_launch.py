@@ -14,12 +14,12 @@ from workers.python_child import start_python
 from workers.verify import launch
 from workers.worker.spawn_ranks import SpawnedRanks
 
+pytestmark = pytest.mark.slow
+
 TWO_RANKS = WorkerConfig("nowhere", tensor_parallel_size=2)
 # Stand-ins for rank processes: the first argument is the control socket's descriptor, the others are what to do.
 RANK = """
 import json, os, signal, socket, sys, time
-
-pytestmark = pytest.mark.slow
 control = socket.socket(fileno=int(sys.argv[1]))
 for word in sys.argv[2:]:
     if word == "stop":
