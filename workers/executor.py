@@ -43,7 +43,7 @@ def start_executor(config: WorkerConfig, *, inline: bool, on_progress: OnProgres
     """Check the configuration, start the ranks and load the model.
 
     Raises `StartupError` with a cause and a fix; what can be known from headers and numbers is checked before any
-    weight is read. `inline` runs a single rank inside the calling process, which is faster.
+    weight is read. `inline` runs a single rank inside the calling process.
     """
     resolved = preflight(config)
     if inline and resolved.tensor_parallel_size == 1:

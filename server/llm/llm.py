@@ -19,7 +19,7 @@ from engine.client import EngineClient
 from engine.errors import StartupError
 from engine.sampling_params import SamplingParams
 from engine.types import EngineInfo
-from server.config import model_path as model_files
+from server.config import model_path
 from server.config.options import OptionError
 from server.config.settings import Settings, make_settings
 from server.llm.async_llm import AsyncLLM
@@ -189,7 +189,7 @@ async def _cancel_others() -> None:
 
 
 async def _start(settings: Settings) -> tuple[EngineClient, AsyncLLM]:
-    path = await model_files.resolve(settings, _silent)
+    path = await model_path.resolve(settings, _silent)
     generation_config = GenerationConfig.load(path, settings.generation_config)
     tokenizer = await asyncio.to_thread(Tokenizer.load, path)
     engine = await EngineClient.start(settings.engine_config(path), _silent)
