@@ -14,7 +14,7 @@ from torch import Tensor
 
 from workers.attention.backend import AttentionSpec, KVSpec, LayerKV
 from workers.attention.forward_batch import ForwardBatch
-from workers.kernels.cpu import build
+from workers.kernels.cpu import library
 
 _GROUP = 16  # positions that lie side by side in a page
 _TILE_ROWS = 12
@@ -40,12 +40,12 @@ class Avx512Backend:
     def __init__(self, spec: KVSpec) -> None:
         self.spec = spec
         self.type = _TYPES[spec.dtype]
-        library = build.library()
+        kernels = library.library()
         pointer, number, real = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
-        self._attend = library.oarlock_attend
+        self._attend = kernels.oarlock_attend
         self._attend.argtypes = [*[pointer] * 8, *[number] * 9, real, real, ctypes.c_int]
         self._attend.restype = None
-        self._write = library.oarlock_write
+        self._write = kernels.oarlock_write
         self._write.argtypes = [*[pointer] * 5, *[number] * 6, ctypes.c_int]
         self._write.restype = None
 
@@ -59,7 +59,7 @@ class Avx512Backend:
             return f"it wants a block size that is a multiple of {_GROUP}, not {spec.block_size}"
         if spec.head_dim % _GROUP or spec.head_dim > _MAX_HEAD:
             return f"it wants heads of up to {_MAX_HEAD} elements in multiples of {_GROUP}, not {spec.head_dim}"
-        return build.why_not()
+        return None if library.provides("oarlock_attend") else library.why_not() or "the kernel needs AVX512-BF16"
 
     def allocate(self, num_blocks: int) -> list[LayerKV]:
         spec = self.spec

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.kernels.cpu import build
+from workers.kernels.cpu import library
 from workers.protocol import StepMetadata
 
 
@@ -93,10 +93,10 @@ def _places(x: Tensor, rows: np.ndarray, local_ids: np.ndarray) -> tuple[slice |
 
 def _mask(x: Tensor, step: StepMetadata, first_id: int) -> None:
     """Set logits of ids whose bit is not set to -inf; NaN stays NaN, so that it is still reported."""
-    if x.device.type == "cpu" and build.why_not() is None:
+    if x.device.type == "cpu" and library.provides("oarlock_mask"):
         words = np.ascontiguousarray(step.mask_bits)
         rows = np.ascontiguousarray(step.mask_rows)
-        build.library().oarlock_mask(
+        library.library().oarlock_mask(
             ctypes.c_void_p(x.data_ptr()), ctypes.c_long(x.stride(0)),
             ctypes.c_void_p(rows.ctypes.data), ctypes.c_void_p(words.ctypes.data),
             *map(ctypes.c_long, (len(rows), words.shape[1], first_id, x.shape[1])),

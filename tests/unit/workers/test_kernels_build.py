@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from workers.kernels.cpu import build
+from workers.kernels.cpu import library
 
-HERE = build.why_not()
+HERE = library.why_not()
 needs_kernels = pytest.mark.skipif(HERE is not None, reason=str(HERE))
 SCRIPT = """
-from workers.kernels.cpu import build
-print(build.why_not())
+from workers.kernels.cpu import library
+print(library.why_not())
 maps = open("/proc/self/maps").read().splitlines()
 print(len({line.split()[-1] for line in maps if "libgomp" in line}))
 """
@@ -47,6 +47,6 @@ def test_a_machine_that_cannot_build_gives_the_reason(tmp_path: Path, environmen
 
 
 def test_other_processors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_processor_flags", lambda: frozenset({"avx2"}))
-    with pytest.raises(build.KernelsUnavailable, match="avx512_bf16"):
-        build.library.__wrapped__()
+    monkeypatch.setattr(library, "_chosen", lambda: None)
+    with pytest.raises(library.KernelsUnavailable, match="AVX2"):
+        library.library()

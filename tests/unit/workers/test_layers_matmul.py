@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.unit.workers.attention_cases import EMULATES_BFLOAT16
-from workers.kernels.cpu import build
+from workers.kernels.cpu import library
 from workers.kernels.cpu.avx512_gemm import Avx512GatedMatmul, Avx512Matmul
 from workers.layers.matmul import (
     ACTIVATIONS,
@@ -30,7 +30,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PACKED = [dtype for dtype in DTYPES if can_pack(dtype, "cpu")]  # float16 is packed by few processors
 # (dtype, linear, gated, the fewest rows from which it is batch-invariant): every fast form this machine has
 FORMS = [pytest.param(dtype, PackedMatmul, PackedGatedMatmul, 2, id=f"onednn-{dtype}") for dtype in PACKED]
-if build.why_not() is None:
+if library.provides("oarlock_gemm"):
     FORMS.append(pytest.param(torch.bfloat16, Avx512Matmul, Avx512GatedMatmul, 1, id="avx512"))
 SHAPES = [(48, 64), (33, 50), (200, FLOAT32_BLOCK), (96, FLOAT32_BLOCK + 1), (70, 3 * FLOAT32_BLOCK + 40)]
 COUNTS = (1, 2, 3, 5, 8, 17, 64, 300)
@@ -174,7 +174,7 @@ def test_float32_blocks_keep_the_error_near_the_plain_products() -> None:
 def test_the_choice_follows_what_the_processor_can_do() -> None:
     for dtype in DTYPES:
         weight = torch.zeros(32, 16, dtype=dtype)
-        kernels = dtype == torch.bfloat16 and build.why_not() is None
+        kernels = dtype == torch.bfloat16 and library.provides("oarlock_gemm")
         packs = can_pack(dtype, "cpu")
         assert isinstance(inner(matmul(weight)), Avx512Matmul if kernels else PackedMatmul if packs else PlainMatmul)
         wanted = Avx512GatedMatmul if kernels else PackedGatedMatmul if packs else PlainGatedMatmul
@@ -183,7 +183,7 @@ def test_the_choice_follows_what_the_processor_can_do() -> None:
     assert not can_pack(torch.int64, "cpu")
 
 
-needs_kernels = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
+needs_kernels = pytest.mark.skipif(not library.provides("oarlock_mask"), reason="this level has no kernel yet")
 
 
 @needs_kernels

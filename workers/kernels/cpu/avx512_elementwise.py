@@ -10,12 +10,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from workers.kernels.cpu import build
+from workers.kernels.cpu import library
 
 
 def can_serve(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernels support rows of `dtype` on `device`, and could be built here."""
-    return dtype == torch.bfloat16 and device.type == "cpu" and build.why_not() is None
+    return dtype == torch.bfloat16 and device.type == "cpu" and library.provides("oarlock_rms_norm")
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, float32_output: bool = False) -> Tensor:
@@ -46,9 +46,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @cache
 def _kernels():
-    library = build.library()
+    kernels = library.library()
     pointer, number = ctypes.c_void_p, ctypes.c_long
-    library.oarlock_rms_norm.argtypes = [*[pointer] * 3, *[number] * 4, ctypes.c_float, ctypes.c_int]
-    library.oarlock_rotate.argtypes = [*[pointer] * 4, *[number] * 5, ctypes.c_int]
-    library.oarlock_rms_norm.restype = library.oarlock_rotate.restype = None
-    return library.oarlock_rms_norm, library.oarlock_rotate
+    kernels.oarlock_rms_norm.argtypes = [*[pointer] * 3, *[number] * 4, ctypes.c_float, ctypes.c_int]
+    kernels.oarlock_rotate.argtypes = [*[pointer] * 4, *[number] * 5, ctypes.c_int]
+    kernels.oarlock_rms_norm.restype = kernels.oarlock_rotate.restype = None
+    return kernels.oarlock_rms_norm, kernels.oarlock_rotate

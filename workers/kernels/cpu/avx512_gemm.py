@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from workers.kernels.cpu import build
+from workers.kernels.cpu import library
 
 _PANEL = 32  # outputs per panel of the packed weight
 _AHEAD = 2048  # bytes that the kernel prefetches ahead, also past the end of the last panel
@@ -23,7 +23,7 @@ def can_serve(weight: Tensor) -> bool:
         weight.dtype == torch.bfloat16
         and weight.device.type == "cpu"
         and weight.shape[1] % 2 == 0  # inputs are taken in pairs
-        and build.why_not() is None
+        and library.provides("oarlock_gemm")
     )
 
 
@@ -56,7 +56,7 @@ class Avx512Matmul:
     def rows(self, ids: Tensor) -> Tensor:
         """Rows `ids` int64 [T] of the weight before packing: bfloat16 [T, inputs]."""
         out = torch.empty((len(ids), self.inputs), dtype=torch.bfloat16)
-        build.library().oarlock_unpack_rows(
+        library.library().oarlock_unpack_rows(
             ctypes.c_void_p(self.packed.data_ptr()), ctypes.c_void_p(ids.data_ptr()), ctypes.c_void_p(out.data_ptr()),
             ctypes.c_long(len(ids)), ctypes.c_long(self.inputs),
         )  # fmt: skip
@@ -91,7 +91,7 @@ def _pack(weight: Tensor, gated: bool) -> Tensor:
     panels = -(-columns // 2 // (_PANEL // 2)) if gated else -(-columns // _PANEL)
     packed = torch.empty(panels * _PANEL * inputs + _AHEAD // 2, dtype=torch.bfloat16)
     weight = weight.contiguous()
-    build.library().oarlock_pack(
+    library.library().oarlock_pack(
         ctypes.c_void_p(weight.data_ptr()), ctypes.c_void_p(packed.data_ptr()),
         ctypes.c_long(columns), ctypes.c_long(inputs), ctypes.c_int(gated),
     )  # fmt: skip
@@ -108,7 +108,7 @@ def _interleaved(bias: Tensor) -> Tensor:
 
 @cache
 def _kernel():
-    gemm = build.library().oarlock_gemm
+    gemm = library.library().oarlock_gemm
     pointer, number = ctypes.c_void_p, ctypes.c_long
     gemm.argtypes = [*[pointer] * 5, *[number] * 5, ctypes.c_int]
     gemm.restype = None

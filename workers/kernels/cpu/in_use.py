@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from workers.kernels.cpu import build
+from workers.kernels.cpu import library
 
 
 def kernels_in_use(device: torch.device) -> str:
@@ -12,6 +12,6 @@ def kernels_in_use(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)} CUDA {torch.version.cuda}"
     # Calling `library()` would compile it, even for a model that does not use it.
-    is_loaded = build.library.cache_info().currsize > 0
-    ours = Path(build.library()._name).stem if is_loaded else "torch"
+    is_loaded = library.load.cache_info().currsize > 0
+    ours = Path(library.library()._name).stem if is_loaded else "torch"
     return f"{torch.backends.cpu.get_cpu_capability()} {ours}"

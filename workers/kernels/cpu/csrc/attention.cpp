@@ -1,3 +1,4 @@
+#ifdef __AVX512BF16__
 // Causal attention over paged keys and values, read in place: decode, prefill and chunks through one path.
 //
 // A tile is up to 12 rows (query token, query head) of one sequence that share a KV head. For each chunk of up to 256
@@ -21,7 +22,7 @@
 #include <cstring>
 #include <limits>
 
-#include "vector_math.h"
+#include "old_vector_math.h"
 
 namespace {
 
@@ -334,3 +335,4 @@ extern "C" void oarlock_write(const void *k, const void *v, void *k_pages, void 
         static_cast<const Half *>(k), static_cast<const Half *>(v), static_cast<Half *>(k_pages),
         static_cast<Half *>(v_pages), slots, tokens, k_stride, v_stride, kv_heads, head_dim, block_size);
 }
+#endif

@@ -1,3 +1,4 @@
+#ifdef __AVX512BF16__
 // y = epilogue(x w^T + bias) with bfloat16 weights that are read once from memory, for any number of rows.
 //
 // The weight is packed as [N / 32][K / 2][32][2]: one 64-byte load holds two neighbouring inputs of sixteen outputs, the
@@ -11,8 +12,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "vector_math.h"
-#include "vector_memory.h"
+#include "old_vector_math.h"
+#include "old_vector_memory.h"
 
 namespace {
 
@@ -145,3 +146,4 @@ extern "C" void oarlock_gemm(const uint16_t *x, const uint16_t *w, const uint16_
     }
   }
 }
+#endif

@@ -1,3 +1,4 @@
+#ifdef __AVX512BF16__
 // RMSNorm and rotary embedding of bfloat16 rows, computed in float32 and rounded once; bit masks over rows of logits.
 // Each row is computed by itself in a fixed order, so its bits do not depend on the rest of the batch.
 #include <immintrin.h>
@@ -5,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "vector_memory.h"
+#include "old_vector_memory.h"
 
 namespace {
 
@@ -104,3 +105,4 @@ extern "C" void oarlock_rotate(const void *x, const float *cos, const float *sin
   if (float32_input) rotate(static_cast<const float *>(x), cos, sin, y, rows, heads, width, rotary_dim, x_stride);
   else rotate(static_cast<const uint16_t *>(x), cos, sin, y, rows, heads, width, rotary_dim, x_stride);
 }
+#endif

@@ -1,0 +1,67 @@
+"""The levels of instruction set that the C++ kernels are compiled for, and the best one that this processor has.
+
+`OARLOCK_CPU_LEVEL` in the environment names a lower one, to compare or to test it.
+"""
+
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from workers.platform.processor import features
+
+ENVIRONMENT = "OARLOCK_CPU_LEVEL"
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Processors with all features in `needs` run what a compiler makes with `flags`."""
+
+    name: str
+    machine: str  # "x86_64" or "aarch64"
+    needs: frozenset[str]  # as Linux names them
+    flags: tuple[str, ...]
+
+
+class UnknownLevel(ValueError):
+    """The level that the environment names does not exist, or this processor does not have it."""
+
+
+_AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+
+# Best first, for each kind of machine.
+LEVELS = (
+    Level("avx512_bf16", "x86_64", _AVX512 | {"avx512_bf16"}, ("-march=x86-64-v4", "-mavx512bf16")),
+    Level("avx512", "x86_64", _AVX512, ("-march=x86-64-v4", "-mprefer-vector-width=512")),
+    Level("avx2", "x86_64", _AVX2, ("-march=x86-64-v3",)),
+    Level("neon_bf16", "aarch64", frozenset({"asimd", "bf16"}), ("-march=armv8.2-a+bf16",)),
+    Level("neon", "aarch64", frozenset({"asimd"}), ("-march=armv8-a",)),
+)
+
+# The paths of AVX512-BF16 with its instruction computed from others: for tests on processors that lack it.
+EMULATED_BF16_DOT = Level("avx512_bf16_emulated", "x86_64", _AVX512, ("-march=x86-64-v4", "-DOARLOCK_EMULATE_BF16_DOT"))
+
+
+def available(machine: str | None = None, flags: frozenset[str] | None = None) -> list[Level]:
+    """The levels that a processor can run, best first: this one, or one described by machine and features."""
+    machine = platform.machine() if machine is None else machine
+    machine = {"AMD64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
+    flags = features() if flags is None else flags
+    return [level for level in LEVELS if level.machine == machine and level.needs <= flags]
+
+
+def chosen(environment: Mapping[str, str] = os.environ) -> Level | None:
+    """The best level that this processor runs, or the one that the environment names; None where there is no level.
+
+    Raises `UnknownLevel`.
+    """
+    levels = available()
+    name = environment.get(ENVIRONMENT)
+    if not name:
+        return levels[0] if levels else None
+    for level in levels:
+        if level.name == name:
+            return level
+    known = ", ".join(level.name for level in levels) or "none"
+    raise UnknownLevel(f"{ENVIRONMENT} is {name!r}; the levels that this processor has are: {known}")

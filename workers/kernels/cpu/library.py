@@ -1,0 +1,89 @@
+"""The loaded kernels: one library for each level of instruction set, and the level that this process uses.
+
+A machine that cannot have them serves without them, and a log line has the reason.
+"""
+
+import ctypes
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+from workers.kernels.cpu import build, levels
+from workers.kernels.cpu.build import KernelsUnavailable
+from workers.kernels.cpu.levels import Level
+
+_forced: Level | None = None
+
+
+def why_not() -> str | None:
+    """None when the kernels of this process's level are loaded; else the reason. Tried once."""
+    try:
+        library()
+    except KernelsUnavailable as reason:
+        return str(reason)
+    return None
+
+
+def library() -> ctypes.CDLL:
+    """The kernels of this process's level. Raises `KernelsUnavailable`, or `UnknownLevel` for a forced one.
+
+    Callers ask each time they pack a weight or bind a function, and keep what they got: `using` then reaches them all.
+    """
+    return load(level())
+
+
+def level() -> Level:
+    """The level that this process uses. Raises as `library`."""
+    found = _forced or _chosen()
+    if found is None:
+        raise KernelsUnavailable("they need AVX2, AVX-512 or 64-bit ARM with NEON, on Linux")
+    return found
+
+
+@contextmanager
+def using(level: Level) -> Generator[None]:
+    """Everything that is loaded inside uses the kernels of `level`: for tests and comparisons."""
+    global _forced
+    before, _forced = _forced, level
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+@cache
+def _chosen() -> Level | None:
+    return levels.chosen()
+
+
+@cache
+def load(level: Level) -> ctypes.CDLL:
+    """The kernels of `level`, compiled now if this machine has not done so before. Raises `KernelsUnavailable`."""
+    if sys.platform != "linux":
+        raise KernelsUnavailable(f"they are built on Linux only, and this is {sys.platform}")
+    openmp = _loaded_openmp()
+    path = build.compiled(level)
+    try:
+        # Loaded already; named again, so that its functions are found by the library that comes next.
+        ctypes.CDLL(str(openmp), mode=ctypes.RTLD_GLOBAL)
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise KernelsUnavailable(f"the compiled kernels cannot be loaded: {error}") from error
+
+
+def _loaded_openmp() -> Path:
+    """The OpenMP library torch has loaded. A second one would start a second pool of threads on the same cores."""
+    import torch  # noqa: F401  # so that its libraries are mapped in this process
+
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.split(maxsplit=5)[-1] if "/" in line else ""
+        if Path(path).name.startswith("libgomp"):
+            return Path(path)
+    raise KernelsUnavailable("torch runs without GNU OpenMP here, and the kernels share its threads")
+
+
+def provides(function: str) -> bool:
+    """Whether the kernels are loaded and have `function`."""
+    return why_not() is None and hasattr(library(), function)
