@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.kernels.cpu import avx512_elementwise
+from workers.kernels.cpu import elementwise
 from workers.layers.placement import Placement
 from workers.weights.source import WeightSource
 
@@ -12,7 +12,7 @@ class RMSNorm:
     """[T, size] -> [T, size], scaled by `offset + weight`.
 
     The scale is kept in float32 where there is an offset, because 16 bits would lose most of a weight near zero, and
-    where the C++ kernel is used, which reads float32.
+    where a C++ kernel is used, which reads float32.
     """
 
     def __init__(self, name: str, size: int, eps: float, place: Placement, offset: float = 0.0) -> None:
@@ -21,7 +21,7 @@ class RMSNorm:
         self.eps = eps
         self.offset = offset
         self.place = place
-        self.has_kernel = avx512_elementwise.can_serve(place.dtype, place.device)
+        self.has_kernel = elementwise.can_serve(place.dtype, place.device)
 
     @property
     def weight_bytes(self) -> int:
@@ -35,7 +35,7 @@ class RMSNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.has_kernel:
-            return avx512_elementwise.rms_norm(x, self.weight, self.eps)
+            return elementwise.rms_norm(x, self.weight, self.eps)
         if self.weight.dtype == x.dtype:
             return F.rms_norm(x, (self.size,), self.weight, self.eps)
         return F.rms_norm(x.float(), (self.size,), self.weight, self.eps).to(x.dtype)
@@ -64,7 +64,7 @@ class HeadNorm:
         self.eps = eps
         self.offset = offset
         self.place = place
-        self.has_kernel = avx512_elementwise.can_serve(place.dtype, place.device)
+        self.has_kernel = elementwise.can_serve(place.dtype, place.device)
 
     @property
     def weight_bytes(self) -> int:
@@ -79,5 +79,5 @@ class HeadNorm:
 
     def __call__(self, qk: Tensor) -> Tensor:
         if self.has_kernel:
-            return avx512_elementwise.rms_norm(qk, self.weight, self.eps, float32_output=True)
+            return elementwise.rms_norm(qk, self.weight, self.eps, float32_output=True)
         return F.rms_norm(qk.float(), (self.head_dim,), None, self.eps).mul_(self.weight)

@@ -20,7 +20,7 @@ import math
 import torch
 from torch import Tensor
 
-from workers.kernels.cpu import avx512_elementwise
+from workers.kernels.cpu import elementwise
 from workers.layers.decoder_spec import RopeSpec
 
 # Angles are computed for this many positions at a time. torch computes the last few elements of an array differently,
@@ -78,8 +78,8 @@ class RotaryTable:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
     """Rotate the heads of `x` [T, H, head_dim] in float32 and round once, to `dtype`. The result is contiguous."""
-    if avx512_elementwise.can_serve(dtype, x.device):
-        return avx512_elementwise.rotate(x, cos, sin)
+    if elementwise.can_serve(dtype, x.device):
+        return elementwise.rotate(x, cos, sin, dtype)
     return rotate_with_torch(x, cos, sin, dtype)
 
 

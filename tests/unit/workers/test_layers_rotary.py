@@ -46,6 +46,7 @@ def theirs_for(config: dict[str, Any]) -> LlamaRotaryEmbedding:
     return LlamaRotaryEmbedding(LlamaConfig.from_dict(config))
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("head_dim", [8, 64, 128])
 def test_cos_sin_and_rotation_equal_transformers(kind: str, head_dim: int) -> None:
@@ -62,7 +63,7 @@ def test_cos_sin_and_rotation_equal_transformers(kind: str, head_dim: int) -> No
         ours_sin[:, 0, :half], -sin[0][:, :half]
     )
     expected = torch.cat(apply_rotary_pos_emb(q, k, cos, sin), 1)[0].transpose(0, 1)  # [T, heads, head_dim]
-    together = torch.cat((q, k), 1)[0].transpose(0, 1)
+    together = torch.cat((q, k), 1)[0].transpose(0, 1).contiguous()
     torch.testing.assert_close(rotate(together, ours_cos, ours_sin, torch.float32), expected, rtol=1e-6, atol=1e-6)
 
 
@@ -75,6 +76,7 @@ def test_old_and_new_config_forms_mean_the_same() -> None:
         assert describe(old).rope == describe(new).rope
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("share", [0.5, 0.75])
 def test_partly_rotated_heads_equal_transformers(share: float) -> None:
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": share}
@@ -85,7 +87,7 @@ def test_partly_rotated_heads_equal_transformers(share: float) -> None:
     cos, sin = Phi3RotaryEmbedding(config)(q, positions[None])
     expected = torch.cat(apply_partial(q, k, cos, sin), 1)[0].transpose(0, 1)
     table = RotaryTable(RopeSpec("default", 1e4, int(32 * share)), torch.device("cpu"))
-    ours = rotate(torch.cat((q, k), 1)[0].transpose(0, 1), *table(positions, 40), torch.float32)
+    ours = rotate(torch.cat((q, k), 1)[0].transpose(0, 1).contiguous(), *table(positions, 40), torch.float32)
     torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
 
 
@@ -101,6 +103,7 @@ def test_dynamic_angles_equal_transformers_for_a_growing_sequence() -> None:
         torch.testing.assert_close(ours_cos[position, 0], cos[0, 0], rtol=0, atol=1e-5)
 
 
+@pytest.mark.usefixtures("form")
 def test_rotation_is_computed_in_float32_and_rounded_once() -> None:
     table = RotaryTable(RopeSpec("default", 1e6, 64), torch.device("cpu"))
     cos, sin = table(torch.tensor([30_000, 7]), 30_001)

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from tests.unit.workers.sampling_cases import Penalties, mask_of, naive_adjusted, naive_tokens, sample_with, step_of
-from workers.kernels.cpu import library
 from workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata
 from workers.sampling.logits_processors import (
     _unpacked_bits,
@@ -132,7 +131,7 @@ def test_both_ways_to_spread_bits_agree(words: int) -> None:
     assert here.tolist() == flags
 
 
-@pytest.mark.skipif(not library.provides("oarlock_mask"), reason="this level has no kernel yet")
+@pytest.mark.usefixtures("level")
 @pytest.mark.parametrize(("first_id", "width"), [(0, 320), (160, 160), (37, 101), (300, 90)])
 def test_the_mask_kernel_does_what_the_plain_mask_does(first_id: int, width: int) -> None:
     """Shards that begin within a word, and one that reaches beyond the vocabulary of 333 ids."""

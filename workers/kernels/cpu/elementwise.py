@@ -1,0 +1,60 @@
+"""RMSNorm and rotary embedding of rows by the C++ kernels, one call each instead of several operations.
+
+The kernels are in `elementwise.cpp`, for bfloat16, float16 and float32; tests compare them with float64 and with the
+forms of torch in `layers/norm.py` and `layers/rotary.py`.
+"""
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from workers.kernels.cpu import library
+
+_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # as in `element_types.h`
+
+
+def can_serve(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernels support rows of `dtype` on `device`, and could be built here."""
+    return dtype in _TYPES and device.type == "cpu" and library.provides("oarlock_rms_norm")
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, float32_output: bool = False) -> Tensor:
+    """`x` [T, H, D] or [T, D], `weight` float32 [H, D] or [D] -> the same shape, of `x`'s type or float32."""
+    heads = x.shape[1] if x.dim() == 3 else 1
+    width = x.shape[-1]
+    assert x.stride(-1) == 1 and (x.dim() == 2 or x.stride(1) == width)
+    assert weight.dtype == torch.float32 and weight.is_contiguous()
+    y = torch.empty(x.shape, dtype=torch.float32 if float32_output else x.dtype)
+    _function(library.library(), "oarlock_rms_norm")(
+        x.data_ptr(), weight.data_ptr(), y.data_ptr(),
+        x.shape[0], heads, width, x.stride(0), eps, _TYPES[x.dtype], float32_output,
+    )  # fmt: skip
+    return y
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` [T, H, D] of `dtype` or float32; `cos`, `sin` float32 [T, 1, rotary_dim] -> `dtype` [T, H, D], contiguous."""
+    rows, heads, width = x.shape
+    assert x.dtype in (dtype, torch.float32) and x.stride(2) == 1 and x.stride(1) == width
+    assert cos.is_contiguous() and sin.is_contiguous()
+    y = torch.empty((rows, heads, width), dtype=dtype)
+    _function(library.library(), "oarlock_rotate")(
+        x.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr(),
+        rows, heads, width, cos.shape[-1] // 2, x.stride(0), x.dtype == torch.float32, _TYPES[dtype],
+    )  # fmt: skip
+    return y
+
+
+@cache
+def _function(kernels: ctypes.CDLL, name: str) -> Callable[..., None]:
+    pointer, number = ctypes.c_void_p, ctypes.c_long
+    arguments = {
+        "oarlock_rms_norm": [*[pointer] * 3, *[number] * 4, ctypes.c_float, ctypes.c_int, ctypes.c_int],
+        "oarlock_rotate": [*[pointer] * 4, *[number] * 5, ctypes.c_int, ctypes.c_int],
+    }
+    function = getattr(kernels, name)
+    function.argtypes, function.restype = arguments[name], None
+    return function
