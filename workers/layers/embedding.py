@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.kernels.cpu.avx512_gemm import Avx512Matmul
+from workers.kernels.cpu.gemm import CppMatmul
 from workers.layers.matmul import holds_weight, matmul
 from workers.layers.placement import Placement
 from workers.layers.sharding import shard_vocab
@@ -34,7 +34,7 @@ class VocabParallelEmbedding:
         self.weight: Tensor | None = weight
         self.look_up: Callable[[Tensor], Tensor] = lambda ids: F.embedding(ids, weight)
 
-    def share(self, product: Avx512Matmul) -> None:
+    def share(self, product: CppMatmul) -> None:
         """Read rows from the output head's packed weight from now on, and free the plain weight."""
         self.weight = None
         self.look_up = product.rows
@@ -79,9 +79,9 @@ class VocabParallelHead:
         """
         assert embedding.weight is not None
         self.product = matmul(embedding.weight, float32_output=True)
-        if isinstance(self.product, Avx512Matmul):
+        if isinstance(self.product, CppMatmul):
             embedding.share(self.product)
-        self.shares_memory = isinstance(self.product, Avx512Matmul) or holds_weight(self.product)
+        self.shares_memory = isinstance(self.product, CppMatmul) or holds_weight(self.product)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         logits = self.product(hidden).float()  # [L, local]

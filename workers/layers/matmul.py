@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.kernels.cpu.avx512_gemm import Avx512GatedMatmul, Avx512Matmul, can_serve
+from workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul, can_serve
 from workers.layers.row_invariance import PairedRows, needs_second_row
 
 _log = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ def matmul(weight: Tensor, bias: Tensor | None = None, *, float32_output: bool =
     `float32_output`: results stay float32 where the kernel sums in float32 and would round them.
     """
     if can_serve(weight):
-        return Avx512Matmul(weight, bias, float32_output=float32_output)
+        return CppMatmul(weight, bias, float32_output=float32_output)
     kind = PackedMatmul if can_pack(weight.dtype, weight.device.type) else PlainMatmul
     product = kind(weight, bias)
     return PairedRows(product) if _needs_pairs(product, weight, kind, bias is None, adds=True) else product
@@ -144,7 +144,7 @@ def matmul(weight: Tensor, bias: Tensor | None = None, *, float32_output: bool =
 def gated_matmul(weight: Tensor, bias: Tensor | None, activation: str) -> GatedMatmul:
     """As `matmul`, for `weight` [2 * I, K] and `bias` [2 * I] with the gate's rows first, then up's."""
     if can_serve(weight):
-        return Avx512GatedMatmul(weight, bias, activation)
+        return CppGatedMatmul(weight, bias, activation)
     kind = PackedGatedMatmul if can_pack(weight.dtype, weight.device.type) else PlainGatedMatmul
     product = kind(weight, bias, activation)
     gate = weight[: weight.shape[0] // 2]

@@ -5,8 +5,10 @@ import torch
 import torch.nn.functional as F
 
 from tests.unit.workers.attention_cases import EMULATES_BFLOAT16
+from tests.unit.workers.kernel_levels import LEVELS, NO_KERNELS
 from workers.kernels.cpu import library
-from workers.kernels.cpu.avx512_gemm import Avx512GatedMatmul, Avx512Matmul
+from workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul
+from workers.kernels.cpu.levels import Level
 from workers.layers.matmul import (
     ACTIVATIONS,
     FLOAT32_BLOCK,
@@ -21,6 +23,16 @@ from workers.layers.matmul import (
 from workers.layers.row_invariance import PairedRows, needs_second_row
 
 
+def at(level: Level, kind):
+    """`kind`, made with the kernels of `level`."""
+
+    def make(*arguments, **options):
+        with library.using(level):
+            return kind(*arguments, **options)
+
+    return make
+
+
 def inner(product):
     """The product itself, without `PairedRows`."""
     return product.product if isinstance(product, PairedRows) else product
@@ -30,9 +42,12 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PACKED = [dtype for dtype in DTYPES if can_pack(dtype, "cpu")]  # float16 is packed by few processors
 # (dtype, linear, gated, the fewest rows from which it is batch-invariant): every fast form this machine has
 FORMS = [pytest.param(dtype, PackedMatmul, PackedGatedMatmul, 2, id=f"onednn-{dtype}") for dtype in PACKED]
-if library.provides("oarlock_gemm"):
-    FORMS.append(pytest.param(torch.bfloat16, Avx512Matmul, Avx512GatedMatmul, 1, id="avx512"))
-SHAPES = [(48, 64), (33, 50), (200, FLOAT32_BLOCK), (96, FLOAT32_BLOCK + 1), (70, 3 * FLOAT32_BLOCK + 40)]
+FORMS += [
+    pytest.param(dtype, at(level, CppMatmul), at(level, CppGatedMatmul), 1, id=f"{level.name}-{dtype}")
+    for level in LEVELS
+    for dtype in DTYPES
+]
+SHAPES = [(48, 64), (33, 50), (200, FLOAT32_BLOCK), (96, FLOAT32_BLOCK + 1), (70, 3 * FLOAT32_BLOCK + 40), (5, 20)]
 COUNTS = (1, 2, 3, 5, 8, 17, 64, 300)
 
 
@@ -45,8 +60,6 @@ def tolerance(dtype: torch.dtype, size: float) -> float:
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_packed_equals_plain(dtype, linear, gated, fewest, outputs, inputs, with_bias, with_residual) -> None:
-    if linear is Avx512Matmul and inputs % 2:
-        pytest.skip("the kernel takes inputs in pairs; oneDNN serves the others")
     torch.manual_seed(0)
     weight = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
     bias = torch.randn(outputs).to(dtype) if with_bias else None
@@ -168,49 +181,88 @@ def test_float32_blocks_keep_the_error_near_the_plain_products() -> None:
     def error(y: torch.Tensor) -> float:
         return (y.double() - truth).pow(2).mean().sqrt().item()
 
-    assert error(PackedMatmul(weight, None)(x)) <= 1.35 * error(F.linear(x, weight))
+    plain = error(F.linear(x, weight))
+    assert error(PackedMatmul(weight, None)(x)) <= 1.35 * plain
+    for level in LEVELS:
+        assert error(at(level, CppMatmul)(weight, None)(x)) <= 1.35 * plain, level.name
 
 
 def test_the_choice_follows_what_the_processor_can_do() -> None:
     for dtype in DTYPES:
         weight = torch.zeros(32, 16, dtype=dtype)
-        kernels = dtype == torch.bfloat16 and library.provides("oarlock_gemm")
+        kernels = not NO_KERNELS
         packs = can_pack(dtype, "cpu")
-        assert isinstance(inner(matmul(weight)), Avx512Matmul if kernels else PackedMatmul if packs else PlainMatmul)
-        wanted = Avx512GatedMatmul if kernels else PackedGatedMatmul if packs else PlainGatedMatmul
+        assert isinstance(inner(matmul(weight)), CppMatmul if kernels else PackedMatmul if packs else PlainMatmul)
+        wanted = CppGatedMatmul if kernels else PackedGatedMatmul if packs else PlainGatedMatmul
         assert isinstance(inner(gated_matmul(weight, None, "silu")), wanted)
     assert not can_pack(torch.float32, "cuda")
     assert not can_pack(torch.int64, "cpu")
 
 
-needs_kernels = pytest.mark.skipif(not library.provides("oarlock_mask"), reason="this level has no kernel yet")
+each_level = pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-@needs_kernels
-def test_wide_products_are_not_rounded() -> None:
+@each_level
+@each_dtype
+def test_float32_results_are_not_rounded(level, dtype) -> None:
     torch.manual_seed(0)
-    weight, x = torch.randn(77, 128).bfloat16(), torch.randn(5, 128).bfloat16()
-    wide = matmul(weight, wide=True)(x)
+    weight, x = torch.randn(77, 128).to(dtype), torch.randn(5, 128).to(dtype)
+    wide = at(level, CppMatmul)(weight, None, float32_output=True)(x)
     truth = x.double() @ weight.double().T
     assert wide.dtype == torch.float32
     assert (wide - truth).abs().max() <= 1e-5 * truth.abs().max()
-    assert torch.equal(wide.bfloat16(), matmul(weight)(x))
+    assert torch.equal(wide.to(dtype), at(level, CppMatmul)(weight, None)(x))
 
 
-@needs_kernels
-@pytest.mark.parametrize("rows", [77, 64])
-def test_rows_come_back_out_of_the_packed_weight(rows: int) -> None:
-    weight = torch.randn(rows, 50).bfloat16()
+@each_level
+@each_dtype
+@pytest.mark.parametrize(("rows", "inputs"), [(77, 50), (64, 33)])
+def test_rows_come_back_out_of_the_packed_weight(level, dtype, rows: int, inputs: int) -> None:
+    weight = torch.randn(rows, inputs).to(dtype)
     ids = torch.randint(0, rows, (40,))
-    assert torch.equal(Avx512Matmul(weight, None).rows(ids), weight[ids])
+    assert torch.equal(at(level, CppMatmul)(weight, None).rows(ids), weight[ids])
 
 
-@needs_kernels
-def test_nan_and_infinity_stay_what_they_are_in_their_own_row() -> None:
-    weight = torch.randn(64, 32).bfloat16()
-    x = torch.randn(3, 32).bfloat16()
-    clean = gated_matmul(weight, None, "silu")(x)
-    x[1, 3] = float("nan")
-    y = gated_matmul(weight, None, "silu")(x)
-    assert y[1].isnan().all()
-    assert torch.equal(y[[0, 2]], clean[[0, 2]])
+@each_level
+@each_dtype
+def test_nan_and_infinity_stay_what_they_are_in_their_own_row(level, dtype) -> None:
+    weight = torch.randn(64, 32).to(dtype)
+    product = at(level, CppGatedMatmul)(weight, None, "silu")
+    for rows in (3, 30):
+        x = torch.randn(rows, 32).to(dtype)
+        clean = product(x)
+        x[1, 3] = float("nan")
+        y = product(x)
+        assert y[1].isnan().all()
+        others = [row for row in range(rows) if row != 1]
+        assert torch.equal(y[others], clean[others])
+
+
+@each_level
+@each_dtype
+def test_splitting_over_inputs_changes_no_bit(level, dtype) -> None:
+    """With more threads than panels, threads take parts of the inputs."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(40, 1700).to(dtype), torch.randn(14, 1700).to(dtype)
+    product = at(level, CppMatmul)(weight, None)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 8):
+            torch.set_num_threads(threads)
+            results.append([product(x[:rows]) for rows in (1, 5, 14)])
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
+
+
+@each_level
+def test_a_view_of_rows_is_read_where_it_lies(level) -> None:
+    whole = torch.randn(9, 300)
+    weight = torch.randn(40, 300)
+    part, cut = whole[:, 100:164], weight[:, 100:164]
+    product = at(level, CppMatmul)(cut, None)
+    assert torch.equal(product(part), product(part.contiguous()))
+    assert torch.allclose(product(part), part @ cut.T, atol=1e-4)

@@ -1,149 +1,245 @@
-#ifdef __AVX512BF16__
-// y = epilogue(x w^T + bias) with bfloat16 weights that are read once from memory, for any number of rows.
+// y = epilogue(x w^T + bias), every weight read once from memory for up to kChunk rows.
 //
-// The weight is packed as [N / 32][K / 2][32][2]: one 64-byte load holds two neighbouring inputs of sixteen outputs, the
-// operand of `vdpbf16ps`. A tile keeps the sums of up to 12 rows x 32 outputs in registers and adds along K once, pair
-// by pair. So the order of additions of an output depends on K alone: the bits of a row do not depend on the other rows
-// of the batch, on their number, or on the number of threads.
+// An output is the sum, in order, of its sums over blocks of kBlock inputs, each taken input by input in float32. That
+// order depends on the number of inputs alone: the bits of a row do not depend on the other rows of the batch, on their
+// number, or on the number of threads.
 //
-// A gated product packs 16 rows of gate beside 16 rows of up in each panel, so one tile holds both factors.
-#include <immintrin.h>
+// A gated product packs a register of gate outputs beside a register of up outputs in each panel, so one tile holds both
+// factors.
+#include "gemm.h"
 
-#include <cstddef>
-#include <cstdint>
+#include <omp.h>
 
-#include "old_vector_math.h"
-#include "old_vector_memory.h"
+#include <algorithm>
+#include <type_traits>
 
+#include "arena.h"
+#include "gemm_tile.h"
+#include "vector_math.h"
+
+namespace gemm {
 namespace {
 
-constexpr int kPanel = 32;    // outputs per packed panel
-constexpr int kRows = 12;     // rows per tile: 24 accumulators of the 32 registers
-constexpr int kAhead = 2048;  // bytes of weights fetched ahead: hardware prefetching stops at page borders
+constexpr long kChunk = 240;         // rows whose totals of one panel stay in the caches; a multiple of kTileRows
+constexpr long kSpanBytes = 512 << 10;  // of x, beside what else the second-level cache holds
+constexpr long kSerial = 1 << 14;    // elements of x that one thread packs sooner than it wakes another
+static_assert(kChunk % kTileRows == 0);
 
-enum Epilogue { kPlain = 0, kAdd = 1, kFloat = 2, kSiluGate = 3, kGeluTanhGate = 4 };
-
-struct Product {
-  const uint16_t *x;    // [M, K], rows `x_stride` apart
-  const uint16_t *w;    // packed
-  const uint16_t *bias; // [N] in the packed order, or null
-  const uint16_t *residual;  // [M, N], rows `y_stride` apart; only kAdd
-  void *y;              // [M, N] (gated: [M, N / 2]), rows `y_stride` apart
-  long rows, columns, inputs, x_stride, y_stride;
-  int epilogue;
+template <class T>
+struct TypeOf {
+  using Tiles = Floats;
+};
+template <>
+struct TypeOf<Float16> {
+  using Tiles = Halves;
+};
+template <>
+struct TypeOf<BFloat16> {
+  using Tiles = BrainPairs;
 };
 
-// The epilogue of one row's 32 sums: adds the bias, applies what `epilogue` says, rounds and stores.
-inline void finish(const Product &p, long row, long panel, __m512 low, __m512 high) {
+// Up to kChunk rows of x, in strips of about equal size: [strips][blocks][rows of the strip][kBlock].
+template <class T>
+struct Rows {
+  using S = typename TypeOf<T>::Tiles;
+  using X = typename S::X;
+  X *packed;
+  long rows, strips, inputs, blocks;
+
+  Rows(long rows, long inputs)
+      : rows(rows), strips((rows + kTileRows - 1) / kTileRows), inputs(inputs), blocks((inputs + kBlock - 1) / kBlock) {}
+  long begin(long strip) const { return rows * strip / strips; }
+  long count(long strip) const { return begin(strip + 1) - begin(strip); }
+  long size() const { return rows * blocks * kBlock; }
+  X *at(long strip, long block) const { return packed + (begin(strip) * blocks + count(strip) * block) * kBlock; }
+
+  void pack(const T *x, long stride) {
+#pragma omp parallel for if (size() > kSerial)
+    for (long strip = 0; strip < strips; strip++)
+      for (long block = 0; block < blocks; block++)
+        for (long r = 0; r < count(strip); r++)
+          copy(x + (begin(strip) + r) * stride + block * kBlock, std::min(kBlock, inputs - block * kBlock),
+               at(strip, block) + r * kBlock);
+  }
+
+  static void copy(const T *from, long elements, X *to) {
+    if constexpr (sizeof(X) == sizeof(T)) {
+      memcpy(to, from, elements * sizeof(X));
+    } else {
+      long k = 0;
+      for (; k + kLanes <= elements; k += kLanes) store(to + k, load(from + k));
+      if (k < elements) store(to + k, load(from + k, elements - k));  // the rest of the register: zero
+    }
+    if (elements % S::kStep) memset(to + elements, 0, sizeof(X));  // the other half of the last pair
+  }
+};
+
+// The packed weight of `count` inputs, widened: [count][kPanel].
+void widen(const BFloat16 *from, long count, float *to) {
+  for (long k = 0; k < count; k += 2, from += 2 * kPanel, to += 2 * kPanel)
+    for (int half = 0; half < 2; half++) {
+      const Pairs pairs = load_pairs(from + half * 2 * kLanes);
+      store(to + half * kLanes, lower(pairs));
+      store(to + kPanel + half * kLanes, upper(pairs));
+    }
+}
+void widen(const Float16 *from, long count, float *to) {
+  for (long at = 0; at < count * kPanel; at += kLanes) store(to + at, load(from + at));
+}
+void widen(const float *, long, float *) {}
+
+// The epilogue of one row's sums of a panel: adds the bias, applies what `epilogue` says, rounds and stores.
+template <class T>
+inline void finish(const Product &p, long row, long panel, Vec low, Vec high) {
   const long column = panel * kPanel;
   const bool gated = p.epilogue == kSiluGate || p.epilogue == kGeluTanhGate;
   const long count = gated ? kPanel : p.columns - column;  // a gated bias is padded to whole panels, as the weight is
-  const __mmask16 left = first(count), right = first(count > 16 ? count - 16 : 0);
+  const long left = std::min<long>(count, kLanes), right = std::max<long>(std::min<long>(count - kLanes, kLanes), 0);
   if (p.bias) {
-    low = _mm512_add_ps(low, load(p.bias + column, left));
-    high = _mm512_add_ps(high, load(p.bias + column + 16, right));
+    const T *bias = static_cast<const T *>(p.bias) + column;
+    low = low + load(bias, left);
+    if (right) high = high + load(bias + kLanes, right);
   }
   const long at = row * p.y_stride + column;
-  switch (p.epilogue) {
-    case kFloat: {
-      float *y = static_cast<float *>(p.y) + at;
-      store(y, left, low);
-      store(y + 16, right, high);
-      return;
-    }
-    case kSiluGate:
-    case kGeluTanhGate: {
-      const long half = panel * (kPanel / 2);
-      const __m512 gate = p.epilogue == kSiluGate ? silu(low) : gelu_tanh(low);
-      store(static_cast<uint16_t *>(p.y) + row * p.y_stride + half, first(p.columns / 2 - half), _mm512_mul_ps(gate, high));
-      return;
-    }
-    case kAdd:
-      low = _mm512_add_ps(low, load(p.residual + at, left));
-      high = _mm512_add_ps(high, load(p.residual + at + 16, right));
-      [[fallthrough]];
-    default:
-      store(static_cast<uint16_t *>(p.y) + at, left, low);
-      store(static_cast<uint16_t *>(p.y) + at + 16, right, high);
+  if (gated) {
+    const long half = panel * kLanes;
+    const Vec gate = p.epilogue == kSiluGate ? silu(low) : gelu_tanh(low);
+    store(static_cast<T *>(p.y) + row * p.y_stride + half, gate * high, std::min<long>(kLanes, p.columns / 2 - half));
+    return;
   }
+  if (p.epilogue == kFloat) {
+    store(static_cast<float *>(p.y) + at, low, left);
+    if (right) store(static_cast<float *>(p.y) + at + kLanes, high, right);
+    return;
+  }
+  if (p.epilogue == kAdd) {
+    const T *residual = static_cast<const T *>(p.residual) + at;
+    low = low + load(residual, left);
+    if (right) high = high + load(residual + kLanes, right);
+  }
+  store(static_cast<T *>(p.y) + at, low, left);
+  if (right) store(static_cast<T *>(p.y) + at + kLanes, high, right);
 }
 
-// The products of R rows and one panel. Meanwhile it prefetches from `fetch` on, `step` bytes for each pair of inputs.
-template <int R>
-void tile(const Product &p, long row, long panel, const char *fetch, long step) {
-  const uint16_t *w = p.w + panel * kPanel * p.inputs;
-  const uint16_t *x = p.x + row * p.x_stride;
-  __m512 low[R], high[R];
-  for (int r = 0; r < R; r++) low[r] = high[r] = _mm512_setzero_ps();
-  for (long k = 0; k < p.inputs; k += 2, w += 2 * kPanel, fetch += step) {
-    const __m512bh w0 = (__m512bh)_mm512_loadu_si512(w), w1 = (__m512bh)_mm512_loadu_si512(w + kPanel);
-    _mm_prefetch(fetch, _MM_HINT_T0);
-    _mm_prefetch(fetch + 64, _MM_HINT_T0);
-#pragma GCC unroll 12
-    for (int r = 0; r < R; r++) {
-      int32_t pair;
-      __builtin_memcpy(&pair, x + r * p.x_stride + k, sizeof pair);
-      const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-      low[r] = _mm512_dpbf16_ps(low[r], w0, both);
-      high[r] = _mm512_dpbf16_ps(high[r], w1, both);
+template <class T>
+struct Chunk {
+  using S = typename TypeOf<T>::Tiles;
+  const Product &p;
+  const Rows<T> &x;
+  long first_row;
+
+  const T *weights(long panel, long block) const {
+    const long padded = (p.inputs + S::kStep - 1) / S::kStep * S::kStep;
+    return static_cast<const T *>(p.weight) + (panel * padded + block * kBlock) * kPanel;
+  }
+  long inputs_of(long block) const {
+    const long rest = p.inputs - block * kBlock;
+    return rest >= kBlock ? kBlock : (rest + S::kStep - 1) / S::kStep * S::kStep;
+  }
+
+  // totals [rows][kPanel] of one panel, over blocks `begin` to `end`; `first`: they start with them.
+  void sum(long panel, long begin, long end, float *totals, bool first) const {
+    // Widening costs as much as two rows: for one strip it is done in registers. Without it, the strips after the first
+    // read the block from the first-level cache.
+    constexpr bool kWidens = sizeof(T) != sizeof(typename S::X);
+    alignas(64) float wide[kWidens ? kBlock * kPanel : 1];
+    for (long block = begin; block < end; block++, first = false) {
+      const T *w = weights(panel, block);
+      const long count = inputs_of(block);
+      const char *here = reinterpret_cast<const char *>(w);
+      if (x.strips == 1) {
+        kTiles<S>[x.rows](x.at(0, block), w, count, totals, first, {here + kAhead, kStepBytes<S>});
+        continue;
+      }
+      // While the strips compute, each of them fetches its share of the next block.
+      if (kWidens) widen(w, count, wide);
+      constexpr long kBytes = kWidens ? kPanel * sizeof(T) : kStepBytes<S>;
+      const long steps = kWidens ? count : count / S::kStep;
+      for (long strip = 0; strip < x.strips; strip++) {
+        const Fetch next{here + steps * kBytes * (x.strips + strip) / x.strips, kBytes / x.strips};
+        float *to = totals + x.begin(strip) * kPanel;
+        if constexpr (kWidens) kTiles<Floats>[x.count(strip)](x.at(strip, block), wide, count, to, first, next);
+        else kTiles<S>[x.count(strip)](x.at(strip, block), w, count, to, first, next);
+      }
     }
   }
-  for (int r = 0; r < R; r++) finish(p, row + r, panel, low[r], high[r]);
-}
 
-using Tile = void (*)(const Product &, long, long, const char *, long);
-constexpr Tile kTiles[kRows + 1] = {nullptr,  tile<1>, tile<2>, tile<3>, tile<4>,  tile<5>, tile<6>,
-                                    tile<7>,  tile<8>, tile<9>, tile<10>, tile<11>, tile<12>};
+  void finish_rows(long panel, const float *totals) const {
+    for (long r = 0; r < x.rows; r++)
+      finish<T>(p, first_row + r, panel, load(totals + r * kPanel), load(totals + r * kPanel + kLanes));
+  }
+
+  // Threads take panels. Rows that do not fit the second-level cache are taken in spans of blocks that do, each span for
+  // all panels of a thread before the next.
+  void by_panels(long panels) const {
+    const long span = std::max(1l, kSpanBytes / static_cast<long>(x.rows * kBlock * sizeof(typename S::X)));
+    const Arena::Mark mark = arena().mark();
+    const long size = x.rows * kPanel;
+    float *all = span < x.blocks ? arena().take<float>(panels * size) : nullptr;
+#pragma omp parallel
+    for (long begin = 0; begin < x.blocks; begin += span) {
+      const long end = std::min(begin + span, x.blocks);
+#pragma omp for schedule(static) nowait  // a thread gets the same panels in every span
+      for (long panel = 0; panel < panels; panel++) {
+        alignas(64) float own[kChunk * kPanel];
+        float *totals = all ? all + panel * size : own;
+        sum(panel, begin, end, totals, begin == 0);
+        if (end == x.blocks) finish_rows(panel, totals);
+      }
+    }
+    arena().release(mark);
+  }
+
+  // With fewer panels than threads, threads take blocks, and what each block gave is added in the order of blocks.
+  void by_blocks(long panels) const {
+    const Arena::Mark mark = arena().mark();
+    const long size = x.rows * kPanel;
+    float *sums = arena().take<float>(panels * x.blocks * size);
+#pragma omp parallel
+    {
+#pragma omp for schedule(static)
+      for (long unit = 0; unit < panels * x.blocks; unit++) {
+        const long block = unit % x.blocks;
+        sum(unit / x.blocks, block, block + 1, sums + unit * size, true);
+      }
+#pragma omp for schedule(static)
+      for (long panel = 0; panel < panels; panel++) {
+        float *totals = sums + panel * x.blocks * size;
+        for (long block = 1; block < x.blocks; block++)
+          for (long at = 0; at < size; at += kLanes) store(totals + at, load(totals + at) + load(totals + block * size + at));
+        finish_rows(panel, totals);
+      }
+    }
+    arena().release(mark);
+  }
+};
 
 }  // namespace
 
-extern "C" void oarlock_pack(const uint16_t *weight, uint16_t *packed, long columns, long inputs, int gated) {
-  // `packed` holds ceil(columns / 32) * 32 * inputs elements. Gated: rows 0 .. columns / 2 are gate, the others up.
-  const long panels = (columns + kPanel - 1) / kPanel, half = columns / 2;
-#pragma omp parallel for
-  for (long panel = 0; panel < panels; panel++) {
-    uint16_t *to = packed + panel * kPanel * inputs;
-    for (int output = 0; output < kPanel; output++) {
-      long row = panel * kPanel + output;
-      bool inside = row < columns;
-      if (gated) {
-        const long index = panel * (kPanel / 2) + output % 16;
-        inside = index < half;
-        row = output < 16 ? index : half + index;
-      }
-      for (long k = 0; k < inputs; k++)
-        to[(k / 2) * 2 * kPanel + output * 2 + k % 2] = inside ? weight[row * inputs + k] : 0;
-    }
+template <class T>
+void multiply(const Product &p) {
+  const long columns_per_panel = kPanel;
+  const long panels = (p.columns + columns_per_panel - 1) / columns_per_panel;
+  for (long row = 0; row < p.rows; row += kChunk) {
+    Rows<T> x(std::min(kChunk, p.rows - row), p.inputs);
+    const Arena::Mark mark = arena().mark();
+    x.packed = arena().take<typename Rows<T>::X>(x.size());
+    x.pack(static_cast<const T *>(p.x) + row * p.x_stride, p.x_stride);
+    const Chunk<T> chunk{p, x, row};
+    if (panels < omp_get_max_threads() && x.blocks > 1) chunk.by_blocks(panels);
+    else chunk.by_panels(panels);
+    arena().release(mark);
   }
 }
 
-// Rows of a weight that was packed (not gated) by `oarlock_pack`: an embedding that shares the head's memory.
-extern "C" void oarlock_unpack_rows(const uint16_t *packed, const int64_t *ids, uint16_t *rows, long count, long inputs) {
-#pragma omp parallel for if (count >= 16)
-  for (long i = 0; i < count; i++) {
-    const uint16_t *from = packed + ids[i] / kPanel * kPanel * inputs + ids[i] % kPanel * 2;
-    for (long k = 0; k < inputs; k += 2, from += 2 * kPanel) __builtin_memcpy(rows + i * inputs + k, from, 4);
-  }
-}
+template void multiply<BFloat16>(const Product &);
+template void multiply<Float16>(const Product &);
+template void multiply<float>(const Product &);
 
-extern "C" void oarlock_gemm(const uint16_t *x, const uint16_t *w, const uint16_t *bias, const uint16_t *residual, void *y,
-                             long rows, long columns, long inputs, long x_stride, long y_stride, int epilogue) {
-  const Product p{x, w, bias, residual, y, rows, columns, inputs, x_stride, y_stride, epilogue};
-  const long panels = (columns + kPanel - 1) / kPanel;
-  const long blocks = (rows + kRows - 1) / kRows;
-  const long bytes = kPanel * inputs * sizeof *w, pair = 2 * kPanel * sizeof *w;
-  // With one block of rows the panel is read from memory and prefetched a little ahead. With more, the panel stays in
-  // the second-level cache for the later blocks, which prefetch the next panel: reading and arithmetic overlap.
-#pragma omp parallel for schedule(static)
-  for (long panel = 0; panel < panels; panel++) {
-    const char *here = reinterpret_cast<const char *>(w) + panel * bytes, *next = panel + 1 < panels ? here + bytes : here;
-    long row = 0;
-    for (long block = 0; block < blocks; block++) {
-      const long count = (rows - row + blocks - block - 1) / (blocks - block);  // blocks of about equal size
-      if (block == 0) kTiles[count](p, row, panel, here + kAhead, pair);
-      else kTiles[count](p, row, panel, next + bytes / (blocks - 1) * (block - 1), pair / (blocks - 1));
-      row += count;
-    }
-  }
+}  // namespace gemm
+
+extern "C" void oarlock_gemm(const void *x, const void *weight, const void *bias, const void *residual, void *y, long rows,
+                             long columns, long inputs, long x_stride, long y_stride, int epilogue, int type) {
+  const gemm::Product p{x, weight, bias, residual, y, rows, columns, inputs, x_stride, y_stride, epilogue};
+  with_type(type, [&](auto *of) { gemm::multiply<std::remove_pointer_t<decltype(of)>>(p); });
 }
-#endif

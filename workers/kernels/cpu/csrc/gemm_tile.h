@@ -1,0 +1,121 @@
+// The products of a few rows and one panel along one block of inputs: all sums stay in registers.
+//
+// A block of packed weights lies as [inputs][kPanel], bfloat16 as [inputs / 2][kPanel][2]: one load holds one input (or two
+// neighbouring ones) of a register of outputs. A block of rows lies as [R][kBlock].
+#pragma once
+#include <array>
+#include <utility>
+
+#include "gemm.h"
+
+namespace gemm {
+
+using namespace simd;
+
+#ifdef OARLOCK_BF16_DOT
+constexpr long kBlock = 256;
+#else
+constexpr long kBlock = kLanes == 16 ? 128 : 256;  // inputs; a widened panel stays in the first-level cache
+#endif
+constexpr long kAhead = 2048;  // bytes of weights fetched ahead while they are read: hardware stops at page borders
+
+// What a tile multiplies: types of rows and weights, and how many inputs one step takes.
+struct Floats {  // also 16-bit weights that were widened before
+  using X = float;
+  using W = float;
+  static constexpr int kStep = 1;
+};
+struct Halves {
+  using X = float;
+  using W = Float16;
+  static constexpr int kStep = 1;
+};
+struct BrainPairs {
+#ifdef OARLOCK_BF16_DOT
+  using X = BFloat16;
+#else
+  using X = float;
+#endif
+  using W = BFloat16;
+  static constexpr int kStep = 2;
+};
+
+// Bytes of weights that one step of the loop takes.
+template <class S>
+constexpr long kStepBytes = S::kStep * kPanel * sizeof(typename S::W);
+
+template <class S, int R>
+inline void step(Vec (&low)[R], Vec (&high)[R], const typename S::X *x, const typename S::W *w) {
+  if constexpr (S::kStep == 1) {
+    const Vec left = load(w), right = load(w + kLanes);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++) {
+      const Vec value = broadcast(x[r * kBlock]);
+      low[r] = fma(left, value, low[r]);
+      high[r] = fma(right, value, high[r]);
+    }
+  } else {
+    const Pairs left = load_pairs(w), right = load_pairs(w + 2 * kLanes);
+#ifdef OARLOCK_BF16_DOT
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++) {
+      const Pairs value = broadcast_pair(x + r * kBlock);
+      low[r] = dot(low[r], left, value);
+      high[r] = dot(high[r], right, value);
+    }
+#else
+    // The same order as a widened panel has: the lower input, then the upper one.
+    const Vec left0 = lower(left), right0 = lower(right);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++) {
+      const Vec value = broadcast(x[r * kBlock]);
+      low[r] = fma(left0, value, low[r]);
+      high[r] = fma(right0, value, high[r]);
+    }
+    const Vec left1 = upper(left), right1 = upper(right);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++) {
+      const Vec value = broadcast(x[r * kBlock + 1]);
+      low[r] = fma(left1, value, low[r]);
+      high[r] = fma(right1, value, high[r]);
+    }
+#endif
+  }
+}
+
+// What a tile fetches into the caches while it computes: from `from` on, `step` bytes for each step of the loop.
+struct Fetch {
+  const char *from;
+  long step;
+};
+
+// totals [R][kPanel] += x w over `count` inputs, or = where the block is the first.
+template <class S, int R>
+void tile(const void *rows, const void *weights, long count, float *totals, bool first, Fetch fetch) {
+  const auto *x = static_cast<const typename S::X *>(rows);
+  const auto *w = static_cast<const typename S::W *>(weights);
+  Vec low[R], high[R];
+  for (int r = 0; r < R; r++) low[r] = high[r] = zero();
+  for (long k = 0; k < count; k += S::kStep, w += S::kStep * kPanel) {
+    for (int at = 0; at < kStepBytes<S>; at += 64) prefetch(fetch.from + at);
+    fetch.from += fetch.step;
+    step<S, R>(low, high, x + k, w);
+  }
+  for (int r = 0; r < R; r++) {
+    float *to = totals + r * kPanel;
+    store(to, first ? low[r] : load(to) + low[r]);
+    store(to + kLanes, first ? high[r] : load(to + kLanes) + high[r]);
+  }
+}
+
+using Tile = void (*)(const void *rows, const void *weights, long count, float *totals, bool first, Fetch fetch);
+
+template <class S, int... R>
+constexpr auto tile_table(std::integer_sequence<int, R...>) {
+  return std::array<Tile, sizeof...(R) + 1>{nullptr, tile<S, R + 1>...};
+}
+// Of R rows: kTiles<S>[R], R from 1 to kTileRows.
+template <class S>
+constexpr auto kTiles = tile_table<S>(std::make_integer_sequence<int, kTileRows>());
+
+}  // namespace gemm

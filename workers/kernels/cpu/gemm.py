@@ -1,0 +1,119 @@
+"""Products with a weight packed once for the C++ kernel, with the same order of additions for any number of rows.
+
+Packs weights and calls the kernel, which `csrc/gemm.cpp` describes.
+"""
+
+import ctypes
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from workers.kernels.cpu import library
+from workers.kernels.cpu.element_types import ELEMENT_TYPES
+
+_AHEAD = 2048  # bytes that the kernel prefetches ahead, also past the end of the last panel
+_PLAIN, _ADD, _FLOAT, _SILU, _GELU_TANH = range(5)
+_GATES = {"silu": _SILU, "gelu_tanh": _GELU_TANH}
+
+
+def can_serve(weight: Tensor) -> bool:
+    """Whether the kernel supports this weight [N, K], and is loaded."""
+    return weight.dtype in ELEMENT_TYPES and weight.device.type == "cpu" and library.why_not() is None
+
+
+class CppMatmul:
+    """`x @ weight.T + bias (+ residual)`, summed in float32 and rounded once: [T, K] -> [T, N]."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, float32_output: bool = False) -> None:
+        """`weight` [N, K], not kept; `bias` [N]. `float32_output`: results are float32 and not rounded."""
+        self.kernels = _bound(library.library())
+        self.columns, self.inputs = weight.shape
+        self.dtype = weight.dtype
+        self.packed = _pack(self.kernels, weight, gated=False)
+        self.bias = bias
+        self.output_dtype = torch.float32 if float32_output else weight.dtype
+        self.epilogue = _FLOAT if float32_output else _PLAIN
+        self._bias_at = None if bias is None else bias.data_ptr()
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        assert x.stride(1) == 1 and x.dtype == self.dtype
+        rows = x.shape[0]
+        y = torch.empty((rows, self.columns), dtype=self.output_dtype)
+        epilogue = self.epilogue
+        if residual is not None:
+            assert residual.is_contiguous() and epilogue == _PLAIN
+            epilogue = _ADD
+        self.kernels.oarlock_gemm(
+            x.data_ptr(), self.packed.data_ptr(), self._bias_at, None if residual is None else residual.data_ptr(),
+            y.data_ptr(), rows, self.columns, self.inputs, x.stride(0), self.columns, epilogue,
+            ELEMENT_TYPES[self.dtype],
+        )  # fmt: skip
+        return y
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows `ids` int64 [T] of the weight before packing: [T, inputs]."""
+        out = torch.empty((len(ids), self.inputs), dtype=self.dtype)
+        self.kernels.oarlock_unpack_rows(
+            self.packed.data_ptr(), ids.contiguous().data_ptr(), out.data_ptr(), len(ids), self.inputs,
+            ELEMENT_TYPES[self.dtype],
+        )  # fmt: skip
+        return out
+
+
+class CppGatedMatmul:
+    """`activation(x @ gate.T) * (x @ up.T)`, rounded once at the end. `weight` [2 * I, K]: gate above up."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: str) -> None:
+        self.kernels = _bound(library.library())
+        rows, self.inputs = weight.shape
+        self.width = rows // 2
+        self.dtype = weight.dtype
+        self.packed = _pack(self.kernels, weight, gated=True)
+        self.bias = None if bias is None else _interleaved(bias, self.kernels.oarlock_panel() // 2)
+        self.epilogue = _GATES[activation]
+        self._bias_at = None if self.bias is None else self.bias.data_ptr()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        assert x.stride(1) == 1 and x.dtype == self.dtype
+        rows = x.shape[0]
+        y = torch.empty((rows, self.width), dtype=self.dtype)
+        self.kernels.oarlock_gemm(
+            x.data_ptr(), self.packed.data_ptr(), self._bias_at, None, y.data_ptr(),
+            rows, 2 * self.width, self.inputs, x.stride(0), self.width, self.epilogue, ELEMENT_TYPES[self.dtype],
+        )  # fmt: skip
+        return y
+
+
+def _pack(kernels: ctypes.CDLL, weight: Tensor, gated: bool) -> Tensor:
+    assert weight.stride(1) == 1
+    columns, inputs = weight.shape
+    kind = ELEMENT_TYPES[weight.dtype]
+    count = kernels.oarlock_packed_size(columns, inputs, gated, kind)
+    packed = torch.empty(count + _AHEAD // weight.element_size(), dtype=weight.dtype)
+    kernels.oarlock_pack(weight.data_ptr(), packed.data_ptr(), columns, inputs, weight.stride(0), gated, kind)
+    return packed
+
+
+def _interleaved(bias: Tensor, width: int) -> Tensor:
+    """`bias` [2 * I] in the order of gated panels: `width` of the gate, `width` of up, and so on."""
+    half = len(bias) // 2
+    padded = bias.new_zeros((2, -(-half // width) * width))
+    padded[:, :half] = bias.view(2, half)
+    return padded.view(2, -1, width).transpose(0, 1).reshape(-1)
+
+
+@cache
+def _bound(kernels: ctypes.CDLL) -> ctypes.CDLL:
+    """The library, with the types of its functions for products declared."""
+    pointer, number, flag = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
+    for name, result, arguments in (
+        ("oarlock_gemm", None, [*[pointer] * 5, *[number] * 5, flag, flag]),
+        ("oarlock_pack", None, [pointer, pointer, *[number] * 3, flag, flag]),
+        ("oarlock_packed_size", number, [number, number, flag, flag]),
+        ("oarlock_unpack_rows", None, [*[pointer] * 3, number, number, flag]),
+        ("oarlock_panel", number, []),
+    ):
+        function = getattr(kernels, name)
+        function.restype, function.argtypes = result, arguments
+    return kernels
