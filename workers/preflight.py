@@ -12,6 +12,7 @@ from pathlib import Path
 
 from workers.config import WorkerConfig
 from workers.errors import StartupError
+from workers.kernels.cpu import levels
 from workers.layers.decoder_spec import FUSED_TENSORS, DecoderSpec, is_ignorable, tensor_shapes
 from workers.layers.sharding import supported_tp_sizes
 from workers.models.registry import describe, read_config
@@ -225,6 +226,13 @@ def _served_dtype(declared: str, device: str, spec: DecoderSpec, cpu: processor.
 
 
 def _resolve_device(config: WorkerConfig) -> str:
+    device = _find_device(config)
+    if device == "cpu":
+        levels.chosen()  # raises where the environment names a level of the kernels that this processor has not
+    return device
+
+
+def _find_device(config: WorkerConfig) -> str:
     if config.device == "cpu":
         return "cpu"
     count = cuda_device_count()

@@ -1,6 +1,6 @@
 """Where settings come from: flag > environment (`OARLOCK_*`) > TOML file > default.
 
-The only reader of the environment and of the file. Unknown names are errors that suggest the nearest.
+The only reader of the file, and of the environment for options. Unknown names are errors that suggest the nearest.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from typing import Any
 from server.config.option_checks import unknown_name
 from server.config.options import OptionError
 from server.config.settings import OPTIONS, Settings, make_settings
+
+# Variables that are no options: the name of the file, and what `workers/kernels/cpu/levels.py` reads.
+_READ_ELSEWHERE = ("OARLOCK_CONFIG", "OARLOCK_CPU_LEVEL")
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     by_env = {described.env: described for described in OPTIONS.values()}
     values = {}
     for name, text in environment.items():
-        if not name.startswith("OARLOCK_") or name == "OARLOCK_CONFIG":
+        if not name.startswith("OARLOCK_") or name in _READ_ELSEWHERE:
             continue
         if name not in by_env:
             raise unknown_name("environment variable", name, by_env)

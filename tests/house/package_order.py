@@ -61,7 +61,7 @@ ORDER: dict[str, Order] = {
             "preflight.py worker models layers attention weights distributed"
             " protocol.py config.py errors.py python_child.py"
         ),
-        "preflight.py": entries("worker models layers weights platform config.py errors.py"),
+        "preflight.py": entries("worker models layers weights kernels platform config.py errors.py"),
         "worker": entries(
             "models sampling layers attention weights distributed kernels platform"
             " protocol.py config.py step_cost.py errors.py python_child.py"
@@ -72,7 +72,7 @@ ORDER: dict[str, Order] = {
         "attention": entries("kernels protocol.py errors.py"),
         "weights": entries("errors.py"),
         "distributed": entries("platform errors.py"),
-        "kernels": entries("platform"),
+        "kernels": entries("platform errors.py"),
         "platform": entries(""),
         "protocol.py": entries("config.py"),
         "config.py": entries("step_cost.py"),

@@ -17,7 +17,7 @@ from workers.attention.forward_batch import ForwardBatch
 from workers.attention.selector import choose
 from workers.config import WorkerConfig, WorkerInfo
 from workers.distributed.parallel_state import TensorParallel
-from workers.kernels.cpu.in_use import kernels_in_use
+from workers.kernels.cpu.in_use import kernels_in_use, log_kernels
 from workers.models.decoder import Decoder
 from workers.models.registry import read_spec
 from workers.protocol import StepMetadata, StepOutput
@@ -66,6 +66,8 @@ class ModelRunner:
         self._load_seconds = time.monotonic() - started
 
     def _load(self, on_progress: Callable[[float], None]) -> None:
+        if self.device.type == "cpu" and self.tp.rank == 0:
+            log_kernels(self.dtype)
         done = 0.0
 
         def report(fraction: float) -> None:

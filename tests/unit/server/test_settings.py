@@ -41,6 +41,10 @@ def test_the_file_may_be_named_by_the_environment(tmp_path):
     assert load_settings({}, {"OARLOCK_CONFIG": path}).settings.port == 1
 
 
+def test_the_level_of_the_kernels_is_no_option_and_no_mistake():
+    assert load_settings({}, {"OARLOCK_CPU_LEVEL": "avx2"}).settings == Settings()
+
+
 @pytest.mark.parametrize(
     ("environment", "toml", "cause", "fix"),
     [

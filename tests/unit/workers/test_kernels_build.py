@@ -1,12 +1,21 @@
-"""Building the kernels: once, by one process at a time, and with a reason when it is not possible."""
+"""Building and loading the kernels: once, by one process at a time, and with a reason when it is not possible."""
 
+import logging
+import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
-from workers.kernels.cpu import library
+from workers.config import WorkerConfig
+from workers.errors import StartupError
+from workers.kernels.cpu import build, in_use, levels, library
+from workers.kernels.cpu.levels import LEVELS, Level
+from workers.preflight import check_without_weights
 
 HERE = library.why_not()
 needs_kernels = pytest.mark.skipif(HERE is not None, reason=str(HERE))
@@ -16,37 +25,169 @@ print(library.why_not())
 maps = open("/proc/self/maps").read().splitlines()
 print(len({line.split()[-1] for line in maps if "libgomp" in line}))
 """
+# Stands in for a wheel of torch whose OpenMP has a hash in its name and is visible to nobody else.
+HASHED = """
+import ctypes, pathlib
+library = pathlib.Path(__file__).parent.parent / "torch.libs" / "libgomp-a34b3233.so.1.0.0"
+ctypes.CDLL(str(library), mode=ctypes.RTLD_LOCAL)
+"""
 
 
-def kernels_in_new_process(home: Path, **environment: str) -> list[str]:
+def environment(home: Path, **more: str) -> Mapping[str, str]:
+    return {"PATH": "/usr/bin:/bin", "XDG_CACHE_HOME": str(home), "HOME": str(home), **more}
+
+
+def start(home: Path, script: str = SCRIPT, **more: str) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, "-c", script], env=environment(home, **more), stdout=pipe, stderr=pipe, text=True
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> list[str]:
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    return output.splitlines()
+
+
+def kernels_in_new_process(home: Path, **more: str) -> list[str]:
     """From a new process: why the kernels are not available, or None, and how many OpenMP libraries it has loaded."""
-    command = [sys.executable, "-c", SCRIPT]
-    variables = {"PATH": "/usr/bin:/bin", "XDG_CACHE_HOME": str(home), "HOME": str(home), **environment}
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=True)
-    return done.stdout.splitlines()
+    return finish(start(home, **more))
 
 
 @needs_kernels
-def test_they_are_built_once_and_share_torchs_threads(tmp_path: Path) -> None:
-    assert kernels_in_new_process(tmp_path) == ["None", "1"]
+def test_processes_that_start_together_build_once_and_share_torchs_threads(tmp_path: Path) -> None:
+    together = [start(tmp_path) for _ in range(2)]
+    assert [finish(process) for process in together] == [["None", "1"]] * 2
     (first,) = tmp_path.glob("oarlock/kernels/*.so")
     made = first.stat().st_mtime_ns
     assert kernels_in_new_process(tmp_path, CXX="g++") == ["None", "1"]
     assert [path.stat().st_mtime_ns for path in tmp_path.glob("oarlock/kernels/*.so")] == [made]
     assert not list(tmp_path.glob("oarlock/kernels/*.o")), "objects are cleaned up"
+    assert first.parent.stat().st_mode & 0o77 == 0, "nobody else may put a library there"
+
+
+@needs_kernels
+def test_an_openmp_with_a_hash_in_its_name_is_shared_too(tmp_path: Path) -> None:
+    mine = library._loaded_openmp()
+    for folder, name in (("torch.libs", "libgomp-a34b3233.so.1.0.0"), ("torch", "__init__.py")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).write_bytes(mine.read_bytes() if "gomp" in name else HASHED.encode())
+    script = f"""
+import sys
+sys.path[:0] = [{str(tmp_path)!r}]
+{SCRIPT}
+assert library._loaded_openmp().name.startswith("libgomp-a34b3233")
+"""
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")  # what is compiled already serves
+    assert finish(start(Path(cache), script)) == ["None", "1"]
 
 
 @needs_kernels
 @pytest.mark.parametrize(
-    ("environment", "words"),
-    [({"CXX": "no-such-compiler"}, "install g++"), ({"CXX": "false"}, "failed")],
+    ("variables", "words"),
+    [
+        ({"CXX": "no-such-compiler"}, "install g++"),
+        ({"CXX": "false"}, "failed"),
+        ({"XDG_CACHE_HOME": "/proc"}, "cache"),
+    ],
 )
-def test_a_machine_that_cannot_build_gives_the_reason(tmp_path: Path, environment: dict[str, str], words: str) -> None:
-    refusal, _ = kernels_in_new_process(tmp_path, **environment)
+def test_a_machine_that_cannot_build_gives_the_reason(tmp_path: Path, variables: dict[str, str], words: str) -> None:
+    refusal, _ = kernels_in_new_process(tmp_path, **variables)
     assert words in refusal
+
+
+def test_a_cache_of_somebody_else_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert build.cache_directory() == tmp_path / "oarlock" / "kernels"
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(build.KernelsUnavailable, match="belongs to somebody else"):
+        build.cache_directory()
+
+
+def test_the_fingerprint_follows_sources_flags_and_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = shutil.copytree(build.SOURCES, tmp_path / "csrc")
+    one, other = LEVELS[:2]
+    before = build.fingerprint(one, ("a compiler",))
+    monkeypatch.setattr(build, "SOURCES", copy)
+    assert build.fingerprint(one, ("a compiler",)) == before
+    assert len({before, build.fingerprint(other, ("a compiler",)), build.fingerprint(one, ("another",))}) == 3
+    header = copy / "simd.h"
+    header.write_text(header.read_text() + "\n")
+    assert build.fingerprint(one, ("a compiler",)) != before
+
+
+def test_what_failed_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Level] = []
+
+    def fail(level: Level) -> Path:
+        tried.append(level)
+        raise build.KernelsUnavailable("compiling failed")
+
+    monkeypatch.setattr(build, "compiled", fail)
+    monkeypatch.setattr(library, "_outcomes", {})
+    with library.using(LEVELS[0]):
+        assert [library.why_not() for _ in range(3)] == ["compiling failed"] * 3
+        assert not library.provides("oarlock_gemm") and library.loaded() is None
+    assert tried == [LEVELS[0]]
 
 
 def test_other_processors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_chosen", lambda: None)
     with pytest.raises(library.KernelsUnavailable, match="AVX2"):
         library.library()
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags", "names"),
+    [
+        ("x86_64", "avx2 fma f16c bmi1 bmi2 movbe", ["avx2"]),
+        ("AMD64", "avx2 fma f16c bmi1 bmi2 movbe avx512f", ["avx2"]),
+        ("x86_64", "avx2 fma", []),
+        ("x86_64", "avx2 fma f16c bmi1 bmi2 movbe avx512f avx512bw avx512cd avx512dq avx512vl", ["avx512", "avx2"]),
+        ("aarch64", "fp asimd", ["neon"]),
+        ("arm64", "fp asimd asimdhp bf16", ["neon_bf16", "neon"]),
+        ("riscv64", "v", []),
+    ],
+)
+def test_the_levels_of_a_processor(machine: str, flags: str, names: list[str]) -> None:
+    assert [level.name for level in levels.available(machine, frozenset(flags.split()))] == names
+
+
+def test_the_environment_names_a_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(levels, "available", lambda: list(levels.LEVELS[1:3]))
+    monkeypatch.setattr(levels, "features", lambda: levels.LEVELS[1].needs)
+    assert levels.chosen({}) == levels.chosen({levels.ENVIRONMENT: " "}) == levels.LEVELS[1]
+    assert levels.chosen({levels.ENVIRONMENT: levels.LEVELS[2].name}) == levels.LEVELS[2]
+    for name, words in ((levels.LEVELS[0].name, "lacks"), ("avx1024", "no such level")):
+        with pytest.raises(StartupError, match=words) as refusal:
+            levels.chosen({levels.ENVIRONMENT: name})
+        assert name in refusal.value.cause and levels.LEVELS[2].name in refusal.value.fix
+
+
+def test_a_wrong_level_is_found_before_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    demo = Path(__file__).parents[3] / "models" / "oarlock-demo" / "config.json"
+    shutil.copy(demo, tmp_path)
+    monkeypatch.setenv(levels.ENVIRONMENT, "avx1024")
+    with pytest.raises(StartupError, match="avx1024"):
+        check_without_weights(WorkerConfig(str(tmp_path), device="cpu"))
+
+
+@needs_kernels
+def test_the_log_names_the_level_and_the_instructions_of_each_kernel(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    level = library.level()
+    in_use.log_kernels(torch.bfloat16)
+    assert len(caplog.messages) == len(in_use.KERNELS)
+    for kernel, message in zip(in_use.KERNELS, caplog.messages, strict=True):
+        assert f"kernel={kernel!r} level={level.name} instructions='{level.vectors}" in message
+    assert level.name in in_use.kernels_in_use(torch.device("cpu"))
+
+
+def test_without_kernels_one_line_has_the_reason(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "why_not", lambda: "there is no C++ compiler: install g++")
+    in_use.log_kernels(torch.bfloat16)
+    (message,) = caplog.messages
+    assert "slower" in message and "install g++" in message

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from workers.kernels.cpu.levels import Level
@@ -18,8 +19,9 @@ from workers.kernels.cpu.levels import Level
 _log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "csrc"
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-w")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fno-gnu-unique", "-w")
 _COMPILE_TIMEOUT_S = 120
+_NO_COMPILER = "there is no C++ compiler: install g++, or name one in CXX"
 
 
 class KernelsUnavailable(RuntimeError):
@@ -30,22 +32,23 @@ def compiled(level: Level) -> Path:
     """The library for `level`, compiled now unless this user's cache holds it. Raises `KernelsUnavailable`."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
-        raise KernelsUnavailable("there is no C++ compiler: install g++, or name one in CXX")
-    directory = _cache_directory()
-    target = directory / f"{level.name}-{fingerprint(compiler, level)}.so"
+        raise KernelsUnavailable(_NO_COMPILER)
+    directory = cache_directory()
+    target = directory / f"{level.name}-{fingerprint(level, compiler_facts(compiler))}.so"
     with open(directory / f"{level.name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # ranks start together; one compiles, the others wait and use the result
         if not target.exists():
+            _log.info("event=compiling_kernels level=%s compiler=%s", level.name, compiler)
+            started = time.monotonic()
             compile_to(target, level, compiler)
+            _log.info("event=compiled_kernels level=%s seconds=%.1f", level.name, time.monotonic() - started)
     return target
 
 
-def compile_to(target: Path, level: Level, compiler: str) -> None:
-    """Compile every source for `level` and link them into `target`. Raises `KernelsUnavailable`."""
-    started = time.monotonic()
-    _log.info("compiling the CPU kernels, once for this machine level=%s compiler=%s", level.name, compiler)
-    objects = {source: target.with_suffix(f".{source.stem}.{os.getpid()}.o") for source in _sources("*.cpp")}
-    command = [compiler, *FLAGS, *level.flags]
+def compile_to(target: Path, level: Level, compiler: str, sources: Sequence[Path] = ()) -> None:
+    """Compile `sources` (all of the kernels') for `level` and link them into `target`. Raises `KernelsUnavailable`."""
+    objects = {source: target.with_suffix(f".{source.stem}.{os.getpid()}.o") for source in sources or _sources("*.cpp")}
+    command = [compiler, *FLAGS, *level.flags, f"-I{SOURCES}"]
     running = {
         source: subprocess.Popen([*command, "-c", str(source), "-o", str(into)], stderr=subprocess.PIPE, text=True)
         for source, into in objects.items()
@@ -63,7 +66,6 @@ def compile_to(target: Path, level: Level, compiler: str) -> None:
             process.wait()
         for path in (*objects.values(), scratch):
             path.unlink(missing_ok=True)
-    _log.info("compiled the CPU kernels level=%s seconds=%.1f", level.name, time.monotonic() - started)
 
 
 def _finish(process: subprocess.Popen[str], what: str) -> None:
@@ -82,12 +84,12 @@ def _sources(pattern: str) -> list[Path]:
     return sorted(SOURCES.glob(pattern))
 
 
-def fingerprint(compiler: str, level: Level) -> str:
-    """Changes with the sources, the flags and the compiler."""
+def fingerprint(level: Level, compiler: Sequence[str] = ()) -> str:
+    """Changes with the sources, the flags and what identifies the compiler."""
     digest = hashlib.blake2b(digest_size=12)
     for source in (*_sources("*.cpp"), *_sources("*.h")):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    for fact in (*FLAGS, *level.flags, *compiler_facts(compiler)):
+    for fact in (*FLAGS, *level.flags, *compiler):
         digest.update(fact.encode() + b"\0")
     return digest.hexdigest()
 
@@ -98,7 +100,7 @@ def compiler_facts(compiler: str) -> tuple[str, ...]:
     return (os.path.realpath(compiler), str(facts.st_size), str(facts.st_mtime_ns))
 
 
-def _cache_directory() -> Path:
+def cache_directory() -> Path:
     """The cache directory, owned by this user: its contents are loaded as code."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     directory = Path(root) / "oarlock" / "kernels"

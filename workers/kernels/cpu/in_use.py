@@ -1,17 +1,32 @@
 """Describes what computes on a device: between different descriptions, results may differ in their last bits."""
 
-from pathlib import Path
+import logging
 
 import torch
 
 from workers.kernels.cpu import library
 
+_log = logging.getLogger("oarlock.kernels")
+
+# name -> whether it multiplies in the model's own type: the others compute in float32 whatever they read.
+KERNELS = {"gemm": True, "attention": True, "norm and rotary": False, "sampling": False}
+
 
 def kernels_in_use(device: torch.device) -> str:
-    """The GPU and CUDA version, or the processor's vector instructions and the hash of the C++ kernels if loaded."""
+    """The GPU and CUDA version, or the processor's vector instructions and the file of the C++ kernels if loaded."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)} CUDA {torch.version.cuda}"
-    # Calling `library()` would compile it, even for a model that does not use it.
-    is_loaded = library.load.cache_info().currsize > 0
-    ours = Path(library.library()._name).stem if is_loaded else "torch"
-    return f"{torch.backends.cpu.get_cpu_capability()} {ours}"
+    loaded = library.loaded()
+    return f"{torch.backends.cpu.get_cpu_capability()} {'torch' if loaded is None else loaded.stem}"
+
+
+def log_kernels(dtype: torch.dtype) -> None:
+    """One line for each kernel: its level and instructions. Without kernels one line: why, what is slow, what helps."""
+    if (reason := library.why_not()) is not None:
+        _log.warning("event=no_kernels reason=%r effect=%r", reason, "torch's operations serve, which are slower")
+        return
+    level = library.level()
+    for kernel, multiplies in KERNELS.items():
+        in_type = dtype == torch.bfloat16 and multiplies and level.bfloat16
+        instructions = f"{level.vectors}, {level.bfloat16}" if in_type else level.vectors
+        _log.info("event=kernel kernel=%r level=%s instructions=%r", kernel, level.name, instructions)

@@ -8,6 +8,7 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from workers.errors import StartupError
 from workers.platform.processor import features
 
 ENVIRONMENT = "OARLOCK_CPU_LEVEL"
@@ -21,32 +22,43 @@ class Level:
     machine: str  # "x86_64" or "aarch64"
     needs: frozenset[str]  # as Linux names them
     flags: tuple[str, ...]
-
-
-class UnknownLevel(ValueError):
-    """The level that the environment names does not exist, or this processor does not have it."""
+    vectors: str  # the instructions of every kernel, as processor manuals name them
+    bfloat16: str = ""  # those that multiply bfloat16; without them it is widened to float32 in registers
 
 
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_BF16 = _AVX512 | {"avx512_bf16"}
 
 # Best first, for each kind of machine.
 LEVELS = (
-    Level("avx512_bf16", "x86_64", _AVX512 | {"avx512_bf16"}, ("-march=x86-64-v4", "-mavx512bf16")),
-    Level("avx512", "x86_64", _AVX512, ("-march=x86-64-v4", "-mprefer-vector-width=512")),
-    Level("avx2", "x86_64", _AVX2, ("-march=x86-64-v3",)),
-    Level("neon_bf16", "aarch64", frozenset({"asimd", "bf16"}), ("-march=armv8.2-a+bf16",)),
-    Level("neon", "aarch64", frozenset({"asimd"}), ("-march=armv8-a",)),
+    Level("avx512_bf16", "x86_64", _BF16, ("-march=x86-64-v4", "-mavx512bf16"), "AVX-512", "AVX512-BF16"),
+    Level("avx512", "x86_64", _AVX512, ("-march=x86-64-v4", "-mprefer-vector-width=512"), "AVX-512"),
+    Level("avx2", "x86_64", _AVX2, ("-march=x86-64-v3",), "AVX2, FMA and F16C"),
+    Level("neon_bf16", "aarch64", frozenset({"asimd", "bf16"}), ("-march=armv8.2-a+bf16",), "NEON", "BF16 extension"),
+    Level("neon", "aarch64", frozenset({"asimd"}), ("-march=armv8-a",), "NEON"),
 )
 
 # The paths of AVX512-BF16 with its instruction computed from others: for tests on processors that lack it.
-EMULATED_BF16_DOT = Level("avx512_bf16_emulated", "x86_64", _AVX512, ("-march=x86-64-v4", "-DOARLOCK_EMULATE_BF16_DOT"))
+EMULATED_BF16_DOT = Level(
+    "avx512_bf16_emulated",
+    "x86_64",
+    _AVX512,
+    ("-march=x86-64-v4", "-DOARLOCK_EMULATE_BF16_DOT"),
+    "AVX-512",
+    "AVX512-BF16, emulated",
+)
+
+
+def machine_name(machine: str | None = None) -> str:
+    """The kind of `machine` as `Level` names it; without one, of this machine."""
+    machine = platform.machine() if machine is None else machine
+    return {"AMD64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
 
 
 def available(machine: str | None = None, flags: frozenset[str] | None = None) -> list[Level]:
     """The levels that a processor can run, best first: this one, or one described by machine and features."""
-    machine = platform.machine() if machine is None else machine
-    machine = {"AMD64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
+    machine = machine_name(machine)
     flags = features() if flags is None else flags
     return [level for level in LEVELS if level.machine == machine and level.needs <= flags]
 
@@ -54,14 +66,17 @@ def available(machine: str | None = None, flags: frozenset[str] | None = None) -
 def chosen(environment: Mapping[str, str] = os.environ) -> Level | None:
     """The best level that this processor runs, or the one that the environment names; None where there is no level.
 
-    Raises `UnknownLevel`.
+    Raises `StartupError` for a name that does not exist or that this processor cannot run.
     """
     levels = available()
-    name = environment.get(ENVIRONMENT)
+    name = environment.get(ENVIRONMENT, "").strip()
     if not name:
         return levels[0] if levels else None
     for level in levels:
         if level.name == name:
             return level
-    known = ", ".join(level.name for level in levels) or "none"
-    raise UnknownLevel(f"{ENVIRONMENT} is {name!r}; the levels that this processor has are: {known}")
+    exists = {level.name: level for level in LEVELS}
+    missing = sorted(exists[name].needs - features()) if name in exists else []
+    reason = f"this processor lacks {', '.join(missing)}" if missing else "there is no such level for this machine"
+    known = f"use one of {', '.join(level.name for level in levels)}, or unset" if levels else "unset"
+    raise StartupError(f"{ENVIRONMENT} is {name!r}, but {reason}.", f"{known.capitalize()} the variable.")

@@ -5,6 +5,7 @@ A machine that cannot have them serves without them, and a log line has the reas
 
 import ctypes
 import sys
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import cache
@@ -15,10 +16,12 @@ from workers.kernels.cpu.build import KernelsUnavailable
 from workers.kernels.cpu.levels import Level
 
 _forced: Level | None = None
+_outcomes: dict[Level, ctypes.CDLL | str] = {}  # the library, or the reason why there is none
+_loading = threading.Lock()
 
 
 def why_not() -> str | None:
-    """None when the kernels of this process's level are loaded; else the reason. Tried once."""
+    """None when the kernels of this process's level are loaded; else the reason. Raises `StartupError` as `library`."""
     try:
         library()
     except KernelsUnavailable as reason:
@@ -27,7 +30,9 @@ def why_not() -> str | None:
 
 
 def library() -> ctypes.CDLL:
-    """The kernels of this process's level. Raises `KernelsUnavailable`, or `UnknownLevel` for a forced one.
+    """The kernels of this process's level.
+
+    Raises `KernelsUnavailable`, and `StartupError` where the environment names a level that this processor has not.
 
     Callers ask each time they pack a weight or bind a function, and keep what they got: `using` then reaches them all.
     """
@@ -58,9 +63,31 @@ def _chosen() -> Level | None:
     return levels.chosen()
 
 
-@cache
 def load(level: Level) -> ctypes.CDLL:
-    """The kernels of `level`, compiled now if this machine has not done so before. Raises `KernelsUnavailable`."""
+    """The kernels of `level`, compiled now if this machine has not done so before. Raises `KernelsUnavailable`.
+
+    Tried once in a process: what failed is not compiled again.
+    """
+    with _loading:
+        if level not in _outcomes:
+            try:
+                _outcomes[level] = _load(level)
+            except KernelsUnavailable as reason:
+                _outcomes[level] = str(reason)
+        outcome = _outcomes[level]
+    if isinstance(outcome, str):
+        raise KernelsUnavailable(outcome)
+    return outcome
+
+
+def loaded() -> Path | None:
+    """The file of this process's kernels, if something has loaded them already."""
+    wanted = _forced or _chosen()
+    outcome = None if wanted is None else _outcomes.get(wanted)
+    return Path(outcome._name) if isinstance(outcome, ctypes.CDLL) else None
+
+
+def _load(level: Level) -> ctypes.CDLL:
     if sys.platform != "linux":
         raise KernelsUnavailable(f"they are built on Linux only, and this is {sys.platform}")
     openmp = _loaded_openmp()
@@ -77,11 +104,12 @@ def _loaded_openmp() -> Path:
     """The OpenMP library torch has loaded. A second one would start a second pool of threads on the same cores."""
     import torch  # noqa: F401  # so that its libraries are mapped in this process
 
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.split(maxsplit=5)[-1] if "/" in line else ""
-        if Path(path).name.startswith("libgomp"):
-            return Path(path)
-    raise KernelsUnavailable("torch runs without GNU OpenMP here, and the kernels share its threads")
+    mapped = [line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line]
+    paths = [Path(path) for path in mapped if Path(path).name.startswith("libgomp")]
+    if not paths:
+        raise KernelsUnavailable("torch runs without GNU OpenMP here, and the kernels share its threads")
+    # Other packages may bring their own: torch's lies in its own folder, or where auditwheel puts it.
+    return next((path for path in paths if {"torch", "torch.libs"} & set(path.parts)), paths[0])
 
 
 def provides(function: str) -> bool:
