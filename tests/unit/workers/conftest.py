@@ -4,25 +4,19 @@ from collections.abc import Generator
 
 import pytest
 
-from workers.kernels.cpu import levels, library
-from workers.kernels.cpu.levels import EMULATED_BF16_DOT, Level
-from workers.platform.processor import features
-
-LEVELS = levels.available()
-if LEVELS and EMULATED_BF16_DOT.machine == LEVELS[0].machine and EMULATED_BF16_DOT.needs <= features():
-    LEVELS = [*LEVELS, EMULATED_BF16_DOT]
+from tests.unit.workers.kernel_levels import PARAMETERS
+from workers.kernels.cpu import library
+from workers.kernels.cpu.levels import Level
 
 
-@pytest.fixture(params=LEVELS, ids=lambda level: level.name)
+@pytest.fixture(params=PARAMETERS)
 def level(request: pytest.FixtureRequest) -> Generator[Level]:
     """Each level in turn; its kernels are those that the test uses."""
     with library.using(request.param):
-        if reason := library.why_not():
-            pytest.skip(reason)
         yield request.param
 
 
-@pytest.fixture(params=["torch", *LEVELS], ids=lambda form: form if isinstance(form, str) else form.name)
+@pytest.fixture(params=["torch", *PARAMETERS])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Generator[str]:
     """The name of the form that computes: torch's operations, then the kernels of each level in turn."""
     if request.param == "torch":
@@ -30,6 +24,4 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Gen
         yield "torch"
         return
     with library.using(request.param):
-        if reason := library.why_not():
-            pytest.skip(reason)
         yield request.param.name
