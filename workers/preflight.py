@@ -12,7 +12,7 @@ from pathlib import Path
 
 from workers.config import WorkerConfig
 from workers.errors import StartupError
-from workers.kernels.cpu import levels
+from workers.kernels.cpu import build, levels
 from workers.layers.decoder_spec import FUSED_TENSORS, DecoderSpec, is_ignorable, tensor_shapes
 from workers.layers.sharding import supported_tp_sizes
 from workers.models.registry import describe, read_config
@@ -50,7 +50,7 @@ def check_without_weights(config: WorkerConfig) -> None:
         least = "bfloat16"  # of the types there are; the weights may say that it is more
         dtype = config.dtype
         if dtype == "auto":
-            dtype = _served_dtype(spec.dtype or least, device, spec, processor.here())
+            dtype = _served_dtype(spec.dtype or least, device, spec, this_cpu())
         check_given_size(config.with_(max_model_len=length, device=device, dtype=dtype), spec)
 
 
@@ -74,7 +74,7 @@ def preflight(config: WorkerConfig) -> WorkerConfig:
             spec = replace(spec, tie_word_embeddings=False)
         _check_tensors(checkpoint, spec)
     device = _resolve_device(config)
-    dtype = _resolve_dtype(config.dtype, device, spec, checkpoint, processor.here())
+    dtype = _resolve_dtype(config.dtype, device, spec, checkpoint, this_cpu())
     if device == "cpu":
         check_weights_fit(config, spec, dtype)
     return config.with_(
@@ -188,25 +188,24 @@ def _resolve_dtype(
 ) -> str:
     """The dtype that was asked for, else what config.json declares, else that of the stored embedding.
 
-    On a CPU that emulates a 16-bit type, a model of that type runs in float32 unless the type is asked for. So does
-    every float16 model: few libraries use a CPU's float16 instructions, and bfloat16 would round the weights.
+    Where a CPU would emulate a 16-bit type, a model of that type runs in float32 unless the type is asked for. The C++
+    kernels emulate none: they widen 16-bit numbers as they read them, at every level of instruction set.
     """
     if asked != "auto":
         if device == "cpu" and not cpu.multiplies(asked):
             logger.warning(
                 "event=slow_dtype dtype=%s reason=%r",
                 asked,
-                f"this processor has no {asked} products ({cpu.name}) and emulates them, many times slower than "
-                "float32: --dtype auto chooses that",
+                f"{cpu.name}, so {asked} products are emulated, many times slower than float32: --dtype auto chooses that",
             )
         return asked
     found = checkpoint.find("model.embed_tokens.weight") if checkpoint is not None else None
     stored = "float32" if found is None else SAFETENSORS_DTYPES[found.entry.dtype]
     declared = spec.dtype or stored
     chosen = _served_dtype(declared, device, spec, cpu)
-    if device != "cpu" or declared == "float32" or (cpu.multiplies(declared) and chosen == declared):
+    if device != "cpu" or cpu.multiplies(declared):
         return chosen
-    slow = f"{declared} products are slow on {f'this processor ({cpu.name})' if declared == 'bfloat16' else 'CPUs'}"
+    slow = f"{declared} products are slow here ({cpu.name})"
     wide, narrow = (human_bytes(weight_bytes(spec, dtype)) for dtype in ("float32", declared))
     if chosen == declared:
         reason = f"{slow}, but float32 weights take {wide} and there is less"
@@ -219,10 +218,20 @@ def _resolve_dtype(
 
 def _served_dtype(declared: str, device: str, spec: DecoderSpec, cpu: processor.Processor) -> str:
     """The dtype for a model that declares `declared`, where the operator has not chosen one."""
-    if device != "cpu" or declared == "float32" or (declared == "bfloat16" and cpu.bfloat16):
+    if device != "cpu" or cpu.multiplies(declared):
         return declared
     does_not_fit = weight_bytes(spec, "float32") > free_host_bytes() > weight_bytes(spec, declared)
     return declared if does_not_fit else "float32"
+
+
+def this_cpu() -> processor.Processor:
+    """The 16-bit types that are not slow on this machine's CPU, and why others are."""
+    level = levels.chosen()
+    reason = "the C++ kernels have no level for this processor" if level is None else build.why_not_obtainable(level)
+    if reason is None:
+        return processor.Processor(bfloat16=True, float16=True, name="")
+    cpu = processor.here()
+    return replace(cpu, name=f"{cpu.name}, and no C++ kernels: {reason}")
 
 
 def _resolve_device(config: WorkerConfig) -> str:

@@ -21,8 +21,7 @@ from tests.house.rules import ROOT
 from tests.load.checkpoint import ensure, prompts
 from workers.config import WorkerConfig
 from workers.models.registry import read_spec
-from workers.platform import processor
-from workers.preflight import preflight
+from workers.preflight import preflight, this_cpu
 from workers.verify.compare import Comparison, compare, compare_tokens
 from workers.verify.launch import run_ranks, run_reference
 from workers.verify.request import Request, Text
@@ -134,9 +133,9 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a tiny model; leaves the page as it is")
     parser.add_argument("--greedy", type=int, default=GREEDY, help=f"tokens of greedy text (default: {GREEDY})")
     arguments = parser.parse_args()
-    dtypes = [dtype for dtype in ("float32", "bfloat16") if processor.here().multiplies(dtype)]
+    dtypes = [dtype for dtype in ("float32", "bfloat16") if this_cpu().multiplies(dtype)]
     if "bfloat16" not in dtypes:  # not what is served there either
-        say(f"bfloat16 is skipped: {processor.here().name}")
+        say(f"bfloat16 is skipped: {this_cpu().name}")
     is_whole = len(dtypes) == 2 and arguments.greedy == GREEDY and not arguments.quick
     if not (arguments.print or arguments.quick or is_whole):
         parser.error("the page wants every figure: name --print, or run it whole on a processor that has bfloat16")

@@ -17,12 +17,12 @@ from engine.types import Request
 from tests.parallel.direct_engine import Answer, DirectEngine
 from workers.config import WorkerConfig
 from workers.executor import Executor, start_executor
-from workers.platform import processor
+from workers.preflight import this_cpu
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "oarlock-demo"
 SHARED = "Q: What does os.getcwd do?\nA: Return a string representing the current working directory.\n\nQ: "
 # Where bfloat16 is emulated, which is not what is served there by default, a token takes ten times as long.
-COUNTS = {"bfloat16": 200 if processor.here().multiplies("bfloat16") else 40, "float32": 200}
+COUNTS = {"bfloat16": 200 if this_cpu().multiplies("bfloat16") else 40, "float32": 200}
 
 
 def start(dtype: str, size: int = 1) -> Executor:

@@ -15,6 +15,7 @@ from tests.golden.tiny_models import FAMILIES, make_tiny
 from workers import preflight as module
 from workers.config import WorkerConfig
 from workers.errors import StartupError
+from workers.kernels.cpu import build, levels
 from workers.models.registry import read_spec
 from workers.platform import processor
 from workers.platform.cores import available_cores
@@ -30,12 +31,15 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def with_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A processor that multiplies bfloat16 at its own speed, whatever this one does."""
-    monkeypatch.setattr(processor, "here", lambda: processor.Processor(True, False, ""))
+    """A processor that multiplies bfloat16 at its own speed, whatever this one does, and no C++ kernels."""
+    monkeypatch.setattr(levels, "chosen", lambda: None)
+    monkeypatch.setattr(processor, "here", lambda: processor.Processor(True, False, "no FP16"))
 
 
 @pytest.fixture
 def without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor that emulates bfloat16, and no C++ kernels."""
+    monkeypatch.setattr(levels, "chosen", lambda: None)
     monkeypatch.setattr(processor, "here", lambda: processor.Processor(False, False, "no AVX512-BF16 or AMX"))
 
 
@@ -124,7 +128,7 @@ def test_an_emulated_type_that_is_asked_for_is_used_with_a_warning(
 ) -> None:
     assert preflight(config(model, dtype=dtype)).dtype == dtype
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert f"event=slow_dtype dtype={dtype}" in caplog.text and "emulates" in caplog.text
+    assert f"event=slow_dtype dtype={dtype}" in caplog.text and "emulated" in caplog.text
 
 
 def test_where_bfloat16_is_multiplied_it_stays_and_nothing_is_said(
@@ -163,7 +167,25 @@ def test_without_a_declared_dtype_the_tensors_decide(model: Path, with_bfloat16:
     assert preflight(config(model, load_format="dummy")).dtype == "float32"
 
 
-def test_a_float16_model_runs_in_float32_on_the_cpu_unless_asked(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("declared", ["bfloat16", "float16", "float32"])
+def test_with_the_kernels_a_model_keeps_its_type(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, declared: str
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(processor, "here", lambda: processor.Processor(False, False, "no AVX512-BF16 or AMX"))
+    monkeypatch.setattr(levels, "chosen", lambda: levels.EMULATED_BF16_DOT)
+    monkeypatch.setattr(build, "why_not_obtainable", lambda level: None)
+    edit_config(model, dtype=declared)
+    assert preflight(config(model)).dtype == declared and not caplog.messages
+    if declared != "float32":
+        monkeypatch.setattr(build, "why_not_obtainable", lambda level: "there is no C++ compiler")
+        assert preflight(config(model)).dtype == "float32"
+        assert "there is no C++ compiler" in caplog.text
+
+
+def test_a_float16_model_runs_in_float32_where_float16_is_emulated(
+    model: Path, without_bfloat16: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     edit_config(model, dtype="float16")
     assert preflight(config(model)).dtype == "float32"
     assert preflight(config(model, dtype="float16")).dtype == "float16"

@@ -28,11 +28,19 @@ class KernelsUnavailable(RuntimeError):
     """The kernels cannot be used on this machine; the message is the reason in one phrase."""
 
 
+def why_not_obtainable(level: Level) -> str | None:
+    """Without compiling: None if the library for `level` can be had here, else the reason as one phrase. Torch-free."""
+    try:
+        _compiler()
+        cache_directory()
+    except KernelsUnavailable as reason:
+        return str(reason)
+    return None
+
+
 def compiled(level: Level) -> Path:
     """The library for `level`, compiled now unless this user's cache holds it. Raises `KernelsUnavailable`."""
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if compiler is None:
-        raise KernelsUnavailable(_NO_COMPILER)
+    compiler = _compiler()
     directory = cache_directory()
     target = directory / f"{level.name}-{fingerprint(level, compiler_facts(compiler))}.so"
     with open(directory / f"{level.name}.lock", "w") as lock:
@@ -66,6 +74,13 @@ def compile_to(target: Path, level: Level, compiler: str, sources: Sequence[Path
             process.wait()
         for path in (*objects.values(), scratch):
             path.unlink(missing_ok=True)
+
+
+def _compiler() -> str:
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        raise KernelsUnavailable(_NO_COMPILER)
+    return compiler
 
 
 def _finish(process: subprocess.Popen[str], what: str) -> None:
