@@ -196,7 +196,8 @@ def _resolve_dtype(
             logger.warning(
                 "event=slow_dtype dtype=%s reason=%r",
                 asked,
-                f"{cpu.name}, so {asked} products are emulated, many times slower than float32: --dtype auto chooses that",
+                f"{cpu.name}, so {asked} products are emulated, many times slower than float32: --dtype auto "
+                "chooses that",
             )
         return asked
     found = checkpoint.find("model.embed_tokens.weight") if checkpoint is not None else None

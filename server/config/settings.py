@@ -49,7 +49,7 @@ class Settings:
         group=_MODEL,
         example="bfloat16",
         choices=("auto", "bfloat16", "float16", "float32"),
-        help="type of weights and activations; auto: the checkpoint's own, or float32 where a CPU without kernels would emulate it",
+        help="type of weights and activations; auto: the checkpoint's own, or float32 where a CPU would emulate it",
     )
     load_format: str = option(
         "auto",
