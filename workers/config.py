@@ -43,7 +43,7 @@ class WorkerConfig:
     num_kv_blocks: int | None = None  # exactly so many, the null block included; None: what fits the memory
     gpu_memory_utilization: float = 0.9
     num_threads: int | None = None  # CPU threads of one rank; None: cores / ranks, at least one
-    attention_backend: str = "auto"  # auto | avx512 | torch | reference
+    attention_backend: str = "auto"  # auto | cpp | torch | reference
     step_timeout_s: float = 120.0  # a step that takes longer is a hung rank
     raise_step_timeout: bool = False  # whether it may be raised after timing
     log_level: str = "INFO"  # of the engine's and the ranks' logs, a name of the logging module

@@ -32,7 +32,7 @@ _CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "dtype": ("auto", *ITEM_BYTES),
     "load_format": ("auto", "safetensors", "dummy"),
-    "attention_backend": ("auto", "avx512", "torch", "reference"),
+    "attention_backend": ("auto", "cpp", "torch", "reference"),
 }
 _MAX_BLOCK_SIZE = 1024
 

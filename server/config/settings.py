@@ -184,7 +184,7 @@ class Settings:
         "auto",
         group=_PARALLEL,
         example="reference",
-        choices=("auto", "avx512", "torch", "reference"),
+        choices=("auto", "cpp", "torch", "reference"),
         help="reference: plain torch, slow, for comparison",
     )
     step_timeout: float | None = option(

@@ -140,7 +140,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     print(f"{HEADS} query heads, {KV_HEADS} KV heads, head size {WIDTH}, {args.dtype}, {args.threads} threads")
-    print("microseconds per layer (best), and how many times longer than 'cpu' (median over rounds)\n")
+    print("microseconds per layer (best), and how many times longer than 'torch' (median over rounds)\n")
     with torch.inference_mode():
         for title, seqs in SHAPES:
             if args.only not in title:

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 
-from workers.attention.avx512 import Avx512Backend
 from workers.attention.backend import AttentionBackend, KVSpec
+from workers.attention.cpp import CppBackend
 from workers.attention.reference import ReferenceBackend
 from workers.attention.torch_backend import TorchBackend
 from workers.errors import StartupError
 
 # Fastest first. The reference supports everything.
-BACKENDS: tuple[type[AttentionBackend], ...] = (Avx512Backend, TorchBackend, ReferenceBackend)
+BACKENDS: tuple[type[AttentionBackend], ...] = (CppBackend, TorchBackend, ReferenceBackend)
 
 
 def choose(spec: KVSpec, name: str, log: Callable[[str], None]) -> AttentionBackend:

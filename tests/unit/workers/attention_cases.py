@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec, LayerKV
+from workers.attention.cpp import CppBackend
 from workers.attention.forward_batch import ForwardBatch
+from workers.kernels.cpu import levels, library
+from workers.platform.processor import features
 from workers.protocol import NULL_BLOCK
 from workers.worker.greedy_step import SequenceChunk, greedy_step
 
@@ -19,6 +22,25 @@ EMULATES_BFLOAT16 = (
     if torch.cpu._is_avx512_supported() and not torch.cpu._is_avx512_bf16_supported()
     else None
 )
+
+
+def cpp_at(level: levels.Level) -> type[CppBackend]:
+    """`CppBackend` with the kernels of `level`."""
+
+    class AtLevel(CppBackend):
+        def __init__(self, spec: KVSpec) -> None:
+            with library.using(level):
+                super().__init__(spec)
+
+    AtLevel.__name__ = f"cpp-{level.name}"
+    return AtLevel
+
+
+CPP: list[type[CppBackend]] = []
+if library.why_not() is None:
+    CPP = [cpp_at(level) for level in levels.available()]
+    if levels.EMULATED_BF16_DOT.needs <= features():
+        CPP.append(cpp_at(levels.EMULATED_BF16_DOT))
 
 
 @dataclass(frozen=True)

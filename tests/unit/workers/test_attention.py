@@ -6,19 +6,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.unit.workers.attention_cases import EMULATES_BFLOAT16, Case, Seq, batch_of
-from workers.attention.avx512 import Avx512Backend
+from tests.unit.workers.attention_cases import CPP, EMULATES_BFLOAT16, Case, Seq, batch_of
 from workers.attention.backend import AttentionSpec, KVSpec
+from workers.attention.cpp import CppBackend
 from workers.attention.reference import ReferenceBackend
-from workers.attention.selector import BACKENDS, choose
+from workers.attention.selector import choose
 from workers.attention.torch_backend import TorchBackend
 from workers.errors import StartupError
 
 CPU = torch.device("cpu")
 MIXED = [Seq(1, 1), Seq(1, 37), Seq(9, 9), Seq(1, 300), Seq(5, 64), Seq(1, 64), Seq(33, 129), Seq(2, 2)]
-FAST = [TorchBackend]
-if Avx512Backend.why_not(KVSpec(1, 1, 64, 16, torch.float32, CPU)) is None:
-    FAST.append(Avx512Backend)
+FAST = [TorchBackend, *CPP]
 # The torch backend is not batch-invariant in float32: the number of rows decides how torch's products split their sums.
 INVARIANT = [(backend, dtype) for backend in FAST for dtype in (torch.bfloat16, torch.float16, torch.float32)]
 INVARIANT.remove((TorchBackend, torch.float32))
@@ -64,7 +62,7 @@ def test_backends_agree_with_the_reference(options, dtype, device):
     assert torch.cat(expected).isfinite().all()
     kv = dataclasses.replace(kv, device=torch.device(device))
     case = Case(kv, layer, MIXED)
-    compared = [backend for backend in BACKENDS if backend.why_not(kv) is None]
+    compared = [backend for backend in (ReferenceBackend, *FAST) if backend.why_not(kv) is None]
     assert compared
     for backend in compared:
         for ours, wanted in zip(case.run(backend(kv)), expected, strict=True):
@@ -167,14 +165,14 @@ def test_pages_hold_kv_heads_once():
 def test_choose_prefers_the_fast_backend_and_logs_the_reason_otherwise():
     kv, _ = specs()
     lines: list[str] = []
-    assert choose(kv, "auto", lines.append).name == FAST[-1].name
+    assert choose(kv, "auto", lines.append).name == (CPP or FAST)[0].name
     assert choose(kv, "torch", lines.append).name == "torch"
     assert choose(kv, "reference", lines.append).name == "reference"
     odd = KVSpec(1, 2, 64, 16, torch.float64, CPU)
     assert choose(odd, "auto", lines.append).name == "reference"
     assert any("float64" in line for line in lines)
     for block, width, word in ((24, 64, "block size"), (16, 72, "heads"), (16, 272, "heads")):
-        assert word in (Avx512Backend.why_not(KVSpec(1, 2, width, block, torch.bfloat16, CPU)) or "")
+        assert word in (CppBackend.why_not(KVSpec(1, 2, width, block, torch.bfloat16, CPU)) or "")
     with pytest.raises(StartupError, match="float64") as refused:
         choose(odd, "torch", lines.append)
     assert "auto" in refused.value.fix
@@ -182,11 +180,35 @@ def test_choose_prefers_the_fast_backend_and_logs_the_reason_otherwise():
         choose(kv, "flashier", lines.append)
 
 
-@pytest.mark.skipif(Avx512Backend not in FAST, reason="no kernels here")
-def test_contexts_longer_than_a_softmax_chunk_and_heads_wider_than_a_register_tile():
-    """Several chunks of 256 positions, a window that begins in the middle of one, and the widest heads."""
-    for options in ({"group": 7, "block": 32}, {"width": 256, "heads": 1}, {"window": 300, "block": 48}):
-        kv, layer = specs(dtype=torch.bfloat16, **options)
-        case = Case(kv, layer, [Seq(1, 1500), Seq(40, 1030), Seq(300, 300), Seq(1, 256), Seq(1, 257)])
-        for ours, wanted in zip(case.run(Avx512Backend(kv)), case.run(ReferenceBackend(kv)), strict=True):
-            torch.testing.assert_close(ours, wanted, atol=1.6e-2, rtol=1.6e-2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"group": 7, "block": 32},
+        {"group": 1, "width": 16},
+        {"width": 256, "heads": 1},
+        {"window": 300, "block": 48},
+        {"group": 40, "heads": 1, "width": 112, "softcap": 20.0},
+    ],
+    ids=str,
+)
+def test_several_spans_of_positions_and_blocks_of_rows(options, dtype):
+    """Several spans of 256 positions, windows that begin in the middle of one, and more rows than registers hold."""
+    kv, layer = specs(dtype=dtype, **options)
+    case = Case(kv, layer, [Seq(1, 800), Seq(9, 530), Seq(30, 300), Seq(1, 256), Seq(1, 257)])
+    expected = case.run(ReferenceBackend(kv))
+    for backend in CPP:
+        for ours, wanted in zip(case.run(backend(kv)), expected, strict=True):
+            torch.testing.assert_close(ours, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("backend", CPP)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("options", [{}, {"window": 700}], ids=str)
+def test_threads_share_the_positions_of_a_sequence_without_changing_a_bit(options, dtype, backend):
+    kv, layer = specs(dtype=dtype, heads=1, group=7, **options)
+    case = Case(kv, layer, [Seq(1, 3000), Seq(3, 1200), Seq(1, 20), Seq(70, 1100)])
+    one = case.run(backend(kv))
+    for threads in (2, 3, 16):
+        torch.set_num_threads(threads)
+        assert all(torch.equal(ours, wanted) for ours, wanted in zip(case.run(backend(kv)), one, strict=True))

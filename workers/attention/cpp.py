@@ -1,0 +1,134 @@
+"""Attention on the CPU: the C++ kernel reads pages in place, at any mix of query lengths and every instruction level.
+
+Calls the kernel. The computation, and why the rest of the batch cannot change a row's bits, are described in
+`kernels/cpu/csrc/attention.cpp`; the layout of pages in `attention.h`.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.attention.backend import AttentionSpec, KVSpec, LayerKV
+from workers.attention.forward_batch import ForwardBatch
+from workers.kernels.cpu import library
+
+_GROUP = 16  # positions that lie side by side in a page
+_MAX_HEAD = 256
+_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+
+class CAttentionStep(ctypes.Structure):
+    """`AttentionStep` of `attention.h`."""
+
+    _fields_ = (
+        ("tables", ctypes.c_void_p),
+        ("query_start_loc", ctypes.c_void_p),
+        ("seq_lens", ctypes.c_void_p),
+        ("seqs", ctypes.c_long),
+        ("table_width", ctypes.c_long),
+    )
+
+
+class CAttentionLayer(ctypes.Structure):
+    """`AttentionLayer` of `attention.h`."""
+
+    _fields_ = (
+        ("heads", ctypes.c_long),
+        ("kv_heads", ctypes.c_long),
+        ("head_dim", ctypes.c_long),
+        ("block_size", ctypes.c_long),
+        ("window", ctypes.c_long),
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CppPlan:
+    """A step as the kernel reads it, and the arrays that it points into: they must live until the step is done."""
+
+    step: CAttentionStep
+    arrays: tuple[np.ndarray, ...]
+
+
+class CppBackend:
+    """Pages are allocated as `[blocks, kv_heads, block_size, head_dim]`; the kernel has its own order inside a page."""
+
+    name: ClassVar[str] = "cpp"
+
+    def __init__(self, spec: KVSpec) -> None:
+        self.spec = spec
+        self.type = _TYPES[spec.dtype]
+        self._layers: dict[AttentionSpec, CAttentionLayer] = {}
+        heads = spec.num_kv_heads
+        self._pages = CAttentionLayer(heads, heads, spec.head_dim, spec.block_size, 0, 1.0, 0.0)
+        kernels = library.library()
+        pointer, number = ctypes.c_void_p, ctypes.c_long
+        self._attend = kernels.oarlock_attend
+        self._attend.argtypes = [pointer, pointer, pointer, number, pointer, number, pointer, pointer, ctypes.c_int]
+        self._attend.restype = None
+        self._write = kernels.oarlock_write_kv
+        self._write.argtypes = [pointer, pointer, number, pointer, number, pointer, pointer, pointer, number, ctypes.c_int]
+        self._write.restype = None
+
+    @staticmethod
+    def why_not(spec: KVSpec) -> str | None:
+        if spec.device.type != "cpu":
+            return f"it computes on the CPU and the model is on {spec.device.type}"
+        if spec.dtype not in _TYPES:
+            return f"it knows float32, bfloat16 and float16, not {spec.dtype}"
+        if spec.block_size % _GROUP:
+            return f"it wants a block size that is a multiple of {_GROUP}, not {spec.block_size}"
+        if spec.head_dim % _GROUP or spec.head_dim > _MAX_HEAD:
+            return f"it wants heads of up to {_MAX_HEAD} elements in multiples of {_GROUP}, not {spec.head_dim}"
+        return library.why_not()
+
+    def allocate(self, num_blocks: int) -> list[LayerKV]:
+        spec = self.spec
+        shape = (num_blocks, spec.num_kv_heads, spec.block_size, spec.head_dim)
+        return [
+            LayerKV(torch.zeros(shape, dtype=spec.dtype), torch.zeros(shape, dtype=spec.dtype))
+            for _ in range(spec.num_layers)
+        ]
+
+    def prepare(self, batch: ForwardBatch) -> CppPlan:
+        tables, starts, lens = (
+            np.ascontiguousarray(tensor.numpy())
+            for tensor in (batch.block_tables, batch.query_start_loc, batch.seq_lens)
+        )
+        assert tables.dtype == starts.dtype == lens.dtype == np.int32
+        step = CAttentionStep(tables.ctypes.data, starts.ctypes.data, lens.ctypes.data, *tables.shape)
+        return CppPlan(step, (tables, starts, lens))
+
+    def layer(self, layer: AttentionSpec) -> CAttentionLayer:
+        """`layer` as the kernel reads it; made once."""
+        made = self._layers.get(layer)
+        if made is None:
+            made = self._layers[layer] = CAttentionLayer(
+                layer.num_heads, self.spec.num_kv_heads, layer.head_dim, self.spec.block_size,
+                layer.sliding_window or 0, layer.scale, layer.softcap or 0.0,
+            )  # fmt: skip
+        return made
+
+    def write(self, kv: LayerKV, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
+        spec = self.spec
+        slots = batch.slot_mapping
+        assert k.stride(2) == v.stride(2) == 1 and k.stride(1) == v.stride(1) == spec.head_dim and slots.is_contiguous()
+        self._write(
+            ctypes.byref(self._pages), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), kv.k.data_ptr(), kv.v.data_ptr(),
+            slots.data_ptr(), len(slots), self.type,
+        )  # fmt: skip
+
+    def attend(self, q: Tensor, kv: LayerKV, plan: CppPlan, layer: AttentionSpec) -> Tensor:
+        rows, heads, width = q.shape
+        assert q.stride(2) == 1 and q.stride(1) == width
+        out = torch.empty((rows, heads * width), dtype=q.dtype)
+        self._attend(
+            ctypes.byref(plan.step), ctypes.byref(self.layer(layer)), q.data_ptr(), q.stride(0), out.data_ptr(),
+            heads * width, kv.k.data_ptr(), kv.v.data_ptr(), self.type,
+        )  # fmt: skip
+        return out

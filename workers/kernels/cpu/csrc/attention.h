@@ -1,0 +1,38 @@
+// Causal attention over paged keys and values, read in place: decode, prefill and chunks through one path.
+//
+// Pages hold groups of 16 positions, 16 * D elements each, in the order the products read them:
+//   keys    [D / s][16][s]     one load: s neighbouring elements of several positions
+//   values  [16 / s][D][s]     one load: several elements of s neighbouring positions
+// s is 2 for bfloat16, whose dot product takes pairs, else 1.
+#pragma once
+#include <cstdint>
+
+// What all layers of a step share. S sequences; B columns of `tables`.
+struct AttentionStep {
+  const int32_t *tables;           // [S, B]     blocks of each sequence, in the order of positions
+  const int32_t *query_start_loc;  // [S + 1]    rows of the queries of each sequence
+  const int32_t *seq_lens;         // [S]        positions after this step
+  long seqs, table_width;
+};
+
+struct AttentionLayer {
+  long heads, kv_heads;  // of this rank; query head h reads KV head h / (heads / kv_heads)
+  long head_dim;         // D: a multiple of 16, at most 256
+  long block_size;       // positions per page, a multiple of 16
+  long window;           // a query sees itself and the window - 1 positions before it; 0: all
+  float scale;
+  float softcap;  // scores become softcap * tanh(score / softcap); 0: they stay
+};
+
+// q [T, heads, D] and out [T, heads, D], rows `q_stride` and `out_stride` elements apart; pages [blocks, kv_heads,
+// block_size, D]. Called outside of parallel regions; uses all threads, and the arena of the calling one.
+template <class T>
+void attend(const AttentionStep &step, const AttentionLayer &layer, const T *q, long q_stride, T *out, long out_stride,
+            const T *k_pages, const T *v_pages);
+
+// Stores k, v [tokens, kv_heads, D], rows `k_stride` and `v_stride` elements apart, at `slots` [tokens] (block * block_size
+// + offset). Writing the first slot of a page clears the page of values first: weight zero times what an earlier sequence
+// left there must be zero, and zero times NaN is not.
+template <class T>
+void write_kv(const AttentionLayer &layer, const T *k, long k_stride, const T *v, long v_stride, T *k_pages, T *v_pages,
+              const int64_t *slots, long tokens);
