@@ -72,7 +72,18 @@ class CppBackend:
         self._attend.argtypes = [pointer, pointer, pointer, number, pointer, number, pointer, pointer, ctypes.c_int]
         self._attend.restype = None
         self._write = kernels.oarlock_write_kv
-        self._write.argtypes = [pointer, pointer, number, pointer, number, pointer, pointer, pointer, number, ctypes.c_int]
+        self._write.argtypes = [
+            pointer,
+            pointer,
+            number,
+            pointer,
+            number,
+            pointer,
+            pointer,
+            pointer,
+            number,
+            ctypes.c_int,
+        ]
         self._write.restype = None
 
     @staticmethod
@@ -119,8 +130,8 @@ class CppBackend:
         slots = batch.slot_mapping
         assert k.stride(2) == v.stride(2) == 1 and k.stride(1) == v.stride(1) == spec.head_dim and slots.is_contiguous()
         self._write(
-            ctypes.byref(self._pages), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), kv.k.data_ptr(), kv.v.data_ptr(),
-            slots.data_ptr(), len(slots), self.type,
+            ctypes.byref(self._pages), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), kv.k.data_ptr(),
+            kv.v.data_ptr(), slots.data_ptr(), len(slots), self.type,
         )  # fmt: skip
 
     def attend(self, q: Tensor, kv: LayerKV, plan: CppPlan, layer: AttentionSpec) -> Tensor:
