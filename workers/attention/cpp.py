@@ -15,6 +15,7 @@ from torch import Tensor
 from workers.attention.backend import AttentionSpec, KVSpec, LayerKV
 from workers.attention.forward_batch import ForwardBatch
 from workers.kernels.cpu import library
+from workers.platform.huge_pages import huge_page_empty
 
 _GROUP = 16  # positions that lie side by side in a page
 _MAX_HEAD = 256
@@ -102,7 +103,7 @@ class CppBackend:
         spec = self.spec
         shape = (num_blocks, spec.num_kv_heads, spec.block_size, spec.head_dim)
         return [
-            LayerKV(torch.zeros(shape, dtype=spec.dtype), torch.zeros(shape, dtype=spec.dtype))
+            LayerKV(huge_page_empty(shape, spec.dtype), huge_page_empty(shape, spec.dtype))
             for _ in range(spec.num_layers)
         ]
 

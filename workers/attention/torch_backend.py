@@ -21,6 +21,7 @@ from torch import Tensor
 
 from workers.attention.backend import AttentionSpec, KVSpec, LayerKV
 from workers.attention.forward_batch import ForwardBatch
+from workers.platform.huge_pages import huge_page_empty
 from workers.protocol import NULL_BLOCK
 
 # Numbers of columns (positions of keys) are multiples of this, counted from position 0, so that the shapes of the
@@ -143,7 +144,7 @@ class TorchBackend:
         self._zero_page = num_blocks
         shape = (num_blocks + 1, spec.num_kv_heads, spec.block_size, spec.head_dim)
         return [
-            LayerKV(torch.zeros(shape, dtype=spec.dtype), torch.zeros(shape, dtype=spec.dtype))
+            LayerKV(huge_page_empty(shape, spec.dtype), huge_page_empty(shape, spec.dtype))
             for _ in range(spec.num_layers)
         ]
 

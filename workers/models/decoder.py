@@ -123,6 +123,7 @@ class Decoder:
         else:
             self.head.load(weights)
         weights.finish(partial(is_ignorable, self.spec))
+        self.place.staging.release()
         on_progress(1.0)
 
     def _parts(self) -> Iterator[_Part]:

@@ -1,27 +1,49 @@
-"""Copies slices of a checkpoint's tensors into a rank's memory, checks them, and finds tensors that were not used.
+"""Reads slices of a checkpoint's tensors into a rank's memory, checks them, and finds tensors that were not used.
 
-Each rank has its own reader. It holds no tensors: `get_slice` gives a view of the mapped file, which is copied (and its
-dtype converted) to its final place. The copy is checked while it is still in the cache: a checkpoint with a NaN or an
-infinity would give nonsense for every request, so it is refused by the tensor's name.
+Each rank has its own reader. It holds no tensors: a slice that lies in one piece, in the dtype that is wanted, is read
+straight into its final place; others pass through a few small buffers. Later pieces are read by threads while one is
+checked or converted. A piece is checked while it is still in the cache: a checkpoint with a NaN or an infinity would
+give nonsense for every request, so it is refused by the tensor's name.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from workers.errors import StartupError
 from workers.weights.checkpoint import Checkpoint, Located
+from workers.weights.file_reader import FileReader
 from workers.weights.source import check_slice, wrong_shape
 
-# Pages of a mapped file count as memory of the rank until it is unmapped: after this many bytes it is mapped again.
-REMAP_BYTES = 32 << 20
-# One copy covers at most this much of a file, so that a slice of every row of a huge matrix stays bounded too.
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 4 << 20  # of a file, in one read
+READS_AHEAD = 4  # beyond the piece that is checked
+
+_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "BOOL": torch.bool,
+}
+
+
+class _Piece:
+    """Some rows of a tensor's slice, being read."""
+
+    def __init__(self, first_row: int, part: Tensor, stored: Tensor, done: "Future[None]") -> None:
+        self.first_row = first_row  # in the whole tensor
+        self.part = part  # their place in the rank's memory
+        self.stored = stored  # the same elements as they are in the file; `part` itself where nothing is converted
+        self.done = done
 
 
 class WeightReader:
@@ -30,14 +52,13 @@ class WeightReader:
     def __init__(
         self, checkpoint: Checkpoint, *, check_finite: bool = True, on_read: Callable[[], None] = lambda: None
     ) -> None:
-        """`on_read` is called after each copy, of at most `CHUNK_BYTES` of a file: a sign of progress."""
+        """`on_read` is called after each piece of at most `CHUNK_BYTES` of a file: a sign of progress."""
         self._checkpoint = checkpoint
         self._on_read = on_read
         self._check_finite = check_finite
         self._taken: set[str] = set()
-        self._path: Path | None = None
-        self._file: Any = None
-        self._mapped = 0
+        self._files = FileReader()
+        self._buffers = torch.empty((0, 0), dtype=torch.uint8)  # [READS_AHEAD + 1, bytes of the largest piece so far]
 
     def __enter__(self) -> "WeightReader":
         return self
@@ -46,10 +67,9 @@ class WeightReader:
         self.close()
 
     def close(self) -> None:
-        """Unmap the file. The reader can still be used, and maps it again."""
-        self._file = None
-        self._path = None
-        self._mapped = 0
+        """Close files, end threads and free the buffers. The reader can still be used."""
+        self._files.close()
+        self._buffers = torch.empty((0, 0), dtype=torch.uint8)
 
     def has(self, name: str) -> bool:
         return self._checkpoint.find(name) is not None
@@ -67,35 +87,56 @@ class WeightReader:
         self._taken.add(name)
         if into.numel() == 0:
             return
-        row_bytes = (found.entry.end - found.entry.begin) // shape[0]
+        running: deque[_Piece] = deque()
+        try:
+            for piece in self._pieces(name, found, into, dim, start):
+                running.append(piece)
+                if len(running) > READS_AHEAD:
+                    self._finish(name, found, running.popleft(), dim, start)
+            while running:
+                self._finish(name, found, running.popleft(), dim, start)
+        finally:
+            wait([piece.done for piece in running])  # they write to memory that is ours only until this returns
+
+    def _pieces(self, name: str, found: Located, into: Tensor, dim: int, start: int) -> Iterator[_Piece]:
+        """Begin to read the slice, piece by piece. At most `READS_AHEAD` + 1 of them may be unfinished."""
+        shape, begin = found.entry.shape, found.entry.begin
+        dtype = _DTYPES.get(found.entry.dtype)
+        if dtype is None:
+            raise StartupError(
+                f"{found.path}: tensor {name!r} is {found.entry.dtype}, which is not supported.",
+                "Use the model's bfloat16, float16 or float32 checkpoint.",
+            )
+        is_whole_rows = dim == 0 or into.shape[dim] == shape[dim]
+        # A copy on another device, in another dtype or of parts of rows passes through a buffer.
+        is_direct = is_whole_rows and into.dtype == dtype and into.device.type == "cpu" and into.is_contiguous()
+        row_bytes = (found.entry.end - begin) // shape[0]
         rows_at_once = max(1, CHUNK_BYTES // row_bytes)
         first, count = (start, into.shape[0]) if dim == 0 else (0, shape[0])
-        for offset in range(0, count, rows_at_once):
+        for number, offset in enumerate(range(0, count, rows_at_once)):
             rows = min(rows_at_once, count - offset)
-            index: list[slice] = [slice(first + offset, first + offset + rows)]
-            if dim > 0:
-                index += [slice(None)] * (dim - 1) + [slice(start, start + into.shape[dim])]
-            view = self._open(found.path, rows * row_bytes).get_slice(name)[tuple(index)]
             part = into[offset : offset + rows]
-            part.copy_(view)
-            if self._check_finite and (place := first_not_finite(part)) is not None:
-                first_index = [bound.start or 0 for bound in index] + [0] * (part.dim() - len(index))
-                raise _not_finite(name, found, part, view, place, first_index)
-            del view  # it keeps its mapping alive
-            self._on_read()
+            target = part if is_direct else self._buffer(number, rows * row_bytes).view(dtype).view(rows, *shape[1:])
+            stored = target if is_whole_rows else target.narrow(dim, start, into.shape[dim])
+            done = self._files.read(found.path, begin + (first + offset) * row_bytes, target, name)
+            yield _Piece(first + offset, part, stored, done)
 
-    def _open(self, path: Path, upcoming: int) -> Any:
-        if path != self._path or self._mapped + upcoming > REMAP_BYTES:
-            self.close()
-            try:
-                self._file = safe_open(str(path), framework="pt")
-            except (OSError, SafetensorError) as error:
-                if "annot allocate memory" in str(error):  # for the mapping
-                    raise MemoryError(f"{path}: {error}") from error
-                raise StartupError(f"{path} cannot be opened: {error}.", "Download the file again.") from error
-            self._path = path
-        self._mapped += upcoming
-        return self._file
+    def _buffer(self, number: int, size: int) -> Tensor:
+        """Bytes for piece `number` of a tensor, whose first piece is the largest: [size]."""
+        if self._buffers.shape[1] < size:
+            self._buffers = torch.empty((READS_AHEAD + 1, -(-size // 64) * 64), dtype=torch.uint8)
+        return self._buffers[number % (READS_AHEAD + 1), :size]
+
+    def _finish(self, name: str, found: Located, piece: _Piece, dim: int, start: int) -> None:
+        """Wait for a piece, convert it where that is needed, and check it."""
+        piece.done.result()
+        if piece.stored is not piece.part:
+            piece.part.copy_(piece.stored)
+        if self._check_finite and (place := first_not_finite(piece.part)) is not None:
+            first_index = [piece.first_row] + [0] * (piece.part.dim() - 1)
+            first_index[dim] = piece.first_row if dim == 0 else start
+            raise _not_finite(name, found, piece.part, piece.stored, place, first_index)
+        self._on_read()
 
     def finish(self, ignorable: Callable[[str], bool]) -> None:
         self.close()

@@ -36,7 +36,6 @@ def test_slices_arrive_whatever_the_piece_size(
     limit: int,
 ) -> None:
     monkeypatch.setattr(reader_module, "CHUNK_BYTES", limit)
-    monkeypatch.setattr(reader_module, "REMAP_BYTES", 2 * limit)
     rows, columns, part = (torch.empty(shape, dtype=dtype) for shape in ((10, 12), (37, 5), (9,)))
     weights.take("m", rows, shape=(37, 12), start=20)
     weights.take("m", columns, shape=(37, 12), dim=1, start=7)
@@ -130,3 +129,24 @@ def test_noise_depends_on_seed_and_name_and_does_not_repeat() -> None:
     assert abs(base.std().item() - 0.02) < 1e-3 and abs(base.mean().item()) < 1e-4
     norm = draw(1, "model.norm.weight", 64)
     assert (norm - 1).abs().max() < 0.2
+
+
+def test_a_file_that_is_cut_short_while_it_is_read_is_named(tmp_path: Path) -> None:
+    save_file({"m": torch.randn(37, 12)}, tmp_path / SINGLE_FILE)
+    checkpoint = Checkpoint.open(tmp_path)
+    path = tmp_path / SINGLE_FILE
+    path.write_bytes(path.read_bytes()[:-5])
+    into = torch.empty(37, 12)
+    with WeightReader(checkpoint) as weights:
+        with pytest.raises(StartupError, match=r"model\.safetensors ends at byte \d+, in the middle of tensor 'm'"):
+            weights.take("m", into, shape=(37, 12))
+        path.unlink()
+        weights.close()
+        with pytest.raises(StartupError, match=r"model\.safetensors cannot be opened: No such file"):
+            weights.take("m", into, shape=(37, 12))
+
+
+def test_an_unknown_dtype_is_named(tmp_path: Path) -> None:
+    save_file({"m": torch.zeros(4, dtype=torch.complex64)}, tmp_path / SINGLE_FILE)
+    with pytest.raises(StartupError, match="'m' is C64, which is not supported"):
+        WeightReader(Checkpoint.open(tmp_path)).take("m", torch.empty(4), shape=(4,))
