@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from workers.attention.backend import LayerKV
 from workers.attention.forward_batch import ForwardBatch
 from workers.attention.selector import choose
 from workers.config import WorkerConfig, WorkerInfo
@@ -26,7 +27,7 @@ from workers.step_cost import StepCost
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.dummy import DummyWeights
 from workers.weights.reader import WeightReader
-from workers.worker.batch_invariance import check_batch_invariance
+from workers.worker.batch_invariance import check_batch_invariance, one_of_each_kind
 from workers.worker.kv_cache_size import available_kv_bytes, blocks_that_fit, free_bytes
 from workers.worker.memory_needs import is_out_of_memory, out_of_memory
 from workers.worker.step_timing import null_step, time_steps
@@ -118,9 +119,13 @@ class ModelRunner:
     def time_steps(self) -> StepCost:
         """Measure what steps cost. Every rank must call this at the same point after `allocate`, before any request."""
         assert self.config.max_model_len is not None
+        layers = one_of_each_kind(self.model)
+        part, kv = self.model.with_layers(layers), [self.kv[layer] for layer in layers]
         with self._memory_for("timing a few steps"):
             self.step_cost = time_steps(
                 self.execute,
+                lambda step: self._execute(part, kv, step, None),
+                len(layers) / self.spec.num_layers,
                 self._largest_of_all,
                 max_tokens=self.config.max_num_batched_tokens,
                 max_model_len=self.config.max_model_len,
@@ -168,23 +173,29 @@ class ModelRunner:
             step_cost=self.step_cost,
         )
 
-    @torch.inference_mode()
     def execute(self, step: StepMetadata, await_masks: Callable[[], None] | None = None) -> StepOutput | None:
         """Run one step. Rank 0 returns the output, the others None; every rank makes the same collective calls.
 
         `await_masks` blocks until `step.mask_bits` is complete; without it, it already is.
         """
+        return self._execute(self.model, self.kv, step, await_masks)
+
+    @torch.inference_mode()
+    def _execute(
+        self, model: Decoder, kv: list[LayerKV], step: StepMetadata, await_masks: Callable[[], None] | None
+    ) -> StepOutput | None:
+        """`kv`: the pages of `model`'s layers."""
         if step.num_seqs == 0:
             return empty_output(step.step_id) if self.tp.rank == 0 else None
         batch = ForwardBatch.from_step(step, self.device)
         plan = self.backend.prepare(batch)
-        hidden = self.model(batch, self.kv, self.backend, plan)  # [T, hidden_size]
+        hidden = model(batch, kv, self.backend, plan)  # [T, hidden_size]
         if batch.num_logits == 0:
             return empty_output(step.step_id) if self.tp.rank == 0 else None
         parts = []
         for start in range(0, batch.num_logits, MAX_LOGITS_ROWS):
             stop = min(start + MAX_LOGITS_ROWS, batch.num_logits)
-            logits = self.model.compute_logits(hidden[batch.logits_indices[start:stop]])  # float32 [L, vocab_local]
+            logits = model.compute_logits(hidden[batch.logits_indices[start:stop]])  # float32 [L, vocab_local]
             if await_masks is not None:
                 await_masks()
             parts.append(self.sampler.sample(logits, logits_rows(step, start, stop)))

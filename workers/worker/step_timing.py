@@ -1,4 +1,8 @@
-"""Times a few steps of a loaded model: small ones first, larger ones while they are likely to take little time."""
+"""Times a few steps of a loaded model, most of them on a few of its layers, so that a start takes little longer.
+
+A step of the whole model tells what any step costs, which is mostly reading the weights. What a token more costs, or a
+longer context, is arithmetic and the same in every layer: it is timed on a few layers and multiplied.
+"""
 
 import time
 from collections.abc import Callable
@@ -8,12 +12,17 @@ from workers.step_cost import StepCost
 from workers.worker.greedy_step import SequenceChunk, greedy_step
 
 _COUNTS = (16, 64, 256)  # tokens
-_GROWTH_S = 2.0  # a size is not tried if it is likely to take longer
+_GROWTH_S = 0.4  # a size is not tried if it is likely to take longer
 _CONTEXT = 2048  # tokens
+_TRIES = 3  # the first may allocate; other processes may disturb any
+
+Execute = Callable[[StepMetadata], object]
 
 
 def time_steps(
-    execute: Callable[[StepMetadata], object],
+    execute: Execute,
+    execute_part: Execute,
+    share: float,
     agree: Callable[[float], float],
     *,
     max_tokens: int,
@@ -21,36 +30,40 @@ def time_steps(
     block_size: int,
 ) -> StepCost:
     """Every rank must call this at the same point. `agree` returns the largest of all ranks' numbers, so that all ranks
-    time the same steps. `max_tokens`: of one step. Reads and writes the null block only.
+    time the same steps. `execute_part` runs a step on `share` of the layers, with the whole embedding and head.
+    `max_tokens`: of one step. Reads and writes the null block only.
     """
 
-    def seconds(tokens: int, context: int, rows: int = 1) -> float:
+    def seconds(run: Execute, tokens: int, context: int, rows: int = 0) -> float:
         step = null_step(tokens, context, rows, block_size)
         times = []
-        for _ in range(2):  # the first may allocate; other processes may disturb either
+        for _ in range(_TRIES):
             begun = time.perf_counter()
-            execute(step)
+            run(step)
             times.append(time.perf_counter() - begun)
         return agree(min(times))
 
     counts = [count for count in _COUNTS if count <= min(max_tokens, max_model_len)] or [1]
     small = counts[0]
-    times = {small: seconds(small, small)}
+    whole_s = seconds(execute, small, small, 1)
+    times = {small: seconds(execute_part, small, small)}
     for count in counts[1:]:
         last = max(times)
         if times[last] * count / last > _GROWTH_S:
             break
-        times[count] = seconds(count, count)
+        times[count] = seconds(execute_part, count, count)
     large = max(times)
-    token_s = times[large] / large
+    token_s = whole_s / small
     if large > small and times[large] > times[small]:
-        token_s = (times[large] - times[small]) / (large - small)
+        token_s = (times[large] - times[small]) / (large - small) / share
     context = min(_CONTEXT, max_model_len)
+    context_s = (seconds(execute_part, small, context) - times[small]) / (small * context) / share
+    logits_s = (seconds(execute_part, small, small, small) - seconds(execute_part, small, small, 1)) / small
     return StepCost(
-        fixed_s=max(0.0, times[large] - large * token_s),
+        fixed_s=max(0.0, whole_s - small * token_s),
         token_s=token_s,
-        context_s=max(0.0, seconds(small, context) - times[small]) / (small * context),
-        logits_s=max(0.0, seconds(small, small, small) - times[small]) / small,
+        context_s=max(0.0, context_s),
+        logits_s=max(0.0, logits_s),
     )
 
 
