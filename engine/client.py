@@ -9,25 +9,23 @@ import itertools
 import logging
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 from engine.config import EngineConfig
+from engine.engine_process import ENGINE_MODULE, EngineProcess, runs_rank
 from engine.errors import EngineDeadError, OarlockError, RequestError, StartupError
 from engine.ipc import messages
 from engine.ipc.frames import Frame, FrameError, FrameReader
 from engine.stats import EngineStats
 from engine.types import EngineInfo, Request, TokenEvent
-from workers.python_child import start_python
 
 logger = logging.getLogger("oarlock.engine.client")
 
 OnProgress = Callable[[str, float], None]
 _Answer = TokenEvent | OarlockError
 
-_MODULE = ("-m", "engine.core.process")
 _READ_BYTES = 1 << 18
 _STATS_TIMEOUT_S = 1.0  # a step in flight may take longer; then the last snapshot is used
 _REAP_S = 8.0  # more than the engine allows its own clean-up
@@ -75,28 +73,30 @@ class EngineClient:
 
     @staticmethod
     async def start(
-        config: EngineConfig, on_progress: OnProgress, *, command: Sequence[str] = _MODULE
+        config: EngineConfig,
+        on_progress: OnProgress,
+        *,
+        command: Sequence[str] = ENGINE_MODULE,
+        process: EngineProcess | None = None,
     ) -> "EngineClient":
-        """Start the engine's process and wait until every rank has loaded. Raises `StartupError`.
+        """Wait until every rank has loaded. Raises `StartupError`.
 
-        `command` is what the interpreter runs; the socket's number is added to it.
+        `process` was started before; without it `command`, as in `EngineProcess`, is started now.
         """
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = start_python(
-                [*command, "--fd", str(theirs.fileno()), "--parent", str(os.getpid())], pass_fds=[theirs.fileno()]
-            )
+        if process is None:
+            process = EngineProcess(runs_rank=runs_rank(config.worker.tensor_parallel_size), command=command)
+        child, ours = process.take()
         try:
             reader, writer = await asyncio.open_unix_connection(sock=ours)
             writer.write(messages.config(config))
             frames = FrameReader()
-            info = await _until_ready(process, reader, frames, on_progress)
+            info = await _until_ready(child, reader, frames, on_progress)
         except BaseException:  # cancellation as well: the process must not be left behind
             ours.close()
-            process.kill()
-            process.wait()
+            child.kill()
+            child.wait()
             raise
-        return EngineClient(process, reader, writer, frames, info)
+        return EngineClient(child, reader, writer, frames, info)
 
     async def close(self, timeout_s: float = 10.0) -> None:
         """Stop the engine; open requests get their terminal event. After `timeout_s` it is killed. Idempotent."""

@@ -39,6 +39,11 @@ class Executor(Protocol):
         """End every rank. Idempotent."""
 
 
+def import_rank() -> None:
+    """Import what the calling process needs to run a rank itself, which takes seconds; later imports find it."""
+    import workers.worker.uniproc_executor  # noqa: F401
+
+
 def start_executor(config: WorkerConfig, *, inline: bool, on_progress: OnProgress) -> Executor:
     """Check the configuration, start the ranks and load the model.
 

@@ -6,6 +6,7 @@ import torch (an inline rank does).
 """
 
 import argparse
+import contextlib
 import faulthandler
 import gc
 import logging
@@ -53,11 +54,14 @@ def main(
     parser = argparse.ArgumentParser(prog="engine.core.process", description="Internal: started by the server.")
     parser.add_argument("--fd", type=int, required=True, help="the inherited socket")
     parser.add_argument("--parent", type=int, required=True, help="the process that must be alive for this one to be")
+    parser.add_argument("--runs-rank", action="store_true", help="this process will run the single rank")
     arguments = parser.parse_args(argv)
     die_with_parent(arguments.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole foreground group: the parent decides
     log_to_stderr()
     if start_executor is None:
+        if arguments.runs_rank:
+            threading.Thread(target=_import_rank, name="imports", daemon=True).start()
         from workers.executor import start_executor as start_ranks
 
         start_executor = start_ranks
@@ -67,6 +71,14 @@ def main(
         except ConnectionError as error:
             logger.info('event=frontend_gone cause="%s"', error)
             return EXIT_OK
+
+
+def _import_rank() -> None:
+    """Import torch and the rank's modules while the configuration is on its way. Who needs them reports a failure."""
+    with contextlib.suppress(Exception):
+        import workers.executor
+
+        workers.executor.import_rank()
 
 
 def _serve(sock: socket.socket, start_executor: StartExecutor, loading_timeout_s: float) -> int:

@@ -16,9 +16,11 @@ import socket
 import sys
 import threading
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Protocol
 
 from engine.config import EngineConfig
+from engine.engine_process import EngineProcess
 from engine.errors import EngineDeadError, StartupError
 from server.api.app import create_app
 from server.api.uvicorn_server import HttpServer, bind, raise_descriptor_limit, url_of, warn_if_exposed
@@ -70,11 +72,11 @@ StartEngine = Callable[[EngineConfig, Callable[[str, float], None]], Awaitable[R
 class Supervisor:
     """One server, from the bound socket to the exit code."""
 
-    def __init__(self, settings: Settings, listener: socket.socket, start_engine: StartEngine | None = None) -> None:
+    def __init__(self, settings: Settings, listener: socket.socket, start_engine: StartEngine) -> None:
         self.settings = settings
         self.state = ServerState(stall_limit_s=min(STALL_LIMIT_S, settings.step_timeout or STALL_LIMIT_S))
         self.counters = HttpCounters()
-        self._start_engine = start_engine or _start_engine
+        self._start_engine = start_engine
         self._listener = listener
         self._url = url_of(listener)
         self._server = HttpServer(create_app(settings, self.state, self.counters), listener)
@@ -243,14 +245,17 @@ class Supervisor:
         self.state.drain()
 
 
-def serve(settings: Settings) -> int:
-    """Bind, run and return the exit code. Raises `StartupError`."""
+def serve(settings: Settings, engine: EngineProcess) -> int:
+    """Bind, run and return the exit code. `engine` is started, and taken once its configuration is known.
+
+    Raises `StartupError`.
+    """
     logs.configure(settings.log_level)
     raise_descriptor_limit()
     listener = bind(settings.host, settings.port)
 
     async def run() -> int:
-        return await Supervisor(settings, listener).run()
+        return await Supervisor(settings, listener, partial(_start_engine, engine)).run()
 
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(run())
@@ -264,11 +269,13 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-async def _start_engine(config: EngineConfig, on_progress: Callable[[str, float], None]) -> RunningEngine:
+async def _start_engine(
+    process: EngineProcess, config: EngineConfig, on_progress: Callable[[str, float], None]
+) -> RunningEngine:
     from engine.client import EngineClient
 
     try:
-        return await EngineClient.start(config, on_progress)
+        return await EngineClient.start(config, on_progress, process=process)
     except OSError as error:  # its process ended in the middle of a message
         raise StartupError(
             f"The engine process could not be started ({error}).", "The lines above say why.", EXIT_WORKER_DIED

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from engine.engine_process import EngineProcess, runs_rank
 from server.config.settings import OPTIONS, Settings
 from server.entrypoints.arguments import UsageError, add_settings, given_settings, loaded_settings
 
@@ -31,9 +32,13 @@ def run(arguments: argparse.Namespace) -> int:
     _check_model_was_not_swallowed(given, settings)
     for note in arguments.notes:
         sys.stderr.write(f"note: {note}\n")
-    from server.entrypoints.supervisor import serve  # heavy: after what can go wrong quickly
+    engine = EngineProcess(runs_rank=runs_rank(settings.tensor_parallel_size))
+    try:
+        from server.entrypoints.supervisor import serve  # takes a second, while the engine's process imports as well
 
-    return serve(settings)
+        return serve(settings, engine)
+    finally:
+        engine.discard()
 
 
 def _check_model_was_not_swallowed(given: dict[str, Any], settings: Settings) -> None:

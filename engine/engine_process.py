@@ -1,0 +1,68 @@
+"""Starts the engine's process, with a socket to it. Light to import, so that it can be started before all else.
+
+The process imports its libraries, which takes seconds, while its parent does the same; then it waits for its
+configuration.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+
+from workers.python_child import start_python
+
+ENGINE_MODULE = ("-m", "engine.core.process")
+
+
+def runs_rank(tensor_parallel_size: int) -> bool:
+    """Whether the engine's process runs the model itself: a single rank needs no process of its own."""
+    return tensor_parallel_size == 1
+
+
+class EngineProcess:
+    """A started process. Its socket and its end belong to whoever calls `take`; until then `discard` ends it."""
+
+    def __init__(self, *, runs_rank: bool, command: Sequence[str] = ENGINE_MODULE) -> None:
+        """`runs_rank`: it will run the single rank itself, so it should import torch at once.
+
+        The kernel ends the process together with the thread that started it. `command` is what the interpreter runs;
+        the socket's number is added to it.
+        """
+        ours, theirs = socket.socketpair()
+        options = ["--runs-rank"] if runs_rank else []
+        with theirs, _sigint_ignored():
+            process = start_python(
+                [*command, "--fd", str(theirs.fileno()), "--parent", str(os.getpid()), *options],
+                pass_fds=[theirs.fileno()],
+            )
+        self._started: tuple[subprocess.Popen[bytes], socket.socket] | None = process, ours
+
+    def take(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        """The process and our end of its socket, once."""
+        assert self._started is not None, "the process was taken or discarded"
+        started, self._started = self._started, None
+        return started
+
+    def discard(self) -> None:
+        """End the process, unless it was taken."""
+        if self._started is not None:
+            process, sock = self.take()
+            sock.close()
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def _sigint_ignored() -> Generator[None]:
+    """A process started meanwhile ignores Ctrl-C, which a terminal sends to all its processes: the parent decides."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread can; the engine ignores the signal as soon as it runs
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
