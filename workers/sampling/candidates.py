@@ -34,12 +34,10 @@ def take_blocks(x: Tensor, rows: Tensor, blocks: Tensor) -> Tensor:
     return values.masked_fill_(ids >= width, float("-inf"))
 
 
-def argmax(x: Tensor, rows: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
-    """Value and lowest local id of the largest logit of `rows` [R], given their block maxima [R, B]."""
+def argmax(x: Tensor, rows: Tensor, maxima: Tensor) -> Tensor:
+    """Lowest local id of the largest logit of `rows` [R], given their block maxima [R, B]."""
     blocks = maxima.argmax(-1)
-    values = take_blocks(x, rows, blocks)
-    inside = values.argmax(-1)
-    return values.gather(1, inside.unsqueeze(1)).squeeze(1), blocks * BLOCK + inside
+    return blocks * BLOCK + take_blocks(x, rows, blocks).argmax(-1)
 
 
 def best(x: Tensor, rows: Tensor, maxima: Tensor, count: int, first_id: int) -> Tensor:
@@ -56,6 +54,11 @@ def best(x: Tensor, rows: Tensor, maxima: Tensor, count: int, first_id: int) -> 
     values, columns = decode(order.topk(min(count, order.shape[1])).values)
     ids = blocks.gather(1, columns // BLOCK) * BLOCK + columns % BLOCK + first_id
     return F.pad(encode(values, ids), (0, count - ids.shape[1]), value=_PADDING)
+
+
+def is_left(values: Tensor, ids: Tensor, low: Tensor, end: Tensor) -> Tensor:
+    """Which (value, id) come before the pair (`low`, `end`) in the order of the module: all broadcast together."""
+    return (values > low) | ((values == low) & (ids < end))
 
 
 def encode(values: Tensor, ids: Tensor) -> Tensor:

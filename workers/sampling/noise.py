@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.sampling.candidates import BLOCK, take_blocks
+from workers.sampling.candidates import BLOCK, is_left, take_blocks
 
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - (1 << 32))  # as signed 32-bit words
 # Ids hashed at once: fits the second-level cache of a CPU; elsewhere large, for few kernel launches.
@@ -70,22 +70,27 @@ class Noise:
         self._mixed = mixed_ids(ids).view(-1, BLOCK)  # int32 [B, 128]
 
     def argmax(
-        self, x: Tensor, rows: Tensor, maxima: Tensor, temperature: Tensor, keys: Tensor
+        self, x: Tensor, rows: Tensor, maxima: Tensor, temperature: Tensor, keys: Tensor, low: Tensor, end: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Largest `x / temperature + noise` of `rows` [R] and its local id; -inf and 0 where a row has no finite value.
 
-        `maxima` [R, B] are the rows' block maxima, `temperature` float64 [R], `keys` int32 [R, 2]. The sum of a block's
-        largest noise and largest logit is an upper bound of the block, so only blocks that could win are computed, and
-        in them only logits that could win with the block's largest noise.
+        `maxima` [R, B] are the rows' block maxima, `temperature` float64 [R], `keys` int32 [R, 2]; `low` float32 [R]
+        and `end` int64 [R], a local id, are where the order of logits ends (`candidates.is_left`). The sum of a
+        block's largest noise and largest logit is an upper bound of the block, so only blocks that could win are
+        computed, and in them only logits that could win with the block's largest noise.
         """
         noise = gumbel(self._block_noise(keys))  # [R, B]
+        maxima = maxima.masked_fill(maxima < low.unsqueeze(1), float("-inf"))
         bound = maxima.double() / temperature.unsqueeze(1) + noise
-        reached = self._reached(x, rows, bound.argmax(1), temperature, keys)  # [R]
+        start = bound.argmax(1)
+        values = self._left(x, rows, start, low, end)
+        bits = noise_bits(self._mixed[start], keys)
+        reached = (values.double() / temperature.unsqueeze(1) + gumbel(bits)).amax(1)  # [R]   by one block of each row
         owner, blocks = ((bound >= reached.unsqueeze(1)) & (bound > float("-inf"))).nonzero().unbind(1)
-        values = take_blocks(x, rows[owner], blocks)  # [M, 128]
+        values = self._left(x, rows[owner], blocks, low[owner], end[owner])  # [M, 128]
         least = (reached[owner] - noise[owner, blocks]) * temperature[owner]
         least = (least - (least.abs() + temperature[owner]) * 1e-6).float()  # below it whatever the rounding
-        which, inside = (values >= least.unsqueeze(1)).nonzero().unbind(1)
+        which, inside = ((values >= least.unsqueeze(1)) & (values > float("-inf"))).nonzero().unbind(1)
         owner, blocks = owner[which], blocks[which]
         bits = noise_bits(self._mixed[blocks, inside].unsqueeze(1), keys[owner]).squeeze(1)
         scores = values[which, inside].double() / temperature[owner] + gumbel(bits)
@@ -95,10 +100,11 @@ class Noise:
         ids.scatter_reduce_(0, owner[winners], (blocks * BLOCK + inside)[winners], "amin")
         return result, ids.masked_fill_(ids == self._count, 0)
 
-    def _reached(self, x: Tensor, rows: Tensor, blocks: Tensor, temperature: Tensor, keys: Tensor) -> Tensor:
-        """The largest noisy logit of one block per row: float64 [R]."""
-        bits = noise_bits(self._mixed[blocks], keys)
-        return (take_blocks(x, rows, blocks).double() / temperature.unsqueeze(1) + gumbel(bits)).amax(1)
+    def _left(self, x: Tensor, rows: Tensor, blocks: Tensor, low: Tensor, end: Tensor) -> Tensor:
+        """`take_blocks`, with -inf for what is not left: [M, 128]."""
+        values = take_blocks(x, rows, blocks)
+        ids = blocks.unsqueeze(1) * BLOCK + torch.arange(BLOCK, device=x.device)
+        return values.masked_fill(~is_left(values, ids, low.unsqueeze(1), end.unsqueeze(1)), float("-inf"))
 
     def _block_noise(self, keys: Tensor) -> Tensor:
         """The largest noise word of each block of ids: int32 [R, B]."""

@@ -29,10 +29,10 @@ from torch import Tensor
 
 from workers.distributed.parallel_state import TensorParallel
 from workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata, StepOutput
-from workers.sampling.candidates import argmax, best, block_maxima
 from workers.sampling.logits_processors import apply_logits_processors, bans_all
-from workers.sampling.logprobs import RawLogprobs, raw_logprobs, softmax_and_sum
-from workers.sampling.noise import Noise, row_keys
+from workers.sampling.logits_shard import LogitsShard, LogitsShards
+from workers.sampling.logprobs import RawLogprobs, raw_logprobs
+from workers.sampling.noise import row_keys
 from workers.sampling.top_k_top_p import CANDIDATES, Filters, draw_from_list, draw_from_long_list, draw_in_rounds
 
 
@@ -60,19 +60,20 @@ class Sampler:
 
     def __init__(self, tp: TensorParallel, vocab_start: int, vocab_local: int, vocab_size: int) -> None:
         self.tp = tp
-        self.vocab_start = vocab_start
-        self.vocab_local = vocab_local
         self.vocab_size = vocab_size
-        self._noise: Noise | None = None  # made on the device of the first logits
+        self._shards = LogitsShards(vocab_start, vocab_local)
 
     def sample(self, logits: Tensor, step: StepMetadata) -> StepOutput | None:
         """The step's output on rank 0, None on others. `logits`: this rank's float32 [L, vocab_local]; overwritten."""
-        if self._noise is None:
-            self._noise = Noise(self.vocab_start, self.vocab_local, logits.device)
         reporting = (step.num_logprobs >= 0) | (step.target_ids >= 0)
         logits = logits.contiguous()
-        adjusted = apply_logits_processors(logits, step, self.vocab_start, reporting)
-        tokens, peak = self._choose(logits, step)
+        adjusted = apply_logits_processors(logits, step, self._shards.first_id, reporting)
+        # The temperatures at which masses of all ids are wanted: by rows whose nucleus may need it, and by logprobs.
+        drawing = np.where(_needs_total(step, self.vocab_size), step.temperature, 0.0)
+        scoring = reporting.astype(np.float64)
+        shared = adjusted is None and ((drawing == scoring) | (drawing * scoring == 0)).all()
+        shard = self._shard(logits, np.maximum(drawing, scoring) if shared else drawing)
+        tokens, peak = self._choose(shard, step)
         scored = torch.from_numpy(step.target_ids).to(logits.device, torch.int64)
         tokens = torch.where(scored >= 0, scored, tokens)
         asked = np.flatnonzero(reporting)
@@ -80,45 +81,47 @@ class Sampler:
         if len(asked):
             if adjusted is not None:
                 adjusted.undo(logits)
+            if not shared:
+                shard = self._shard(logits, scoring)
             rows = torch.from_numpy(asked).to(logits.device)
-            count = max(0, step.max_num_logprobs)
-            answers = raw_logprobs(self.tp, logits, self.vocab_start, rows, tokens[rows], count)
+            answers = raw_logprobs(self.tp, shard, rows, tokens[rows], max(0, step.max_num_logprobs))
         if self.tp.rank > 0:
             return None
         return _output(step, tokens, _states(step, peak, self.vocab_size), asked, answers)
 
-    def _choose(self, x: Tensor, step: StepMetadata) -> tuple[Tensor, Tensor]:
+    def _shard(self, x: Tensor, temperature: np.ndarray) -> LogitsShard:
+        return self._shards(x, torch.from_numpy(temperature).to(x.device, torch.float64))
+
+    def _choose(self, shard: LogitsShard, step: StepMetadata) -> tuple[Tensor, Tensor]:
         """Steps 4 to 9: tokens int64 [L], 0 for scored and broken rows, and the largest logits [L]."""
-        rows = _row_kinds(step, self.vocab_size, x.device)
-        filters = _columns(step, self.vocab_size, x.device)
-        first = self._first_round(x, rows, filters)
+        rows = _row_kinds(step, self.vocab_size, shard.x.device)
+        filters = _columns(step, self.vocab_size, shard.x.device)
+        first = self._first_round(shard, rows, filters)
         finite = first.peak.isfinite()
         tokens = first.tokens
         if len(rows.filtered):
-            tokens[rows.filtered] = self._draw_filtered(x, rows.filtered, first, filters.take(rows.filtered), finite)
+            few = filters.take(rows.filtered)
+            tokens[rows.filtered] = self._draw_filtered(shard, rows.filtered, first, few, finite)
         return tokens.masked_fill_(~finite, 0), first.peak
 
-    def _first_round(self, x: Tensor, rows: _Rows, filters: Filters) -> _Gathered:
+    def _first_round(self, shard: LogitsShard, rows: _Rows, filters: Filters) -> _Gathered:
         """What each rank computes from its shard, and the one gather that merges it."""
-        assert self._noise is not None
-        maxima = block_maxima(x)  # [L, B]
-        top = maxima.amax(1)
-        scores = torch.zeros(len(x), dtype=torch.float64, device=x.device)
-        ids = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+        top = shard.top.double()
+        size = len(top)
+        scores = top.clone()
+        ids = torch.zeros(size, dtype=torch.int64, device=top.device)
         if len(rows.greedy):
-            values, ids[rows.greedy] = argmax(x, rows.greedy, maxima[rows.greedy])
-            scores[rows.greedy] = values.double()
+            ids[rows.greedy] = shard.argmax(rows.greedy)
         if len(rows.drawn):
             drawn = filters.take(rows.drawn)
-            scores[rows.drawn], ids[rows.drawn] = self._noise.argmax(
-                x, rows.drawn, maxima[rows.drawn], drawn.temperature, drawn.keys
+            low = torch.full_like(drawn.temperature, float("-inf"), dtype=torch.float32)
+            scores[rows.drawn], ids[rows.drawn] = shard.draw(
+                rows.drawn, drawn.temperature, drawn.keys, low, torch.zeros_like(rows.drawn)
             )
         few = rows.filtered
-        keys = best(x, few, maxima[few], CANDIDATES, self.vocab_start)  # [F, C]
-        masses = self._masses(x, few, top, filters)
-        parts = [top.double().view(torch.int64), scores.view(torch.int64), ids + self.vocab_start]
-        size = len(x)
-        gathered = self.tp.all_gather(torch.cat([*parts, masses.view(torch.int64), keys.flatten()]))
+        keys = shard.best(few, CANDIDATES)  # [F, C]
+        parts = [top.view(torch.int64), scores.view(torch.int64), ids + shard.first_id]
+        gathered = self.tp.all_gather(torch.cat([*parts, shard.totals[few].view(torch.int64), keys.flatten()]))
         tops, scores = gathered[:, : 2 * size].view(torch.float64).unflatten(1, (2, size)).unbind(1)  # [ranks, L]
         winner = scores.argmax(0, keepdim=True)  # the first rank among equals has the lowest ids
         tokens = gathered[:, 2 * size : 3 * size].gather(0, winner).squeeze(0)
@@ -129,29 +132,19 @@ class Sampler:
         totals = (lower.exp() * masses).sum(0)
         return _Gathered(peak.float(), tokens, keys.topk(CANDIDATES).values, totals)
 
-    def _masses(self, x: Tensor, few: Tensor, top: Tensor, filters: Filters) -> Tensor:
-        """sum(exp((x - local largest) / temperature)) of the rows whose nucleus needs it, else 0: float64 [F]."""
-        masses = torch.zeros(len(few), dtype=torch.float64, device=x.device)
-        needed = (filters.top_p < 1) & (filters.top_k == 0) & (filters.min_p == 0)
-        for place, row in enumerate(few.tolist()):
-            if needed[row]:
-                one = slice(row, row + 1)
-                scale = filters.temperature[one].reciprocal().float()
-                masses[place] = softmax_and_sum(x[one] * scale, top[one])[1][0]
-        return masses
-
-    def _draw_filtered(self, x: Tensor, few: Tensor, first: _Gathered, filters: Filters, finite: Tensor) -> Tensor:
+    def _draw_filtered(
+        self, shard: LogitsShard, few: Tensor, first: _Gathered, filters: Filters, finite: Tensor
+    ) -> Tensor:
         """Tokens int64 [F] of the filtered rows: from the short lists, else from longer lists or in rounds."""
-        assert self._noise is not None
         tokens, enough = draw_from_list(first.keys, filters, first.totals)
         short = ~enough & finite[few]
         longer = (short & (filters.top_k > 0)).nonzero().squeeze(1)
         if len(longer):
-            tokens[longer] = draw_from_long_list(self.tp, x, few[longer], filters.take(longer), self.vocab_start)
+            tokens[longer] = draw_from_long_list(self.tp, shard, few[longer], filters.take(longer))
         rounds = (short & (filters.top_k == 0)).nonzero().squeeze(1)
         if len(rounds):
             tokens[rounds] = draw_in_rounds(
-                self.tp, self._noise, x, few[rounds], first.peak[few[rounds]], filters.take(rounds), self.vocab_start
+                self.tp, shard, few[rounds], first.peak[few[rounds]], filters.take(rounds), first.totals[rounds]
             )
         return tokens
 
@@ -168,6 +161,12 @@ def _row_kinds(step: StepMetadata, vocab_size: int, device: torch.device) -> _Ro
         return torch.from_numpy(np.flatnonzero(mask)).to(device)
 
     return _Rows(indices(greedy), indices(drawn), indices(filtered))
+
+
+def _needs_total(step: StepMetadata, vocab_size: int) -> np.ndarray:
+    """Rows drawn by top-p alone: bool [L]."""
+    without_top_k = (step.top_k == 0) | (step.top_k >= vocab_size)
+    return (step.target_ids < 0) & (step.top_p < 1) & (step.min_p == 0) & without_top_k
 
 
 def _columns(step: StepMetadata, vocab_size: int, device: torch.device) -> Filters:

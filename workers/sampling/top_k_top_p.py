@@ -6,9 +6,10 @@ or the row is sampled in rounds (rejection sampling): a sample from the whole mi
 sample from the nucleus, and whether it lies there takes one sum, the probability mass of the tokens before it. After a
 rejected sample everything from it on is excluded, and the row is sampled again.
 
-Every rank runs the same rounds, decided from gathered numbers alone. Kept sets are decided in float64, except for the
-sum over a whole vocabulary: its float32 exponentials are added rank by rank, so with another number of ranks a nucleus
-may end one token earlier or later if its mass equals top-p to within about one part in 10^7.
+Every rank runs the same rounds, decided from gathered numbers alone. Kept sets are decided in float64, except for sums
+over a whole vocabulary: they add float32 exponentials, in blocks in float32 and the blocks in float64, rank by rank. So
+with another number of ranks, on another device or with kernels of another level, a nucleus may end one token earlier or
+later if its mass equals top-p to within about one part in 10^7.
 """
 
 from dataclasses import dataclass, fields
@@ -17,12 +18,13 @@ import torch
 from torch import Tensor
 
 from workers.distributed.parallel_state import TensorParallel
-from workers.sampling.candidates import BLOCK, best, block_maxima, decode
-from workers.sampling.logprobs import softmax_and_sum
-from workers.sampling.noise import Noise, gumbel, mixed_ids, noise_bits
+from workers.sampling.candidates import decode
+from workers.sampling.logits_shard import LogitsShard
+from workers.sampling.noise import gumbel, mixed_ids, noise_bits
 
 CANDIDATES = 64  # per rank and row; more than usual values of top-k and most nuclei have
 _ROWS_AT_ONCE = 8
+_ALL_IDS = 2**31 - 1  # larger than every id
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,87 +73,50 @@ def draw_from_list(keys: Tensor, filters: Filters, total: Tensor) -> tuple[Tenso
     return ids.gather(1, winner).squeeze(1), enough
 
 
-def draw_from_long_list(tp: TensorParallel, x: Tensor, rows: Tensor, filters: Filters, first_id: int) -> Tensor:
+def draw_from_long_list(tp: TensorParallel, shard: LogitsShard, rows: Tensor, filters: Filters) -> Tensor:
     """Tokens int64 [R] of rows whose top-k is longer than the short list, from lists of the largest top-k."""
     tokens = []
-    for start in range(0, len(rows), _ROWS_AT_ONCE):
-        some = filters.take(torch.arange(start, min(start + _ROWS_AT_ONCE, len(rows)), device=rows.device))
-        here = rows[start : start + _ROWS_AT_ONCE]
+    for here in torch.arange(len(rows), device=rows.device).split(_ROWS_AT_ONCE):
+        some = filters.take(here)
         count = int(some.top_k.max())
-        keys = best(x, here, block_maxima(x[here]), count, first_id)
-        merged = tp.all_gather(keys).transpose(0, 1).flatten(1).topk(count).values
+        merged = tp.all_gather(shard.best(rows[here], count)).transpose(0, 1).flatten(1).topk(count).values
         tokens.append(draw_from_list(merged, some, some.top_p)[0])  # complete: the total is not used
     return torch.cat(tokens)
 
 
 def draw_in_rounds(
-    tp: TensorParallel, noise: Noise, x: Tensor, rows: Tensor, peak: Tensor, filters: Filters, first_id: int
+    tp: TensorParallel, shard: LogitsShard, rows: Tensor, peak: Tensor, filters: Filters, totals: Tensor
 ) -> Tensor:
-    """Tokens of rows without top-k whose kept set is long: int64 [R]. `peak` [R] is each row's largest logit."""
-    tokens = []
-    for start in range(0, len(rows), _ROWS_AT_ONCE):
-        some = torch.arange(start, min(start + _ROWS_AT_ONCE, len(rows)), device=rows.device)
-        tokens.append(_rounds(tp, noise, x[rows[some]], peak[some], filters.take(some), first_id))
-    return torch.cat(tokens)
+    """Tokens of rows without top-k whose kept set is long: int64 [R].
 
-
-def _rounds(tp: TensorParallel, noise: Noise, left: Tensor, peak: Tensor, filters: Filters, first_id: int) -> Tensor:
-    """`left` [R, V]: a copy of this rank's logits, in which excluded ids become -inf."""
-    left.masked_fill_(left < _rounded_up(filters.lowest(peak)).unsqueeze(1), float("-inf"))
-    nucleus = _Nucleus(tp, left, peak, filters) if bool((filters.top_p < 1).any()) else None
-    tokens = torch.zeros(len(left), dtype=torch.int64, device=left.device)
-    pending = torch.arange(len(left), device=left.device)
+    `peak` [R] is each row's largest logit, `totals` [R] the mass of all of it where min-p is off. Each round draws from
+    what is left of the order of logits: at first all that min-p keeps, then what comes before the rejected token.
+    """
+    lowest = filters.lowest(peak)
+    low = _rounded_up(lowest)
+    end = torch.where(low == float("-inf"), 0, _ALL_IDS)
+    share = ((shard.top[rows].double() - peak) / filters.temperature).exp()  # of this rank's mass in that of all ranks
+    bounded = ((filters.min_p > 0) & (filters.top_p < 1)).nonzero().squeeze(1)
+    if len(bounded):
+        here = shard.mass(rows[bounded], filters.temperature[bounded], low[bounded], end[bounded])
+        totals = totals.index_copy(0, bounded, tp.all_gather(here * share[bounded]).sum(0))
+    tokens = torch.zeros_like(rows)
+    pending = torch.arange(len(rows), device=rows.device)
     while len(pending):
-        some = filters.take(pending)
-        maxima = block_maxima(left)[pending]
-        scores, local = noise.argmax(left, pending, maxima, some.temperature, some.keys)
-        answers = torch.stack([scores, left[pending, local].double(), (local + first_id).double()])
+        some, which = filters.take(pending), rows[pending]
+        scores, local = shard.draw(which, some.temperature, some.keys, low[pending], end[pending])
+        answers = torch.stack([scores, shard.x[which, local].double(), (local + shard.first_id).double()])
         gathered = tp.all_gather(answers)  # [ranks, 3, R]
         winner = gathered[:, 0].argmax(0, keepdim=True)
-        values = gathered[:, 1].gather(0, winner).squeeze(0)
-        tokens[pending] = gathered[:, 2].gather(0, winner).squeeze(0).long()
-        if nucleus is None:
-            break
-        missed = nucleus.missed(pending, values, tokens[pending] - first_id)
-        pending = pending[missed]
+        low[pending] = gathered[:, 1].gather(0, winner).squeeze(0).float()
+        end[pending] = tokens[pending] = gathered[:, 2].gather(0, winner).squeeze(0).long()
+        pending = pending[some.top_p < 1]
+        some, which = filters.take(pending), rows[pending]
+        if len(pending):
+            here = shard.mass(which, some.temperature, low[pending], end[pending]) * share[pending]
+            before = tp.all_gather(here).sum(0)
+            pending = pending[(before >= some.top_p * totals[pending]) & (before > 0)]
     return tokens
-
-
-class _Nucleus:
-    """Checks whether sampled tokens lie in the nucleus, and excludes everything from a rejected token on."""
-
-    def __init__(self, tp: TensorParallel, left: Tensor, peak: Tensor, filters: Filters) -> None:
-        top = left.amax(1)
-        self._tp, self._left, self._top_p = tp, left, filters.top_p
-        scale = filters.temperature.reciprocal().float().unsqueeze(1)
-        self._weights, mass = softmax_and_sum(left * scale, top)
-        self._mass = mass * ((top.double() - peak) / filters.temperature).exp()  # [R]   of this rank
-        self._total = tp.all_gather(self._mass).sum(0)
-
-    def missed(self, rows: Tensor, values: Tensor, local_ids: Tensor) -> Tensor:
-        """Whether the tokens of `rows` [n], given by logit and local id, lie outside the nucleus: bool [n]."""
-        later = []
-        shares = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
-        for place, (row, value, token) in enumerate(
-            zip(rows.tolist(), values.tolist(), local_ids.tolist(), strict=True)
-        ):
-            here = self._left[row]
-            split = min(max(token, 0), len(here))  # equal logits come before the token if their ids do
-            later.append(torch.cat([here[:split] < value, here[split:] <= value]))
-            shares[place] = _sum(self._weights[row].masked_fill(later[-1], 0.0))
-        before = self._tp.all_gather(shares * self._mass[rows]).sum(0)
-        top_p = self._top_p[rows]
-        missed = (before >= top_p * self._total[rows]) & (top_p < 1) & (before > 0)
-        for place in missed.nonzero().squeeze(1).tolist():
-            self._left[rows[place]].masked_fill_(later[place], float("-inf"))
-        return missed
-
-
-def _sum(weights: Tensor) -> Tensor:
-    """The sum, of blocks in float32 and of their sums in float64: exact to a few parts in 10^8."""
-    whole = len(weights) // BLOCK * BLOCK
-    sums = weights[:whole].view(-1, BLOCK).sum(1).sum(dtype=torch.float64)
-    return sums + weights[whole:].sum(dtype=torch.float64)
 
 
 def _rounded_up(value: Tensor) -> Tensor:

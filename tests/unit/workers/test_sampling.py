@@ -1,11 +1,14 @@
 """The sampler against a reference that sorts everything, on one rank and on several, and its properties one by one."""
 
+from collections.abc import Callable
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
 
 from tests.unit.workers.sampling_cases import mask_of, naive_kept, naive_noise, naive_tokens, sample_with, step_of
-from workers.protocol import ALL_BANNED, FINITE, NONFINITE, pack_output, unpack_output
+from workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata, pack_output, unpack_output
 from workers.sampling.candidates import decode, encode
 from workers.sampling.noise import gumbel, mixed_ids, noise_bits, row_keys
 
@@ -43,21 +46,31 @@ def tied(seed: int = 0) -> torch.Tensor:
     return (torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2).round() / 2
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("make", [peaked, flat, tied], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("mode", MODES)
 def test_tokens_equal_the_naive_sampler(mode, make, size):
     for seed in range(2):
-        logits = make(seed)
-        bias = [(0, 5, -np.inf), (1, int(logits[1].argmax()), -np.inf), (2, 999, 30.0), (5, 17, 2.5)]
-        step = step_of(ROWS, bias, seeds=np.arange(ROWS) + 1000 * seed - 3, **MODES[mode])
+        logits, step, expected = naive_case(mode, make, seed)
         out = sample_with(logits, step, size)
-        assert out.token_ids.tolist() == naive_tokens(logits, step)
+        assert out.token_ids.tolist() == expected
         assert (out.finite == FINITE).all()
         assert out.logprobs is None or mode == "mixture"
 
 
+@cache
+def naive_case(
+    mode: str, make: Callable[[int], torch.Tensor], seed: int
+) -> tuple[torch.Tensor, StepMetadata, list[int]]:
+    logits = make(seed)
+    bias = [(0, 5, -np.inf), (1, int(logits[1].argmax()), -np.inf), (2, 999, 30.0), (5, 17, 2.5)]
+    step = step_of(ROWS, bias, seeds=np.arange(ROWS) + 1000 * seed - 3, **MODES[mode])
+    return logits, step, naive_tokens(logits, step)
+
+
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("make", [peaked, tied], ids=lambda make: make.__name__)
 def test_logprobs_are_of_the_raw_distribution(make, size):
@@ -83,7 +96,8 @@ def test_logprobs_are_of_the_raw_distribution(make, size):
         np.testing.assert_allclose(out.top_logprobs[i, :k], truth[i, order], atol=1e-5)
 
 
-def test_many_scored_rows_go_through_in_groups():
+@pytest.mark.usefixtures("form")
+def test_many_rows_are_scored_at_once():
     logits = torch.randn(70, 300)
     targets = np.arange(70) * 3
     out = sample_with(logits, step_of(70, target_ids=targets), 2)
@@ -95,6 +109,7 @@ def test_many_scored_rows_go_through_in_groups():
     np.testing.assert_array_equal(unpack_output(buffer).ranks, out.ranks)
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("mode", MODES)
 def test_broken_rows_are_reported_and_disturb_no_other(mode, size):
@@ -112,6 +127,7 @@ def test_broken_rows_are_reported_and_disturb_no_other(mode, size):
     assert ((out.token_ids >= 0) & (out.token_ids < VOCAB)).all()
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_row_whose_ids_are_all_banned_is_reported_as_such(mode, size):
@@ -129,6 +145,7 @@ def test_a_row_whose_ids_are_all_banned_is_reported_as_such(mode, size):
     assert out.finite.tolist() == [ALL_BANNED, FINITE, ALL_BANNED, NONFINITE, NONFINITE, NONFINITE]
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("mode", MODES)
 def test_row_and_batch_do_not_matter(mode):
     logits = flat(3)
@@ -143,6 +160,7 @@ def test_row_and_batch_do_not_matter(mode):
         assert alone.token_ids[0] == together.token_ids[i]
 
 
+@pytest.mark.usefixtures("form")
 def test_top_k_one_is_greedy():
     logits = tied()
     greedy = sample_with(logits, step_of(ROWS, temperature=0.0)).token_ids
@@ -150,6 +168,7 @@ def test_top_k_one_is_greedy():
     np.testing.assert_array_equal(greedy, logits.argmax(1))
 
 
+@pytest.mark.usefixtures("form")
 def test_smaller_top_p_keeps_a_part_of_what_larger_keeps():
     """Nested for the definition, and draws stay inside it, whichever path the sampler takes."""
     logits = flat()[:1]
@@ -165,6 +184,7 @@ def test_smaller_top_p_keeps_a_part_of_what_larger_keeps():
     assert len(seen) > 64, "the largest set is beyond the short list"
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("columns", [{}, {"top_p": 0.8}, {"top_k": 6}], ids=str)
 def test_draws_follow_the_distribution(columns):
     """Chi-square over 12,000 draws with fixed seeds; the bound is its 99.9 % quantile."""

@@ -1,0 +1,121 @@
+"""What sampling asks of one rank's logits: the kernels of every level against torch's operations, on awkward rows."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from workers.kernels.cpu.sampling import KernelLogitsShard
+from workers.sampling.candidates import decode
+from workers.sampling.logits_shard import TorchLogitsShard
+from workers.sampling.noise import Noise, row_keys
+
+pytestmark = pytest.mark.usefixtures("level")
+
+ROWS = 6
+ALL = torch.arange(ROWS)
+WIDTHS = [1, 100, 128, 1000, 4096 + 17]
+
+
+def logits_of(width: int, kind: str) -> Tensor:
+    x = torch.randn(ROWS, width, generator=torch.Generator().manual_seed(width)) * 3
+    if kind == "tied":
+        x = x.round()
+    if kind == "sparse":  # most ids are banned, a row has none left, and one holds a single id
+        x[x < 3] = float("-inf")
+        x[1] = float("-inf")
+        x[2, 1:] = float("-inf")
+    if kind == "equal":
+        x[:] = -0.0
+    return x
+
+
+def shards(x: Tensor, first_id: int = 300, temperature: float = 0.0) -> tuple[TorchLogitsShard, KernelLogitsShard]:
+    temperatures = torch.full((len(x),), temperature, dtype=torch.float64)
+    noise = Noise(first_id, x.shape[1], x.device)
+    return TorchLogitsShard(x, first_id, temperatures, noise), KernelLogitsShard(x, first_id, temperatures)
+
+
+def cuts_of(x: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Nothing cut; at a value of each row, with an end before, among and after its equals; all of it cut."""
+    everything = torch.full((ROWS,), float("-inf")), torch.zeros(ROWS, dtype=torch.int64)
+    some = x[:, x.shape[1] // 3]
+    ends = [torch.full((ROWS,), 300 + end) for end in (0, x.shape[1] // 2, x.shape[1])]
+    return [everything, *((some, end) for end in ends), (x.amax(1), ends[0])]
+
+
+@pytest.fixture(params=["random", "tied", "sparse", "equal"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_maxima_candidates_and_counts_are_the_same(width: int, kind: str) -> None:
+    x = logits_of(width, kind)
+    plain, ours = shards(x)
+    assert torch.equal(ours.top, plain.top)
+    finite = plain.top.isfinite()
+    assert torch.equal(ours.argmax(ALL)[finite], plain.argmax(ALL)[finite])
+    for count in (1, 2, 64, 200, width):
+        (values, ids), (expected, expected_ids) = decode(ours.best(ALL, count)), decode(plain.best(ALL, count))
+        assert torch.equal(values, expected)
+        assert torch.equal(*((some - 300).clamp(max=width) for some in (ids, expected_ids)))  # the rest is padding
+    for values in (x[:, -1], plain.top, plain.top - 1):
+        assert torch.equal(ours.count_above(ALL, values), plain.count_above(ALL, values))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("temperature", [1e-38, 0.7, 5.0])
+def test_draws_are_the_same_and_masses_within_rounding(width: int, kind: str, temperature: float) -> None:
+    x = logits_of(width, kind)
+    plain, ours = shards(x, temperature=temperature)
+    temperatures = torch.full((ROWS,), temperature, dtype=torch.float64)
+    exact = ((x.double() - x.double().amax(1, keepdim=True)) / temperature).exp().nan_to_num()
+    torch.testing.assert_close(ours.totals, exact.sum(1), rtol=3e-7, atol=0)
+    for position, (low, end) in enumerate(cuts_of(x)):
+        keys = torch.from_numpy(row_keys(np.arange(ROWS), np.full(ROWS, position, np.int32)))
+        scores, ids = ours.draw(ALL, temperatures, keys, low, end)
+        expected, expected_ids = plain.draw(ALL, temperatures, keys, low, end)
+        assert torch.equal(ids, expected_ids)
+        torch.testing.assert_close(scores, expected, rtol=1e-14, atol=1e-12)
+        columns = torch.arange(width) + 300
+        left = (x > low[:, None]) | ((x == low[:, None]) & (columns < end[:, None]))
+        mass = (exact * left).sum(1)
+        torch.testing.assert_close(ours.mass(ALL, temperatures, low, end), mass, rtol=1e-6, atol=1e-30)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", [0, 130, 999])
+def test_a_broken_row_is_seen_and_disturbs_no_other(value: float, place: int) -> None:
+    x = logits_of(1000, "random")
+    temperatures = torch.ones(ROWS, dtype=torch.float64)
+    keys = torch.from_numpy(row_keys(np.arange(ROWS), np.zeros(ROWS, np.int32)))
+    low, end = torch.full((ROWS,), float("-inf")), torch.zeros(ROWS, dtype=torch.int64)
+
+    def answers() -> list[Tensor]:
+        ours = shards(x, temperature=1.0)[1]
+        drawn = ours.draw(ALL, temperatures, keys, low, end)
+        return [ours.top, ours.totals, ours.argmax(ALL), ours.best(ALL, 64), *drawn]
+
+    healthy = answers()
+    x[3, place] = value
+    others = [0, 1, 2, 4, 5]
+    for before, now in zip(healthy, answers(), strict=True):
+        assert torch.equal(before[others], now[others])
+    assert shards(x)[1].top[3].isnan()
+
+
+def test_rows_can_be_taken_in_any_order_and_number() -> None:
+    x = logits_of(1000, "random")
+    ours = shards(x)[1]
+    keys = torch.from_numpy(row_keys(np.arange(ROWS), np.zeros(ROWS, np.int32)))
+    some = torch.tensor([4, 1, 5])
+    low, end = x[:, 7].contiguous(), torch.full((ROWS,), 500)
+    temperatures = torch.rand(ROWS, dtype=torch.float64) + 0.5
+    assert torch.equal(ours.best(some, 20), ours.best(ALL, 20)[some])
+    assert torch.equal(
+        ours.mass(some, temperatures[some], low[some], end[some]), ours.mass(ALL, temperatures, low, end)[some]
+    )
+    few = ours.draw(some, temperatures[some], keys[some], low[some], end[some])
+    for part, whole in zip(few, ours.draw(ALL, temperatures, keys, low, end), strict=True):
+        assert torch.equal(part, whole[some])

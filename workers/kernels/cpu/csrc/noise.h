@@ -1,0 +1,55 @@
+// The noise of `workers/sampling/noise.py`: a hash of (row key, vocabulary id), bit for bit the same.
+//
+// A hashed word is kept as its distance from the largest one: 0 is the most noise, 2^32 - 1 the least.
+#pragma once
+#include <cmath>
+
+#include "simd.h"
+
+namespace noise {
+
+// As many 32-bit words as a register of floats has lanes; GCC's and Clang's operators work on them.
+typedef uint32_t Words __attribute__((vector_size(sizeof(simd::Vec))));
+constexpr int kBlock = 128;  // ids
+constexpr int kVectors = kBlock / simd::kLanes;
+
+struct Key {
+  uint32_t first, second;  // the second is odd
+};
+
+// For one word, or for each of a register: the part of the hash that depends on the id alone.
+template <class Word>
+inline Word mixed(Word id) {
+  id = (id ^ (id >> 16)) * 0x7feb352du;
+  id = (id ^ (id >> 15)) * 0x846ca68bu;
+  return id ^ (id >> 16);
+}
+
+template <class Word>
+inline Word distance(Word mixed_id, Key key) {
+  Word word = (mixed_id ^ key.first) * key.second;
+  word = (word ^ (word >> 16)) * 0x7feb352du;
+  word = (word ^ (word >> 15)) * 0x846ca68bu;
+  return word ^ 0x7fffffffu;  // words count as signed: the largest is 0x7fffffff
+}
+
+inline Words ids_from(uint32_t first) {
+  Words ids;
+  for (int i = 0; i < simd::kLanes; i++) ids[i] = first + i;
+  return ids;
+}
+
+// Standard Gumbel noise -log(-log(u)) with u = 1 - tail(distance).
+inline double gumbel(uint32_t distance) {
+  const double uniform = (4294967295.5 - static_cast<double>(distance)) * 0x1p-32;
+  return -std::log(-std::log(uniform));
+}
+
+// The probability that noise is larger, in float32. -log of it is an upper bound of the noise, since 1 - u <= -log(u).
+inline simd::Vec tail(Words distance) {
+  typedef float Floats __attribute__((vector_size(sizeof(simd::Vec))));
+  const Floats numbers = __builtin_convertvector(distance, Floats);
+  return ((simd::Vec)numbers + simd::broadcast(0.5f)) * simd::broadcast(0x1p-32f);
+}
+
+}  // namespace noise

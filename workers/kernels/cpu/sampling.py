@@ -1,0 +1,91 @@
+"""One rank's logits of a step, and what sampling asks of them, by the C++ kernels in `sampling.cpp`.
+
+The same interface as `workers/sampling/logits_shard.py` has for torch's operations; tests compare the two.
+"""
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from workers.kernels.cpu import library
+
+BLOCK = 128
+
+
+def can_serve(device: torch.device) -> bool:
+    """Whether the kernels support logits on `device`, and could be built here."""
+    return device.type == "cpu" and library.provides("oarlock_logits_maxima")
+
+
+class KernelLogitsShard:
+    """Methods and tensors are those of `TorchLogitsShard`."""
+
+    def __init__(self, x: Tensor, first_id: int, temperature: Tensor) -> None:
+        assert x.dtype == torch.float32 and x.is_contiguous()
+        rows, width = x.shape
+        self.x = x
+        self.first_id = first_id
+        self._maxima = torch.empty((rows, -(-width // BLOCK)), dtype=torch.float32)
+        self.top = torch.empty(rows, dtype=torch.float32)
+        self.totals = torch.empty(rows, dtype=torch.float64)
+        self._kernels = library.library()
+        function = _function(self._kernels, "oarlock_logits_maxima", "pnnn pppp")
+        temperature = temperature.contiguous()
+        function(
+            x.data_ptr(), x.stride(0), width, rows,
+            temperature.data_ptr(), self._maxima.data_ptr(), self.top.data_ptr(), self.totals.data_ptr(),
+        )  # fmt: skip
+
+    def argmax(self, rows: Tensor) -> Tensor:
+        ids = torch.empty(len(rows), dtype=torch.int64)
+        self._call("oarlock_logits_argmax", "p", rows, ids)
+        return ids
+
+    def best(self, rows: Tensor, count: int) -> Tensor:
+        keys = torch.empty((len(rows), count), dtype=torch.int64)
+        self._call("oarlock_logits_best", "nnp", rows, count, self.first_id, keys)
+        return keys
+
+    def draw(self, rows: Tensor, temperature: Tensor, keys: Tensor, low: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+        scores = torch.empty(len(rows), dtype=torch.float64)
+        ids = torch.empty(len(rows), dtype=torch.int64)
+        self._call(
+            "oarlock_logits_draw", "npppppp", rows,
+            self.first_id, temperature, keys, low, end - self.first_id, scores, ids,
+        )  # fmt: skip
+        return scores, ids
+
+    def mass(self, rows: Tensor, temperature: Tensor, low: Tensor, end: Tensor) -> Tensor:
+        masses = torch.empty(len(rows), dtype=torch.float64)
+        self._call("oarlock_logits_mass", "pppp", rows, temperature, low, end - self.first_id, masses)
+        return masses
+
+    def count_above(self, rows: Tensor, values: Tensor) -> Tensor:
+        counts = torch.empty(len(rows), dtype=torch.int64)
+        self._call("oarlock_logits_above", "pp", rows, values, counts)
+        return counts
+
+    def _call(self, name: str, kinds: str, rows: Tensor, *arguments: Tensor | int) -> None:
+        function = _function(self._kernels, name, f"pnn pp pn {kinds}")
+        kept = _contiguous(rows, *arguments)  # alive until the call returns
+        first, *others = (value.data_ptr() if isinstance(value, Tensor) else value for value in kept)
+        function(
+            self.x.data_ptr(), self.x.stride(0), self.x.shape[1],
+            self._maxima.data_ptr(), self.top.data_ptr(), first, len(rows), *others,
+        )  # fmt: skip
+
+
+def _contiguous(*values: Tensor | int) -> list[Tensor | int]:
+    return [value.contiguous() if isinstance(value, Tensor) else value for value in values]
+
+
+@cache
+def _function(kernels: ctypes.CDLL, name: str, kinds: str) -> Callable[..., None]:
+    """`kinds`: p for a pointer, n for a long."""
+    types = {"p": ctypes.c_void_p, "n": ctypes.c_long}
+    function = getattr(kernels, name)
+    function.argtypes, function.restype = [types[kind] for kind in kinds.replace(" ", "")], None
+    return function

@@ -1,0 +1,122 @@
+"""One rank's logits of a step, and what sampling asks of them: with torch's operations, or with the C++ kernels.
+
+Rows are indices, int64 [R]. Where a method takes `low` and `end`, it sees only what is left of a row in the order of
+its logits: the ids whose logit is above `low`, and those of logit `low` with an id below `end`.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from workers.kernels.cpu.sampling import KernelLogitsShard, can_serve
+from workers.sampling.candidates import BLOCK, argmax, best, block_maxima, is_left, take_blocks
+from workers.sampling.noise import Noise
+
+_ROWS_AT_ONCE = 8
+
+
+class LogitsShard(Protocol):
+    """Float32 logits `x` [L, V] of the ids from `first_id` on. `x` is not copied, and must not change."""
+
+    x: Tensor
+    first_id: int
+    top: Tensor  # float32 [L]   largest logit; NaN, or +inf, where a logit is either
+    totals: Tensor  # float64 [L]   mass of all ids of the rows for which a temperature was given; else 0
+
+    def argmax(self, rows: Tensor) -> Tensor:
+        """Lowest local id of the largest logit: int64 [R]; any for rows without a finite largest logit."""
+        ...
+
+    def best(self, rows: Tensor, count: int) -> Tensor:
+        """Keys of the `count` largest logits, best first: int64 [R, count], see `candidates.encode`."""
+        ...
+
+    def draw(self, rows: Tensor, temperature: Tensor, keys: Tensor, low: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+        """Largest `x / temperature + noise` of what is left, float64 [R], and its local id; -inf where nothing is.
+
+        `temperature` float64 [R], `keys` of the noise int32 [R, 2], `low` float32 [R], `end` int64 [R].
+        """
+        ...
+
+    def mass(self, rows: Tensor, temperature: Tensor, low: Tensor, end: Tensor) -> Tensor:
+        """sum(exp((x - top) / temperature)) of what is left: float64 [R]; 0 for rows without a finite logit."""
+        ...
+
+    def count_above(self, rows: Tensor, values: Tensor) -> Tensor:
+        """How many logits are larger than `values` float32 [R]: int64 [R]."""
+        ...
+
+
+class TorchLogitsShard:
+    """With torch's operations, for every device."""
+
+    def __init__(self, x: Tensor, first_id: int, temperature: Tensor, noise: Noise) -> None:
+        self.x = x
+        self.first_id = first_id
+        self._noise = noise
+        self._maxima = block_maxima(x)  # [L, B]
+        self.top = self._maxima.amax(1)
+        self.totals = torch.zeros_like(temperature)
+        rows = (temperature > 0).nonzero().squeeze(1)
+        self.totals[rows] = self._mass(rows, temperature[rows])
+
+    def argmax(self, rows: Tensor) -> Tensor:
+        return argmax(self.x, rows, self._maxima[rows])
+
+    def best(self, rows: Tensor, count: int) -> Tensor:
+        parts = [best(self.x, some, self._maxima[some], count, self.first_id) for some in rows.split(_ROWS_AT_ONCE)]
+        return torch.cat(parts) if parts else rows.new_empty(0, count)
+
+    def draw(self, rows: Tensor, temperature: Tensor, keys: Tensor, low: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+        return self._noise.argmax(self.x, rows, self._maxima[rows], temperature, keys, low, end - self.first_id)
+
+    def mass(self, rows: Tensor, temperature: Tensor, low: Tensor, end: Tensor) -> Tensor:
+        return self._mass(rows, temperature, (low.unsqueeze(1), (end - self.first_id).unsqueeze(1)))
+
+    def _mass(self, rows: Tensor, temperature: Tensor, left: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """torch's softmax is several times faster than its exp, and the largest probability is one over the sum."""
+        masses = torch.zeros_like(temperature)
+        scale = temperature.reciprocal().float().unsqueeze(1)
+        step = 1 if self.x.device.type == "cpu" else _ROWS_AT_ONCE  # one row stays in the cache
+        for start in range(0, len(rows), step):
+            some = slice(start, start + step)
+            x = self.x[rows[some]]
+            weights = (x * scale[some]).softmax(1)
+            whole = weights.amax(1).double().reciprocal()
+            if left is not None:
+                low, end = left
+                ids = torch.arange(x.shape[1], device=x.device)
+                weights.masked_fill_(~is_left(x, ids, low[some], end[some]), 0.0)
+                whole *= _sums(weights)
+            masses[some] = whole.masked_fill_(self.top[rows[some]] == float("-inf"), 0.0)
+        return masses
+
+    def count_above(self, rows: Tensor, values: Tensor) -> Tensor:
+        which, blocks = (self._maxima[rows] > values.unsqueeze(1)).nonzero().unbind(1)
+        counts = (take_blocks(self.x, rows[which], blocks) > values[which].unsqueeze(1)).sum(1)
+        return torch.zeros_like(rows).index_add_(0, which, counts)
+
+
+def _sums(weights: Tensor) -> Tensor:
+    """Row sums float64 [R], of blocks in float32 and of their sums in float64: exact to a few parts in 10^8."""
+    whole = weights.shape[1] // BLOCK * BLOCK
+    sums = weights[:, :whole].unflatten(1, (-1, BLOCK)).sum(2).sum(1, dtype=torch.float64)
+    return sums + weights[:, whole:].sum(1, dtype=torch.float64)
+
+
+class LogitsShards:
+    """Makes the shards of one rank's slice of the vocabulary: with the kernels where they are loaded."""
+
+    def __init__(self, first_id: int, count: int) -> None:
+        self.first_id = first_id
+        self._count = count
+        self._noise: Noise | None = None  # made on the device of the first logits
+
+    def __call__(self, x: Tensor, temperature: Tensor) -> LogitsShard:
+        """`temperature` float64 [L]: of the rows whose total mass is wanted; 0 for others."""
+        if can_serve(x.device):
+            return KernelLogitsShard(x, self.first_id, temperature)
+        if self._noise is None:
+            self._noise = Noise(self.first_id, self._count, x.device)
+        return TorchLogitsShard(x, self.first_id, temperature, self._noise)
