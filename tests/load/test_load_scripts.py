@@ -8,6 +8,7 @@ import pytest
 
 from tests.e2e.running import ROOT, RunningServer
 from tests.load import checkpoint, load_test
+from tests.unit.workers.kernel_levels import NO_KERNELS
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +102,12 @@ def test_the_comparison(tmp_path):
 def test_chunks_are_timed_by_their_last_byte() -> None:
     pieces = [(1.0, b'data: {"a"'), (2.0, b': 1}\n\ndata: {"a": 2}\n\n: ping\n\nda'), (3.0, b"ta: [DONE]\n\n")]
     assert list(load_test.chunks_of(pieces)) == [(2.0, {"a": 1}), (2.0, {"a": 2})]
+
+
+@pytest.mark.skipif(NO_KERNELS is not None, reason=f"no kernels here: {NO_KERNELS}")
+def test_the_overhead_of_a_step():
+    result = run_module("step_overhead", "--layers", 2, "--rounds", 1)
+    assert "one call per half" in result.stdout and "separate operations" in result.stdout
 
 
 def test_the_cost_of_forms():

@@ -67,7 +67,7 @@ class CppBackend:
         self._layers: dict[AttentionSpec, CAttentionLayer] = {}
         heads = spec.num_kv_heads
         self._pages = CAttentionLayer(heads, heads, spec.head_dim, spec.block_size, 0, 1.0, 0.0)
-        kernels = library.library()
+        self.kernels = kernels = library.library()
         pointer, number = ctypes.c_void_p, ctypes.c_long
         self._attend = kernels.oarlock_attend
         self._attend.argtypes = [pointer, pointer, pointer, number, pointer, number, pointer, pointer, ctypes.c_int]

@@ -6,6 +6,7 @@ T  query tokens      S  sequences      B  block-table columns      L  logits row
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,10 +37,10 @@ class ForwardBatch:
     def from_step(step: StepMetadata, device: torch.device) -> "ForwardBatch":
         """Copy a step to `device`. On the CPU, arrays that need no widening stay views of the step's buffer."""
 
-        def widened(array) -> Tensor:
-            return torch.from_numpy(array).to(torch.int64, copy=True).to(device, non_blocking=True)
+        def widened(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(array.astype(np.int64)).to(device, non_blocking=True)
 
-        def moved(array) -> Tensor:
+        def moved(array: np.ndarray) -> Tensor:
             return torch.from_numpy(array).to(device, non_blocking=True)
 
         starts = step.query_start_loc.tolist()

@@ -42,12 +42,19 @@ class RotaryTable:
         self.rows = torch.empty((0, spec.rotary_dim), dtype=torch.float32, device=device)  # cos of each pair, then sin
 
     def __call__(self, positions: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-        """`longest`: larger than every position, a number on the host. Raises `ValueError` beyond LongRoPE's reach."""
+        """`longest`: as for `up_to`."""
+        cos, sin = self.up_to(longest).index_select(0, positions).unsqueeze(1).chunk(2, -1)  # [T, 1, rotary_dim / 2]
+        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+    def up_to(self, longest: int) -> Tensor:
+        """Cosines of each pair of elements, then sines, of all positions: [at least `longest`, rotary_dim] float32.
+
+        `longest`: larger than every position, a number on the host. Raises `ValueError` beyond LongRoPE's reach.
+        """
         self._check_reach(longest)
         if longest > len(self.rows):
             self._grow(max(longest, 2 * len(self.rows)))
-        cos, sin = self.rows.index_select(0, positions).unsqueeze(1).chunk(2, -1)  # [T, 1, rotary_dim / 2]
-        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        return self.rows
 
     def _check_reach(self, longest: int) -> None:
         spec = self.spec

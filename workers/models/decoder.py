@@ -17,6 +17,7 @@ from workers.distributed.parallel_state import TensorParallel
 from workers.layers.attention import Attention
 from workers.layers.decoder_spec import DecoderSpec, is_ignorable
 from workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from workers.layers.layer_halves import CannotPrepare, PreparedLayers
 from workers.layers.mlp import GatedMLP
 from workers.layers.norm import RMSNorm
 from workers.layers.placement import Placement
@@ -77,6 +78,7 @@ class Decoder:
         ropes = [spec.rope_of(i) for i in range(spec.num_layers)]
         self.rotary = {rope: RotaryTable(rope, device) for rope in ropes}  # one, or two where windows have their own
         self.rotary_of = [list(self.rotary).index(rope) for rope in ropes]
+        self._prepared: PreparedLayers | None = None
         self.attention_specs: list[AttentionSpec] = [block.attention.spec for block in self.layers]
 
     def with_layers(self, layers: list[int]) -> "Decoder":
@@ -136,11 +138,24 @@ class Decoder:
     def __call__(self, batch: ForwardBatch, kv: list[LayerKV], backend: AttentionBackend, plan: Any) -> Tensor:
         """One step -> [T, hidden], after the final norm. `plan`: what `backend.prepare(batch)` returned."""
         longest = max(batch.context_lens)
-        angles = [table(batch.positions, longest) for table in self.rotary.values()]  # once per step for all layers
         hidden = self.embedding(batch.token_ids)  # [T, hidden]
+        prepared = self._prepared_for(kv, backend)
+        if prepared is not None:
+            prepared(hidden, batch, [table.up_to(longest) for table in self.rotary.values()], plan)
+            return self.norm(hidden)
+        angles = [table(batch.positions, longest) for table in self.rotary.values()]  # once per step for all layers
         for block, which, pages in zip(self.layers, self.rotary_of, kv, strict=True):
             hidden = block(hidden, *angles[which], batch, pages, backend, plan)
         return self.norm(hidden)
+
+    def _prepared_for(self, kv: list[LayerKV], backend: AttentionBackend) -> PreparedLayers | None:
+        """The layers in the form of one call per half, prepared again if a part was replaced; None: not possible."""
+        if self._prepared is None or not self._prepared.serves(self.layers, kv, backend):
+            try:
+                self._prepared = PreparedLayers(self.layers, self.rotary_of, self.place.tp, kv, backend)
+            except CannotPrepare:
+                self._prepared = None
+        return self._prepared
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Rows of a step's result [L, hidden] -> logits of this rank's vocabulary shard, float32 [L, vocab_local].

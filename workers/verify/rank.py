@@ -1,7 +1,8 @@
 """One rank of a verification: the model runner that serves, fed known text, with every tensor of every layer recorded.
 
 `python -m workers.verify.rank ARGUMENTS`, started by `launch.py`, writes `rank-R-*.safetensors` and, on rank 0,
-`tokens.json`. Pages, sampler and collectives are those that serve; only recording hooks are added to the decoder.
+`tokens.json`. Pages, sampler and collectives are those that serve. The text runs twice: as it is served, which gives
+the tokens, and with recording hooks in the decoder, which then runs the separate operations of each layer.
 """
 
 import json
@@ -46,9 +47,6 @@ def run_rank(config: WorkerConfig, tp: TensorParallel, folder: Path, on_progress
     runner.load(lambda fraction: on_progress("reading the weights"))
     on_progress("allocating KV memory")
     runner.allocate(blocks_needed(text, config.block_size))
-    recording = RecordingDecoder(runner.model, diagnostics=True) if request.record else None
-    if recording is not None:
-        runner.model = recording  # ty: ignore[invalid-assignment]
     rows: list[tuple[int, int]] = []
     chosen: dict[tuple[int, int], int] = {}
     for number, (step, here) in enumerate(steps_of(text, config.block_size)):
@@ -59,7 +57,12 @@ def run_rank(config: WorkerConfig, tp: TensorParallel, folder: Path, on_progress
             chosen |= dict(zip(here, output.token_ids.tolist(), strict=True))
     if tp.rank == 0:
         (folder / "tokens.json").write_text(json.dumps(_answers(text, chosen)), "utf-8")
-    if recording is not None:
+    if request.record:
+        recording = RecordingDecoder(runner.model, diagnostics=True)
+        runner.model = recording  # ty: ignore[invalid-assignment]
+        for step, _ in steps_of(text, config.block_size):
+            on_progress("recording the tensors")
+            runner.execute(step)
         recording.close()
         order = torch.tensor(sorted(range(len(rows)), key=rows.__getitem__))
         for file, tensors in _files(recording.steps, order):

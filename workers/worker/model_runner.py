@@ -195,7 +195,8 @@ class ModelRunner:
         parts = []
         for start in range(0, batch.num_logits, MAX_LOGITS_ROWS):
             stop = min(start + MAX_LOGITS_ROWS, batch.num_logits)
-            logits = model.compute_logits(hidden[batch.logits_indices[start:stop]])  # float32 [L, vocab_local]
+            rows = hidden.index_select(0, batch.logits_indices[start:stop])
+            logits = model.compute_logits(rows)  # float32 [L, vocab_local]
             if await_masks is not None:
                 await_masks()
             parts.append(self.sampler.sample(logits, logits_rows(step, start, stop)))

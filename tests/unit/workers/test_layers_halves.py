@@ -1,0 +1,160 @@
+"""One call per half of a layer gives the bits of its separate operations, and notices when a part is replaced."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.golden import paged_run
+from tests.golden.paged_run import PagedRun, load_decoder, on_ranks
+from tests.golden.tiny_models import FAMILIES, make_tiny
+from tests.unit.workers.kernel_levels import NO_KERNELS, PARAMETERS
+from workers.attention.cpp import CppBackend
+from workers.distributed.parallel_state import TensorParallel
+from workers.kernels.cpu import library
+from workers.kernels.cpu.levels import Level
+from workers.layers.norm import RMSNorm
+from workers.models.decoder import Decoder
+
+pytestmark = pytest.mark.skipif(NO_KERNELS is not None, reason=f"no kernels here: {NO_KERNELS}")
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+# Heads that the kernel supports, and what the families do not have by default.
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    **{family: {"head_dim": 32} for family in FAMILIES if family != "phi3"},
+    "phi3": {"hidden_size": 128, "partial_rotary_factor": 0.5},
+    "llama": {"head_dim": 48, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2},
+}
+
+
+class SeparateOperations(CppBackend):
+    """A backend that layers are not prepared for."""
+
+
+@pytest.fixture(autouse=True)
+def pages_that_the_kernel_supports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_run, "BLOCK_SIZE", 16)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return {family: make_tiny(folder, family, **changes) for family, changes in CHECKPOINTS.items()}
+
+
+def run(decoder: Decoder, backend: type[CppBackend], *works: dict[int, list[int]]) -> Tensor:
+    """The logits of all tokens of the steps `works`, and the pages they leave, in one row of numbers."""
+    steps = PagedRun(decoder, backend)
+    logits = [rows for work in works for rows in steps.step(work).values()]
+    pages = [part.flatten().float() for layer in steps.pages for part in (layer.k, layer.v)]
+    assert (decoder._prepared is not None) == (backend is CppBackend)
+    return torch.cat([*(rows.flatten() for rows in logits), *pages])
+
+
+def both_forms(decoder: Decoder, *works: dict[int, list[int]]) -> list[Tensor]:
+    return [run(decoder, backend, *works) for backend in (SeparateOperations, CppBackend)]
+
+
+def check_equal(path: Path, size: int, dtype: torch.dtype) -> None:
+    """Prompts, a chunk beside tokens that are decoded, and one token alone."""
+    works = {0: list(range(3, 40)), 1: [5]}, {0: [7], 1: [8, 9, 10], 2: list(range(20))}, {2: [4]}
+    for separate, prepared in on_ranks(size, lambda tp: both_forms(load_decoder(path, tp, dtype), *works)):
+        assert torch.equal(separate, prepared) and separate.isfinite().all()
+
+
+@pytest.mark.parametrize("level", PARAMETERS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", CHECKPOINTS)
+def test_both_forms_give_the_same_bits(
+    checkpoints: dict[str, Path], family: str, dtype: torch.dtype, level: Level
+) -> None:
+    with library.using(level):
+        check_equal(checkpoints[family], 1, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", CHECKPOINTS)
+def test_both_forms_give_the_same_bits_on_two_ranks(
+    checkpoints: dict[str, Path], family: str, dtype: torch.dtype
+) -> None:
+    check_equal(checkpoints[family], 2, dtype)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
+def test_more_rows_than_an_mlp_takes_at_once(checkpoints: dict[str, Path], family: str, size: int) -> None:
+    long = {seq: [(seq + 7 * token) % 320 for token in range(500)] for seq in range(2)}
+
+    def work(tp: TensorParallel) -> list[Tensor]:
+        return both_forms(load_decoder(checkpoints[family], tp, torch.bfloat16), long)
+
+    for separate, prepared in on_ranks(size, work):
+        assert torch.equal(separate, prepared)
+
+
+def broken_product(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *arguments: real(*arguments).roll(1, -1)
+
+
+def broken_norm(real: RMSNorm) -> RMSNorm:
+    norm = RMSNorm(real.name, real.size, real.eps, real.place)
+    norm.weight = real.weight * 2
+    return norm
+
+
+@pytest.mark.parametrize("part", ["attention.qkv", "attention.output", "mlp.gate_up", "mlp.down"])
+def test_a_replaced_product_is_used(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    half, name = part.split(".")
+    check_replacing(checkpoints, monkeypatch, lambda block: getattr(getattr(block, half), name), "product", False)
+
+
+@pytest.mark.parametrize("part", ["attention_norm", "mlp_post_norm"])
+def test_a_replaced_norm_is_used(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    check_replacing(checkpoints, monkeypatch, lambda block: block, part, True)
+
+
+def check_replacing(
+    checkpoints: dict[str, Path], patch: pytest.MonkeyPatch, owner_of: Any, name: str, is_prepared: bool
+) -> None:
+    """A part of a layer that has run is replaced, and put back. `is_prepared`: whether kernels serve the new part."""
+    with torch.inference_mode():
+        decoder = load_decoder(checkpoints["gemma2"], TensorParallel.solo(), torch.bfloat16)
+        steps = PagedRun(decoder, CppBackend)
+        owner = owner_of(decoder.layers[1])
+        replace = broken_norm if is_prepared else broken_product
+        first = steps.step({0: [3, 4]})[0]
+        with patch.context() as inner:
+            inner.setattr(owner, name, replace(getattr(owner, name)))
+            broken = steps.step({1: [3, 4]})[1]
+            assert (decoder._prepared is not None) == is_prepared
+        again = steps.step({2: [3, 4]})[2]
+        assert decoder._prepared is not None
+    assert torch.equal(first, again) and not torch.equal(first, broken)
+
+
+class _Counting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_layers_call_no_operation_of_torch(tmp_path: Path) -> None:
+    """And so allocate no tensor: a step makes as many operations whatever the number of layers."""
+    counts = []
+    with torch.inference_mode():
+        for layers in (1, 3):
+            path = make_tiny(tmp_path, "qwen3", head_dim=32, num_hidden_layers=layers)
+            steps = PagedRun(load_decoder(path, TensorParallel.solo(), torch.bfloat16), CppBackend)
+            steps.step({0: [3, 4]})
+            with _Counting() as counting:
+                steps.step({0: [5]})
+            counts.append(counting.count)
+    assert counts[0] == counts[1] > 0

@@ -1,0 +1,73 @@
+"""The C++ functions that compute half a decoder layer in one call, and the structures they take (`csrc/layer.h`)."""
+
+import ctypes
+from functools import cache
+
+_pointer, _number, _flag, _real = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
+
+
+class CPackedWeight(ctypes.Structure):
+    """`PackedWeight`."""
+
+    _fields_ = (
+        ("weight", _pointer),
+        ("bias", _pointer),
+        ("columns", _number),
+        ("inputs", _number),
+        ("epilogue", _flag),
+    )
+
+
+class CLayerHalf(ctypes.Structure):
+    """`LayerHalf`; the whole of an MLP."""
+
+    _fields_ = (
+        ("norm", _pointer),
+        ("post_norm", _pointer),
+        ("into", CPackedWeight),
+        ("out", CPackedWeight),
+        ("eps", _real),
+        ("type", _flag),
+    )
+
+
+class CAttentionHalf(ctypes.Structure):
+    """`AttentionHalf`."""
+
+    _fields_ = (
+        ("half", CLayerHalf),
+        ("attention", _pointer),
+        ("head_norm", _pointer),
+        ("k_pages", _pointer),
+        ("v_pages", _pointer),
+        ("rotary", _flag),
+    )
+
+
+class CRotaryRows(ctypes.Structure):
+    """`RotaryRows`."""
+
+    _fields_ = (("rows", _pointer), ("width", _number))
+
+
+class CLayerStep(ctypes.Structure):
+    """`LayerStep`."""
+
+    _fields_ = (
+        ("hidden", _pointer),
+        ("partial", _pointer),
+        ("rows", _number),
+        ("positions", _pointer),
+        ("slots", _pointer),
+        ("rotary", CRotaryRows * 2),
+        ("attention", _pointer),
+    )
+
+
+@cache
+def bound(kernels: ctypes.CDLL) -> ctypes.CDLL:
+    """The library, with the types of its functions for layers declared."""
+    for name, count in (("oarlock_attention_half", 2), ("oarlock_mlp_half", 2), ("oarlock_add_total", 3)):
+        function = getattr(kernels, name)
+        function.restype, function.argtypes = None, [_pointer] * count
+    return kernels

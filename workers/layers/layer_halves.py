@@ -1,0 +1,183 @@
+"""The layers of a decoder on pages of the C++ attention backend: each half of a layer is one call of a kernel.
+
+Between the separate calls of a layer, Python and torch take longer than the arithmetic of a small step. Here everything
+that a half needs is written down once, as addresses, and a step once for all layers. The layers' own `__call__` is the
+reference: both give the same bits.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from workers.attention.backend import AttentionBackend, LayerKV
+from workers.attention.cpp import CppBackend, CppPlan
+from workers.attention.forward_batch import ForwardBatch
+from workers.distributed.parallel_state import TensorParallel
+from workers.kernels.cpu.element_types import ELEMENT_TYPES
+from workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul
+from workers.kernels.cpu.layer_halves import CAttentionHalf, CLayerHalf, CLayerStep, CPackedWeight, bound
+from workers.layers.attention import Attention
+from workers.layers.linear import GatedParallelLinear, QKVParallelLinear, RowParallelLinear
+from workers.layers.mlp import GatedMLP
+from workers.layers.norm import HeadNorm, RMSNorm
+
+Part = TypeVar("Part")
+
+
+class CannotPrepare(Exception):
+    """The layers must run as separate operations; the message is the reason in one phrase."""
+
+
+class Block(Protocol):
+    """A decoder layer. With norms after its halves, it also has an `attention_post_norm` and an `mlp_post_norm`."""
+
+    attention_norm: RMSNorm
+    attention: Attention
+    mlp_norm: RMSNorm
+    mlp: GatedMLP
+
+
+class PreparedLayers:
+    """The halves of `layers`, in order. Results are as from calling the layers one after the other."""
+
+    def __init__(
+        self,
+        layers: Sequence[Block],
+        rotary_of: Sequence[int],
+        tp: TensorParallel,
+        kv: list[LayerKV],
+        backend: AttentionBackend,
+    ) -> None:
+        """`rotary_of`: for each layer, which of the step's rotary tables. `kv`: pages that `backend` allocated.
+
+        Raises `CannotPrepare`.
+        """
+        if type(backend) is not CppBackend:
+            raise CannotPrepare(f"attention is computed by {type(backend).__name__}")
+        self.tp = tp
+        self._layers = list(layers)
+        self._kv, self._backend = kv, backend
+        self._pages = [(pages.k, pages.v) for pages in kv]
+        self._parts = _Parts(backend.kernels, backend.spec.dtype)
+        self._halves: list[CAttentionHalf | CLayerHalf] = []
+        self._calls: list[tuple[Callable[[int, int], None], int]] = []
+        for block, rotary, pages in zip(layers, rotary_of, kv, strict=True):
+            self._add_attention(block, rotary, pages)
+            self._add_mlp(block)
+        self._add_total = bound(self._parts.kernels).oarlock_add_total
+
+    def serves(self, layers: Sequence[Block], kv: list[LayerKV], backend: AttentionBackend) -> bool:
+        """Whether these are the layers, pages and backend as they were prepared: no part was replaced since."""
+        same = kv is self._kv and backend is self._backend and layers == self._layers
+        return same and self._parts.are_unchanged()
+
+    def __call__(self, hidden: Tensor, batch: ForwardBatch, tables: list[Tensor], plan: CppPlan) -> None:
+        """Replace `hidden` [T, hidden size] by the last layer's result.
+
+        `tables`: of each `RotaryTable`, the rows of all positions. `plan`: what the backend's `prepare` returned.
+        """
+        assert hidden.is_contiguous() and hidden.dtype == self._parts.dtype
+        partial = None if self.tp.size == 1 else torch.empty(hidden.shape, dtype=torch.float32)
+        step = CLayerStep(
+            hidden.data_ptr(), None if partial is None else partial.data_ptr(), len(hidden), batch.positions.data_ptr(),
+            batch.slot_mapping.data_ptr(), tuple((table.data_ptr(), table.shape[1]) for table in tables),
+            ctypes.addressof(plan.step),
+        )  # fmt: skip
+        at = ctypes.addressof(step)
+        for run, half in self._calls:
+            run(half, at)
+            if partial is not None:
+                total = self.tp.all_reduce(partial)
+                assert total.is_contiguous() and total.dtype == torch.float32
+                self._add_total(half, at, total.data_ptr())
+
+    def _add_attention(self, block: Block, rotary: int, pages: LayerKV) -> None:
+        parts = self._parts
+        attention = parts.take(block, "attention", Attention)
+        norm = parts.take(block, "attention_norm", RMSNorm)
+        half = self._half(
+            norm,
+            parts.take(parts.take(attention, "qkv", QKVParallelLinear), "product", CppMatmul),
+            parts.take(attention, "output", RowParallelLinear),
+            parts.take_optional(block, "attention_post_norm", RMSNorm),
+        )
+        head_norm = parts.take_optional(attention, "norm", HeadNorm)
+        described = CAttentionHalf(
+            half, ctypes.addressof(self._backend.layer(attention.spec)), _scale(parts, head_norm, norm.eps),
+            pages.k.data_ptr(), pages.v.data_ptr(), rotary,
+        )  # fmt: skip
+        self._call("oarlock_attention_half", described)
+
+    def _add_mlp(self, block: Block) -> None:
+        parts = self._parts
+        mlp = parts.take(block, "mlp", GatedMLP)
+        half = self._half(
+            parts.take(block, "mlp_norm", RMSNorm),
+            parts.take(parts.take(mlp, "gate_up", GatedParallelLinear), "product", CppGatedMatmul),
+            parts.take(mlp, "down", RowParallelLinear),
+            parts.take_optional(block, "mlp_post_norm", RMSNorm),
+        )
+        self._call("oarlock_mlp_half", half)
+
+    def _half(
+        self, norm: RMSNorm, into: CppMatmul | CppGatedMatmul, out: RowParallelLinear, post_norm: RMSNorm | None
+    ) -> CLayerHalf:
+        parts = self._parts
+        product = parts.take(out, "product", CppMatmul)
+        return CLayerHalf(
+            _scale(parts, norm, norm.eps), _scale(parts, post_norm, norm.eps), parts.weight(into),
+            parts.weight(product), norm.eps, ELEMENT_TYPES[parts.dtype],
+        )  # fmt: skip
+
+    def _call(self, function: str, half: CAttentionHalf | CLayerHalf) -> None:
+        self._halves.append(half)
+        self._calls.append((getattr(bound(self._parts.kernels), function), ctypes.addressof(half)))
+
+
+class _Parts:
+    """What the descriptions point into, kept alive, and a look at whether it is still what the layers use."""
+
+    def __init__(self, kernels: ctypes.CDLL, dtype: torch.dtype) -> None:
+        """The kernels and element type that all weights must be packed for."""
+        self.kernels = kernels
+        self.dtype = dtype
+        self._taken: list[tuple[dict[str, Any], str, object]] = []
+
+    def take(self, owner: object, name: str, kind: type[Part]) -> Part:
+        """The attribute, which must be exactly a `kind`: anything else may compute something else."""
+        part = vars(owner).get(name)
+        if not isinstance(part, kind) or type(part) is not kind:
+            raise CannotPrepare(f"{name} is a {type(part).__name__}, not a {kind.__name__}")
+        self._taken.append((vars(owner), name, part))
+        return part
+
+    def take_optional(self, owner: object, name: str, kind: type[Part]) -> Part | None:
+        """The same, or None if it is None or missing."""
+        if vars(owner).get(name) is not None:
+            return self.take(owner, name, kind)
+        self._taken.append((vars(owner), name, None))
+        return None
+
+    def weight(self, product: CppMatmul | CppGatedMatmul) -> CPackedWeight:
+        if product.kernels is not self.kernels or product.dtype != self.dtype:
+            raise CannotPrepare("a weight is packed for other kernels or another type")
+        packed, bias = self.take(product, "packed", Tensor), self.take_optional(product, "bias", Tensor)
+        columns = 2 * product.width if isinstance(product, CppGatedMatmul) else product.columns
+        return CPackedWeight(
+            packed.data_ptr(), None if bias is None else bias.data_ptr(), columns, product.inputs, product.epilogue
+        )
+
+    def are_unchanged(self) -> bool:
+        return all(owner.get(name) is part for owner, name, part in self._taken)
+
+
+def _scale(parts: _Parts, norm: RMSNorm | HeadNorm | None, eps: float) -> int | None:
+    """The address of a norm's scale, float32. Raises `CannotPrepare` unless kernels compute it, with epsilon `eps`."""
+    if norm is None:
+        return None
+    if not norm.has_kernel or norm.eps != eps:
+        raise CannotPrepare("norms are computed by torch, or differ in epsilon")
+    return parts.take(norm, "weight", Tensor).data_ptr()
