@@ -12,7 +12,7 @@ SERVER := $(VENV)/.oarlock-installed
 TOOLS := $(VENV)/.oarlock-tools-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve check test test-long lint format docs soak verify-full accuracy clients fuzz bench-load clean
+.PHONY: help install serve check test test-long lint format docs soak verify-full accuracy clients fuzz bench-peers bench-load clean
 
 help:
 	@echo 'make install      make .venv with the pinned requirements and the oarlock command'
@@ -28,7 +28,8 @@ help:
 	@echo 'make accuracy     the same for tiny models of every family, on 1 to 8 ranks'
 	@echo 'make clients      real clients, each in an environment of its own, against a real server'
 	@echo 'make fuzz         ten thousand hostile requests'
-	@echo 'make bench-load   the load test beside transformers, on a model of true size'
+	@echo 'make bench-peers  beside every peer that is installed, on a model of true size'
+	@echo 'make bench-load   the same beside transformers only'
 	@echo 'make clean        remove .venv and caches'
 
 install: $(SERVER)
@@ -72,7 +73,7 @@ docs: $(TOOLS)
 # Tests run two at a time, file by file in the order of their folders: those with servers, which take longest, come early.
 # Threads that wait let go of their core: what runs beside them wants it.
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
-WITH_PROCESSES := tests/parallel tests/e2e tests/load
+WITH_PROCESSES := tests/parallel tests/e2e tests/load tests/benchmarks
 
 check: lint
 	@echo '==> pytest, without what starts servers or ranks'
@@ -88,7 +89,7 @@ endif
 
 test-long: $(TOOLS)
 	@echo '==> soak'
-	@$(BIN)/python -m pytest -m soak tests/e2e tests/load
+	@$(BIN)/python -m pytest -m soak tests/e2e tests/load tests/benchmarks
 	@echo '==> fuzz'
 	@$(BIN)/python -m tests.fuzz.run --requests 4000 --examples 12
 	@echo '==> clients'
@@ -111,8 +112,11 @@ clients: $(TOOLS)
 fuzz: $(TOOLS)
 	@$(BIN)/python -m tests.fuzz.run $(ARGS)
 
+bench-peers: $(TOOLS)
+	@$(BIN)/python -m benchmarks.peers $(ARGS)
+
 bench-load: $(TOOLS)
-	@$(BIN)/python -m tests.load.compare $(ARGS)
+	@$(BIN)/python -m benchmarks.peers --systems oarlock transformers $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

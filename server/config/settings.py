@@ -290,6 +290,25 @@ class Settings:
 
 
 OPTIONS: dict[str, Option] = describe(Settings)
+# Options of the HTTP server, which the offline interface does not take.
+SERVER_ONLY = frozenset(
+    {
+        "allowed_hosts",
+        "host",
+        "port",
+        "api_key",
+        "api_key_file",
+        "admin_api_key",
+        "served_model_name",
+        "max_body_size",
+        "strict_parameters",
+        "strict_max_tokens",
+        "always_stream_usage",
+        "ignore_model_case",
+        "request_timeout",
+        "drain_timeout",
+    }
+)
 
 
 def make_settings(values: Mapping[str, Any]) -> Settings:

@@ -6,6 +6,7 @@ A mistake is one line of cause and one of fix, without a page of usage.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Container, Sequence
 from typing import Any, NoReturn
 
 from engine.errors import StartupError
@@ -32,13 +33,30 @@ class Parser(argparse.ArgumentParser):
 
     takes_settings = False  # and so flags of vLLM as well
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.children: dict[str, Parser] = {}  # of a command that has commands of its own
+
+    def chosen(self, words: Sequence[str]) -> Parser:
+        """This parser, or the child that the words name."""
+        name = next((word for word in words if not word.startswith("-")), None)
+        if not self.children or name is None:
+            return self
+        if name in self.children:
+            return self.children[name]
+        near = nearest(name, list(self.children))
+        known = "There are: " + ", ".join(self.children)
+        raise UsageError(f"Unknown: {self.prog} {name}.", f"Did you mean `{self.prog} {near}`?" if near else known)
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}.", f"`{self.prog} --help` lists what there is.")
 
 
 def parse(parser: Parser, command: Parser | None, words: list[str]) -> argparse.Namespace:
     """Parse the whole command line, of which `command` parses a part. Raises `UsageError` and `OptionError`."""
-    if command is not None and not command.takes_settings:
+    if command is None:
+        return parser.parse_args(words)
+    if not command.takes_settings:
         parsed, unknown = parser.parse_known_args(words)
         if unknown:
             raise _unknown_flag(command, unknown[0])
@@ -46,18 +64,20 @@ def parse(parser: Parser, command: Parser | None, words: list[str]) -> argparse.
     words, notes = vllm_flags.take_out(words)
     parsed, unknown = parser.parse_known_args(words)
     if unknown:
-        raise _unknown_setting(unknown[0])
+        raise _unknown_setting(command, unknown[0])
     parsed.notes = notes
     return parsed
 
 
-def add_settings(parser: argparse.ArgumentParser, *, positional: bool) -> None:
-    """Add `--config` and a flag for every option. `positional`: MODEL is given without a flag."""
+def add_settings(parser: argparse.ArgumentParser, *, positional: bool, without: Container[str] = frozenset()) -> None:
+    """Add `--config` and a flag for every option not in `without`. `positional`: MODEL is given without a flag."""
     assert isinstance(parser, Parser)
     parser.takes_settings = True
     parser.add_argument("--config", metavar="FILE.toml", help=_CONFIG_HELP)
     groups: dict[str, Any] = {}
     for described in OPTIONS.values():
+        if described.name in without:
+            continue
         if described.group not in groups:
             groups[described.group] = parser.add_argument_group(described.group)
         _add_option(groups[described.group], described, positional)
@@ -91,7 +111,7 @@ def given_settings(parsed: argparse.Namespace) -> dict[str, Any]:
     """The flags that were given, as typed values. Raises `OptionError`."""
     given = {}
     for described in OPTIONS.values():
-        value = getattr(parsed, described.name)
+        value = getattr(parsed, described.name, None)
         if value is None:
             continue
         if described.many:
@@ -109,21 +129,17 @@ def loaded_settings(parsed: argparse.Namespace, given: dict[str, Any]) -> Loaded
         raise StartupError(error.cause, error.fix, EXIT_CONFIGURATION) from None
 
 
-def _unknown_flag(command: argparse.ArgumentParser, word: str) -> UsageError:
+def _unknown_flag(command: argparse.ArgumentParser, word: str, what: str = "flag or argument") -> UsageError:
     flag = word.split("=")[0]
-    near = nearest(flag, [name for name in command._option_string_actions if name.startswith("--")])
+    near = nearest(flag, list(command._option_string_actions))
     fix = f"Did you mean {near}?" if near else f"`{command.prog} --help` lists all of them."
-    return UsageError(f"Unknown flag or argument: {flag}.", fix)
+    return UsageError(f"Unknown {what}: {flag}.", fix)
 
 
-def _unknown_setting(word: str) -> UsageError:
+def _unknown_setting(command: argparse.ArgumentParser, word: str) -> UsageError:
     flag = word.split("=")[0]
     if not flag.startswith("-"):
-        return UsageError(f"Unexpected argument: {word}.", "One MODEL is served at a time.")
+        return UsageError(f"Unexpected argument: {word}.", "One MODEL at a time.")
     if flag == "--model":
-        return UsageError("MODEL is given without a flag, not as --model.", "Write oarlock serve MODEL.")
-    known = [name for described in OPTIONS.values() for name in (described.flag, described.short) if name]
-    known += [f"--no-{described.name.replace('_', '-')}" for described in OPTIONS.values() if described.kind is bool]
-    near = nearest(flag, [*known, "--config", "--help", "--version"])
-    fix = f"Did you mean {near}?" if near else "`oarlock serve --help` lists all of them."
-    return UsageError(f"Unknown flag: {flag}.", fix)
+        return UsageError("MODEL is given without a flag, not as --model.", f"Write {command.prog} MODEL.")
+    return _unknown_flag(command, word, "flag")

@@ -37,7 +37,8 @@ def _run(words: list[str]) -> int:
         fix = f"Did you mean `oarlock {near}`?" if near else "The commands are: " + ", ".join(known)
         raise UsageError(f"Unknown command: {name}.", fix)
     parser, parser_of = _parsers(known)
-    parsed = parse(parser, None if name is None else parser_of[name], words)
+    command = None if name is None else parser_of[name].chosen(words[words.index(name) + 1 :])
+    parsed = parse(parser, command, words)
     if name is None:
         parser.print_help()
         return EXIT_USAGE

@@ -21,7 +21,7 @@ from engine.sampling_params import SamplingParams
 from engine.types import EngineInfo
 from server.config import model_path
 from server.config.options import OptionError
-from server.config.settings import Settings, make_settings
+from server.config.settings import SERVER_ONLY, Settings, make_settings
 from server.llm.async_llm import AsyncLLM
 from server.llm.generation import collect
 from server.llm.generation_config import GenerationConfig
@@ -30,24 +30,6 @@ from server.tokenizer.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
 _CLOSE_S = 10.0
-_SERVER_ONLY = frozenset(
-    {
-        "allowed_hosts",
-        "host",
-        "port",
-        "api_key",
-        "api_key_file",
-        "admin_api_key",
-        "served_model_name",
-        "max_body_size",
-        "strict_parameters",
-        "strict_max_tokens",
-        "always_stream_usage",
-        "ignore_model_case",
-        "request_timeout",
-        "drain_timeout",
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +50,7 @@ class LLM:
     """A loaded model. `settings` are the server's options by name, such as `tensor_parallel_size=2`."""
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
-        foreign = _SERVER_ONLY & settings.keys()
+        foreign = SERVER_ONLY & settings.keys()
         if foreign:
             raise TypeError(f"{', '.join(sorted(foreign))}: these options are the HTTP server's")
         try:

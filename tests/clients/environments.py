@@ -89,10 +89,10 @@ def _make(client: Client, directory: Path) -> None:
     pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "-qq", "--no-deps"]
     subprocess.run([*pip, "-r", PINS / f"{client.name}.txt"], check=True)
     if client.borrows_torch:
-        _lend_torch(directory)
+        lend_torch(directory)
 
 
-def _lend_torch(directory: Path) -> None:
+def lend_torch(directory: Path) -> None:
     """Links to this environment's torch, and nothing else of it, on the client's path."""
     lent = directory / "lent"
     lent.mkdir()

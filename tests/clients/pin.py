@@ -12,21 +12,22 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.clients.environments import PINS, bare_python
-from tests.clients.matrix import CLIENTS, FUZZER, Client, Kind
+from tests.clients.matrix import CLIENTS, FUZZER, Kind
 
 # Lent by the repository's own environment where a client needs it (see environments.py).
 NOT_INSTALLED = ("torch", "triton", "nvidia-", "cuda-")
 
 
-def resolve(client: Client, python: Path) -> list[str]:
-    """`name==version` of everything that this client needs, sorted."""
+def resolve(requires: Sequence[str], python: Path) -> list[str]:
+    """`name==version` of everything that these requirements need, sorted."""
     pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     with tempfile.NamedTemporaryFile(suffix=".json") as report:
         subprocess.run(
-            [*pip, "--dry-run", "--ignore-installed", "--report", report.name, *client.requires],
+            [*pip, "--dry-run", "--ignore-installed", "--report", report.name, *requires],
             check=True,
         )
         found = [entry["metadata"] for entry in json.loads(Path(report.name).read_text())["install"]]
@@ -41,7 +42,7 @@ def main(names: list[str]) -> int:
         for client in (*CLIENTS, FUZZER):
             if client.kind is not Kind.PYTHON or (names and client.name not in names):
                 continue
-            lines = resolve(client, python)
+            lines = resolve(client.requires, python)
             typed = " ".join(client.requires)
             (PINS / f"{client.name}.txt").write_text(f"# {typed}\n" + "\n".join(lines) + "\n")
             print(f"{client.name}: {len(lines)} packages", flush=True)

@@ -20,7 +20,11 @@ import pytest
 from tests.e2e.running import DEMO, ROOT, RunningServer, environment, eventually, free_port
 from tests.house import recipes
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "tests" / "load" / "README.md"]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *(ROOT / folder / "README.md" for folder in ("tests/load", "benchmarks")),
+]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 HUB_ID = re.compile(r"\bQwen/[\w.-]+")
 # Commands that take minutes or would call this test again: `make -n` prints what it would run.
@@ -28,6 +32,7 @@ ONLY_PLANNED = (
     "make test",
     "make soak",
     "make bench-load",
+    "make bench-peers",
     "make verify-full",
     "make accuracy",
     "make clients",
@@ -139,8 +144,8 @@ def test_the_command_runs(page, command, demo):
         result = run(f"{here(command, demo.port)} --fail-with-body")
         assert result.returncode == 0, result.stdout + result.stderr
         assert result.stdout.strip()
-    elif arguments[:1] == ["-m"] and arguments[1].startswith("tests.load."):
-        result = run(f"{here(program, demo.port)} -m {arguments[1]} --help")  # tests/load runs them in earnest
+    elif arguments[:1] == ["-m"] and arguments[1].startswith(("tests.load.", "benchmarks.")):
+        result = run(f"{here(program, demo.port)} -m {arguments[1]} --help")  # their own tests run them in earnest
         assert result.returncode == 0, result.stderr
         flags = [word for word in arguments if word.startswith("--")]
         assert all(flag in result.stdout for flag in flags)

@@ -16,9 +16,9 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
+from benchmarks.checkpoint import ensure, prompts
 from tests.house.documents import filled
 from tests.house.rules import ROOT
-from tests.load.checkpoint import ensure, prompts
 from workers.config import WorkerConfig
 from workers.models.registry import read_spec
 from workers.preflight import preflight, this_cpu
@@ -139,7 +139,7 @@ def main() -> int:
     is_whole = len(dtypes) == 2 and arguments.greedy == GREEDY and not arguments.quick
     if not (arguments.print or arguments.quick or is_whole):
         parser.error("the page wants every figure: name --print, or run it whole on a processor that has bfloat16")
-    model = ensure(quick=arguments.quick)
+    model = ensure("quick" if arguments.quick else "0.5b")
     vocab = read_spec(str(model)).vocab_size
     texts = [prompts(1, length, vocab, seed)[0] for seed, length in enumerate(_LENGTHS)]
     comparisons = {}

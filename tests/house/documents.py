@@ -73,6 +73,13 @@ def verify_faults() -> str:
     return verify_faults.table()
 
 
+def measured(what: str) -> str:
+    """Imported late as well: the tables of results that were measured on several kinds of processor."""
+    from benchmarks import page
+
+    return page.sections(what)
+
+
 # (page, name of its marker, what belongs between the markers)
 MADE: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/configuration.md", "options", as_markdown),
@@ -82,6 +89,7 @@ MADE: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/api.md", "parameters", api_table.as_markdown),
     ("docs/accuracy.md", "golden-faults", golden_faults),
     ("docs/accuracy.md", "verify-faults", verify_faults),
+    *(("docs/performance.md", f"benchmarks-{what}", partial(measured, what)) for what in ("peers", "scaling")),
 ]
 
 

@@ -35,7 +35,7 @@ def missing_files(page: str) -> list[str]:
         elif re.fullmatch(r"\w+\.(py|cpp)", span):
             if not any(span in names for names in _file_names()):
                 missing.append(span)
-        elif MODULE.fullmatch(span) and first in (*PACKAGES, "tests") and not _module_exists(span):
+        elif MODULE.fullmatch(span) and first in (*PACKAGES, "tests", "benchmarks") and not _module_exists(span):
             missing.append(span)
     return missing
 
@@ -73,7 +73,7 @@ def foreign_names(page: str, elsewhere: str) -> list[str]:
 def defined_names() -> dict[str, set[str]]:
     """Every class and function of the packages and tests, and for classes the names of their methods and fields."""
     known: dict[str, set[str]] = {}
-    for path in python_files(*PACKAGES, "tests"):
+    for path in python_files(*PACKAGES, "tests", "benchmarks"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.ClassDef):
                 members = known.setdefault(node.name, set())
@@ -89,7 +89,7 @@ def defined_names() -> dict[str, set[str]]:
 
 
 def _file_names() -> list[set[str]]:
-    folders = (*PACKAGES, "tests", "models")
+    folders = (*PACKAGES, "tests", "models", "benchmarks")
     return [{path.name for path in (ROOT / folder).rglob("*.*")} for folder in folders]
 
 

@@ -25,7 +25,8 @@ def entries(names: str) -> frozenset[str]:
 # Package -> entry -> the entries of the same package that it may import. An entry with a dot is a file at the root.
 ORDER: dict[str, Order] = {
     "server": {
-        "entrypoints": entries("api serving llm tokenizer config observability errors.py version.py"),
+        "entrypoints": entries("api serving llm tokenizer config observability bench errors.py version.py"),
+        "bench": entries(""),
         "api": entries("serving config protocol observability errors.py version.py"),
         "serving": entries("chat llm tokenizer config protocol observability errors.py json_text.py version.py"),
         "chat": entries("llm tokenizer protocol"),

@@ -11,7 +11,7 @@ import pytest
 from tests.house import package_order, rules
 
 PACKAGE_FILES = rules.python_files(*rules.PACKAGES)
-ALL_FILES = [*PACKAGE_FILES, rules.ROOT / "oarlock.py", *rules.python_files("tests", "models")]
+ALL_FILES = [*PACKAGE_FILES, rules.ROOT / "oarlock.py", *rules.python_files("tests", "models", "benchmarks")]
 WRITTEN = ("*.md", "*.toml", "*.yml", "*.txt", "Makefile", "Dockerfile", "docs/*.md", "configs/*.toml", ".ci/run")
 SOURCES = {rules.place(path): path.read_text("utf-8") for path in PACKAGE_FILES}
 

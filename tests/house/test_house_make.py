@@ -39,7 +39,19 @@ def test_help_names_every_target():
 
 
 SERVING = ["install", "serve"]
-TESTING = ["check", "test", "test-long", "lint", "soak", "verify-full", "accuracy", "clients", "fuzz", "bench-load"]
+TESTING = [
+    "check",
+    "test",
+    "test-long",
+    "lint",
+    "soak",
+    "verify-full",
+    "accuracy",
+    "clients",
+    "fuzz",
+    "bench-peers",
+    "bench-load",
+]
 
 
 @pytest.mark.parametrize("target", SERVING + TESTING)

@@ -6,7 +6,16 @@ from tests.house import names
 from tests.house.rules import ROOT
 
 PAGES = [
-    *(ROOT / name for name in ("README.md", "SECURITY.md", "tests/load/README.md", "models/oarlock-demo/README.md")),
+    *(
+        ROOT / name
+        for name in (
+            "README.md",
+            "SECURITY.md",
+            "tests/load/README.md",
+            "benchmarks/README.md",
+            "models/oarlock-demo/README.md",
+        )
+    ),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 CODE_PAGES = [ROOT / "docs" / "architecture.md", ROOT / "docs" / "reading.md"]

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tests.load.checkpoint import TRUE_SHAPE
+from benchmarks.checkpoint import SHAPES
 from workers.attention.cpp import CppBackend
 from workers.attention.forward_batch import ForwardBatch
 from workers.distributed.parallel_state import TensorParallel
@@ -69,7 +69,7 @@ def stubbed_kernels() -> Generator[None]:
 
 
 def model(layers: int, dtype: torch.dtype) -> Decoder:
-    shape = TRUE_SHAPE | {"num_hidden_layers": layers, "vocab_size": VOCABULARY, "tie_word_embeddings": True}
+    shape = SHAPES["0.5b"] | {"num_hidden_layers": layers, "vocab_size": VOCABULARY, "tie_word_embeddings": True}
     spec = describe({"architectures": ["Qwen2ForCausalLM"], **shape})
     decoder = Decoder(spec, TensorParallel.solo(), dtype, torch.device("cpu"))
     decoder.load(NoWeights(), lambda share: None)
@@ -97,7 +97,7 @@ def one_step(decoder: Decoder, kind: type[CppBackend], rows: int) -> Callable[[]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--layers", type=int, default=TRUE_SHAPE["num_hidden_layers"])
+    parser.add_argument("--layers", type=int, default=SHAPES["0.5b"]["num_hidden_layers"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     arguments = parser.parse_args()

@@ -16,9 +16,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks import load
+from benchmarks.checkpoint import ensure, prompts
 from tests.e2e.running import RunningServer
-from tests.load import load_test
-from tests.load.checkpoint import ensure, prompts
 
 _STRINGS = {
     "type": "object",
@@ -73,7 +73,7 @@ def compare(server: RunningServer, args: argparse.Namespace) -> list[str]:
         for turn in range(args.rounds + 1):  # the first compiles the grammar and warms up
             work = prompts(args.concurrency, 16, 1000, turn)
             free, bound = (
-                load_test.run(server.url, "load", work, args.concurrency, args.output_tokens, extra).tpot_ms["p50"]
+                load.run(server.url, "load", work, args.concurrency, args.output_tokens, extra).tpot_ms["p50"]
                 for extra in ({}, form)
             )
             if turn:
@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     folder = Path(tempfile.mkdtemp(prefix="oarlock-structured-"))
     try:
-        model = with_words(ensure(quick=args.quick), folder)
+        model = with_words(ensure("quick" if args.quick else "0.5b"), folder)
         flags = ("--served-model-name", "load", "--max-num-seqs", str(args.concurrency), "--max-model-len", "512")
         with RunningServer(model, *flags, "--no-enable-prefix-caching") as server:
             compare(server, args)

@@ -1,9 +1,9 @@
-"""Checkpoints for load tests: the shape of a real model, seeded random weights, made once outside the repository.
+"""Checkpoints for benchmarks: the shape of a real model, seeded random weights, made once outside the repository.
 
 Speed depends on shapes and not on the values of weights, so nothing need be downloaded. The files are written by
 transformers' own classes, so that any server can read them.
 
-    python -m tests.load.checkpoint            # prints the directory, making it if it is not there
+    python -m benchmarks.checkpoint --shape 0.5b     # prints the directory, making it if it is not there
 """
 
 from __future__ import annotations
@@ -11,28 +11,40 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
-# Qwen2.5-0.5B as published: 494 million parameters, 988 MB in bfloat16.
-TRUE_SHAPE = {
-    "num_hidden_layers": 24,
-    "hidden_size": 896,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "intermediate_size": 4864,
-    "vocab_size": 151_936,
-    "max_position_embeddings": 32_768,
-}
-# The same architecture in a second: for trying the scripts themselves.
-QUICK_SHAPE = {
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 128,
-    "vocab_size": 1024,
-    "max_position_embeddings": 1024,
+# Qwen2.5 as published: 0.5B has 494 million parameters (988 MB in bfloat16), 1.5B has 1,544 million (3.1 GB). `quick`
+# is the same architecture in a second, for trying the programs themselves.
+SHAPES: dict[str, dict[str, int]] = {
+    "0.5b": {
+        "num_hidden_layers": 24,
+        "hidden_size": 896,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "intermediate_size": 4864,
+        "vocab_size": 151_936,
+        "max_position_embeddings": 32_768,
+    },
+    "1.5b": {
+        "num_hidden_layers": 28,
+        "hidden_size": 1536,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "intermediate_size": 8960,
+        "vocab_size": 151_936,
+        "max_position_embeddings": 32_768,
+    },
+    "quick": {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,
+        "vocab_size": 1024,
+        "max_position_embeddings": 1024,
+    },
 }
 SEED = 20_25
 
@@ -42,16 +54,27 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "oarlock" / "load"
 
 
-def ensure(*, quick: bool = False, folder: Path | None = None) -> Path:
+def parameters(shape: str) -> tuple[int, int]:
+    """(all parameters, those outside the embedding) of a shape whose head is tied to its embedding."""
+    s = SHAPES[shape]
+    hidden, head = s["hidden_size"], s["hidden_size"] // s["num_attention_heads"]
+    kv = s["num_key_value_heads"] * head
+    attention = 2 * hidden**2 + 2 * hidden * kv + hidden + 2 * kv
+    layer = attention + 3 * hidden * s["intermediate_size"] + 2 * hidden
+    inner = s["num_hidden_layers"] * layer + hidden
+    return inner + s["vocab_size"] * hidden, inner
+
+
+def ensure(shape: str = "0.5b", *, folder: Path | None = None) -> Path:
     """The directory of the checkpoint. It is written whole or not at all, so an interrupted attempt is not used."""
-    shape = QUICK_SHAPE if quick else TRUE_SHAPE
-    out = (folder or cache_folder()) / ("qwen2-quick" if quick else "qwen2-0.5b-random")
+    name = "qwen2-quick" if shape == "quick" else f"qwen2-{shape}-random"
+    out = (folder or cache_folder()) / name
     if not (out / "model.safetensors").exists():
         partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
         shutil.rmtree(partial, ignore_errors=True)
-        print(f"making {out} ({'a second' if quick else 'about half a minute'})", flush=True)
-        _write_model(shape, partial)
-        _write_tokenizer(shape["vocab_size"], partial)
+        print(f"making {out}", file=sys.stderr, flush=True)
+        _write_model(SHAPES[shape], partial)
+        _write_tokenizer(SHAPES[shape]["vocab_size"], partial)
         shutil.rmtree(out, ignore_errors=True)
         partial.rename(out)
     return out
@@ -100,8 +123,8 @@ def prompts(count: int, length: int, vocab_size: int, seed: int) -> list[list[in
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="the tiny shape")
-    print(ensure(quick=parser.parse_args().quick))
+    parser.add_argument("--shape", choices=SHAPES, default="0.5b")
+    print(ensure(parser.parse_args().shape))
     return 0
 
 

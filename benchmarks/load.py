@@ -1,13 +1,15 @@
 """A closed loop of streaming clients against any OpenAI-compatible server, with the field's usual measures.
 
-    TTFT   from sending the request to its first chunk of text
-    TPOT   (end to end - TTFT) / (output tokens - 1), one figure per request
-    ITL    the gap between one chunk and the next, every gap of every request
-    E2EL   from sending the request to the end of its stream
+    TTFT     from sending the request to its first chunk of text
+    TPOT     (end to end - TTFT) / (output tokens - 1), one figure per request
+    ITL      the gap between one chunk and the next, every gap of every request
+    E2EL     from sending the request to the end of its stream
+    decode   tokens per second while every client's first request decodes: after the last of them has its first token,
+             and before the first of them ends
 
 Imports nothing of the server's.
 
-    python -m tests.load.load_test --url http://127.0.0.1:8000 --concurrency 1 8 32
+    python -m benchmarks.load --url http://127.0.0.1:8000 --concurrency 1 8 32
 """
 
 from __future__ import annotations
@@ -20,29 +22,33 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from tests.load.checkpoint import prompts
+from benchmarks.checkpoint import prompts
 
 PERCENTILES = (50, 90, 99)
 
 
 @dataclass(slots=True)
 class Sample:
-    """What one request took, in seconds."""
+    """One request, on a clock in seconds: when it was sent, when its pieces of text came, when its stream ended."""
 
     output_tokens: int
-    ttft: float
-    e2el: float
-    gaps: list[float] = field(default_factory=list)
+    sent: float
+    times: list[float]
+    ended: float
+
+    @property
+    def ttft(self) -> float:
+        return self.times[0] - self.sent
 
     @property
     def tpot(self) -> float | None:
-        return (self.e2el - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
+        return (self.ended - self.times[0]) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
 
 @dataclass(slots=True)
@@ -54,6 +60,7 @@ class Report:
     duration_s: float
     output_tokens: int
     output_tokens_per_s: float
+    decode_tokens_per_s: float | None
     ttft_ms: dict[str, float]
     tpot_ms: dict[str, float]
     itl_ms: dict[str, float]
@@ -72,6 +79,41 @@ def summary(values: list[float]) -> dict[str, float]:
     return out
 
 
+def decode_speed(samples: list[Sample]) -> float | None:
+    """Tokens per second of these requests together while all of them decode; None if there is no such time.
+
+    A piece of text may hold more than one token: a request's tokens are divided evenly among its pieces.
+    """
+    begin = max(sample.times[0] for sample in samples)
+    end = min(sample.times[-1] for sample in samples)
+    if end <= begin:
+        return None
+    tokens = 0.0
+    for sample in samples:
+        pieces = sum(begin < moment <= end for moment in sample.times)
+        tokens += pieces * sample.output_tokens / len(sample.times)
+    return tokens / (end - begin)
+
+
+def report(samples: list[Sample], concurrency: int, duration: float) -> Report:
+    """The measures of one round."""
+    total = sum(sample.output_tokens for sample in samples)
+    first = sorted(samples, key=lambda sample: sample.sent)[:concurrency]
+    gaps = [later - earlier for sample in samples for earlier, later in itertools.pairwise(sample.times)]
+    return Report(
+        concurrency=concurrency,
+        requests=len(samples),
+        duration_s=duration,
+        output_tokens=total,
+        output_tokens_per_s=total / duration,
+        decode_tokens_per_s=decode_speed(first),
+        ttft_ms=summary([sample.ttft for sample in samples]),
+        tpot_ms=summary([sample.tpot for sample in samples if sample.tpot is not None] or [0.0]),
+        itl_ms=summary(gaps or [0.0]),
+        e2el_ms=summary([sample.ended - sample.sent for sample in samples]),
+    )
+
+
 async def one_request(
     client: httpx.AsyncClient, model: str, prompt: list[int], output_tokens: int, extra: dict[str, Any]
 ) -> Sample:
@@ -86,7 +128,7 @@ async def one_request(
         "stream_options": {"include_usage": True},
         **extra,
     }
-    started = time.perf_counter()
+    sent = time.perf_counter()
     pieces: list[tuple[float, bytes]] = []
     async with client.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
@@ -106,8 +148,7 @@ async def one_request(
     counted = usage["completion_tokens"] if usage else None
     if counted != output_tokens or not times:
         raise RuntimeError(f"asked for {output_tokens} tokens, the server counts {counted} in {len(times)} chunks")
-    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
-    return Sample(output_tokens, times[0] - started, ended - started, gaps)
+    return Sample(output_tokens, sent, times, ended)
 
 
 def chunks_of(pieces: list[tuple[float, bytes]]) -> Iterator[tuple[float, dict[str, Any]]]:
@@ -116,8 +157,9 @@ def chunks_of(pieces: list[tuple[float, bytes]]) -> Iterator[tuple[float, dict[s
     for arrived, piece in pieces:
         *lines, rest = (rest + piece).split(b"\n")
         for line in lines:
-            if line.startswith(b"data: ") and line != b"data: [DONE]":
-                yield arrived, json.loads(line[6:])
+            data = line.removeprefix(b"data:").strip()
+            if line.startswith(b"data:") and data != b"[DONE]":
+                yield arrived, json.loads(data)
 
 
 async def closed_loop(
@@ -138,18 +180,7 @@ async def closed_loop(
             for _ in range(concurrency):
                 users.create_task(user())
         duration = time.perf_counter() - started
-    total = sum(sample.output_tokens for sample in samples)
-    return Report(
-        concurrency=concurrency,
-        requests=len(samples),
-        duration_s=duration,
-        output_tokens=total,
-        output_tokens_per_s=total / duration,
-        ttft_ms=summary([sample.ttft for sample in samples]),
-        tpot_ms=summary([sample.tpot for sample in samples if sample.tpot is not None]),
-        itl_ms=summary([gap for sample in samples for gap in sample.gaps] or [0.0]),
-        e2el_ms=summary([sample.e2el for sample in samples]),
-    )
+    return report(samples, concurrency, duration)
 
 
 def run(
@@ -173,18 +204,16 @@ def served_model(url: str) -> str:
 def table(reports: list[Report]) -> str:
     """One line per concurrency."""
     lines = [f"{'c':>4} {'requests':>8} {'out tok/s':>10} {'TTFT p50/p90/p99 ms':>24} {'TPOT p50/p90/p99 ms':>24}"]
-    for report in reports:
-        ttft, tpot = (
-            "/".join(f"{values[f'p{p}']:.1f}" for p in PERCENTILES) for values in (report.ttft_ms, report.tpot_ms)
-        )
-        lines.append(
-            f"{report.concurrency:>4} {report.requests:>8} {report.output_tokens_per_s:>10.1f} {ttft:>24} {tpot:>24}"
-        )
+    for one in reports:
+        ttft, tpot = ("/".join(f"{values[f'p{p}']:.1f}" for p in PERCENTILES) for values in (one.ttft_ms, one.tpot_ms))
+        lines.append(f"{one.concurrency:>4} {one.requests:>8} {one.output_tokens_per_s:>10.1f} {ttft:>24} {tpot:>24}")
     return "\n".join(lines)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Closed-loop load test of an OpenAI-compatible server.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.load", description="Closed-loop load test of an OpenAI-compatible server."
+    )
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--model", help="default: the first that the server lists")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
@@ -211,7 +240,7 @@ def main(argv: list[str] | None = None) -> int:
         reports.append(run(args.url, model, work, concurrency, args.output_tokens))
     print(table(reports))
     if args.json:
-        args.json.write_text(json.dumps([asdict(report) for report in reports], indent=2) + "\n")
+        args.json.write_text(json.dumps([asdict(one) for one in reports], indent=2) + "\n")
     return 0
 
 

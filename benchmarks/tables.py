@@ -1,0 +1,219 @@
+"""The tables of a result: medians, ratios with their range over rounds, and shares of what the machine allowed."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+Result = dict[str, Any]
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Median and range of one figure over rounds."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{number(self.median)} ({number(self.low)} to {number(self.high)})"
+
+
+def spread(values: Iterable[float | None]) -> Spread | None:
+    """None where any round has no figure."""
+    found = list(values)
+    known = [value for value in found if value is not None]
+    return Spread(statistics.median(known), min(known), max(known)) if known and len(known) == len(found) else None
+
+
+def number(value: float) -> str:
+    """Two decimals below ten, one below 100, none above; thousands with a comma."""
+    return f"{value:.2f}" if abs(value) < 9.995 else f"{value:.1f}" if abs(value) < 99.95 else f"{value:,.0f}"
+
+
+def cell(value: Spread | None) -> str:
+    return "-" if value is None else str(value)
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+# ------------------------------------------------------------------ figures of one system in one round
+def decode(figures: Figures) -> float | None:
+    return figures["decode_tokens_per_s"]
+
+
+def output(figures: Figures) -> float | None:
+    return figures["output_tokens_per_s"]
+
+
+def first_token(figures: Figures) -> float | None:
+    return figures["ttft_ms"]["p50"]
+
+
+# What is shown of a measure: (phrase behind its name, figure, whether less is better).
+CLOSED_LOOP: list[tuple[str, Callable[[Figures], float | None], bool]] = [
+    ("decode, tokens/s", decode, False),
+    ("output, tokens/s", output, False),
+]
+FIRST_TOKEN: list[tuple[str, Callable[[Figures], float | None], bool]] = [("tokens of prompt, ms", first_token, True)]
+
+
+def shown_of(measure: str) -> list[tuple[str, Callable[[Figures], float | None], bool]]:
+    return FIRST_TOKEN if measure.startswith("first token") else CLOSED_LOOP
+
+
+def over_rounds(result: Result, measure: str, system: str, figure: Callable[[Figures], float | None]) -> Spread | None:
+    return spread(figure(turn["measures"][measure][system]) for turn in result["rounds"])
+
+
+def ratio(
+    result: Result, measure: str, ours: str, theirs: str, figure: Callable[[Figures], float | None]
+) -> Spread | None:
+    """Ours divided by theirs, round by round."""
+    pairs = [
+        (figure(turn["measures"][measure][ours]), figure(turn["measures"][measure][theirs]))
+        for turn in result["rounds"]
+    ]
+    return spread(a / b if a is not None and b else None for a, b in pairs)
+
+
+def is_ours(system: str) -> bool:
+    return system.partition("@")[0] == "oarlock"
+
+
+def label(result: Result, system: str) -> str:
+    """The title of a system, with the name of the checkout where there are several of ours."""
+    return " ".join([result["systems"][system]["title"], *system.split("@")[1:]])
+
+
+# ------------------------------------------------------------------ what the machine allowed
+def read_rate(turn: dict[str, Any]) -> float:
+    """GB/s: the mean of before and after a round."""
+    return statistics.fmean(one["read_gb_s"] for one in turn["ceilings"])
+
+
+def best_gemm(turn: dict[str, Any], dtype: str) -> float:
+    """GFLOP/s of the fastest product, in `dtype` or in float32: weights of any type can be widened."""
+    wanted = {dtype, "float32"}
+    return max(
+        rate
+        for one in turn["ceilings"]
+        for name, rate in one["gemm_gflops"].items()
+        if name.rpartition(" ")[2] in wanted
+    )
+
+
+def share_of_read(result: Result, system: str) -> Spread | None:
+    """Decode at one sequence: bytes of the weights per token, as a share of streaming reads in that round."""
+    if "c=1" not in result["rounds"][0]["measures"]:
+        return None
+    weights = result["model"]["parameters"] * (4 if result["model"]["dtype"] == "float32" else 2) / 1e9
+    return spread(
+        None if (speed := decode(turn["measures"]["c=1"][system])) is None else speed * weights / read_rate(turn)
+        for turn in result["rounds"]
+    )
+
+
+def share_of_gemm(result: Result, system: str, measure: str) -> Spread | None:
+    """Prefill: the products of one prompt, without those of the output head, as a share of the fastest product."""
+    tokens = int(measure.rpartition(" ")[2])
+    flops = 2e-9 * result["model"]["inner_parameters"] * tokens
+    dtype = result["model"]["dtype"]
+    return spread(
+        flops / (turn["measures"][measure][system]["ttft_ms"]["p50"] / 1e3) / best_gemm(turn, dtype)
+        for turn in result["rounds"]
+    )
+
+
+# ------------------------------------------------------------------ tables
+def systems(result: Result) -> str:
+    rows = []
+    for name, about in result["systems"].items():
+        words = [label(result, name), about.get("version", "-"), about["dtype"], about["interface"]]
+        rows.append([*words, number(about["start_s"]), number(about["idle_cores"])])
+    return table(["system", "version", "type of weights", "interface", "start, s", "busy cores when idle"], rows)
+
+
+def figures(result: Result) -> str:
+    """Every measure of every system."""
+    names = list(result["systems"])
+    rows = []
+    for measure in result["rounds"][0]["measures"]:
+        for phrase, figure, _ in shown_of(measure):
+            rows.append([f"{measure} {phrase}", *(cell(over_rounds(result, measure, name, figure)) for name in names)])
+    return table(["", *(label(result, name) for name in names)], rows)
+
+
+def ratios(result: Result, ours: str) -> str:
+    """One of ours as a multiple of every other system."""
+    others = [name for name in result["systems"] if name != ours]
+    rows = []
+    for measure in result["rounds"][0]["measures"]:
+        for phrase, figure, less_is_better in shown_of(measure):
+            name = f"{measure} {phrase.partition(', ')[0]}"
+            better = "less" if less_is_better else "more"
+            rows.append([name, better, *(cell(ratio(result, measure, ours, other, figure)) for other in others)])
+    return table([f"{label(result, ours)} divided by", "better", *(label(result, other) for other in others)], rows)
+
+
+def shares(result: Result) -> str:
+    """Of the two ceilings."""
+    names = list(result["systems"])
+    rows = []
+    if "c=1" in result["rounds"][0]["measures"]:
+        rows.append(["c=1 decode, of streaming reads", *(cell(share_of_read(result, name)) for name in names)])
+    for measure in result["rounds"][0]["measures"]:
+        if measure.startswith("first token"):
+            cells = (cell(share_of_gemm(result, name, measure)) for name in names)
+            rows.append([f"{measure} tokens, of the fastest product", *cells])
+    return table(["share of the ceiling", *(label(result, name) for name in names)], rows)
+
+
+def ceilings(result: Result) -> str:
+    """Each ceiling with its range over the run."""
+    found = [one for turn in result["rounds"] for one in turn["ceilings"]]
+    rows = [["streaming read of memory, GB/s", cell(spread(one["read_gb_s"] for one in found))]]
+    for name in found[0]["gemm_gflops"]:
+        by, _, dtype = name.partition(" ")
+        said = "torch" if by == "torch" else "a plain loop compiled for this processor"
+        rows.append([f"{dtype} product by {said}, GFLOP/s", cell(spread(one["gemm_gflops"][name] for one in found))])
+    return table(["ceiling", "median (range)"], rows)
+
+
+def outside_steps(result: Result, ours: str) -> str:
+    """One sentence: wall time beyond the engine's steps, with most clients."""
+    measure = max((name for name in result["rounds"][0]["measures"] if name.startswith("c=")), key=lambda n: int(n[2:]))
+    added = spread(
+        turn["measures"][measure][ours]["duration_s"] / turn["measures"][measure][ours]["step_seconds"] - 1
+        for turn in result["rounds"]
+    )
+    return f"Wall time that {label(result, ours)} adds to the engine's steps at {measure}, as a share: {cell(added)}."
+
+
+def described(result: Result) -> str:
+    """Machine, date, model and load in one paragraph."""
+    here, model, load = result["machine"], result["model"], result["load"]
+    return (
+        f"{here['processor']}, {here['cores']} cores, {here['memory_gib']} GiB, torch {here['torch']}, "
+        f"{result['measured']}. Qwen2.5-{model['shape'].upper()}'s shape, {model['dtype']}, {load['threads']} threads, "
+        f"prompts of {load['input_tokens']} tokens, {load['output_tokens']} out. "
+        f"Median (range) of {len(result['rounds'])} rounds."
+    )
+
+
+def peers(result: Result) -> str:
+    """Everything about one comparison, as Markdown."""
+    ours = [name for name in result["systems"] if is_ours(name)]
+    parts = [described(result), *(ratios(result, name) for name in ours if len(result["systems"]) > 1)]
+    parts += [figures(result), ceilings(result), shares(result)]
+    if any(name.startswith("c=") for name in result["rounds"][0]["measures"]):
+        parts += [outside_steps(result, name) for name in ours]
+    return "\n\n".join([*parts, systems(result)])

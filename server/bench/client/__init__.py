@@ -1,0 +1,1 @@
+"""The HTTP client of the measurement: streams over asyncio, timed as their bytes arrive."""

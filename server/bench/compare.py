@@ -1,0 +1,228 @@
+"""Two results beside each other: the ratio of each figure, its confidence interval, and what that shows.
+
+The interval covers what varies within the runs. That the machine itself changed between them, it cannot know: alternate
+the runs and compare several pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+from engine.errors import StartupError
+from server.bench import bootstrap
+from server.bench.bootstrap import Statistic
+from server.bench.metrics import LATENCIES, Sample, latencies_ms
+from server.bench.report.table import aligned
+from server.bench.result import Result
+
+_MIN_BEYOND = 5  # values that have to lie beyond a percentile for it to mean anything
+_MIN_REQUESTS = 10
+_MIN_ROUNDS = 3
+_STATISTICS = ("mean", "p50", "p90", "p99")
+_HIGHER_IS_BETTER = ("request_throughput", "output_throughput", "tokens_per_second")
+_MAY_DIFFER = frozenset({"url", "model"})  # settings: the two servers that are compared
+
+
+class Verdict(StrEnum):
+    FASTER = "faster"
+    SLOWER = "slower"
+    NONE = "no difference shown"
+    TOO_FEW = "too few requests"
+    ZERO = "too small to compare"  # gaps between chunks that arrived together
+    BY_ARRIVALS = "set by the arrivals"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure of A and B. `low` and `high`: the interval of `ratio`, B / A; None where there is none."""
+
+    metric: str
+    a: float
+    b: float
+    ratio: float | None
+    low: float | None
+    high: float | None
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    rows: list[Row]
+    notes: list[str]
+    confidence: float
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def compare(a: Result, b: Result, confidence: float = 0.95) -> Comparison:
+    """B against A. Raises `StartupError` when they cannot be compared."""
+    if a.kind != b.kind:
+        raise StartupError(f"A is of bench {a.kind}, B of bench {b.kind}.", "Compare results of the same command.")
+    rows = _serve_rows(a, b, confidence) if a.kind == "serve" else _series_rows(a, b, confidence)
+    if not rows:
+        raise StartupError("One of the results has no completed request.", "Measure again.")
+    return Comparison(rows, _notes(a, b), confidence)
+
+
+def as_text(comparison: Comparison) -> str:
+    """The table and the notes."""
+    percent = f"{comparison.confidence:.0%} interval"
+    rows = [["", "A", "B", "B / A", percent, "B is"]]
+    for row in comparison.rows:
+        ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
+        interval = "" if row.low is None or row.high is None else f"{row.low:.3f} to {row.high:.3f}"
+        rows.append([row.metric, f"{row.a:.2f}", f"{row.b:.2f}", ratio, interval, str(row.verdict)])
+    return "\n".join([aligned(rows), *(f"note: {note}" for note in comparison.notes)])
+
+
+def _serve_rows(a: Result, b: Result, confidence: float) -> list[Row]:
+    done = [[each for each in result.samples if each.failure is None] for result in (a, b)]
+    if not all(done):
+        return []
+    pair = [_Run(samples, result, seed) for seed, (samples, result) in enumerate(zip(done, (a, b), strict=True))]
+    open_loop = any(sample.scheduled_s is not None for samples in done for sample in samples)
+    blocks = min(run.num_blocks for run in pair)
+    rows = []
+    for name in ("request_throughput", "output_throughput"):
+        values = (a.summary[name], b.summary[name])
+        if open_loop:
+            rows.append(Row(name, *values, values[1] / values[0], None, None, Verdict.BY_ARRIVALS))
+        else:
+            draws = None if _too_few(pair) else [run.throughput(name) for run in pair]
+            rows.append(_row(name, values, draws, blocks, confidence))
+    for name in LATENCIES:
+        for statistic in _STATISTICS:
+            figures = [result.summary[f"{name}_ms"] for result in (a, b)]
+            if any(found is None for found in figures):
+                continue
+            usable = not _too_few(pair) and all(run.has_enough(name, statistic) for run in pair)
+            draws = [run.latency(name, statistic) for run in pair] if usable else None
+            values = [found[statistic] for found in figures]
+            rows.append(_row(f"{name}_ms {statistic}", values, draws, blocks, confidence))
+    return rows
+
+
+class _Run:
+    """The completed requests of one run, in the order in which they were sent, ready to be resampled."""
+
+    def __init__(self, done: Sequence[Sample], result: Result, seed: int) -> None:
+        self._done = sorted(done, key=lambda sample: sample.sent_s)
+        self._result = result
+        self._length = bootstrap.block_length(len(done), result.summary["peak_concurrency"])
+        self._random = np.random.default_rng(seed)  # another for each run: they are independent
+
+    def __len__(self) -> int:
+        return len(self._done)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._done) // self._length
+
+    def has_enough(self, name: str, statistic: str) -> bool:
+        """Whether enough values lie beyond a percentile. A gap counts like a request's figure."""
+        if not statistic.startswith("p"):
+            return True
+        return len(latencies_ms(self._done, name)) * (1 - int(statistic[1:]) / 100) >= _MIN_BEYOND
+
+    def throughput(self, name: str) -> np.ndarray:
+        """In a closed loop, by Little's law: the mean number of open requests times what one gives per second.
+
+        The number of open requests is kept as it was in the run.
+        """
+        gives = np.array([sample.output_tokens if "output" in name else 1 for sample in self._done], np.float64)
+        takes = np.array([sample.e2el_s for sample in self._done])
+        opened = takes.sum() / self._result.summary["duration_s"]
+        return self._resampled(lambda at: opened * gives[at].sum(1) / takes[at].sum(1))
+
+    def latency(self, name: str, statistic: str) -> np.ndarray:
+        """A figure of a latency, in ms."""
+        if name != "itl":
+            done = [sample for sample in self._done if name != "tpot" or sample.tpot_s is not None]
+            values = np.array(latencies_ms(done, name))
+            return self._resampled(lambda at: _figure(values[at], statistic), len(values))
+        gaps = [1e3 * np.array(sample.itl_s) for sample in self._done]
+        if statistic == "mean":
+            sums, counts = np.array([gap.sum() for gap in gaps]), np.array([len(gap) for gap in gaps])
+            return self._resampled(lambda at: sums[at].sum(1) / counts[at].sum(1))
+        return self._resampled(_pooled_percentile(gaps, int(statistic[1:])))
+
+    def _resampled(self, statistic: Statistic, count: int | None = None) -> np.ndarray:
+        return bootstrap.resampled(statistic, count or len(self._done), self._length, self._random)
+
+
+def _pooled_percentile(gaps: Sequence[np.ndarray], percent: int) -> Statistic:
+    """The percentile of the gaps of all drawn requests, each gap weighted with how often its request was drawn."""
+    values = np.concatenate(gaps)
+    owner = np.repeat(np.arange(len(gaps)), [len(gap) for gap in gaps])
+    order = np.argsort(values)
+    values, owner = values[order], owner[order]
+
+    def figure(drawn: np.ndarray) -> np.ndarray:
+        found = np.empty(len(drawn))
+        for at, indices in enumerate(drawn):
+            below = np.cumsum(np.bincount(indices, minlength=len(gaps))[owner])
+            found[at] = values[np.searchsorted(below, below[-1] * percent / 100)]
+        return found
+
+    return figure
+
+
+def _series_rows(a: Result, b: Result, confidence: float) -> list[Row]:
+    """Results of the engine: the mean of each figure over iterations, which are drawn one by one."""
+    rows = []
+    for name in a.series.keys() & b.series.keys():
+        values = [np.array(result.series[name]) for result in (a, b)]
+        random = np.random.default_rng(0)
+        draws = [bootstrap.resampled(lambda at, v=v: v[at].mean(1), len(v), 1, random) for v in values]
+        fewest = min(len(v) for v in values)
+        usable = draws if fewest >= _MIN_ROUNDS else None
+        rows.append(_row(name, [float(v.mean()) for v in values], usable, fewest, confidence))
+    return sorted(rows, key=lambda row: row.metric)
+
+
+def _figure(values: np.ndarray, statistic: str) -> np.ndarray:
+    return values.mean(1) if statistic == "mean" else np.percentile(values, int(statistic[1:]), axis=1)
+
+
+def _row(name: str, values: Sequence[float], draws: Sequence[np.ndarray] | None, blocks: int, confidence: float) -> Row:
+    a, b = values
+    if a <= 0 or b <= 0:
+        return Row(name, a, b, None, None, None, Verdict.ZERO)
+    ratio = b / a
+    if draws is None:
+        return Row(name, a, b, ratio, None, None, Verdict.TOO_FEW)
+    if min(draw.min() for draw in draws) <= 0:
+        return Row(name, a, b, ratio, None, None, Verdict.ZERO)
+    low, high = bootstrap.ratio_interval(draws[0], draws[1], ratio, blocks, confidence)
+    return Row(name, a, b, ratio, low, high, verdict(low, high, higher_is_better=name in _HIGHER_IS_BETTER))
+
+
+def verdict(low: float, high: float, *, higher_is_better: bool) -> Verdict:
+    """What an interval of B / A shows of B."""
+    if low <= 1 <= high:
+        return Verdict.NONE
+    return Verdict.FASTER if (low > 1) == higher_is_better else Verdict.SLOWER
+
+
+def _too_few(pair: Sequence[_Run]) -> bool:
+    return min(len(run) for run in pair) < _MIN_REQUESTS
+
+
+def _notes(a: Result, b: Result) -> list[str]:
+    found = []
+    for name in sorted((a.settings.keys() | b.settings.keys()) - _MAY_DIFFER):
+        if a.settings.get(name) != b.settings.get(name):
+            found.append(f"the settings differ: {name} is {a.settings.get(name)} in A, {b.settings.get(name)} in B.")
+    for letter, result in (("A", a), ("B", b)):
+        failed = sum(each["count"] for each in result.failures.values())
+        if failed:
+            found.append(f"{failed} requests of {letter} failed, and are left out.")
+        if result.is_interrupted:
+            found.append(f"{letter} was interrupted.")
+    return found

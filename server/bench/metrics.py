@@ -1,0 +1,142 @@
+"""The measures of a run, with the definitions of `vllm bench serve` (`calculate_metrics` in vllm/benchmarks/serve.py).
+
+    TTFT   from sending a request to its first chunk
+    TPOT   (E2EL - TTFT) / (output tokens - 1): one figure per request with two tokens or more
+    ITL    the gap between a chunk and the next: every gap of every request
+    E2EL   from sending a request to its last chunk
+
+Only completed requests count. Output tokens are those of the server's `usage`; percentiles are interpolated linearly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+PERCENTILES = (50, 90, 99)
+LATENCIES = ("ttft", "tpot", "itl", "e2el")
+SLO_METRICS = ("ttft", "tpot", "e2el")  # those of which a request has one figure
+
+
+class Cause(StrEnum):
+    """Why a request failed. A status other than 200 is a cause by itself: `HTTP 429`."""
+
+    CONNECT = "connection failed"
+    TIMEOUT = "timed out"
+    ERROR_EVENT = "error event"
+    ENDED_EARLY = "stream ended early"
+    NO_CHUNK = "no chunk"
+    MALFORMED = "malformed response"
+    INTERRUPTED = "interrupted"
+    PREVIOUS_TURN = "previous turn failed"
+
+
+@dataclass(slots=True)
+class Sample:
+    """One request. Times in seconds; `sent_s` and `scheduled_s` count from the start of the run."""
+
+    sent_s: float
+    asked_tokens: int
+    scheduled_s: float | None = None  # open loop: when it was due
+    input_tokens: int = 0
+    output_tokens: int = 0
+    counted_by: str = "usage"  # or "chunks", where the server does not count
+    ttft_s: float = math.nan
+    e2el_s: float = math.nan  # of a failed request: until it failed
+    itl_s: list[float] = field(default_factory=list)
+    failure: str | None = None
+    detail: str = ""
+
+    @property
+    def tpot_s(self) -> float | None:
+        """None for an answer of one token."""
+        return (self.e2el_s - self.ttft_s) / (self.output_tokens - 1) if self.output_tokens > 1 else None
+
+
+def summarize(
+    samples: Sequence[Sample], duration_s: float, slo_ms: Mapping[str, float] | None = None
+) -> dict[str, Any]:
+    """The figures of a run of `duration_s` seconds: latencies in ms, throughput per second. `slo_ms`: for goodput."""
+    done = [sample for sample in samples if sample.failure is None]
+    output = sum(sample.output_tokens for sample in done)
+    total = output + sum(sample.input_tokens for sample in done)
+    found: dict[str, Any] = {
+        "completed": len(done),
+        "failed": len(samples) - len(done),
+        "duration_s": duration_s,
+        "input_tokens": total - output,
+        "output_tokens": output,
+        "request_throughput": len(done) / duration_s,
+        "output_throughput": output / duration_s,
+        "total_token_throughput": total / duration_s,
+        "peak_output_throughput": float(max(tokens_per_second(done), default=0)),
+        "peak_concurrency": peak_concurrency(done),
+    }
+    if slo_ms:
+        found["goodput"] = sum(meets(sample, slo_ms) for sample in done) / duration_s
+    for name in LATENCIES:
+        found[f"{name}_ms"] = statistics_of(latencies_ms(done, name))
+    return found
+
+
+def latencies_ms(done: Sequence[Sample], name: str) -> list[float]:
+    """Every value of one measure over completed requests, in milliseconds."""
+    if name == "itl":
+        return [1e3 * gap for sample in done for gap in sample.itl_s]
+    values = (getattr(sample, f"{name}_s") for sample in done)
+    return [1e3 * value for value in values if value is not None]
+
+
+def statistics_of(values: Sequence[float]) -> dict[str, float] | None:
+    """Mean, standard deviation and percentiles; None without values."""
+    if not values:
+        return None
+    found = {"mean": float(np.mean(values)), "std": float(np.std(values))}
+    return found | {f"p{percent}": float(np.percentile(values, percent)) for percent in PERCENTILES}
+
+
+def meets(sample: Sample, slo_ms: Mapping[str, float]) -> bool:
+    """Whether a completed request is within every limit. TPOT counts as 0 for an answer of one token, as in vLLM."""
+    return all(1e3 * (getattr(sample, f"{name}_s") or 0.0) <= limit for name, limit in slo_ms.items())
+
+
+def chunk_times(sample: Sample) -> np.ndarray:
+    """When each chunk arrived, in seconds since the start of the run: shape [chunks]."""
+    return sample.sent_s + sample.ttft_s + np.concatenate([[0.0], np.cumsum(sample.itl_s)])
+
+
+def tokens_per_second(done: Sequence[Sample], bucket_s: float = 1.0) -> list[float]:
+    """Chunks per second in consecutive stretches of `bucket_s`, from the start of the run."""
+    if not done:
+        return []
+    times = np.concatenate([chunk_times(sample) for sample in done])
+    counts = np.bincount((times / bucket_s).astype(np.int64))
+    return [float(count) / bucket_s for count in counts]
+
+
+def peak_concurrency(done: Sequence[Sample]) -> int:
+    """The most requests that were open at once; one that ends as another begins does not overlap it."""
+    ends = [(sample.sent_s + sample.e2el_s, -1) for sample in done]
+    level = highest = 0
+    for _, change in sorted([(sample.sent_s, 1) for sample in done] + ends):
+        level += change
+        highest = max(highest, level)
+    return highest
+
+
+def failures(samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
+    """Cause -> how many requests, and the text of the first of them; most frequent first."""
+    counts = Counter(sample.failure for sample in samples if sample.failure is not None)
+    first = {sample.failure: sample.detail for sample in reversed(samples)}
+    return {cause: {"count": count, "first": first[cause]} for cause, count in counts.most_common()}
+
+
+def unasked_lengths(samples: Sequence[Sample]) -> int:
+    """How many completed answers have another number of tokens than was asked for."""
+    return sum(sample.failure is None and sample.output_tokens != sample.asked_tokens for sample in samples)

@@ -1,0 +1,136 @@
+"""What a run of `bench serve` is: one plain value, from which its schedule and its workload follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from server.bench.run import Schedule
+from server.bench.workload import arrivals
+from server.bench.workload.prompts import IdPrompts, Prompts
+from server.bench.workload.trace import Traced
+from server.bench.workload.workload import (
+    Lengths,
+    MultiTurn,
+    RandomPrompts,
+    SharedPrefix,
+    TracedPrompts,
+    Workload,
+)
+
+DEFAULT_REQUESTS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class ServePlan:
+    """Times in seconds, rates per second, lengths in tokens, limits of `goodput` in ms.
+
+    An open loop has `request_rate` or `ramp`, a closed one `concurrency`; a trace without it is sent at its own times.
+    """
+
+    url: str
+    model: str | None = None
+    endpoint: str = "completions"
+    concurrency: int | None = None
+    request_rate: float | None = None
+    ramp: tuple[float, float] | None = None
+    burstiness: float = 1.0
+    num_requests: int | None = None
+    duration: float | None = None
+    workload: str = "random"
+    input_tokens: int = 128
+    output_tokens: int = 64
+    length_spread: float = 0.0
+    prompt_form: str = "auto"
+    vocab_size: int | None = None
+    prefix_tokens: int = 256
+    num_prefixes: int = 1
+    turns: int = 4
+    trace: Sequence[Traced] = ()
+    trace_speed: float = 1.0
+    ignore_eos: bool = True
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+    timeout: float = 600.0
+    warmup: int = 1
+    goodput: Mapping[str, float] = field(default_factory=dict)
+    seed: int = 0
+
+    @property
+    def lengths(self) -> Lengths:
+        return Lengths(self.input_tokens, self.output_tokens, self.length_spread)
+
+    @property
+    def turns_each(self) -> int:
+        """Requests per conversation."""
+        return self.turns if self.workload == "multi-turn" else 1
+
+    def make_schedule(self) -> Schedule:
+        """How much is sent and when."""
+        count, seconds = self.num_requests, self.duration
+        if self.trace:
+            kept = self.trace[: count or len(self.trace)]
+            if self.concurrency is not None:
+                return Schedule(concurrency=self.concurrency, count=len(kept), seconds=seconds)
+            return Schedule(times_s=[each.at_s / self.trace_speed for each in kept])
+        if self.ramp is not None:
+            number = count or (arrivals.ramp_count(seconds, *self.ramp) if seconds else DEFAULT_REQUESTS)
+            return Schedule(times_s=arrivals.ramp(number, *self.ramp, self.burstiness, self.seed).tolist())
+        if self.request_rate is not None:
+            number = count or (max(1, round(seconds * self.request_rate)) if seconds else DEFAULT_REQUESTS)
+            return Schedule(times_s=arrivals.constant(number, self.request_rate, self.burstiness, self.seed).tolist())
+        if count is None and seconds is None:
+            count = DEFAULT_REQUESTS
+        return Schedule(concurrency=self.concurrency or 1, count=count, seconds=seconds)
+
+    def make_workload(self, prompts: Prompts) -> Workload:
+        """The conversations."""
+        match self.workload:
+            case "shared-prefix":
+                return SharedPrefix(prompts, self.lengths, self.prefix_tokens, self.num_prefixes)
+            case "multi-turn":
+                return MultiTurn(prompts, self.lengths, self.turns)
+            case "trace":
+                return TracedPrompts(prompts, self.trace)
+            case _:
+                return RandomPrompts(prompts, self.lengths)
+
+    def settings(self, model: str, prompts: Prompts) -> dict[str, Any]:
+        """What the result records: in words for people, and what decides whether two results can be compared."""
+        return {
+            "url": self.url,
+            "model": model,
+            "endpoint": self.endpoint,
+            "load": self.load_text,
+            "prompts": self._prompts_text(prompts),
+            "goodput": dict(self.goodput),
+            "ignore_eos": self.ignore_eos,
+            "extra_body": dict(self.extra_body),
+            "timeout_s": self.timeout,
+            "seed": self.seed,
+        }
+
+    @property
+    def load_text(self) -> str:
+        """The load in one line."""
+        if self.trace and self.concurrency is None:
+            return f"open loop, the times of the trace, {self.trace_speed:g} times as fast"
+        shape = {1.0: "Poisson", float("inf"): "even"}.get(self.burstiness, f"gamma of shape {self.burstiness:g}")
+        if self.ramp is not None:
+            return f"open loop, {self.ramp[0]:g} to {self.ramp[1]:g} requests per second, {shape}"
+        if self.request_rate is not None:
+            return f"open loop, {self.request_rate:g} requests per second, {shape}"
+        limit = f", {self.duration:g} s" if self.duration else ""
+        return f"closed loop, {self.concurrency or 1} at a time{limit}"
+
+    def _prompts_text(self, prompts: Prompts) -> str:
+        if self.workload == "trace":
+            text = f"trace of {len(self.trace)} requests"
+        else:
+            spread = f", lengths ± {self.length_spread:.0%}" if self.length_spread else ""
+            text = f"{self.workload}, {self.input_tokens} tokens in, {self.output_tokens} out{spread}"
+        if self.workload == "shared-prefix":
+            text += f", behind {self.num_prefixes} prefix(es) of {self.prefix_tokens}"
+        if self.workload == "multi-turn":
+            text += f", {self.turns} turns"
+        return f"{text}, as {'token ids' if isinstance(prompts, IdPrompts) else 'words'}"

@@ -1,0 +1,170 @@
+"""Runs a load: a closed loop of users, or an open loop with its own times of arrival, until a number or a time is up.
+
+Cancelled (Ctrl-C), it ends what is under way, counts that as interrupted, and returns what was measured so far.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import signal
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import uvloop
+
+from server.bench.client.events import EventReader
+from server.bench.client.http_stream import HttpClient
+from server.bench.client.loop_lag import LoopLag
+from server.bench.client.request import Asking, RequestForm
+from server.bench.metrics import Cause, Sample
+from server.bench.workload.prompts import Piece
+from server.bench.workload.workload import Turn, Workload
+
+_T = TypeVar("_T")
+_AFTER_NO_CONNECTION_S = 0.1  # a server that is gone is not asked ten thousand times a second
+OnSample = Callable[[Sample], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How much is sent and when. Exactly one of `concurrency` and `times_s` is given.
+
+    `count`: conversations at most; `seconds`: none begins after so long. In an open loop, `times_s` decides.
+    """
+
+    concurrency: int | None = None
+    times_s: Sequence[float] | None = None
+    count: int | None = None
+    seconds: float | None = None
+
+
+@dataclass(slots=True)
+class Measured:
+    """What a run gave. `duration_s`: from its start to the end of its last request."""
+
+    samples: list[Sample] = field(default_factory=list)
+    duration_s: float = 0.0
+    client: dict[str, Any] = field(default_factory=dict)
+    is_interrupted: bool = False
+
+
+class LoadRun:
+    """One run against one server."""
+
+    def __init__(
+        self, client: HttpClient, form: RequestForm, workload: Workload, schedule: Schedule, on_sample: OnSample
+    ) -> None:
+        self._client = client
+        self._form = form
+        self._workload = workload
+        self._schedule = schedule
+        self._on_sample = on_sample
+        self._measured = Measured()
+        self._began = 0.0
+
+    async def measure(self) -> Measured:
+        """Send everything and wait for the last answer."""
+        measured, lag = self._measured, LoopLag()
+        lag.start()
+        self._began = time.perf_counter()
+        loop = self._open_loop() if self._schedule.times_s is not None else self._closed_loop()
+        try:
+            await loop
+        except asyncio.CancelledError:
+            measured.is_interrupted = True
+        measured.duration_s = time.perf_counter() - self._began
+        measured.client = lag.stop()
+        return measured
+
+    async def _closed_loop(self) -> None:
+        """Each user sends its next conversation as soon as its last has ended."""
+        assert self._schedule.concurrency is not None
+        numbers = self._numbers()
+
+        async def user() -> None:
+            for number in numbers:
+                if await self._converse(number, None) == Cause.CONNECT:
+                    await asyncio.sleep(_AFTER_NO_CONNECTION_S)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self._schedule.concurrency):
+                group.create_task(user())
+
+    def _numbers(self) -> Iterator[int]:
+        """Conversations to begin, until one of the limits."""
+        count, seconds = self._schedule.count, self._schedule.seconds
+        for number in itertools.count() if count is None else range(count):
+            if seconds is not None and time.perf_counter() - self._began >= seconds:
+                return
+            yield number
+
+    async def _open_loop(self) -> None:
+        """Conversations begin at their times, whatever became of those before."""
+        assert self._schedule.times_s is not None
+        async with asyncio.TaskGroup() as group:
+            for number, due in enumerate(self._schedule.times_s):
+                wait = self._began + due - time.perf_counter()
+                if wait > 0:
+                    await asyncio.sleep(wait)
+                group.create_task(self._converse(number, due))
+
+    async def _converse(self, number: int, due: float | None) -> str | None:
+        """The turns of one conversation. After one that failed, the rest cannot be sent, and fail with it.
+
+        Returns the cause of the failure.
+        """
+        turns = self._workload.conversation(number)
+        said: list[tuple[Piece, str]] = []
+        for at, turn in enumerate(turns):
+            sample = Sample(0.0, turn.output_tokens, due if at == 0 else None, input_tokens=turn.input_tokens)
+            reader = EventReader(is_chat=self._form.is_chat, keep_text=len(turns) > 1)
+            asking = Asking(self._client, self._form, sample, reader, self._began)
+            try:
+                await asking.run(self._form.body(self._prompt(said, turn), turn.output_tokens))
+            finally:
+                self._keep(sample)
+            if sample.failure is not None:
+                for left in turns[at + 1 :]:
+                    detail = f"turn {at + 1} failed: {sample.failure}"
+                    now = time.perf_counter() - self._began
+                    self._keep(Sample(now, left.output_tokens, failure=str(Cause.PREVIOUS_TURN), detail=detail))
+                return sample.failure
+            said.append((turn.prompt, "".join(reader.texts)))
+        return None
+
+    def _prompt(self, said: list[tuple[Piece, str]], turn: Turn) -> Piece | list[dict[str, str]]:
+        """What is sent for a turn: of a chat, all messages; else the text so far."""
+        if not self._form.is_chat:
+            return "".join(f"{asked}{answer}" for asked, answer in said) + str(turn.prompt) if said else turn.prompt
+        messages = []
+        for asked, answer in said:
+            messages += [{"role": "user", "content": str(asked)}, {"role": "assistant", "content": answer}]
+        return [*messages, {"role": "user", "content": str(turn.prompt)}]
+
+    def _keep(self, sample: Sample) -> None:
+        self._measured.samples.append(sample)
+        self._on_sample(sample)
+
+
+def run_until_done(work: Coroutine[Any, Any, _T]) -> _T:
+    """`work` on an event loop of its own. SIGINT and SIGTERM cancel it; it may still return something."""
+
+    async def main() -> _T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        handled = [
+            number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN
+        ]
+        for number in handled:
+            loop.add_signal_handler(number, task.cancel)
+        try:
+            return await work
+        finally:
+            for number in handled:
+                loop.remove_signal_handler(number)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main())

@@ -1,0 +1,69 @@
+"""The comparison runs, with our server and transformers on a tiny model, and its result makes a page."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import checkpoint, page
+from tests.e2e.running import ROOT, RunningServer
+
+FIGURES = {"output_tokens_per_s", "decode_tokens_per_s", "ttft_ms", "tpot_ms", "itl_ms", "e2el_ms"}
+
+
+def run_module(name, *arguments):
+    command = [sys.executable, "-m", f"benchmarks.{name}", *map(str, arguments)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+def test_ours_beside_transformers(tmp_path, monkeypatch):
+    out = tmp_path / "result.json"
+    short = ["--shape", "quick", "--rounds", 1, "--concurrency", 1, 2, "--input-tokens", 8, "--output-tokens", 8]
+    flags = ["--systems", "oarlock", "transformers", "--threads", 1, "--first-token", 16, "--json", out]
+    printed = run_module("peers", *short, *flags).stdout
+    result = json.loads(out.read_text())
+    assert set(result["systems"]) == {"oarlock", "transformers"}
+    (turn,) = result["rounds"]
+    assert list(turn["measures"]) == ["c=1", "c=2", "first token, 16"]
+    for measured in turn["measures"].values():
+        assert all(set(figures) >= FIGURES for figures in measured.values())
+        assert all(figures["output_tokens_per_s"] > 0 for figures in measured.values())
+    assert turn["measures"]["c=2"]["oarlock"]["output_tokens"] == 16
+    assert turn["measures"]["c=2"]["oarlock"]["step_seconds"] > 0
+    assert all(one["read_gb_s"] > 0 and min(one["gemm_gflops"].values()) > 0 for one in turn["ceilings"])
+    assert "Oarlock divided by" in printed
+    monkeypatch.setattr(page, "RESULTS", tmp_path)
+    assert page.take_in(out).name == f"peers-{result['machine']['kind']}.json"
+    assert "transformers `generate`" in page.sections("peers", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_growth(tmp_path):
+    out = tmp_path / "scaling.json"
+    short = ["--shapes", "quick", "--dtypes", "float32", "--batch", 1, 4, "--length", 64, "--rounds", 1]
+    printed = run_module("scaling", *short, "--input-tokens", 8, "--output-tokens", 8, "--json", out).stdout
+    (model,) = json.loads(out.read_text())["models"]
+    assert {name: set(ranks) for name, ranks in model["rounds"][0]["points"].items()} == {
+        "batch 1": {"1", "2"},
+        "batch 4": {"1", "2"},
+        "length 64": {"1", "2"},
+    }
+    assert "sequences at a time" in printed and "tokens of prompt" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_the_closed_loop_alone(tmp_path):
+    out = tmp_path / "reports.json"
+    model = checkpoint.ensure("quick", folder=tmp_path)
+    with RunningServer(model, "--max-model-len", 256, "--kv-cache-memory", "16MiB") as server:
+        run_module("load", "--url", server.url, "--quick", "--json", out)
+        counted = server.metrics()
+    reports = json.loads(out.read_text())
+    assert [(report["concurrency"], report["requests"]) for report in reports] == [(1, 2), (4, 8)]
+    assert sum(report["output_tokens"] for report in reports) == 8 * 10 == counted["vllm:generation_tokens_total"]
+    assert all(report["ttft_ms"]["p99"] >= report["ttft_ms"]["p50"] > 0 for report in reports)

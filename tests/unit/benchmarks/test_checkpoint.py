@@ -1,0 +1,48 @@
+"""The checkpoint that benchmarks make, and the prompts they send."""
+
+import pytest
+
+from benchmarks import checkpoint
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return checkpoint.ensure("quick", folder=tmp_path_factory.mktemp("load"))
+
+
+def test_every_id_of_the_checkpoint_can_be_decoded(tiny):
+    from transformers import AutoConfig, AutoTokenizer
+
+    config, tokenizer = AutoConfig.from_pretrained(tiny), AutoTokenizer.from_pretrained(tiny)
+    assert (config.tie_word_embeddings, len(tokenizer)) == (True, config.vocab_size)
+    assert all(tokenizer.decode([number]) for number in range(config.vocab_size))
+
+
+def test_the_checkpoint_is_made_once_and_always_the_same(tiny, tmp_path):
+    before = (tiny / "model.safetensors").stat().st_mtime_ns
+    assert checkpoint.ensure("quick", folder=tiny.parent) == tiny
+    assert (tiny / "model.safetensors").stat().st_mtime_ns == before
+    again = checkpoint.ensure("quick", folder=tmp_path)
+    assert (again / "model.safetensors").read_bytes() == (tiny / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(("shape", "published"), [("0.5b", 494_032_768), ("1.5b", 1_543_714_304)])
+def test_the_true_shapes_are_the_published_ones(shape, published):
+    values = checkpoint.SHAPES[shape]
+    assert values["hidden_size"] % values["num_attention_heads"] == 0
+    whole, inner = checkpoint.parameters(shape)
+    assert whole == published and whole - inner == values["vocab_size"] * values["hidden_size"]
+
+
+def test_the_number_of_parameters_is_that_of_the_file(tiny):
+    from safetensors import safe_open
+
+    with safe_open(tiny / "model.safetensors", "pt") as file:
+        stored = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
+    assert stored == checkpoint.parameters("quick")[0]
+
+
+def test_prompts_are_reproducible_and_hold_no_special_token():
+    first = checkpoint.prompts(4, 16, 1024, seed=1)
+    assert first == checkpoint.prompts(4, 16, 1024, seed=1) != checkpoint.prompts(4, 16, 1024, seed=2)
+    assert all(257 <= number < 1024 for prompt in first for number in prompt)
