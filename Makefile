@@ -90,6 +90,8 @@ endif
 test-long: $(TOOLS)
 	@echo '==> soak'
 	@$(BIN)/python -m pytest -m soak tests/e2e tests/load tests/benchmarks
+	@echo '==> the kernels of 64-bit ARM, emulated'
+	@$(PYTEST) -m soak tests/unit
 	@echo '==> fuzz'
 	@$(BIN)/python -m tests.fuzz.run --requests 4000 --examples 12
 	@echo '==> clients'

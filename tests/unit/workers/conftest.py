@@ -4,7 +4,7 @@ from collections.abc import Generator
 
 import pytest
 
-from tests.unit.workers.kernel_levels import PARAMETERS
+from tests.unit.workers.kernel_levels import PARAMETERS, using
 from workers.kernels.cpu import library
 from workers.kernels.cpu.levels import Level
 
@@ -12,7 +12,7 @@ from workers.kernels.cpu.levels import Level
 @pytest.fixture(params=PARAMETERS)
 def level(request: pytest.FixtureRequest) -> Generator[Level]:
     """Each level in turn; its kernels are those that the test uses."""
-    with library.using(request.param):
+    with using(request.param):
         yield request.param
 
 
@@ -23,5 +23,5 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Gen
         monkeypatch.setattr(library, "why_not", lambda: "this test runs without kernels")
         yield "torch"
         return
-    with library.using(request.param):
+    with using(request.param):
         yield request.param.name

@@ -1,7 +1,18 @@
-"""The levels of instruction set, for tests of the C++ kernels."""
+"""The levels of instruction set, for tests of the C++ kernels.
+
+Those of this kind of machine run on its processor; those of 64-bit ARM in an emulator of one, in `make test-long`.
+"""
+
+import atexit
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
 
 import pytest
 
+from tests.unit.workers import emulated_library
+from tests.unit.workers.emulated_library import EmulatedLibrary
 from workers.kernels.cpu import library
 from workers.kernels.cpu.levels import EMULATED_BF16_DOT, Level, machine_name
 from workers.kernels.cpu.levels import LEVELS as ALL
@@ -10,17 +21,44 @@ from workers.platform.processor import features
 NO_KERNELS = library.why_not()  # the reason, or None
 
 
+def is_here(level: Level) -> bool:
+    """Whether the level is of this kind of machine."""
+    return level.machine == machine_name()
+
+
 def why_not(level: Level) -> str | None:
-    """Why this machine cannot run the kernels of `level`; None if it can."""
+    """Why the kernels of `level` cannot run here; None if they can."""
+    if not is_here(level):
+        return emulated_library.why_not()
     if missing := sorted(level.needs - features()):
         return f"this processor lacks {', '.join(missing)}"
     return NO_KERNELS
 
 
-# Every level of this kind of machine, each with the reason to skip it; AVX512-BF16 also with its instruction emulated.
-_KNOWN = [level for level in (*ALL, EMULATED_BF16_DOT) if level.machine == machine_name()]
-PARAMETERS = [
-    pytest.param(level, id=level.name, marks=pytest.mark.skipif(bool(why_not(level)), reason=str(why_not(level))))
-    for level in _KNOWN
-]
-LEVELS = [level for level in _KNOWN if why_not(level) is None]  # those that can run
+@contextmanager
+def using(level: Level) -> Generator[None]:
+    """Everything that is loaded inside uses the kernels of `level`."""
+    if not is_here(level):
+        library._outcomes[level] = _emulated(level)  # ty: ignore[invalid-assignment]
+    with library.using(level):
+        yield
+
+
+@cache
+def _emulated(level: Level) -> EmulatedLibrary:
+    """One for each level and process, since starting it takes a second."""
+    started = EmulatedLibrary(level)
+    atexit.register(started.close)
+    return started
+
+
+def _parameter(level: Level) -> Any:
+    reason = why_not(level)
+    marks = [pytest.mark.skipif(bool(reason), reason=str(reason)), *([] if is_here(level) else [pytest.mark.soak])]
+    return pytest.param(level, id=level.name, marks=marks)
+
+
+# Each with the reason to skip it; AVX512-BF16 also with its instruction emulated.
+_KNOWN = [level for level in (*ALL, EMULATED_BF16_DOT) if is_here(level) or level.machine == "aarch64"]
+PARAMETERS = [_parameter(level) for level in _KNOWN]
+LEVELS = [level for level in _KNOWN if is_here(level) and why_not(level) is None]  # those that run on this processor

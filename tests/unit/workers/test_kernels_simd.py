@@ -4,12 +4,14 @@ import ctypes
 import shutil
 from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from tests.unit.workers import kernel_levels
+from tests.unit.workers.emulated_library import EmulatedLibrary
 from workers.kernels.cpu import build
 from workers.kernels.cpu.levels import Level
 
@@ -23,14 +25,20 @@ SPECIAL = np.array([0.0, -0.0, 1, -1, 0.5, 2.5, 3.5, -2.5, 1e-45, 3e38, -3e38, n
 @pytest.fixture(scope="module", params=kernel_levels.PARAMETERS)
 def simd(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Generator[ctypes.CDLL]:
     level: Level = request.param
-    target = tmp_path_factory.mktemp("simd") / f"{level.name}.so"
-    compiler = shutil.which("g++")
-    assert compiler is not None
-    build.compile_to(target, level, compiler, [SOURCE])
-    functions = ctypes.CDLL(str(target))
+    functions: Any
+    if kernel_levels.is_here(level):
+        target = tmp_path_factory.mktemp("simd") / f"{level.name}.so"
+        compiler = shutil.which("g++")
+        assert compiler is not None
+        build.compile_to(target, level, compiler, [SOURCE])
+        functions = ctypes.CDLL(str(target))
+    else:
+        functions = EmulatedLibrary(level, [SOURCE])
     functions.exp_of_one.restype = ctypes.c_float
     functions.exp_of_one.argtypes = [ctypes.c_float]
     yield functions
+    if not kernel_levels.is_here(level):
+        functions.close()
 
 
 def address(array: np.ndarray | torch.Tensor) -> ctypes.c_void_p:

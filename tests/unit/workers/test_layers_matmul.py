@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.unit.workers.attention_cases import EMULATES_BFLOAT16
-from tests.unit.workers.kernel_levels import LEVELS, NO_KERNELS
-from workers.kernels.cpu import library
+from tests.unit.workers.kernel_levels import LEVELS, NO_KERNELS, PARAMETERS, using
 from workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul
 from workers.kernels.cpu.levels import Level
 from workers.layers.matmul import (
@@ -27,7 +26,7 @@ def at(level: Level, kind):
     """`kind`, made with the kernels of `level`."""
 
     def make(*arguments, **options):
-        with library.using(level):
+        with using(level):
             return kind(*arguments, **options)
 
     return make
@@ -43,8 +42,11 @@ PACKED = [dtype for dtype in DTYPES if can_pack(dtype, "cpu")]  # float16 is pac
 # (dtype, linear, gated, the fewest rows from which it is batch-invariant): every fast form this machine has
 FORMS = [pytest.param(dtype, PackedMatmul, PackedGatedMatmul, 2, id=f"onednn-{dtype}") for dtype in PACKED]
 FORMS += [
-    pytest.param(dtype, at(level, CppMatmul), at(level, CppGatedMatmul), 1, id=f"{level.name}-{dtype}")
-    for level in LEVELS
+    pytest.param(
+        dtype, at(level, CppMatmul), at(level, CppGatedMatmul), 1, id=f"{level.name}-{dtype}", marks=case.marks
+    )
+    for case in PARAMETERS
+    for level in case.values
     for dtype in DTYPES
 ]
 SHAPES = [(48, 64), (33, 50), (200, FLOAT32_BLOCK), (96, FLOAT32_BLOCK + 1), (70, 3 * FLOAT32_BLOCK + 40), (5, 20)]
@@ -199,7 +201,7 @@ def test_the_choice_follows_what_the_processor_can_do() -> None:
     assert not can_pack(torch.int64, "cpu")
 
 
-each_level = pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
+each_level = pytest.mark.parametrize("level", PARAMETERS)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from workers.kernels.cpu.levels import Level
@@ -101,12 +101,17 @@ def _sources(pattern: str) -> list[Path]:
 
 def fingerprint(level: Level, compiler: Sequence[str] = ()) -> str:
     """Changes with the sources, the flags and what identifies the compiler."""
-    digest = hashlib.blake2b(digest_size=12)
-    for source in (*_sources("*.cpp"), *_sources("*.h")):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    for fact in (*FLAGS, *level.flags, *compiler):
-        digest.update(fact.encode() + b"\0")
-    return digest.hexdigest()
+    sources = (*_sources("*.cpp"), *_sources("*.h"))
+    texts = [text for source in sources for text in (source.name, source.read_text("utf-8"))]
+    return digest([*texts, *FLAGS, *level.flags, *compiler])
+
+
+def digest(texts: Iterable[str]) -> str:
+    """A hash of texts, in order."""
+    found = hashlib.blake2b(digest_size=12)
+    for text in texts:
+        found.update(text.encode() + b"\0")
+    return found.hexdigest()
 
 
 def compiler_facts(compiler: str) -> tuple[str, ...]:
