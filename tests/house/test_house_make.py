@@ -121,6 +121,12 @@ def test_continuous_integration_runs_the_readmes_test_command(folder):
 def test_the_long_tests_are_soak_fuzz_clients_and_a_model_of_true_size(folder):
     install_by_hand(folder, ".oarlock-installed", ".oarlock-tools-installed")
     plan = run(folder, "make", "-n", "test-long").stdout
-    steps = ["-m soak", "tests.fuzz.run", "tests.clients.run", "tests.golden.full_shape --print"]
+    steps = [
+        "-m soak tests/e2e",
+        "-m soak tests/unit",
+        "tests.fuzz.run",
+        "tests.clients.run",
+        "tests.golden.full_shape --print",
+    ]
     places = [plan.index(step) for step in steps]
     assert places == sorted(places)

@@ -4,14 +4,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
+from tests.unit.workers import kernel_levels
 from workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec, LayerKV
 from workers.attention.cpp import CppBackend
 from workers.attention.forward_batch import ForwardBatch
-from workers.kernels.cpu import levels, library
-from workers.platform.processor import features
+from workers.kernels.cpu.levels import Level
 from workers.protocol import NULL_BLOCK
 from workers.worker.greedy_step import SequenceChunk, greedy_step
 
@@ -24,23 +25,24 @@ EMULATES_BFLOAT16 = (
 )
 
 
-def cpp_at(level: levels.Level) -> type[CppBackend]:
+def cpp_at(level: Level) -> type[CppBackend]:
     """`CppBackend` with the kernels of `level`."""
 
     class AtLevel(CppBackend):
         def __init__(self, spec: KVSpec) -> None:
-            with library.using(level):
+            with kernel_levels.using(level):
                 super().__init__(spec)
 
     AtLevel.__name__ = f"cpp-{level.name}"
     return AtLevel
 
 
-CPP: list[type[CppBackend]] = []
-if library.why_not() is None:
-    CPP = [cpp_at(level) for level in levels.available()]
-    if levels.EMULATED_BF16_DOT.needs <= features():
-        CPP.append(cpp_at(levels.EMULATED_BF16_DOT))
+CPP = [cpp_at(level) for level in kernel_levels.LEVELS]
+EMULATED = [
+    pytest.param(cpp_at(case.values[0]), id=f"cpp-{case.id}", marks=case.marks)
+    for case in kernel_levels.PARAMETERS
+    if not kernel_levels.is_here(case.values[0])
+]
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from workers.kernels.cpu.levels import Level
 
 COMPILER, EMULATOR, SYSTEM = "aarch64-linux-gnu-g++", "qemu-aarch64", "/usr/aarch64-linux-gnu"
 _SERVER = Path(__file__).parent / "csrc" / "remote_calls.cpp"
+_FLAGS = ("-O1", "-std=c++17", "-fopenmp", "-rdynamic", "-Wl,--no-as-needed", "-lgomp", "-ldl")
 _PAGE = 4096
 _MOST_PAGES = 16  # fetched at once
 _NEAR = 1 << 28  # bytes that mappings of the emulator may grow by
@@ -178,10 +179,9 @@ def _compiled(level: Level, sources: tuple[Path, ...]) -> Path:
 @cache
 def _server() -> Path:
     text = _SERVER.read_text()
-    target = build.cache_directory() / f"remote-calls-{build.digest([text])}"
+    target = build.cache_directory() / f"remote-calls-{build.digest([text, *_FLAGS])}"
     if not target.exists():
         scratch = target.with_suffix(f".{os.getpid()}")
-        flags = ["-O1", "-std=c++17", "-fopenmp", "-Wl,--no-as-needed", "-lgomp", "-ldl"]
-        subprocess.run([COMPILER, str(_SERVER), "-o", str(scratch), *flags], check=True, timeout=120)
+        subprocess.run([COMPILER, str(_SERVER), "-o", str(scratch), *_FLAGS], check=True, timeout=120)
         scratch.replace(target)
     return target

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.unit.workers.attention_cases import CPP, EMULATES_BFLOAT16, Case, Seq, batch_of
+from tests.unit.workers.attention_cases import CPP, EMULATED, EMULATES_BFLOAT16, Case, Seq, batch_of
 from workers.attention.backend import AttentionSpec, KVSpec
 from workers.attention.cpp import CppBackend
 from workers.attention.reference import ReferenceBackend
@@ -202,7 +202,17 @@ def test_several_spans_of_positions_and_blocks_of_rows(options, dtype):
             torch.testing.assert_close(ours, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("backend", CPP)
+@pytest.mark.parametrize("backend", EMULATED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("options", [{"group": 7}, {"width": 80, "block": 48}, {"window": 40, "softcap": 5.0}], ids=str)
+def test_an_emulated_processor_agrees_with_the_reference(options, dtype, backend):
+    kv, layer = specs(dtype=dtype, **options)
+    case = Case(kv, layer, MIXED)
+    for ours, wanted in zip(case.run(backend(kv)), case.run(ReferenceBackend(kv)), strict=True):
+        torch.testing.assert_close(ours, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("backend", [*CPP, *EMULATED])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("options", [{}, {"window": 700}], ids=str)
 def test_threads_share_the_positions_of_a_sequence_without_changing_a_bit(options, dtype, backend):

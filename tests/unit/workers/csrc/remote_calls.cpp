@@ -134,6 +134,13 @@ Result call(void *function, const int64_t *i, const double *d) {
 
 }  // namespace
 
+// Takes the place of the C library's, which clears by cache line (DC ZVA): in QEMU 7.2 such an instruction is not repeated
+// after the page that it touches has been fetched.
+extern "C" void *memset(void *to, int value, size_t size) {
+  for (volatile char *at = static_cast<char *>(to), *end = at + size; at < end; at++) *at = static_cast<char>(value);
+  return to;
+}
+
 int main(int, char **arguments) {
   void *library = dlopen(arguments[1], RTLD_NOW);
   if (!library) {
