@@ -1,0 +1,135 @@
+"""`oarlock bench serve` beside guidellm, in alternation on one server: whether they report the same.
+
+The server is either the demo model's, or one whose pace is known (`--server paced`). guidellm runs in the environment
+that the tests of clients make for it.
+
+    python -m tests.load.agreement --server paced --rounds 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from server.bench.plan import ServePlan
+from server.bench.serve import measure
+from tests.clients import environments
+from tests.clients.matrix import CLIENTS
+from tests.e2e.running import DEMO, RunningServer
+from tests.load.paced_server import PacedServer
+
+FIRST_S, EVERY_S = 0.2, 0.02  # the known pace
+# Our name -> guidellm's, and the factor from its unit to ours. Its time per output token counts the first one too; its
+# inter-token latency of a request is what vLLM calls TPOT.
+MEASURES = {
+    "request_throughput": ("requests_per_second", 1.0),
+    "output_throughput": ("output_tokens_per_second", 1.0),
+    "ttft_ms": ("time_to_first_token_ms", 1.0),
+    "tpot_ms": ("inter_token_latency_ms", 1.0),
+    "e2el_ms": ("request_latency", 1e3),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    concurrency: int
+    requests: int
+    input_tokens: int
+    output_tokens: int
+
+
+def ours(url: str, load: Load, seed: int) -> dict[str, float]:
+    """Each measure's mean."""
+    result = measure(
+        ServePlan(
+            url, concurrency=load.concurrency, num_requests=load.requests, input_tokens=load.input_tokens,
+            output_tokens=load.output_tokens, prompt_form="text", seed=seed,
+        )
+    )  # fmt: skip
+    if result.failures:
+        raise SystemExit(f"error: requests failed: {result.failures}\nfix: look at the server")
+    found = {name: result.summary[name] for name in MEASURES}
+    return {name: value["mean"] if isinstance(value, dict) else value for name, value in found.items()}
+
+
+def guidellm(python: Sequence[str], url: str, model: str, load: Load, seed: int) -> dict[str, float]:
+    """The same of guidellm."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        command = [*python, str(Path(python[0]).with_name("guidellm")), "run", "--disable-console-interactive"]
+        command += ["--backend", f"kind=openai_http,target={url},model={model},request_format=/v1/completions"]
+        command += ["--tokenizer", f"kind=huggingface_auto,model={DEMO}"]
+        lengths = f"prompt_tokens={load.input_tokens},output_tokens={load.output_tokens}"
+        command += ["--data", f"kind=synthetic_text,{lengths}"]
+        command += ["--profile", f"kind=concurrent,streams={load.concurrency}", "--seed", f"kind=static,value={seed}"]
+        command += ["--constraint", f"kind=max_requests,count={load.requests}", "--output", f"kind=json,path={out}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+        if done.returncode or not out.is_file():
+            raise SystemExit(f"error: guidellm failed\n{(done.stdout + done.stderr)[-2000:]}\nfix: see above")
+        (benchmark,) = json.loads(out.read_text())["benchmarks"]
+    totals = benchmark["metrics"]["request_totals"]
+    if totals["errored"] or totals["successful"] != load.requests:
+        raise SystemExit(f"error: guidellm's requests: {totals}\nfix: look at the server")
+    return {
+        name: factor * benchmark["metrics"][theirs]["successful"]["mean"] for name, (theirs, factor) in MEASURES.items()
+    }
+
+
+@contextlib.contextmanager
+def running(which: str) -> Generator[tuple[str, str]]:
+    """URL and model of the server."""
+    if which == "paced":
+        with PacedServer(FIRST_S, EVERY_S) as server:
+            yield server.url, "paced"
+    else:
+        with RunningServer(DEMO, "--no-enable-prefix-caching") as server:
+            yield server.url, "oarlock-demo"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--server", choices=["demo", "paced"], default="demo")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--concurrency", type=int, default=4)
+    parser.add_argument("--requests", type=int, default=40, help="per round and tool")
+    parser.add_argument("--input-tokens", type=int, default=128)
+    parser.add_argument("--output-tokens", type=int, default=64)
+    args = parser.parse_args(argv)
+    load = Load(args.concurrency, args.requests, args.input_tokens, args.output_tokens)
+    client = next(each for each in CLIENTS if each.name == "guidellm")
+    python, _ = environments.prepare(client)
+    rounds: list[tuple[dict[str, float], dict[str, float]]] = []
+    with running(args.server) as (url, model):
+        for number in range(args.rounds):
+            pair: dict[str, dict[str, float]] = {}
+            for name in ("ours", "theirs") if number % 2 == 0 else ("theirs", "ours"):
+                pair[name] = ours(url, load, number) if name == "ours" else guidellm(python, url, model, load, number)
+            rounds.append((pair["ours"], pair["theirs"]))
+            print(f"round {number + 1} of {args.rounds}", file=sys.stderr, flush=True)
+    print(table(rounds, f"guidellm {environments.version(client)}"))
+    return 0
+
+
+def table(rounds: Sequence[tuple[dict[str, float], dict[str, float]]], name: str) -> str:
+    """Medians over the rounds, and the ratio of each round's pair: median and range."""
+    lines = [f"| mean of a run | oarlock bench | {name} | ratio, median (range) |", "|---|---|---|---|"]
+    for measure_name in MEASURES:
+        first, second = ([pair[side][measure_name] for pair in rounds] for side in (0, 1))
+        ratios = [a / b for a, b in zip(first, second, strict=True)]
+        lines.append(
+            f"| `{measure_name}` | {statistics.median(first):.2f} | {statistics.median(second):.2f} | "
+            f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}) |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
