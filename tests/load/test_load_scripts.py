@@ -5,7 +5,11 @@ import sys
 
 import pytest
 
+from server.bench.plan import ServePlan
+from server.bench.serve import measure
 from tests.e2e.running import ROOT
+from tests.load import agreement
+from tests.load.paced_server import PacedServer
 from tests.unit.workers.kernel_levels import NO_KERNELS
 
 
@@ -25,3 +29,24 @@ def test_the_cost_of_forms():
 def test_the_overhead_of_a_step():
     result = run_module("step_overhead", "--layers", 2, "--rounds", 1)
     assert "one call per half" in result.stdout and "separate operations" in result.stdout
+
+
+def test_the_ceiling_of_the_client():
+    result = run_module("client_ceiling", "--quick")
+    assert result.stdout.count("tokens/s") == 2
+
+
+def test_what_a_paced_server_cannot_undercut_is_not_reported():
+    with PacedServer(0.05, 0.01) as server:
+        found = measure(ServePlan(server.url, concurrency=3, num_requests=6, output_tokens=11)).summary
+    assert found["completed"] == 6 and found["output_tokens"] == 66
+    assert found["ttft_ms"]["mean"] >= 50
+    assert found["e2el_ms"]["mean"] >= 50 + 10 * 10
+    assert found["itl_ms"]["mean"] == pytest.approx(found["tpot_ms"]["mean"])
+
+
+def test_the_table_of_two_tools():
+    pair = (dict.fromkeys(agreement.MEASURES, 2.0), dict.fromkeys(agreement.MEASURES, 4.0))
+    lines = agreement.table([pair, pair], "other").splitlines()
+    assert len(lines) == 2 + len(agreement.MEASURES)
+    assert lines[2] == "| `request_throughput` | 2.00 | 4.00 | 0.500 (0.500 to 0.500) |"

@@ -37,7 +37,7 @@ class _Panel:
 
 
 def distribution(title: str, values: Sequence[float], marks: Sequence[tuple[str, float]]) -> str:
-    """Values in ms: how many in each of 40 parts of their range, and below, the share that is at most x.
+    """Values in ms: how many in each of up to 40 parts of their range, and below, the share that is at most x.
 
     `marks`: percentiles to draw as lines. What lies beyond p99.5 is left out of the picture, and counted in its title.
     """
@@ -47,7 +47,8 @@ def distribution(title: str, values: Sequence[float], marks: Sequence[tuple[str,
     low, high = float(shown[0]), float(shown[-1])
     if high - low < 1e-9:
         low, high = low - 0.5, high + 0.5
-    counts, edges = np.histogram(shown, bins=_BINS, range=(low, high))
+    bins = min(_BINS, max(10, 2 * round(math.sqrt(len(shown)))))
+    counts, edges = np.histogram(shown, bins=bins, range=(low, high))
     upper = _Panel(_TOP, low, high, float(counts.max()) * 1.05)
     lower = _Panel(_TOP + _PANEL + _GAP, low, high, 1.0)
     parts = _frame(upper, "requests" if "ITL" not in title else "gaps") + _frame(lower, "share", with_x="ms")
