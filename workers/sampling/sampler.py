@@ -18,7 +18,7 @@ reported as not finite, and a row whose ids are all banned as such; neither chan
 logits visible: NaN stays NaN, and +inf stays or becomes NaN, so the largest logit after them shows both.
 
 Every rank makes the same collective calls: one gather per step, and more only for logprobs and for kept sets beyond the
-short lists.
+short lists. A single rank with the C++ kernels chooses in one call, by the same steps (`sample_row.h`).
 """
 
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from workers.distributed.parallel_state import TensorParallel
+from workers.kernels.cpu.sampling import KernelLogitsShard, can_serve
 from workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata, StepOutput
 from workers.sampling.logits_processors import apply_logits_processors, bans_all
 from workers.sampling.logits_shard import LogitsShard, LogitsShards
@@ -68,12 +69,12 @@ class Sampler:
         reporting = (step.num_logprobs >= 0) | (step.target_ids >= 0)
         logits = logits.contiguous()
         adjusted = apply_logits_processors(logits, step, self._shards.first_id, reporting)
-        # The temperatures at which masses of all ids are wanted: by rows whose nucleus may need it, and by logprobs.
-        drawing = np.where(_needs_total(step, self.vocab_size), step.temperature, 0.0)
-        scoring = reporting.astype(np.float64)
-        shared = adjusted is None and ((drawing == scoring) | (drawing * scoring == 0)).all()
-        shard = self._shard(logits, np.maximum(drawing, scoring) if shared else drawing)
-        tokens, peak = self._choose(shard, step)
+        if self.tp.size == 1 and can_serve(logits.device):
+            shard, scores_raw = KernelLogitsShard(logits, self._shards.first_id), adjusted is None
+            tokens, peak = shard.sample(step, self.vocab_size, reporting & scores_raw), shard.top
+        else:
+            shard, scores_raw = self._measured(logits, step, reporting if adjusted is None else None)
+            tokens, peak = self._choose(shard, step)
         scored = torch.from_numpy(step.target_ids).to(logits.device, torch.int64)
         tokens = torch.where(scored >= 0, scored, tokens)
         asked = np.flatnonzero(reporting)
@@ -81,13 +82,20 @@ class Sampler:
         if len(asked):
             if adjusted is not None:
                 adjusted.undo(logits)
-            if not shared:
-                shard = self._shard(logits, scoring)
+            if not scores_raw:
+                shard = self._shard(logits, reporting)
             rows = torch.from_numpy(asked).to(logits.device)
             answers = raw_logprobs(self.tp, shard, rows, tokens[rows], max(0, step.max_num_logprobs))
         if self.tp.rank > 0:
             return None
         return _output(step, tokens, _states(step, peak, self.vocab_size), asked, answers)
+
+    def _measured(self, x: Tensor, step: StepMetadata, reporting: np.ndarray | None) -> tuple[LogitsShard, bool]:
+        """The shard with the masses of rows whose nucleus may need it, and whether it also has those of `reporting`."""
+        drawing = np.where(_needs_total(step, self.vocab_size), step.temperature, 0)
+        if reporting is None or ((drawing != reporting) & (drawing > 0) & reporting).any():
+            return self._shard(x, drawing), False
+        return self._shard(x, np.maximum(drawing, reporting)), True
 
     def _shard(self, x: Tensor, temperature: np.ndarray) -> LogitsShard:
         return self._shards(x, torch.from_numpy(temperature).to(x.device, torch.float64))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.unit.workers.sampling_cases import mask_of, naive_kept, naive_noise, naive_tokens, sample_with, step_of
+from workers.kernels.cpu import library
 from workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata, pack_output, unpack_output
 from workers.sampling.candidates import decode, encode
 from workers.sampling.noise import gumbel, mixed_ids, noise_bits, row_keys
@@ -240,3 +241,31 @@ def test_keys_order_by_value_then_lowest_id():
     back, tokens = decode(keys)
     assert tokens.tolist() == [4, 5, 7, 2, 3, 6, 0, 1]
     assert torch.equal(back, values[[6, 4, 0, 3, 2, 7, 1, 5]])
+
+
+@pytest.mark.usefixtures("level")
+@pytest.mark.parametrize("scale", [0.3, 4.0])
+def test_kernels_choose_what_torch_chooses(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random combinations of parameters over a larger vocabulary, on one rank and on two."""
+    rng = np.random.default_rng(1)
+    rows = 60
+    logits = torch.randn(rows, 8000, generator=torch.Generator().manual_seed(2)) * scale
+    logits[::3] = logits[::3].bfloat16().float()  # many equal values
+    step = step_of(
+        rows,
+        temperature=rng.choice([0.0, 0.3, 1.0, 2.0], rows),
+        top_p=rng.choice([1.0, 0.999, 0.9, 0.5], rows),
+        top_k=rng.choice([0, 0, 0, 1, 50, 300, 9000], rows),
+        min_p=rng.choice([0.0, 0.0, 0.1, 0.001], rows),
+        seeds=rng.integers(-(2**63), 2**63, rows),
+        sample_positions=rng.integers(0, 2**31, rows),
+        num_logprobs=rng.choice([-1, -1, 5], rows),
+    )
+    ours = [sample_with(logits, step, size) for size in (1, 2)]
+    monkeypatch.setattr(library, "why_not", lambda: "this is the comparison without kernels")
+    plain = sample_with(logits, step)
+    for out in ours:
+        assert out.token_ids.tolist() == plain.token_ids.tolist()
+        np.testing.assert_array_equal(out.ranks, plain.ranks)
+        np.testing.assert_array_equal(out.top_ids, plain.top_ids)
+        np.testing.assert_allclose(out.logprobs, plain.logprobs, atol=1e-6)

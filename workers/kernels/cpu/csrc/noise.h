@@ -34,9 +34,22 @@ inline Word distance(Word mixed_id, Key key) {
 }
 
 inline Words ids_from(uint32_t first) {
+  alignas(64) static const uint32_t places[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   Words ids;
-  for (int i = 0; i < simd::kLanes; i++) ids[i] = first + i;
-  return ids;
+  memcpy(&ids, places, sizeof ids);
+  return ids + first;
+}
+
+// Of the most noise among the ids of a block, which are mixed already.
+inline uint32_t least_distance(const Words *mixed_ids, Key key) {
+  Words least = distance(mixed_ids[0], key);
+  for (int i = 1; i < kVectors; i++) {
+    const Words other = distance(mixed_ids[i], key);
+    least = other < least ? other : least;
+  }
+  uint32_t most = least[0];
+  for (int i = 1; i < simd::kLanes; i++) most = least[i] < most ? least[i] : most;
+  return most;
 }
 
 // Standard Gumbel noise -log(-log(u)) with u = 1 - tail(distance).

@@ -1,15 +1,6 @@
-// What sampling asks of one rank's logits [rows, width], in as few passes as it takes and without sorting them: see
-// `workers/kernels/cpu/sampling.py`. Every row is computed by one thread in an order that depends on the level alone.
-//
-// Blocks are of 128 ids, as in `workers/sampling/candidates.py`; `blocks` is ceil(width / 128). Rows with NaN or +inf
-// have a largest logit of NaN, and no other answers. A cut (low, end) keeps the ids whose logit is above `low`, and
-// those of logit `low` with a local id below `end`: what is left of a row in the order of its logits.
-#include <algorithm>
-#include <functional>
-
+// What sampling asks of one rank's logits [rows, width]: see `workers/kernels/cpu/sampling.py`, and `logits_row.h` for words.
 #include "arena.h"
-#include "noise.h"
-#include "vector_math.h"
+#include "sample_row.h"
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -17,256 +8,7 @@
 
 namespace {
 
-using namespace simd;
-using noise::kBlock;
-using noise::Key;
-using noise::Words;
-
-constexpr float kInfinity = __builtin_inff();
-
-struct Logits {
-  const float *x;
-  long width;
-  const float *maxima;  // [blocks]
-  float top;
-
-  long blocks() const { return (width + kBlock - 1) / kBlock; }
-  bool broken() const { return !(top > -kInfinity && top < kInfinity); }
-  // Logits from `at` on; those beyond the row are -inf.
-  Vec vector(long at) const {
-    if (at + kLanes <= width) return load(x + at);
-    return select(first(width - at), load(x + at, width - at), broadcast(-kInfinity));
-  }
-};
-
-struct Cut {
-  float low;
-  long end;
-
-  float below() const { return __builtin_nextafterf(low, -kInfinity); }  // `x >= low` is `x > below()`
-};
-
-// 1 / temperature, finite: differences of logits are 0 or large enough for the smallest temperature.
-float inverse_of(double temperature) { return static_cast<float>(std::min(1.0 / temperature, 3.4028234e38)); }
-
-// Writes the maximum of each block; returns the largest, NaN if there is NaN or +inf.
-float find_maxima(const float *x, long width, float *maxima) {
-  const Logits row{x, width, maxima, 0};
-  const Vec infinity = broadcast(kInfinity);
-  float top = -kInfinity;
-  bool finite = true;
-  for (long b = 0; b < row.blocks(); b++) {
-    Vec most = broadcast(-kInfinity);
-    Mask below = first(kLanes);
-    for (int i = 0; i < noise::kVectors; i++) {
-      const Vec value = row.vector(b * kBlock + i * kLanes);
-      below = both(below, less(value, infinity));  // false for NaN too
-      most = max(value, most);
-    }
-    finite &= to_bits(below) == to_bits(first(kLanes));
-    maxima[b] = largest(most);
-    top = std::max(top, maxima[b]);
-  }
-  return finite ? top : __builtin_nanf("");
-}
-
-// 2^y for y <= 0, to a few parts in 10^8; not below 2^-126. Cheaper than `exp`, which takes any number. 2^y is 2^n 2^f
-// with n whole and f from -1/2 to 1/2; the last term is a polynomial with the least largest error.
-inline Vec power_of_2(Vec y) {
-  const Vec magic = broadcast(12582912.0f);  // 1.5 2^23: what is added to it is rounded to a whole number
-  y = max(broadcast(-126.0f), y);
-  const Vec shifted = y + magic;
-  const Vec f = y - (shifted - magic);
-  Vec p = broadcast(0.00015353362f);
-  p = fma(p, f, broadcast(0.0013398875f));
-  p = fma(p, f, broadcast(0.00961843692f));
-  p = fma(p, f, broadcast(0.0555033237f));
-  p = fma(p, f, broadcast(0.240226477f));
-  p = fma(p, f, broadcast(0.693147182f));
-  p = fma(p, f, broadcast(1.0f));
-  return (Vec)((Words)p + ((Words)shifted << 23));
-}
-
-constexpr float kLog2E = 1.44269504f;
-
-// sum(exp((x - top) / temperature)) over the ids that `cut` keeps: of blocks in float32, and of those in float64.
-double mass_of(const Logits &row, double temperature, Cut cut) {
-  if (row.broken()) return 0;
-  const float factor = static_cast<float>(std::min(kLog2E / temperature, 3.4028234e38));
-  const Vec top = broadcast(row.top), scale = broadcast(factor);
-  const Vec low = broadcast(cut.low), below = broadcast(cut.below());
-  double total = 0;
-  for (long b = 0; b < row.blocks(); b++) {
-    const long start = b * kBlock;
-    if (row.maxima[b] < cut.low || (row.maxima[b] - row.top) * factor < -126.0f) continue;
-    Vec sums[2] = {zero(), zero()};
-    if (start + kBlock <= row.width && (cut.end <= start || start + kBlock <= cut.end)) {
-      const Vec bound = start < cut.end ? below : low;
-      for (int i = 0; i < noise::kVectors; i++) {
-        const Vec value = load(row.x + start + i * kLanes);
-        sums[i % 2] = sums[i % 2] + select(less(bound, value), power_of_2((value - top) * scale), zero());
-      }
-    } else {
-      for (int i = 0; i < noise::kVectors; i++) {
-        const long at = start + i * kLanes;
-        const Vec value = row.vector(at), bound = select(first(cut.end - at), below, low);
-        sums[i % 2] = sums[i % 2] + select(less(bound, value), power_of_2((value - top) * scale), zero());
-      }
-    }
-    total += sum(sums[0] + sums[1]);
-  }
-  return total;
-}
-
-// The id with the largest x / temperature + noise among those that a cut keeps; the lowest id among equals.
-struct Draw {
-  double score = -__builtin_inf();
-  long id = 0;  // local
-};
-
-class Drawing {
- public:
-  Drawing(const Logits &row, long first_id, double temperature, Key key, Cut cut)
-      : row_(row), first_id_(first_id), temperature_(temperature), scale_(inverse_of(temperature)), key_(key), cut_(cut),
-        least_(0.04f) {}  // exp(-3.2): noise is above -3.14, and the largest logit is kept if any is
-
-  // `distances` [blocks]: of the most noise in each block; becomes scratch memory.
-  Draw run(uint32_t *distances) {
-    if (row_.broken() || row_.top < cut_.low) return best_;
-    // An upper bound of exp(score - top / temperature) for each block; the highest comes first, and many others are then
-    // known to lose. It is exact to about 1e-5, and compared with a margin of 1e-3.
-    float *bounds = reinterpret_cast<float *>(distances);
-    const long blocks = row_.blocks();
-    long first_block = 0;
-    float highest = -1;
-    for (long b = 0; b < blocks; b += kLanes) {
-      const long count = std::min<long>(kLanes, blocks - b);
-      Words words = {};
-      memcpy(&words, distances + b, count * sizeof(uint32_t));
-      float here[kLanes];
-      store(here, bound_of(load(row_.maxima + b, count), words));
-      for (long i = 0; i < count; i++) {
-        if (row_.maxima[b + i] < cut_.low) here[i] = 0;
-        if (here[i] > highest) highest = here[i], first_block = b + i;
-      }
-      memcpy(bounds + b, here, count * sizeof(float));
-    }
-    visit(first_block, 0, -kInfinity);
-    for (long b = 0; b < blocks; b++)
-      if (b != first_block && bounds[b] >= least_ * kMargin) visit(b, bounds[b], row_.maxima[b]);
-    return best_;
-  }
-
- private:
-  static constexpr float kMargin = 0.999f;
-
-  Vec bound_of(Vec value, Words distance) const {
-    return exp((value - broadcast(row_.top)) * broadcast(scale_)) / noise::tail(distance);
-  }
-
-  // Computes in float64 the ids of a block that could win. A `bound` above 0 is the block's, of its largest logit `most`:
-  // then with its most noise, too, a logit must not be far below `most` to win.
-  void visit(long block, float bound, float most) {
-    const long start = block * kBlock;
-    float lowest = -kInfinity;
-    if (bound > 0) {
-      const double far = temperature_ * std::log(static_cast<double>(least_ * kMargin) / bound);
-      lowest = static_cast<float>(most + far - (std::fabs(most) + temperature_) * 1e-5);
-    }
-    const float below = cut_.below();
-    alignas(64) float bounds[kBlock], values[kBlock];
-    alignas(64) uint32_t distances[kBlock];
-    int likely[kBlock], count = 0;
-    for (int i = 0; i < kBlock; i += kLanes) {
-      const Vec value = row_.vector(start + i);
-      const Vec cut = select(first(cut_.end - start - i), broadcast(below), broadcast(cut_.low));
-      uint32_t bits = to_bits(both(less(broadcast(lowest), value), less(cut, value)));
-      if (!bits) continue;
-      const Words ids = noise::ids_from(static_cast<uint32_t>(first_id_ + start + i));
-      const Words distance = noise::distance(noise::mixed(ids), key_);
-      memcpy(distances + i, &distance, sizeof distance);
-      store(values + i, value);
-      store(bounds + i, bound_of(value, distance));
-      for (; bits; bits &= bits - 1) {
-        const int place = i + __builtin_ctz(bits);
-        if (bounds[place] < least_ * kMargin) continue;
-        likely[count++] = place;
-        if (bounds[place] > bounds[likely[0]]) std::swap(likely[0], likely[count - 1]);  // the best first
-      }
-    }
-    for (int n = 0; n < count; n++) {
-      const int i = likely[n];
-      if (bounds[i] >= least_ * kMargin) consider(values[i], distances[i], start + i);
-    }
-  }
-
-  void consider(float value, uint32_t distance, long id) {
-    const double score = static_cast<double>(value) / temperature_ + noise::gumbel(distance);
-    if (score < best_.score || (score == best_.score && id >= best_.id)) return;
-    best_ = {score, id};
-    least_ = std::max(least_, static_cast<float>(std::exp(score - static_cast<double>(row_.top) / temperature_)));
-  }
-
-  const Logits &row_;
-  const long first_id_;
-  const double temperature_;
-  const float scale_;
-  const Key key_;
-  const Cut cut_;
-  float least_;  // exp(score - top / temperature) of what must be reached
-  Draw best_;
-};
-
-// The keys of `candidates.encode`.
-int64_t key_of(float value, long id) {
-  value += 0.0f;  // -0 becomes 0
-  int32_t bits;
-  memcpy(&bits, &value, sizeof bits);
-  const int32_t ordered = ((bits >> 31) & 0x7fffffff) ^ bits;
-  return static_cast<int64_t>(static_cast<uint64_t>(static_cast<int64_t>(ordered)) << 32) | (0x7fffffff - id);
-}
-
-// Keys held at once for the `count` best: as many blocks lie above the count-th best maximum, and `count` equals.
-long keys_needed(long width, long count) { return std::min(count * kBlock, width) + count; }
-
-// The keys of the `count` largest logits, best first, padded. `some` holds `keys_needed`, `order` as many as blocks.
-void find_best(const Logits &row, long first_id, long count, int64_t *some, float *order, int64_t *best) {
-  long found = 0, equals = 0;
-  if (row.top == row.top) {
-    // An id below the count-th largest maximum is beaten by as many ids, one in each of those blocks.
-    float least = -kInfinity;
-    if (count <= row.blocks()) {
-      memcpy(order, row.maxima, row.blocks() * sizeof(float));
-      std::nth_element(order, order + count - 1, order + row.blocks(), std::greater<float>());
-      least = order[count - 1];
-    }
-    for (long b = 0; b < row.blocks(); b++) {
-      if (row.maxima[b] < least) continue;
-      for (long at = b * kBlock; at < std::min((b + 1) * kBlock, row.width); at += kLanes) {
-        uint32_t bits = ~to_bits(less(row.vector(at), broadcast(least))) & to_bits(first(row.width - at));
-        for (; bits; bits &= bits - 1) {
-          const long id = at + __builtin_ctz(bits);
-          if (row.x[id] > least || equals++ < count) some[found++] = key_of(row.x[id], first_id + id);
-        }
-      }
-    }
-  }
-  const long kept = std::min(found, count);
-  std::nth_element(some, some + kept, some + found, std::greater<int64_t>());
-  std::sort(some, some + kept, std::greater<int64_t>());
-  std::copy(some, some + kept, best);
-  std::fill(best + kept, best + count, key_of(-kInfinity, 0x7fffffff));
-}
-
-long count_above(const Logits &row, float value) {
-  long count = 0;
-  for (long b = 0; b < row.blocks(); b++) {
-    if (!(row.maxima[b] > value)) continue;
-    for (long at = b * kBlock; at < std::min((b + 1) * kBlock, row.width); at += kLanes)
-      count += __builtin_popcount(to_bits(less(broadcast(value), row.vector(at))));
-  }
-  return count;
-}
+using namespace sampling;
 
 int threads() {
 #ifdef _OPENMP
@@ -313,10 +55,7 @@ extern "C" void oarlock_logits_argmax(const float *x, long stride, long width, c
   const Table table{x, stride, width, maxima, tops};
   for (long i = 0; i < count; i++) {
     const Logits row = table.row(rows[i]);
-    ids[i] = 0;
-    if (row.broken()) continue;
-    const long start = (std::find(row.maxima, row.maxima + row.blocks(), row.top) - row.maxima) * kBlock;
-    ids[i] = std::find(row.x + start, row.x + width, row.top) - row.x;
+    ids[i] = row.broken() ? 0 : lowest_largest(row);
   }
 }
 
@@ -352,16 +91,7 @@ extern "C" void oarlock_logits_draw(const float *x, long stride, long width, con
       Words mixed[noise::kVectors];
       for (int i = 0; i < noise::kVectors; i++)
         mixed[i] = noise::mixed(noise::ids_from(static_cast<uint32_t>(first_id + b * kBlock + i * kLanes)));
-      for (long r = 0; r < count; r++) {
-        Words least = noise::distance(mixed[0], keys[r]);
-        for (int i = 1; i < noise::kVectors; i++) {
-          const Words other = noise::distance(mixed[i], keys[r]);
-          least = other < least ? other : least;
-        }
-        uint32_t most = least[0];
-        for (int i = 1; i < kLanes; i++) most = std::min<uint32_t>(most, least[i]);
-        distances[r * blocks + b] = most;
-      }
+      for (long r = 0; r < count; r++) distances[r * blocks + b] = noise::least_distance(mixed, keys[r]);
     }
 #pragma omp for schedule(dynamic)
     for (long i = 0; i < count; i++) {
@@ -389,4 +119,38 @@ extern "C" void oarlock_logits_above(const float *x, long stride, long width, co
   const Table table{x, stride, width, maxima, tops};
 #pragma omp parallel for schedule(dynamic)
   for (long i = 0; i < count; i++) counts[i] = count_above(table.row(rows[i]), values[i]);
+}
+
+// Chooses a token for each of `count` rows of a rank that has the whole vocabulary of `vocab_size` ids, 0 for rows that
+// are broken or have a target. Also what `oarlock_logits_maxima` writes, with the masses of temperature 1 where `scoring`.
+extern "C" void oarlock_sample(const float *x, long stride, long width, long count, long first_id, long vocab_size,
+                               const int32_t *target_ids, const float *temperature, const float *top_p,
+                               const int32_t *top_k, const float *min_p, const int64_t *seeds,
+                               const int32_t *positions, const uint8_t *scoring, float *maxima, float *tops,
+                               double *masses, int64_t *tokens) {
+  const long blocks = (width + kBlock - 1) / kBlock;
+  const auto filters_of = [&](long i) {
+    return Filters{temperature[i], top_p[i], min_p[i], top_k[i] < vocab_size ? top_k[i] : 0};
+  };
+  long longest = kCandidates;
+  for (long i = 0; i < count; i++) longest = std::max(longest, filters_of(i).top_k);
+  const Arena::Mark mark = arena().mark();
+  const long each = keys_needed(width, longest), all = threads();
+  const Scratch first{arena().take<uint32_t>(blocks * all), arena().take<float>(blocks * all),
+                      arena().take<int64_t>(each * all), arena().take<int64_t>(longest * all),
+                      arena().take<double>(longest * all)};
+#pragma omp parallel for schedule(dynamic)
+  for (long i = 0; i < count; i++) {
+    const long mine = this_thread();
+    const Scratch scratch{first.distances + blocks * mine, first.order + blocks * mine, first.some + each * mine,
+                          first.keys + longest * mine, first.masses + longest * mine};
+    tops[i] = find_maxima(x + i * stride, width, maxima + i * blocks);
+    const Logits row{x + i * stride, width, maxima + i * blocks, tops[i]};
+    masses[i] = scoring[i] ? mass_of(row, 1.0, {-kInfinity, 0}) : 0;
+    tokens[i] = target_ids[i] < 0
+                    ? first_id + choose(row, first_id, filters_of(i), row_key(seeds[i], positions[i]), scratch)
+                    : 0;
+    if (row.broken()) tokens[i] = 0;
+  }
+  arena().release(mark);
 }
