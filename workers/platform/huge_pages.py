@@ -76,15 +76,16 @@ def _fresh_pages(size: int) -> tuple[mmap.mmap, int]:
         memory = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"{size} bytes of memory: {error.strerror}") from error
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % HUGE_PAGE_BYTES
     reason = why_not()
     if reason is None:
         try:
-            memory.madvise(mmap.MADV_HUGEPAGE)
+            # Not for the end, which does not fill a huge page: that would take up to 2 MiB more than `size`.
+            memory.madvise(mmap.MADV_HUGEPAGE, start, size // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
         except OSError as error:
             reason = f"the system refuses the advice: {error.strerror}"
     _log_once(reason)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    return memory, -address % HUGE_PAGE_BYTES
+    return memory, start
 
 
 def why_not(setting: Path = _SETTING) -> str | None:

@@ -98,3 +98,11 @@ def test_after_release_nothing_is_kept() -> None:
     del x
     assert staging._free is None
     assert staging.empty((4 << 20,), torch.uint8).shape == (4 << 20,)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
+def test_the_last_part_of_a_tensor_takes_no_whole_huge_page() -> None:
+    before = resident_bytes()
+    kept = [huge_page_empty((HUGE_PAGE_BYTES + 8192,), torch.uint8).fill_(1) for _ in range(20)]
+    taken = resident_bytes() - before
+    assert taken < 20 * (HUGE_PAGE_BYTES + 8192) * 1.2 and len(kept) == 20

@@ -1,6 +1,6 @@
 """How long `oarlock serve` takes until it is ready, in alternation with other checkouts.
 
-    python -m tests.load.start_time --rounds 5 [--tree OTHER_CHECKOUT ...] [-- --dtype float32 ...]
+    python -m benchmarks.start_time --rounds 5 [--tree OTHER_CHECKOUT ...] [-- --dtype float32 ...]
 
 Everything after `--` goes to `serve`. The first start of each tree is not counted: it fills the page cache and, where
 sources are new, compiles the kernels. Counted are the seconds until `/health` answers 200, and the processor seconds of
@@ -22,9 +22,9 @@ from pathlib import Path
 
 import psutil
 
-from tests.load.checkpoint import ensure
+from benchmarks.checkpoint import ensure
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 _LIMIT_S = 180.0
 _POLL_S = 0.02
 
@@ -63,14 +63,14 @@ def processor_seconds(pid: int) -> float:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="tests.load.start_time", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="benchmarks.start_time", description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tree", type=Path, action="append", default=[], help="another checkout with a .venv")
-    parser.add_argument("--model", type=Path, help="default: the shape of Qwen2.5-0.5B with random weights")
-    parser.add_argument("--quick", action="store_true", help="a tiny model")
+    parser.add_argument("--model", type=Path, help="default: random weights of --shape")
+    parser.add_argument("--shape", default="0.5b", help="of the random weights made where --model is not given")
     own, options = (arguments, []) if "--" not in arguments else split_at_dashes(arguments)
     parsed = parser.parse_args(own)
-    model = parsed.model or ensure(quick=parsed.quick)
+    model = parsed.model or ensure(parsed.shape)
     trees = [*parsed.tree, ROOT]
     found: dict[Path, list[tuple[float, float]]] = {tree: [] for tree in trees}
     print("| round | checkout | ready, s | processor, s | load of the machine |\n|---|---|---|---|---|")
