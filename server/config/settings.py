@@ -178,7 +178,7 @@ class Settings:
         example="4",
         minimum=1,
         maximum=1024,
-        help="CPU threads of one rank (default: cores / ranks)",
+        help="CPU threads of one rank (default: physical cores / ranks, without efficiency cores)",
     )
     attention_backend: str = option(
         "auto",
