@@ -79,6 +79,7 @@ class Decoder:
         self.rotary = {rope: RotaryTable(rope, device) for rope in ropes}  # one, or two where windows have their own
         self.rotary_of = [list(self.rotary).index(rope) for rope in ropes]
         self._prepared: PreparedLayers | None = None
+        self.why_not_prepared: str | None = None  # in the newest step
         self.attention_specs: list[AttentionSpec] = [block.attention.spec for block in self.layers]
 
     def with_layers(self, layers: list[int]) -> "Decoder":
@@ -153,8 +154,9 @@ class Decoder:
         if self._prepared is None or not self._prepared.serves(self.layers, kv, backend):
             try:
                 self._prepared = PreparedLayers(self.layers, self.rotary_of, self.place.tp, kv, backend)
-            except CannotPrepare:
-                self._prepared = None
+                self.why_not_prepared = None
+            except CannotPrepare as reason:
+                self._prepared, self.why_not_prepared = None, str(reason)
         return self._prepared
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

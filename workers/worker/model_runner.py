@@ -107,6 +107,10 @@ class ModelRunner:
             self.kv = self.backend.allocate(num_blocks)
         with self._memory_for("trying the model out"), torch.inference_mode():
             self.execute(null_step(2, 2, 1, block_size))
+            if self.tp.rank == 0:
+                reason = self.model.why_not_prepared
+                form = "one for each half" if reason is None else f"separate operations, as {reason}"
+                logger.info("event=layers calls=%r", form)
             self.invariance = check_batch_invariance(
                 self.model,
                 self.kv,

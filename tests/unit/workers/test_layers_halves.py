@@ -51,7 +51,8 @@ def run(decoder: Decoder, backend: type[CppBackend], *works: dict[int, list[int]
     steps = PagedRun(decoder, backend)
     logits = [rows for work in works for rows in steps.step(work).values()]
     pages = [part.flatten().float() for layer in steps.pages for part in (layer.k, layer.v)]
-    assert (decoder._prepared is not None) == (backend is CppBackend)
+    expected = None if backend is CppBackend else "attention is computed by SeparateOperations"
+    assert decoder.why_not_prepared == expected
     return torch.cat([*(rows.flatten() for rows in logits), *pages])
 
 
@@ -130,9 +131,9 @@ def check_replacing(
         with patch.context() as inner:
             inner.setattr(owner, name, replace(getattr(owner, name)))
             broken = steps.step({1: [3, 4]})[1]
-            assert (decoder._prepared is not None) == is_prepared
+            assert (decoder.why_not_prepared is None) == is_prepared
         again = steps.step({2: [3, 4]})[2]
-        assert decoder._prepared is not None
+        assert decoder.why_not_prepared is None
     assert torch.equal(first, again) and not torch.equal(first, broken)
 
 
