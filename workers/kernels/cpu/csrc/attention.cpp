@@ -22,9 +22,10 @@
 namespace {
 
 constexpr int kTile = 3 * kTileRows;  // rows per tile: they share what is read from memory
-constexpr int kAhead = 8;             // groups after those of a span: computed in vain, or prefetched
-constexpr long kPartsPerThread = 8;   // into how many parts the spans of a step are cut for each thread, at least
-constexpr long kLeastSpans = 2;       // spans per part, at least: merging takes time, too
+constexpr int kUnit = kVectors < 4 ? 4 / kVectors : 1;  // groups per call of a product that takes 4 registers
+constexpr int kMore = 2 * kUnit;      // groups after those of a span that products may be given
+constexpr long kPartsPerThread = 8;  // into how many parts the spans of a step are cut for each thread, at least
+constexpr long kLeastSpans = 2;      // spans per part, at least: merging takes time, too
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
 
 template <class T>
@@ -37,31 +38,32 @@ struct Call {
   long q_stride, out_stride;
 };
 
-// Some spans of one tile. `partials`: null when these are all spans of the tile; else where the first span's results go.
+// Some spans of one tile. `partials`: null when these are all spans of the tile; else where the first one's results go.
 struct Task {
-  int seq, head, row, rows;  // `row`: the first one, counted over the query tokens and heads of the sequence and KV head
+  int seq, head, row, rows;  // `row`: the first one, of the rows (query token, head) of the sequence and KV head
   long first_span, end_span;
   float *partials;
 };
-
-// Where row `r` of a task lies in an array of rows of heads, `stride` elements apart.
-template <class T>
-long row_offset(const Call<T> &call, const Task &task, long r, long stride) {
-  const long num_queries_per_kv = call.layer.heads / call.layer.kv_heads, row = task.row + r;
-  const long head = task.head * num_queries_per_kv + row % num_queries_per_kv;
-  return (call.step.query_start_loc[task.seq] + row / num_queries_per_kv) * stride + head * call.layer.head_dim;
-}
 
 // The first position of the first group that a query at `position` sees.
 long first_position(const AttentionLayer &layer, long position) {
   return layer.window && position >= layer.window ? (position - layer.window + 1) / kGroup * kGroup : 0;
 }
 
+// Rows of a tile that are multiplied together.
+template <class T>
+struct Block {
+  long start;
+  const Products<T> *products;
+};
+
 template <class T>
 struct Workspace {
+  long q_at[kTile], out_at[kTile], last[kTile];  // of each row: where it lies in q and out, the last position it sees
+  Block<T> blocks[kTile / kTileRows];
   alignas(64) Left<T> q[kTile * kMaxHead];
-  alignas(64) float scores[kTileRows * kSpan];
-  alignas(64) std::conditional_t<std::is_same_v<Left<T>, float>, char, Left<T>> weights[kTileRows * kSpan];
+  alignas(64) float scores[kTile * kSpan];
+  alignas(64) std::conditional_t<std::is_same_v<Left<T>, float>, char, Left<T>> weights[kTile * kSpan];
   alignas(64) float part[kTile * (kMaxHead + 2)], result[kTile * (kMaxHead + 2)];  // of one span, and of all so far
 };
 
@@ -72,7 +74,7 @@ Left<T> *weights_of(Workspace<T> &space) {
   else return space.weights;
 }
 
-// Results of `rows` rows over some positions, in one piece of memory: weighted sums of values [rows][width], the largest
+// Results of `rows` rows over some positions, in one piece of memory: weighted sums of values [rows][width], largest
 // scores [rows], and the sums of weights relative to them [rows]. A row that saw no position has the score kHidden.
 long span_size(long rows, long width) { return (rows * (width + 2) + 15) / 16 * 16; }
 float *peaks_of(float *span, long rows, long width) { return span + rows * width; }
@@ -89,7 +91,7 @@ void merge(float *into, float *next, long rows, long width) {
     float &peak = peaks_of(into, rows, width)[r], &total = totals_of(into, rows, width)[r];
     const float next_peak = peaks_of(next, rows, width)[r];
     if (next_peak == kHidden) continue;
-    const float largest = std::fmax(peak, next_peak);
+    const float largest = peak > next_peak ? peak : next_peak;
     const float keep = peak == kHidden ? 0.0f : simd::exp(peak - largest), take = simd::exp(next_peak - largest);
     total = std::fma(total, keep, totals_of(next, rows, width)[r] * take);
     peak = largest;
@@ -118,7 +120,8 @@ void softmax(const AttentionLayer &layer, float *scores, E *weights, long low, l
       simd::store(scores + i, simd::tanh(simd::load(scores + i) * ratio) * cap);
     scale = 1.0f;
   }
-  if (begin < low) simd::store(scores + begin, simd::select(simd::first(low - begin), hidden, simd::load(scores + begin)));
+  if (begin < low)
+    simd::store(scores + begin, simd::select(simd::first(low - begin), hidden, simd::load(scores + begin)));
   if (high < end) {
     float *last = scores + end - kLanes;
     simd::store(last, simd::select(simd::first(high - (end - kLanes)), simd::load(last), hidden));
@@ -132,21 +135,45 @@ void softmax(const AttentionLayer &layer, float *scores, E *weights, long low, l
   }
   const Vec scales = simd::broadcast(scale), shift = simd::broadcast(-*peak);
   Vec totals = simd::zero();
-  memset(weights, 0, begin * sizeof *weights);
+  if (begin > 0) memset(weights, 0, begin * sizeof *weights);
   for (long i = begin; i < end; i += kLanes) {
     const Vec p = simd::exp(simd::fma(simd::load(scores + i), scales, shift));
     simd::store(weights + i, p);
     totals = totals + (std::is_same_v<E, float> ? p : simd::load(weights + i));  // as rounded
   }
-  memset(weights + end, 0, (count - end) * sizeof *weights);
+  if (end < count) memset(weights + end, 0, (count - end) * sizeof *weights);
   *total = simd::sum(totals);
 }
 
+// Finds the rows of a task. Returns the number of their blocks.
 template <class T>
-void finish(const Call<T> &call, const Task &task, const float *result) {
+long find_rows(const Call<T> &call, const Task &task, Workspace<T> &space) {
+  const AttentionStep &step = call.step;
+  const long num_queries_per_kv = call.layer.heads / call.layer.kv_heads, width = call.layer.head_dim;
+  const long query = step.query_start_loc[task.seq];  // the sequence's first query token
+  const long before = step.seq_lens[task.seq] - (step.query_start_loc[task.seq + 1] - query);  // positions before it
+  long token = task.row / num_queries_per_kv, head = task.row % num_queries_per_kv;
+  for (long r = 0; r < task.rows; r++) {
+    const long at = (task.head * num_queries_per_kv + head) * width;
+    space.q_at[r] = (query + token) * call.q_stride + at;
+    space.out_at[r] = (query + token) * call.out_stride + at;
+    space.last[r] = before + token;
+    if (++head == num_queries_per_kv) head = 0, token++;
+  }
+  const long blocks = (task.rows + kTileRows - 1) / kTileRows;
+  for (long block = 0; block < blocks; block++) {
+    const long start = block * task.rows / blocks, end = (block + 1) * task.rows / blocks;
+    space.blocks[block] = {start, &products<T>(end - start)};
+  }
+  return blocks;
+}
+
+template <class T>
+void finish(const Call<T> &call, const Task &task, Workspace<T> &space) {
   const long rows = task.rows, width = call.layer.head_dim;
+  const float *result = space.result;
   for (long r = 0; r < rows; r++) {
-    T *to = call.out + row_offset(call, task, r, call.out_stride);
+    T *to = call.out + space.out_at[r];
     const Vec total = simd::broadcast(result[rows * (width + 1) + r]);
     for (long d = 0; d < width; d += kLanes) simd::store(to + d, simd::load(result + r * width + d) / total);
   }
@@ -158,83 +185,103 @@ inline Left<T> left(T value) {
   else return simd::to_float(value);
 }
 
+// Where the groups of a span lie that a tile sees. After them come those that follow, or copies of the last one: these
+// are prefetched or computed in vain.
+template <class T>
+struct Groups {
+  long first, count;  // the first position, and the number of groups in this span
+  const T *k[kSpan / kGroup + kMore], *v[kSpan / kGroup + kMore];
+};
+
+// `begin` and `end`: the positions that the tile sees.
+template <class T>
+void find_groups(const Call<T> &call, const Task &task, long begin, long end, long span, Groups<T> &groups) {
+  const AttentionLayer &layer = call.layer;
+  const int32_t *table = call.step.tables + task.seq * call.step.table_width;
+  const long groups_per_page = layer.block_size / kGroup, size = kGroup * layer.head_dim;
+  const long first = begin > span * kSpan ? begin : span * kSpan;
+  const long stop = end < (span + 1) * kSpan ? end : (span + 1) * kSpan;
+  groups.first = first;
+  groups.count = (stop - first + kGroup - 1) / kGroup;
+  const long left = (end - first + kGroup - 1) / kGroup;
+  long page = first / kGroup / groups_per_page, place = first / kGroup % groups_per_page;
+  for (long g = 0; g < kSpan / kGroup + kMore; g++) {
+    if (g >= left) {
+      groups.k[g] = groups.k[g - 1], groups.v[g] = groups.v[g - 1];
+      continue;
+    }
+    const long at = ((table[page] * layer.kv_heads + task.head) * groups_per_page + place) * size;
+    groups.k[g] = call.k + at, groups.v[g] = call.v + at;
+    if (++place == groups_per_page) place = 0, page++;
+  }
+}
+
 template <class T>
 __attribute__((noinline)) void compute(const Call<T> &call, const Task &task, Workspace<T> &space) {
-  const AttentionStep &step = call.step;
   const AttentionLayer &layer = call.layer;
   constexpr int kStep = Format<T>::kStep;
-  const long width = layer.head_dim, num_queries_per_kv = layer.heads / layer.kv_heads, rows = task.rows;
-  const long query = step.query_start_loc[task.seq];  // the sequence's first query token
-  const long before = step.seq_lens[task.seq] - (step.query_start_loc[task.seq + 1] - query);  // positions before it
-  const long blocks = (rows + kTileRows - 1) / kTileRows;
-  const auto block_start = [&](long block) { return block * rows / blocks; };
-  const auto last_seen = [&](long r) { return before + (task.row + r) / num_queries_per_kv; };
-  for (long block = 0; block < blocks; block++) {
-    const long start = block_start(block), count = block_start(block + 1) - start;
-    for (long r = 0; r < count; r++) {
-      const T *from = call.q + row_offset(call, task, start + r, call.q_stride);
-      Left<T> *to = space.q + start * width + r * kStep;
-      for (long d = 0; d < width; d++) to[d / kStep * count * kStep + d % kStep] = left<T>(from[d]);
-    }
+  const long width = layer.head_dim, rows = task.rows, blocks = find_rows(call, task, space);
+  for (long r = 0; r < rows; r++) {
+    const T *from = call.q + space.q_at[r];
+    Left<T> *to = space.q + r * kMaxHead;
+    if constexpr (std::is_same_v<Left<T>, T>) memcpy(to, from, width * sizeof(T));
+    else for (long d = 0; d < width; d += kLanes) simd::store(to + d, simd::load(from + d));
   }
   if (!task.partials) clear(space.result, rows, width);
 
-  const long end = last_seen(rows - 1) + 1;
-  const long begin = first_position(layer, last_seen(0));
-  const int32_t *table = step.tables + task.seq * step.table_width;
-  const long groups_per_page = layer.block_size / kGroup, page_stride = layer.kv_heads * layer.block_size * width;
+  const long end = space.last[rows - 1] + 1, begin = first_position(layer, space.last[0]);
   Left<T> *weights = weights_of(space);
-  for (long span = task.first_span; span < task.end_span; span++) {
-    const long first = begin > span * kSpan ? begin : span * kSpan;
-    const long stop = end < (span + 1) * kSpan ? end : (span + 1) * kSpan;
-    const long groups = (stop - first + kGroup - 1) / kGroup, left_groups = (end - first + kGroup - 1) / kGroup;
-    // After the groups of the span come those that follow, or copies of the last one. What is computed from them is not
-    // read.
-    const T *k[kSpan / kGroup + kAhead], *v[kSpan / kGroup + kAhead];
-    long page = first / kGroup / groups_per_page, place = first / kGroup % groups_per_page;
-    for (long g = 0; g < groups + kAhead; g++) {
-      if (g >= left_groups) {
-        k[g] = k[g - 1], v[g] = v[g - 1];
-        continue;
-      }
-      const long at = table[page] * page_stride + (task.head * groups_per_page + place) * kGroup * width;
-      k[g] = call.k + at, v[g] = call.v + at;
-      if (++place == groups_per_page) place = 0, page++;
-    }
+  Groups<T> here, next;
+  find_groups(call, task, begin, end, task.first_span, here);
+  for (long span = task.first_span; span < task.end_span; span++, here = next) {
+    find_groups(call, task, begin, end, span + 1 < task.end_span ? span + 1 : span, next);
     float *memory = task.partials ? task.partials + (span - task.first_span) * span_size(rows, width) : space.part;
+    for (long g = 0; g < here.count; g += kUnit)
+      for (long block = 0; block < blocks; block++) {
+        const long start = space.blocks[block].start;
+        const Products<T> &product = *space.blocks[block].products;
+        for (long i = g * kVectors; i < (g + kUnit) * kVectors && i < here.count * kVectors; i += product.columns) {
+          const long group = i / kVectors, groups = product.columns > kVectors ? product.columns / kVectors : 1;
+          const T *from[4], *ahead[8];
+          for (long c = 0; c < product.columns; c++)
+            from[c] = here.k[(i + c) / kVectors] + (i + c) % kVectors * kLanes * kStep;
+          for (long c = 0; c < groups; c++) {
+            ahead[2 * c] = here.v[group + c];
+            ahead[2 * c + 1] = here.k[group + groups + c];
+          }
+          product.score(space.q + start * kMaxHead, from, width, space.scores + start * kSpan + i * kLanes, ahead);
+        }
+      }
+    for (long r = 0; r < rows; r++) {
+      const long last = space.last[r], high = last - here.first + 1, most = here.count * kGroup;
+      const long low = layer.window && last - layer.window + 1 > here.first ? last - layer.window + 1 - here.first : 0;
+      softmax(layer, space.scores + r * kSpan, weights + r * kSpan, low, high < most ? high : most, most,
+              peaks_of(memory, rows, width) + r, totals_of(memory, rows, width) + r);
+    }
     for (long block = 0; block < blocks; block++) {
-      const long start = block_start(block), count = block_start(block + 1) - start;
-      const Products<T> &product = products<T>(count);
-      for (long i = 0; i < groups * kVectors; i += product.columns) {
-        const T *from[4], *next[8];
-        for (long c = 0; c < product.columns; c++)
-          from[c] = k[(i + c) / kVectors] + (i + c) % kVectors * kLanes * kStep;
-        const long g = i / kVectors, ahead = product.columns > kVectors ? product.columns / kVectors : 1;
-        for (long c = 0; c < ahead; c++) next[2 * c] = v[g + c], next[2 * c + 1] = k[g + ahead + c];
-        product.score(space.q + start * width, from, width, space.scores + i * kLanes, next);
-      }
-      for (long r = 0; r < count; r++) {
-        const long last = last_seen(start + r), high = last + 1 < stop ? last + 1 : stop;
-        const long low = layer.window && last - layer.window + 1 > first ? last - layer.window + 1 : first;
-        softmax(layer, space.scores + r * kSpan, weights + r * kSpan, low - first, high - first, groups * kGroup,
-                peaks_of(memory, rows, width) + start + r, totals_of(memory, rows, width) + start + r);
-      }
-      float *sum = memory + start * width;
-      for (long g = 0, until; g < groups; g = until) {
+      const long start = space.blocks[block].start;
+      const Products<T> &product = *space.blocks[block].products;
+      const T *ahead[kSpan / kGroup];  // each block of rows prefetches its share of the next span's keys
+      const long share = (here.count + blocks - 1) / blocks;
+      for (long g = 0; g < here.count; g++)
+        ahead[g] = g >= share * block && g < share * (block + 1) ? next.k[g] : here.v[g];
+      for (long g = 0, until; g < here.count; g = until) {
         constexpr long kGroups = Format<T>::kPositions / kGroup;
-        until = (first / kGroup + g + kGroups) / kGroups * kGroups - first / kGroup;
-        if (until > groups) until = groups;
-        const Left<T> *from = weights + g * kGroup;
+        until = (here.first / kGroup + g + kGroups) / kGroups * kGroups - here.first / kGroup;
+        if (until > here.count) until = here.count;
+        const Left<T> *from = weights + start * kSpan + g * kGroup;
+        const auto add = [&](auto product, long d) {
+          product(from, here.v + g, ahead + g, until - g, width, d, g > 0, memory + start * width);
+        };
         long d = 0;
-        for (; d + product.columns * kLanes <= width; d += product.columns * kLanes)
-          product.wide(from, v + g, until - g, width, d, g > 0, sum);
-        for (; d < width; d += kLanes * (kVectors < product.columns ? kVectors : product.columns))
-          product.narrow(from, v + g, until - g, width, d, g > 0, sum);
+        for (; d + product.columns * kLanes <= width; d += product.columns * kLanes) add(product.wide, d);
+        const long narrow = kLanes * (kVectors < product.columns ? kVectors : product.columns);
+        for (; d < width; d += narrow) add(product.narrow, d);
       }
     }
     if (!task.partials) merge(space.result, memory, rows, width);
   }
-  if (!task.partials) finish(call, task, space.result);
+  if (!task.partials) finish(call, task, space);
 }
 
 // The tiles of all sequences and KV heads, later ones of a sequence first because they take longer: calls
@@ -293,10 +340,11 @@ void run(const Call<T> &call) {
 #pragma omp for schedule(dynamic)
     for (long i = 0; i < splits; i++) {
       const Task &task = split[i];
+      find_rows(call, task, space);
       clear(space.result, task.rows, width);
       for (long span = task.first_span; span < task.end_span; span++)
         merge(space.result, task.partials + (span - task.first_span) * span_size(task.rows, width), task.rows, width);
-      finish(call, task, space.result);
+      finish(call, task, space);
     }
   }
   arena().release(mark);
@@ -353,8 +401,9 @@ extern "C" void oarlock_attend(const AttentionStep *step, const AttentionLayer *
   });
 }
 
-extern "C" void oarlock_write_kv(const AttentionLayer *layer, const void *k, long k_stride, const void *v, long v_stride,
-                                 void *k_pages, void *v_pages, const int64_t *slots, long tokens, int type) {
+extern "C" void oarlock_write_kv(const AttentionLayer *layer, const void *k, long k_stride, const void *v,
+                                 long v_stride, void *k_pages, void *v_pages, const int64_t *slots, long tokens,
+                                 int type) {
   with_type(type, [&](auto *of) {
     using T = std::remove_pointer_t<decltype(of)>;
     write_kv<T>(*layer, static_cast<const T *>(k), k_stride, static_cast<const T *>(v), v_stride,

@@ -30,9 +30,9 @@ template <class T>
 void attend(const AttentionStep &step, const AttentionLayer &layer, const T *q, long q_stride, T *out, long out_stride,
             const T *k_pages, const T *v_pages);
 
-// Stores k, v [tokens, kv_heads, D], rows `k_stride` and `v_stride` elements apart, at `slots` [tokens] (block * block_size
-// + offset). Writing the first slot of a page clears the page of values first: weight zero times what an earlier sequence
-// left there must be zero, and zero times NaN is not.
+// Stores k, v [tokens, kv_heads, D], rows `k_stride` and `v_stride` elements apart, at `slots` [tokens]: block *
+// block_size + offset. Writing the first slot of a page clears the page of values first: weight zero times what an
+// earlier sequence left there must be zero, and zero times NaN is not.
 template <class T>
 void write_kv(const AttentionLayer &layer, const T *k, long k_stride, const T *v, long v_stride, T *k_pages, T *v_pages,
               const int64_t *slots, long tokens);

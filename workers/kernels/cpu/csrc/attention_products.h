@@ -1,5 +1,5 @@
 // The two products of attention over one span of positions, for 1 to simd::kTileRows rows at a time: the sums of all
-// rows stay in registers while keys or values are read once. Each row's sums run in the same order for any number of rows.
+// rows stay in registers while keys or values are read once. A row's sums have the same order for any number of rows.
 #pragma once
 #include <type_traits>
 #include <utility>
@@ -12,10 +12,10 @@ using simd::kLanes;
 using simd::kTileRows;
 using simd::Vec;
 
-constexpr int kGroup = 16;                     // positions per group
-constexpr int kSpan = 256;                     // positions per softmax
-constexpr int kMaxHead = 256;                  // elements per head
-constexpr int kVectors = kGroup / kLanes;      // registers per element of a group
+constexpr int kGroup = 16;                 // positions per group
+constexpr int kSpan = 256;                 // positions per softmax
+constexpr int kMaxHead = 256;              // elements per head
+constexpr int kVectors = kGroup / kLanes;  // registers that an element of a group's positions takes
 constexpr int kRegisters = kLanes == 8 ? 16 : 32;
 
 #ifdef OARLOCK_BF16_DOT
@@ -75,13 +75,21 @@ inline __attribute__((always_inline)) void add_products(Vec (&sum)[R][C], const 
   }
 }
 
-// to[r * kSpan + 0 .. C * kLanes) = the scores of R rows and C registers of positions, at `k` where d is 0.
-// q [width / s][R][s]. Pages lie anywhere in memory, where hardware prefetching does not help, so the loop prefetches
-// other groups: `next` [2 * groups per call].
+// Prefetches the cache lines of C registers: pages lie anywhere in memory, where hardware prefetching does not help, so
+// each product prefetches what comes next while it computes.
+template <class T, int C>
+inline __attribute__((always_inline)) void prefetch(const T *from) {
+  constexpr int kBytes = C * kLanes * Format<T>::kStep * sizeof(T);
+#pragma GCC unroll 4
+  for (int at = 0; at < kBytes; at += 64) simd::prefetch(reinterpret_cast<const char *>(from) + at);
+}
+
+// to[r * kSpan + 0 .. C * kLanes) = the scores of R rows and C registers of positions. q [R][kMaxHead]; k [C]: where
+// these positions lie with d = 0; next [2 * groups]: keys and values to prefetch.
 template <class T, int R, int C>
 void score(const Left<T> *q, const T *const *k, long width, float *to, const T *const *next) {
   constexpr int kStep = Format<T>::kStep, kElements = Format<T>::kElements;
-  constexpr int kAhead = 2 * (C * kLanes > kGroup ? C * kLanes / kGroup : 1);
+  constexpr int kGroups = C > kVectors ? C / kVectors : 1;
   for (long begin = 0; begin < width; begin += kElements) {
     const long end = width < begin + kElements ? width : begin + kElements;
     Vec sum[R][C];
@@ -94,8 +102,8 @@ void score(const Left<T> *q, const T *const *k, long width, float *to, const T *
 #pragma GCC unroll 4
       for (int c = 0; c < C; c++) from[c] = k[c] + d * kGroup;
 #pragma GCC unroll 8
-      for (int i = 0; i < kAhead; i++) simd::prefetch(next[i] + d * kGroup);
-      add_products<T, R, C, kStep>(sum, from, q + d * R);
+      for (int i = 0; i < 2 * kGroups; i++) simd::prefetch(next[i] + d * kGroup);
+      add_products<T, R, C, kMaxHead>(sum, from, q + d);
     }
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++)
@@ -107,9 +115,11 @@ void score(const Left<T> *q, const T *const *k, long width, float *to, const T *
   }
 }
 
-// sum[r * width + d + 0 .. C * kLanes) = (adds: +=) weights [R][kSpan] @ values over `groups` groups of positions
+// sum[r * width + d + 0 .. C * kLanes) = (adds: +=) weights [R][kSpan] @ values v over `groups` groups of positions;
+// next [groups]: as many keys to prefetch.
 template <class T, int R, int C>
-void weighted_sum(const Left<T> *weights, const T *const *v, long groups, long width, long d, bool adds, float *sum) {
+void weighted_sum(const Left<T> *weights, const T *const *v, const T *const *next, long groups, long width, long d,
+                  bool adds, float *sum) {
   constexpr int kStep = Format<T>::kStep;
   Vec part[R][C];
 #pragma GCC unroll 12
@@ -117,11 +127,12 @@ void weighted_sum(const Left<T> *weights, const T *const *v, long groups, long w
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++) part[r][c] = simd::zero();
   for (long g = 0; g < groups; g++) {
-    const T *at = v[g] + d * kStep;
-    for (int j = 0; j < kGroup; j += kStep, at += width * kStep) {
+    const T *at = v[g] + d * kStep, *ahead = next[g] + d * kStep;
+    for (int j = 0; j < kGroup; j += kStep, at += width * kStep, ahead += width * kStep) {
       const T *from[C];
 #pragma GCC unroll 4
       for (int c = 0; c < C; c++) from[c] = at + c * kLanes * kStep;
+      prefetch<T, C>(ahead);
       add_products<T, R, C, kSpan>(part, from, weights + g * kGroup + j);
     }
   }
@@ -139,8 +150,8 @@ template <class T>
 struct Products {
   int columns;
   void (*score)(const Left<T> *, const T *const *, long, float *, const T *const *);
-  void (*wide)(const Left<T> *, const T *const *, long, long, long, bool, float *);    // `columns` registers
-  void (*narrow)(const Left<T> *, const T *const *, long, long, long, bool, float *);  // what 16 elements take
+  using WeightedSum = void (*)(const Left<T> *, const T *const *, const T *const *, long, long, long, bool, float *);
+  WeightedSum wide, narrow;  // of `columns` registers, and of 16 elements
 };
 
 template <class T, int R>
