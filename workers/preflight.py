@@ -83,17 +83,8 @@ def preflight(config: WorkerConfig) -> WorkerConfig:
         load_format="safetensors" if config.load_format == "auto" else config.load_format,
         tie_word_embeddings=spec.tie_word_embeddings,
         max_model_len=_resolve_length(config.max_model_len, spec),
-        num_threads=config.num_threads or _threads_per_rank(config.tensor_parallel_size, device),
+        num_threads=config.num_threads or max(1, available_cores() // config.tensor_parallel_size),
     )
-
-
-def _threads_per_rank(ranks: int, device: str) -> int:
-    """The cores divided among the ranks; at least one thread each."""
-    cores = available_cores()
-    threads = max(1, cores // ranks)
-    if device == "cpu":
-        logger.info("event=threads per_rank=%d ranks=%d physical_cores=%d", threads, ranks, cores)
-    return threads
 
 
 def _check_limits(config: WorkerConfig) -> None:
