@@ -75,21 +75,21 @@ class TorchLogitsShard:
         return self._mass(rows, temperature, (low.unsqueeze(1), (end - self.first_id).unsqueeze(1)))
 
     def _mass(self, rows: Tensor, temperature: Tensor, left: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """torch's softmax is several times faster than its exp, and the largest probability is one over the sum."""
+        """torch's softmax is several times faster than its exp. Its own sum is not exact enough, but cancels here."""
         masses = torch.zeros_like(temperature)
-        scale = temperature.reciprocal().float().unsqueeze(1)
+        scale = temperature.reciprocal().clamp(max=torch.finfo(torch.float32).max).float().unsqueeze(1)
         step = 1 if self.x.device.type == "cpu" else _ROWS_AT_ONCE  # one row stays in the cache
         for start in range(0, len(rows), step):
             some = slice(start, start + step)
-            x = self.x[rows[some]]
-            weights = (x * scale[some]).softmax(1)
-            whole = weights.amax(1).double().reciprocal()
+            x, top = self.x[rows[some]], self.top[rows[some]].unsqueeze(1)
+            weights = ((x - top) * scale[some]).softmax(1)
+            largest = weights.amax(1).double()
             if left is not None:
                 low, end = left
                 ids = torch.arange(x.shape[1], device=x.device)
                 weights.masked_fill_(~is_left(x, ids, low[some], end[some]), 0.0)
-                whole *= _sums(weights)
-            masses[some] = whole.masked_fill_(self.top[rows[some]] == float("-inf"), 0.0)
+            whole = _sums(weights) / largest
+            masses[some] = whole.masked_fill_(top.squeeze(1) == float("-inf"), 0.0)
         return masses
 
     def count_above(self, rows: Tensor, values: Tensor) -> Tensor:

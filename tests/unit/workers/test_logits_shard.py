@@ -71,7 +71,8 @@ def test_draws_are_the_same_and_masses_within_rounding(width: int, kind: str, te
     plain, ours = shards(x, temperature=temperature)
     temperatures = torch.full((ROWS,), temperature, dtype=torch.float64)
     exact = ((x.double() - x.double().amax(1, keepdim=True)) / temperature).exp().nan_to_num()
-    torch.testing.assert_close(ours.totals, exact.sum(1), rtol=3e-7, atol=0)
+    for shard in (plain, ours):
+        torch.testing.assert_close(shard.totals, exact.sum(1), rtol=5e-7, atol=0)
     for position, (low, end) in enumerate(cuts_of(x)):
         keys = torch.from_numpy(row_keys(np.arange(ROWS), np.full(ROWS, position, np.int32)))
         scores, ids = ours.draw(ALL, temperatures, keys, low, end)
@@ -81,7 +82,8 @@ def test_draws_are_the_same_and_masses_within_rounding(width: int, kind: str, te
         columns = torch.arange(width) + 300
         left = (x > low[:, None]) | ((x == low[:, None]) & (columns < end[:, None]))
         mass = (exact * left).sum(1)
-        torch.testing.assert_close(ours.mass(ALL, temperatures, low, end), mass, rtol=1e-6, atol=1e-30)
+        for shard in (plain, ours):
+            torch.testing.assert_close(shard.mass(ALL, temperatures, low, end), mass, rtol=1e-6, atol=1e-30)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
