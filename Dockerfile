@@ -29,8 +29,11 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     && pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -r torch.txt \
     && rm torch.txt \
     && pip install -r requirements.txt
+# The kernels are compiled here, for every level of instruction set: the image itself holds no compiler.
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 COPY . .
-RUN pip install --no-deps --no-build-isolation --editable . && python -m compileall -q server engine workers oarlock.py
+RUN pip install --no-deps --no-build-isolation --editable . && python -m compileall -q server engine workers oarlock.py \
+    && python -m workers.kernels.cpu.prebuild
 
 FROM build AS build-cuda
 # On Linux the wheels bring their own CUDA and NCCL libraries; the driver comes from the host.
@@ -72,9 +75,5 @@ COPY --from=build-cuda /opt/oarlock /opt/oarlock
 
 # The last stage is what a plain `docker build` makes: it runs anywhere.
 FROM runtime AS cpu
-# The CPU kernels are compiled for the processor that the container meets, on its first start, and kept in /cache.
-USER root
-RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
-USER oarlock
 COPY --from=build-cpu /opt/venv /opt/venv
 COPY --from=build-cpu /opt/oarlock /opt/oarlock

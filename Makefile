@@ -12,11 +12,12 @@ SERVER := $(VENV)/.oarlock-installed
 TOOLS := $(VENV)/.oarlock-tools-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve check test test-long lint format docs soak verify-full accuracy clients fuzz bench-peers bench-load clean
+.PHONY: help install serve wheel check test test-long lint format docs soak verify-full accuracy clients fuzz bench-peers bench-load clean
 
 help:
 	@echo 'make install      make .venv with the pinned requirements and the oarlock command'
 	@echo 'make serve        install, then serve the demo model (ARGS="MODEL --tensor-parallel-size 2" for others)'
+	@echo 'make wheel        a wheel in dist/ with compiled kernels, for machines without a compiler'
 	@echo 'make check        install, then linter, formatter check, type checker and what runs in one process: minutes'
 	@echo 'make test         the same, and every test with servers and ranks'
 	@echo 'make test-long    what takes longer: soak, fuzz, clients, a model of true size'
@@ -54,6 +55,15 @@ $(TOOLS): $(SERVER) requirements-dev.txt
 
 serve: $(SERVER)
 	@exec $(BIN)/oarlock serve $(ARGS)
+
+# The kernels are compiled into the package for as long as the wheel is made.
+wheel: $(SERVER)
+	@echo '==> compiling the kernels for every level of instruction set'
+	@rm -rf build; trap 'rm -rf build workers/kernels/cpu/prebuilt' EXIT; \
+		tag=$$($(BIN)/python -m workers.kernels.cpu.prebuild) && \
+		echo "==> making the wheel for $$tag" && \
+		$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist \
+			--config-settings=--build-option=--plat-name=$$tag .
 
 lint: $(TOOLS)
 	@echo '==> ruff check'

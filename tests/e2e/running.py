@@ -34,9 +34,9 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def command(*arguments: str | int | Path, module: str = "oarlock") -> list[str]:
+def command(*arguments: str | int | Path, module: str = "oarlock", python: str | Path = sys.executable) -> list[str]:
     """`oarlock …` of this very interpreter; like the installed command, it does not import from where it stands."""
-    return [sys.executable, "-P", "-m", module, *map(str, arguments)]
+    return [str(python), "-P", "-m", module, *map(str, arguments)]
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -74,13 +74,14 @@ class RunningServer:
         env: dict[str, str] | None = None,
         module: str = "oarlock",
         cwd: Path = ROOT,
+        python: str | Path = sys.executable,
     ) -> None:
         self.shared_before = shared_memory()
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = tempfile.NamedTemporaryFile("w+", prefix="oarlock-test-", suffix=".log")  # noqa: SIM115
         self.process = subprocess.Popen(
-            command("serve", *([model] if model else []), "--port", self.port, *flags, module=module),
+            command("serve", *([model] if model else []), "--port", self.port, *flags, module=module, python=python),
             cwd=cwd,
             env=environment(**(env or {})),
             stdout=self._log,

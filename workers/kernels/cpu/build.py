@@ -19,9 +19,10 @@ from workers.kernels.cpu.levels import Level
 _log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "csrc"
+PREBUILT = Path(__file__).parent / "prebuilt"
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fno-gnu-unique", "-w")
 _COMPILE_TIMEOUT_S = 120
-_NO_COMPILER = "there is no C++ compiler: install g++, or name one in CXX"
+_NO_COMPILER = "there is no C++ compiler: install g++, name one in CXX, or install a wheel of `make wheel`"
 
 
 class KernelsUnavailable(RuntimeError):
@@ -30,8 +31,10 @@ class KernelsUnavailable(RuntimeError):
 
 def why_not_obtainable(level: Level) -> str | None:
     """Without compiling: None if the library for `level` can be had here, else the reason as one phrase. Torch-free."""
+    if prebuilt(level).exists():
+        return None
     try:
-        _compiler()
+        compiler()
         cache_directory()
     except KernelsUnavailable as reason:
         return str(reason)
@@ -39,18 +42,31 @@ def why_not_obtainable(level: Level) -> str | None:
 
 
 def compiled(level: Level) -> Path:
-    """The library for `level`, compiled now unless this user's cache holds it. Raises `KernelsUnavailable`."""
-    compiler = _compiler()
+    """The library for `level`: what came with the sources, or lies in this user's cache, or is compiled now.
+
+    Raises `KernelsUnavailable`.
+    """
+    if (carried := prebuilt(level)).exists():
+        return carried
+    found = compiler()
     directory = cache_directory()
-    target = directory / f"{level.name}-{fingerprint(level, compiler_facts(compiler))}.so"
+    target = directory / f"{level.name}-{fingerprint(level, compiler_facts(found))}.so"
     with open(directory / f"{level.name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # ranks start together; one compiles, the others wait and use the result
         if not target.exists():
-            _log.info("event=compiling_kernels level=%s compiler=%s", level.name, compiler)
+            _log.info("event=compiling_kernels level=%s compiler=%s", level.name, found)
             started = time.monotonic()
-            compile_to(target, level, compiler)
+            compile_to(target, level, found)
             _log.info("event=compiled_kernels level=%s seconds=%.1f", level.name, time.monotonic() - started)
     return target
+
+
+def prebuilt(level: Level) -> Path:
+    """Where the library lies that was compiled when the wheel or image was made, if there is one.
+
+    Its name has the hash of the sources and flags, so one that was made of others is not found.
+    """
+    return PREBUILT / f"{level.name}-{fingerprint(level)}.so"
 
 
 def compile_to(target: Path, level: Level, compiler: str, sources: Sequence[Path] = ()) -> None:
@@ -65,7 +81,7 @@ def compile_to(target: Path, level: Level, compiler: str, sources: Sequence[Path
     try:
         for source, process in running.items():
             _finish(process, f"compiling {source.name}")
-        link = [compiler, "-shared", *map(str, objects.values()), "-o", str(scratch)]
+        link = [compiler, "-shared", "-Wl,--as-needed", *map(str, objects.values()), "-o", str(scratch)]
         _finish(subprocess.Popen(link, stderr=subprocess.PIPE, text=True), "linking")
         scratch.replace(target)
     finally:
@@ -76,11 +92,12 @@ def compile_to(target: Path, level: Level, compiler: str, sources: Sequence[Path
             path.unlink(missing_ok=True)
 
 
-def _compiler() -> str:
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if compiler is None:
+def compiler() -> str:
+    """The path of the C++ compiler. Raises `KernelsUnavailable`."""
+    found = shutil.which(os.environ.get("CXX", "g++"))
+    if found is None:
         raise KernelsUnavailable(_NO_COMPILER)
-    return compiler
+    return found
 
 
 def _finish(process: subprocess.Popen[str], what: str) -> None:
