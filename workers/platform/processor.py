@@ -1,5 +1,6 @@
 """Which 16-bit number types this machine's processor multiplies in hardware. Torch-free."""
 
+import ctypes
 import platform
 import subprocess
 import sys
@@ -56,3 +57,14 @@ def features() -> frozenset[str]:
         if name.strip() in ("flags", "Features"):
             return frozenset(values.split())
     return frozenset()
+
+
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # of Linux on x86-64
+
+
+@cache
+def may_use_tiles() -> bool:
+    """Ask the kernel to let this process, and all its threads, use the tile registers of AMX: Linux 5.16 and newer."""
+    if sys.platform != "linux" or platform.machine() not in _X86:
+        return False
+    return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0

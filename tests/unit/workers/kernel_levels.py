@@ -14,7 +14,7 @@ import pytest
 from tests.unit.workers import emulated_library
 from tests.unit.workers.emulated_library import EmulatedLibrary
 from workers.kernels.cpu import library
-from workers.kernels.cpu.levels import EMULATED_BF16_DOT, Level, machine_name
+from workers.kernels.cpu.levels import EMULATED_AMX, EMULATED_BF16_DOT, Level, machine_name
 from workers.kernels.cpu.levels import LEVELS as ALL
 from workers.platform.processor import features
 
@@ -58,7 +58,7 @@ def _parameter(level: Level) -> Any:
     return pytest.param(level, id=level.name, marks=marks)
 
 
-# Each with the reason to skip it; AVX512-BF16 also with its instruction emulated.
-_KNOWN = [level for level in (*ALL, EMULATED_BF16_DOT) if is_here(level) or level.machine == "aarch64"]
+# Each with the reason to skip it; AVX512-BF16 and AMX also with their instructions emulated.
+_KNOWN = [level for level in (*ALL, EMULATED_BF16_DOT, EMULATED_AMX) if is_here(level) or level.machine == "aarch64"]
 PARAMETERS = [_parameter(level) for level in _KNOWN]
 LEVELS = [level for level in _KNOWN if is_here(level) and why_not(level) is None]  # those that run on this processor

@@ -13,8 +13,9 @@ import torch
 
 from workers.config import WorkerConfig
 from workers.errors import StartupError
-from workers.kernels.cpu import build, in_use, levels, library
+from workers.kernels.cpu import build, in_use, levels, library, prebuild
 from workers.kernels.cpu.levels import LEVELS, Level
+from workers.platform.processor import may_use_tiles
 from workers.preflight import check_without_weights
 
 HERE = library.why_not()
@@ -117,6 +118,40 @@ def test_the_fingerprint_follows_sources_flags_and_compiler(tmp_path: Path, monk
     assert build.fingerprint(one, ("a compiler",)) != before
 
 
+def test_what_came_with_the_sources_is_used_without_a_compiler_and_only_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    level = LEVELS[0]
+    monkeypatch.setattr(build, "PREBUILT", tmp_path)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert build.why_not_obtainable(level)
+    carried = build.prebuilt(level)
+    carried.touch()
+    assert build.compiled(level) == carried and build.why_not_obtainable(level) is None
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-g"))
+    with pytest.raises(build.KernelsUnavailable, match="no C\\+\\+ compiler"):
+        build.compiled(level)
+
+
+def test_a_wheel_is_tagged_with_the_newest_c_library_that_it_needs(tmp_path: Path) -> None:
+    for name, text in (("one", b"\0GLIBC_2.14\0"), ("two", b"\0GLIBC_2.29\0GLIBC_2.2.5\0"), ("old", b"")):
+        (tmp_path / name).write_bytes(text)
+    machine = levels.machine_name()
+    assert prebuild.platform_tag(tmp_path.iterdir()) == f"manylinux_2_29_{machine}"
+    assert prebuild.platform_tag([tmp_path / "old"]) == f"manylinux_2_17_{machine}"
+
+
+def test_without_permission_for_tiles_the_next_level_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(levels, "features", lambda: levels.LEVELS[0].needs)
+    monkeypatch.setattr(levels.platform, "machine", lambda: "x86_64")
+    for allowed, best in ((True, "amx"), (False, "avx512_bf16")):
+        monkeypatch.setattr(levels, "may_use_tiles", lambda allowed=allowed: allowed)
+        assert levels.available()[0].name == best
+    with pytest.raises(StartupError, match="tile registers"):
+        levels.chosen({levels.ENVIRONMENT: "amx"})
+    assert may_use_tiles() in (True, False)
+
+
 def test_what_failed_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[Level] = []
 
@@ -155,14 +190,16 @@ def test_the_levels_of_a_processor(machine: str, flags: str, names: list[str]) -
 
 
 def test_the_environment_names_a_level(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(levels, "available", lambda: list(levels.LEVELS[1:3]))
-    monkeypatch.setattr(levels, "features", lambda: levels.LEVELS[1].needs)
-    assert levels.chosen({}) == levels.chosen({levels.ENVIRONMENT: " "}) == levels.LEVELS[1]
-    assert levels.chosen({levels.ENVIRONMENT: levels.LEVELS[2].name}) == levels.LEVELS[2]
-    for name, words in ((levels.LEVELS[0].name, "lacks"), ("avx1024", "no such level")):
+    by_name = {level.name: level for level in levels.LEVELS}
+    high, low = by_name["avx512"], by_name["avx2"]
+    monkeypatch.setattr(levels, "available", lambda: [high, low])
+    monkeypatch.setattr(levels, "features", lambda: high.needs)
+    assert levels.chosen({}) == levels.chosen({levels.ENVIRONMENT: " "}) == high
+    assert levels.chosen({levels.ENVIRONMENT: "avx2"}) == low
+    for name, words in (("avx512_bf16", "lacks"), ("avx1024", "no such level")):
         with pytest.raises(StartupError, match=words) as refusal:
             levels.chosen({levels.ENVIRONMENT: name})
-        assert name in refusal.value.cause and levels.LEVELS[2].name in refusal.value.fix
+        assert name in refusal.value.cause and "avx2" in refusal.value.fix
 
 
 def test_a_wrong_level_is_found_before_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

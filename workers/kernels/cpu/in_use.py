@@ -8,8 +8,8 @@ from workers.kernels.cpu import library
 
 _log = logging.getLogger("oarlock.kernels")
 
-# name -> whether it multiplies in the model's own type: the others compute in float32 whatever they read.
-KERNELS = {"gemm": True, "attention": True, "norm and rotary": False, "sampling": False}
+# The first two multiply bfloat16 where the level can; the others compute in float32 whatever they read.
+KERNELS = ("gemm", "attention", "norm and rotary", "sampling")
 
 
 def kernels_in_use(device: torch.device) -> str:
@@ -26,7 +26,7 @@ def log_kernels(dtype: torch.dtype) -> None:
         _log.warning("event=no_kernels reason=%r effect=%r", reason, "torch's operations serve, which are slower")
         return
     level = library.level()
-    for kernel, multiplies in KERNELS.items():
-        in_type = dtype == torch.bfloat16 and multiplies and level.bfloat16
-        instructions = f"{level.vectors}, {level.bfloat16}" if in_type else level.vectors
+    own = {"gemm": level.tiles or level.bfloat16, "attention": level.bfloat16} if dtype == torch.bfloat16 else {}
+    for kernel in KERNELS:
+        instructions = ", ".join(filter(None, (level.vectors, own.get(kernel))))
         _log.info("event=kernel kernel=%r level=%s instructions=%r", kernel, level.name, instructions)

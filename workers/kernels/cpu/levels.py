@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from workers.errors import StartupError
-from workers.platform.processor import features
+from workers.platform.processor import features, may_use_tiles
 
 ENVIRONMENT = "OARLOCK_CPU_LEVEL"
 
@@ -24,30 +24,31 @@ class Level:
     flags: tuple[str, ...]
     vectors: str  # the instructions of every kernel, as processor manuals name them
     bfloat16: str = ""  # those that multiply bfloat16; without them it is widened to float32 in registers
+    tiles: str = ""  # those of products with weights in bfloat16, where they are others
 
 
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _BF16 = _AVX512 | {"avx512_bf16"}
+_AMX = _BF16 | {"amx_tile", "amx_bf16"}
+_BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16")
+_AMX_FLAGS = (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16")
 
 # Best first, for each kind of machine.
 LEVELS = (
-    Level("avx512_bf16", "x86_64", _BF16, ("-march=x86-64-v4", "-mavx512bf16"), "AVX-512", "AVX512-BF16"),
+    Level("amx", "x86_64", _AMX, _AMX_FLAGS, "AVX-512", "AVX512-BF16", "AMX-BF16"),
+    Level("avx512_bf16", "x86_64", _BF16, _BF16_FLAGS, "AVX-512", "AVX512-BF16"),
     Level("avx512", "x86_64", _AVX512, ("-march=x86-64-v4", "-mprefer-vector-width=512"), "AVX-512"),
     Level("avx2", "x86_64", _AVX2, ("-march=x86-64-v3",), "AVX2, FMA and F16C"),
     Level("neon_bf16", "aarch64", frozenset({"asimd", "bf16"}), ("-march=armv8.2-a+bf16",), "NEON", "BF16 extension"),
     Level("neon", "aarch64", frozenset({"asimd"}), ("-march=armv8-a",), "NEON"),
 )
 
-# The paths of AVX512-BF16 with its instruction computed from others: for tests on processors that lack it.
-EMULATED_BF16_DOT = Level(
-    "avx512_bf16_emulated",
-    "x86_64",
-    _AVX512,
-    ("-march=x86-64-v4", "-DOARLOCK_EMULATE_BF16_DOT"),
-    "AVX-512",
-    "AVX512-BF16, emulated",
-)
+# The paths of AVX512-BF16 and AMX with their instructions computed from others: for tests on processors without them.
+_DOT_FLAGS = ("-march=x86-64-v4", "-DOARLOCK_EMULATE_BF16_DOT")
+_TILE_FLAGS = (*_DOT_FLAGS, "-DOARLOCK_EMULATE_AMX")
+EMULATED_BF16_DOT = Level("avx512_bf16_emulated", "x86_64", _AVX512, _DOT_FLAGS, "AVX-512", "an emulation")
+EMULATED_AMX = Level("amx_emulated", "x86_64", _AVX512, _TILE_FLAGS, "AVX-512", "an emulation", "an emulation")
 
 
 def machine_name(machine: str | None = None) -> str:
@@ -59,8 +60,11 @@ def machine_name(machine: str | None = None) -> str:
 def available(machine: str | None = None, flags: frozenset[str] | None = None) -> list[Level]:
     """The levels that a processor can run, best first: this one, or one described by machine and features."""
     machine = machine_name(machine)
-    flags = features() if flags is None else flags
-    return [level for level in LEVELS if level.machine == machine and level.needs <= flags]
+    found = features() if flags is None else flags
+    levels = [level for level in LEVELS if level.machine == machine and level.needs <= found]
+    if flags is None and any("amx_tile" in level.needs for level in levels) and not may_use_tiles():
+        levels = [level for level in levels if "amx_tile" not in level.needs]
+    return levels
 
 
 def chosen(environment: Mapping[str, str] = os.environ) -> Level | None:
@@ -75,8 +79,12 @@ def chosen(environment: Mapping[str, str] = os.environ) -> Level | None:
     for level in levels:
         if level.name == name:
             return level
-    exists = {level.name: level for level in LEVELS}
-    missing = sorted(exists[name].needs - features()) if name in exists else []
-    reason = f"this processor lacks {', '.join(missing)}" if missing else "there is no such level for this machine"
+    named = next((level for level in LEVELS if level.name == name and level.machine == machine_name()), None)
+    if named is None:
+        reason = "there is no such level for this machine"
+    elif missing := sorted(named.needs - features()):
+        reason = f"this processor lacks {', '.join(missing)}"
+    else:
+        reason = "the system does not let this process use the tile registers"
     known = f"use one of {', '.join(level.name for level in levels)}, or unset" if levels else "unset"
     raise StartupError(f"{ENVIRONMENT} is {name!r}, but {reason}.", f"{known.capitalize()} the variable.")

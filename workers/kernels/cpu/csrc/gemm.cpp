@@ -15,6 +15,9 @@
 
 #include "arena.h"
 #include "gemm_tile.h"
+#if defined(__AMX_BF16__) || defined(OARLOCK_EMULATE_AMX)
+#include "gemm_amx.h"
+#endif
 #include "vector_math.h"
 
 namespace gemm {
@@ -35,7 +38,11 @@ struct TypeOf<Float16> {
 };
 template <>
 struct TypeOf<BFloat16> {
+#if defined(__AMX_BF16__) || defined(OARLOCK_EMULATE_AMX)
+  using Tiles = AmxPairs;
+#else
   using Tiles = BrainPairs;
+#endif
 };
 
 // Up to kChunk rows of x, in strips of about equal size: [strips][blocks][rows of the strip][kBlock].
@@ -47,7 +54,7 @@ struct Rows {
   long rows, strips, inputs, blocks;
 
   Rows(long rows, long inputs)
-      : rows(rows), strips((rows + kTileRows - 1) / kTileRows), inputs(inputs), blocks((inputs + kBlock - 1) / kBlock) {}
+      : rows(rows), strips((rows + S::kRows - 1) / S::kRows), inputs(inputs), blocks((inputs + kBlock - 1) / kBlock) {}
   long begin(long strip) const { return rows * strip / strips; }
   long count(long strip) const { return begin(strip + 1) - begin(strip); }
   long size() const { return rows * blocks * kBlock; }

@@ -19,16 +19,16 @@ constexpr long kBlock = kLanes == 16 ? 128 : 256;  // inputs; a widened panel st
 #endif
 constexpr long kAhead = 2048;  // bytes of weights fetched ahead while they are read: hardware stops at page borders
 
-// What a tile multiplies: types of rows and weights, and how many inputs one step takes.
+// What a tile multiplies: types of rows and weights, how many inputs one step takes, and the most rows.
 struct Floats {  // also 16-bit weights that were widened before
   using X = float;
   using W = float;
-  static constexpr int kStep = 1;
+  static constexpr int kStep = 1, kRows = kTileRows;
 };
 struct Halves {
   using X = float;
   using W = Float16;
-  static constexpr int kStep = 1;
+  static constexpr int kStep = 1, kRows = kTileRows;
 };
 struct BrainPairs {
 #ifdef OARLOCK_BF16_DOT
@@ -37,7 +37,7 @@ struct BrainPairs {
   using X = float;
 #endif
   using W = BFloat16;
-  static constexpr int kStep = 2;
+  static constexpr int kStep = 2, kRows = kTileRows;
 };
 
 // Bytes of weights that one step of the loop takes.
