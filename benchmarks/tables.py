@@ -185,6 +185,7 @@ def ceilings(result: Result) -> str:
         by, _, dtype = name.partition(" ")
         said = "torch" if by == "torch" else "a plain loop compiled for this processor"
         rows.append([f"{dtype} product by {said}, GFLOP/s", cell(spread(one["gemm_gflops"][name] for one in found))])
+    rows.append(["cores that other programs kept busy meanwhile", cell(spread(one["other_cores"] for one in found))])
     return table(["ceiling", "median (range)"], rows)
 
 

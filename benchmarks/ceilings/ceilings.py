@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import tempfile
 import time
@@ -17,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.nn.functional as F
 
@@ -50,17 +50,21 @@ class Ceilings:
         return json.loads(done.stdout)
 
     def measure(self) -> dict[str, Any]:
-        """`read_gb_s`, and for each type `gemm_gflops` by torch and by the plain loop."""
+        """`read_gb_s`, for each type `gemm_gflops` by torch and by the plain loop, and `other_cores`.
+
+        The last: how many cores other programs kept busy in a second without any of ours, near zero on a quiet machine.
+        """
+        others = {"other_cores": psutil.cpu_percent(interval=1.0) / 100 * (psutil.cpu_count() or 1)}
         before = torch.get_num_threads()
         torch.set_num_threads(self.threads)
         try:
             products = {f"torch {dtype}": self._torch_product(dtype) for dtype in ("float32", "bfloat16")}
             if not self._programs:
-                return {"read_gb_s": self._torch_read(), "gemm_gflops": products}
+                return others | {"read_gb_s": self._torch_read(), "gemm_gflops": products}
         finally:
             torch.set_num_threads(before)
         products |= {f"loop {dtype}": rate for dtype, rate in self._run("gemm", *self.shape).items()}
-        return {"read_gb_s": self._run("stream_read", self.gibibytes)["best"], "gemm_gflops": products}
+        return others | {"read_gb_s": self._run("stream_read", self.gibibytes)["best"], "gemm_gflops": products}
 
     def _torch_product(self, dtype: str) -> float:
         rows, outputs, inputs = self.shape
@@ -82,12 +86,3 @@ def _best_seconds(call: Callable[[], Any]) -> float:
         call()
         times.append(time.perf_counter() - start)
     return min(times)
-
-
-def middle(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """The median of several measurements, each figure by itself."""
-    names = found[0]["gemm_gflops"]
-    return {
-        "read_gb_s": statistics.median(one["read_gb_s"] for one in found),
-        "gemm_gflops": {name: statistics.median(one["gemm_gflops"][name] for one in found) for name in names},
-    }
