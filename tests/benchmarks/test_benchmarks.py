@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from benchmarks import checkpoint, page
-from tests.e2e.running import ROOT, RunningServer
+from benchmarks import page
+from tests.e2e.running import ROOT
 
 FIGURES = {"output_tokens_per_s", "decode_tokens_per_s", "ttft_ms", "tpot_ms", "itl_ms", "e2el_ms"}
 
@@ -53,17 +53,3 @@ def test_growth(tmp_path):
         "length 64": {"1", "2"},
     }
     assert "sequences at a time" in printed and "tokens of prompt" in printed
-
-
-@pytest.mark.slow
-@pytest.mark.soak
-def test_the_closed_loop_alone(tmp_path):
-    out = tmp_path / "reports.json"
-    model = checkpoint.ensure("quick", folder=tmp_path)
-    with RunningServer(model, "--max-model-len", 256, "--kv-cache-memory", "16MiB") as server:
-        run_module("load", "--url", server.url, "--quick", "--json", out)
-        counted = server.metrics()
-    reports = json.loads(out.read_text())
-    assert [(report["concurrency"], report["requests"]) for report in reports] == [(1, 2), (4, 8)]
-    assert sum(report["output_tokens"] for report in reports) == 8 * 10 == counted["vllm:generation_tokens_total"]
-    assert all(report["ttft_ms"]["p99"] >= report["ttft_ms"]["p50"] > 0 for report in reports)

@@ -4,6 +4,7 @@ import pytest
 
 from benchmarks import load
 from benchmarks.load import Sample
+from server.bench import metrics
 
 
 def test_percentiles():
@@ -44,6 +45,13 @@ def test_the_report_of_a_round():
     assert found.e2el_ms["mean"] == pytest.approx(3000)
 
 
-def test_chunks_are_timed_by_their_last_byte():
-    pieces = [(1.0, b'data: {"a"'), (2.0, b': 1}\n\ndata: {"a": 2}\n\n: ping\n\nda'), (3.0, b"ta: [DONE]\n\n")]
-    assert list(load.chunks_of(pieces)) == [(2.0, {"a": 1}), (2.0, {"a": 2})]
+def test_an_answer_of_another_length_is_an_error():
+    good = metrics.Sample(0.5, 3, output_tokens=3, ttft_s=1.0, e2el_s=2.0, itl_s=[0.5, 0.5])
+    assert load._checked(good) == Sample(3, 0.5, [1.5, 2.0, 2.5], 2.5)
+    for wrong in (
+        metrics.Sample(0.5, 4, output_tokens=3, ttft_s=1.0, itl_s=[]),
+        metrics.Sample(0.5, 3, output_tokens=3, ttft_s=1.0, counted_by="chunks"),
+        metrics.Sample(0.5, 3, failure="HTTP 500", detail="no"),
+    ):
+        with pytest.raises(RuntimeError):
+            load._checked(wrong)
