@@ -29,6 +29,7 @@ from benchmarks.systems.system import Plan, System
 from workers.platform.processor import features
 
 FORMAT = 1
+WARM_REQUESTS = 8
 SLACK = 16  # positions of a sequence beyond prompt and answer
 
 
@@ -106,11 +107,11 @@ def one_round(
 
 
 def warm_up(systems: list[System], wanted: dict[str, tuple[int, int, int, int]], vocab_size: int) -> None:
-    """Each measure's shape once, with few tokens out: compilers and allocators have their first time here."""
+    """Some requests of each measure, with few tokens out: compilers and allocators have their first time here."""
     for number, (requests, c, input_tokens, _) in enumerate(wanted.values()):
-        work = checkpoint.prompts(min(requests, c), input_tokens, vocab_size, seed=9_000_000 + number)
+        work = checkpoint.prompts(min(requests, c, WARM_REQUESTS), input_tokens, vocab_size, seed=9_000_000 + number)
         for system in systems:
-            system.measure(work, c, 2)
+            system.measure(work, len(work), 2)
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:

@@ -91,7 +91,8 @@ def is_ours(system: str) -> bool:
 
 def label(result: Result, system: str) -> str:
     """The title of a system, with the name of the checkout where there are several of ours."""
-    return " ".join([result["systems"][system]["title"], *system.split("@")[1:]])
+    several = sum(map(is_ours, result["systems"])) > 1
+    return " ".join([result["systems"][system]["title"], *(system.split("@")[1:] if several else ())])
 
 
 # ------------------------------------------------------------------ what the machine allowed

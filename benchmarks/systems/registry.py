@@ -32,8 +32,12 @@ class Oarlock(HttpSystem):
 
 
 def start_oarlock(plan: Plan, name: str = "oarlock", checkout: Path = ROOT, ranks: int = 1) -> System:
-    """This checkout's server, or another one's with the environment in its `.venv`. The ranks share the threads."""
-    interpreter = sys.executable if checkout == ROOT else str(checkout / ".venv" / "bin" / "python")
+    """This checkout's server, or another one's, in the environment of its `.venv` if it has one.
+
+    The ranks share the threads.
+    """
+    own = checkout / ".venv" / "bin" / "python"
+    interpreter = str(own) if checkout != ROOT and own.exists() else sys.executable
     command = [interpreter, "-P", "-m", "oarlock", "serve", str(plan.model), "--port", "{port}"]
     command += ["--served-model-name", SERVED_NAME, "--dtype", plan.dtype, "--device", "cpu"]
     command += ["--tensor-parallel-size", str(ranks), "--num-threads", str(max(1, plan.threads // ranks))]
