@@ -13,15 +13,22 @@ from benchmarks.environments import folder, python
 from benchmarks.setup_peers import llamacpp_tree
 
 # llama.cpp recognizes a tokenizer by a digest of what it does, and one made here is none of those it knows: its rule
-# for splitting text is named instead. The benchmarks send token ids, so nothing is split.
+# for splitting text is named instead. Its loader wants at least one merge, and the tokenizer made here has none. The
+# benchmarks send token ids, so no text is split or merged.
 _TO_GGUF = """
 import runpy, sys
 tree = sys.argv[1]
-sys.path.insert(0, tree)
+sys.path[:0] = [tree, tree + "/gguf-py"]
 import conversion.base as base
+import gguf
 for kind in vars(base).values():
     if hasattr(kind, "get_vocab_base_pre"):
         kind.get_vocab_base_pre = lambda self, tokenizer: "qwen2"
+add = gguf.SpecialVocab.add_to_gguf
+def add_with_merges(self, writer, quiet=False):
+    self.merges = self.merges or ["\u0120 w"]
+    add(self, writer, quiet)
+gguf.SpecialVocab.add_to_gguf = add_with_merges
 sys.argv = [tree + "/convert_hf_to_gguf.py", *sys.argv[2:]]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
