@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import signal
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -150,14 +151,13 @@ class LoadRun:
 
 
 def run_until_done(work: Coroutine[Any, Any, _T]) -> _T:
-    """`work` on an event loop of its own. SIGINT and SIGTERM cancel it; it may still return something."""
+    """`work` on an event loop of its own. SIGINT and SIGTERM cancel it, in the main thread; it may still return."""
 
     async def main() -> _T:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
-        handled = [
-            number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN
-        ]
+        stops = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+        handled = [number for number in stops if signal.getsignal(number) is not signal.SIG_IGN]
         for number in handled:
             loop.add_signal_handler(number, task.cancel)
         try:

@@ -16,7 +16,7 @@ from server.bench.workload.workload import RandomPrompts
 
 
 def measure(plan: ServePlan, on_sample: OnSample | None = None) -> Result:
-    """One run, from a thread without an event loop. Ctrl-C ends it early, with what was measured up to then.
+    """One run, on an event loop of its own. Ctrl-C ends it early, with what was measured up to then.
 
     `on_sample` is called as each request ends. The key of the server is the environment's OPENAI_API_KEY. Raises
     `StartupError` when the server cannot be measured, and `ValueError` for a wrong URL.

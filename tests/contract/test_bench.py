@@ -9,6 +9,7 @@ import socket
 import socketserver
 import subprocess
 import sys
+import termios
 import threading
 import time
 from pathlib import Path
@@ -364,6 +365,31 @@ def test_ctrl_c_prints_what_was_measured(failing, tmp_path, number):
     assert "4 completed, 2 failed" in printed and "2  interrupted" in printed and "was interrupted" in printed
     assert errors == ""
     assert json.loads(out.read_text())["interrupted"] is True
+
+
+def test_a_terminal_gets_a_bar(failing):
+    server = failing(lambda connection, n: refuses(connection) if n == 5 else good(connection))
+    master, terminal = os.openpty()
+    termios.tcsetwinsize(terminal, (24, 100))
+    command = [sys.executable, "-P", "-m", "oarlock", "bench", "serve", server.url, "--num-requests", "8"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, "--output-tokens", "2"], env=environment, stdout=subprocess.PIPE, stderr=terminal, timeout=60
+    )
+    shown = os.read(master, 65536).decode()
+    os.close(master)
+    os.close(terminal)
+    assert done.returncode == 1 and b"7 completed, 1 failed" in done.stdout
+    assert "/8" in shown and "requests" in shown
+
+
+def test_it_can_run_in_any_thread(ours):
+    found = []
+    plan = ServePlan(ours.url, num_requests=2, output_tokens=2, input_tokens=8)
+    thread = threading.Thread(target=lambda: found.append(measure(plan)))
+    thread.start()
+    thread.join(60)
+    assert found[0].summary["completed"] == 2
 
 
 def test_a_busy_client_is_noticed(ours):

@@ -1,7 +1,8 @@
-"""`oarlock bench serve` beside guidellm, in alternation on one server: whether they report the same.
+"""`oarlock bench serve` beside guidellm on one server: whether they report the same.
 
-The server is either the demo model's, or one whose pace is known (`--server paced`). guidellm runs in the environment
-that the tests of clients make for it.
+With a server whose pace is known (`--server paced`) they run in turn. The demo model's server is as fast as its machine
+is idle, so there they run at the same time, each with half of the streams: both are served by the same steps. guidellm
+runs in the environment that the tests of clients make for it.
 
     python -m tests.load.agreement --server paced --rounds 5
 """
@@ -15,9 +16,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import httpx
 
 from server.bench.plan import ServePlan
 from server.bench.serve import measure
@@ -83,6 +88,36 @@ def guidellm(python: Sequence[str], url: str, model: str, load: Load, seed: int)
     }
 
 
+def in_turn(
+    python: Sequence[str], url: str, model: str, load: Load, number: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """One round: ours first in even rounds, theirs in odd ones."""
+    if number % 2 == 0:
+        first = ours(url, load, number)
+        return first, guidellm(python, url, model, load, number)
+    second = guidellm(python, url, model, load, number)
+    return ours(url, load, number), second
+
+
+def together(
+    python: Sequence[str], url: str, model: str, load: Load, number: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """One round, half of the streams and of the requests each. Ours begins when guidellm's first request is served."""
+    half = replace(load, concurrency=max(1, load.concurrency // 2), requests=max(1, load.requests // 2))
+    with ThreadPoolExecutor(1) as other:
+        theirs = other.submit(guidellm, python, url, model, half, number)
+        while not served_now(url) and not theirs.done():
+            time.sleep(0.05)
+        mine = ours(url, half, number)
+        return mine, theirs.result()
+
+
+def served_now(url: str) -> bool:
+    """Whether the demo model's server has a request."""
+    lines = httpx.get(f"{url}/metrics", timeout=60, trust_env=False).text.splitlines()
+    return any(line.startswith("vllm:num_requests_running") and float(line.split()[-1]) > 0 for line in lines)
+
+
 @contextlib.contextmanager
 def running(which: str) -> Generator[tuple[str, str]]:
     """URL and model of the server."""
@@ -99,20 +134,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--server", choices=["demo", "paced"], default="demo")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--concurrency", type=int, default=4)
-    parser.add_argument("--requests", type=int, default=40, help="per round and tool")
+    parser.add_argument("--requests", type=int, default=40, help="per round: of each tool in turn, of both together")
     parser.add_argument("--input-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=64)
     args = parser.parse_args(argv)
     load = Load(args.concurrency, args.requests, args.input_tokens, args.output_tokens)
     client = next(each for each in CLIENTS if each.name == "guidellm")
     python, _ = environments.prepare(client)
+    one_round = in_turn if args.server == "paced" else together
     rounds: list[tuple[dict[str, float], dict[str, float]]] = []
     with running(args.server) as (url, model):
         for number in range(args.rounds):
-            pair: dict[str, dict[str, float]] = {}
-            for name in ("ours", "theirs") if number % 2 == 0 else ("theirs", "ours"):
-                pair[name] = ours(url, load, number) if name == "ours" else guidellm(python, url, model, load, number)
-            rounds.append((pair["ours"], pair["theirs"]))
+            rounds.append(one_round(python, url, model, load, number))
             print(f"round {number + 1} of {args.rounds}", file=sys.stderr, flush=True)
     print(table(rounds, f"guidellm {environments.version(client)}"))
     return 0
