@@ -1,8 +1,8 @@
 """`oarlock bench serve` beside guidellm on one server: whether they report the same.
 
 With a server whose pace is known (`--server paced`) they run in turn. The demo model's server is as fast as its machine
-is idle, so there they run at the same time, each with half of the streams: both are served by the same steps. guidellm
-runs in the environment that the tests of clients make for it.
+is idle, so there they run at the same time, each with half of the streams, and requests count while both run: both are
+served by the same steps. guidellm runs in the environment that the tests of clients make for it.
 
     python -m tests.load.agreement --server paced --rounds 5
 """
@@ -21,9 +21,11 @@ from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 
+from server.bench.metrics import Sample, latencies_ms
 from server.bench.plan import ServePlan
 from server.bench.serve import measure
 from tests.clients import environments
@@ -43,6 +45,9 @@ MEASURES = {
 }
 
 
+PER_REQUEST = ("ttft_ms", "tpot_ms", "e2el_ms")
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     concurrency: int
@@ -51,22 +56,21 @@ class Load:
     output_tokens: int
 
 
-def ours(url: str, load: Load, seed: int) -> dict[str, float]:
-    """Each measure's mean."""
-    result = measure(
-        ServePlan(
-            url, concurrency=load.concurrency, num_requests=load.requests, input_tokens=load.input_tokens,
-            output_tokens=load.output_tokens, prompt_form="text", seed=seed,
-        )
+def ours(url: str, load: Load, seed: int, ended: list[tuple[float, Sample]] | None = None) -> dict[str, float]:
+    """Each measure's mean. `ended`: filled with the requests and the time.time() of their ends."""
+    plan = ServePlan(
+        url, concurrency=load.concurrency, num_requests=load.requests, input_tokens=load.input_tokens,
+        output_tokens=load.output_tokens, prompt_form="text", seed=seed,
     )  # fmt: skip
+    result = measure(plan, lambda sample: None if ended is None else ended.append((time.time(), sample)))
     if result.failures:
         raise SystemExit(f"error: requests failed: {result.failures}\nfix: look at the server")
     found = {name: result.summary[name] for name in MEASURES}
     return {name: value["mean"] if isinstance(value, dict) else value for name, value in found.items()}
 
 
-def guidellm(python: Sequence[str], url: str, model: str, load: Load, seed: int) -> dict[str, float]:
-    """The same of guidellm."""
+def guidellm(python: Sequence[str], url: str, model: str, load: Load, seed: int) -> dict[str, Any]:
+    """Its report of the same load."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         command = [*python, str(Path(python[0]).with_name("guidellm")), "run", "--disable-console-interactive"]
@@ -83,6 +87,11 @@ def guidellm(python: Sequence[str], url: str, model: str, load: Load, seed: int)
     totals = benchmark["metrics"]["request_totals"]
     if totals["errored"] or totals["successful"] != load.requests:
         raise SystemExit(f"error: guidellm's requests: {totals}\nfix: look at the server")
+    return benchmark
+
+
+def means(benchmark: dict[str, Any]) -> dict[str, float]:
+    """Each measure's mean as guidellm has it."""
     return {
         name: factor * benchmark["metrics"][theirs]["successful"]["mean"] for name, (theirs, factor) in MEASURES.items()
     }
@@ -94,8 +103,8 @@ def in_turn(
     """One round: ours first in even rounds, theirs in odd ones."""
     if number % 2 == 0:
         first = ours(url, load, number)
-        return first, guidellm(python, url, model, load, number)
-    second = guidellm(python, url, model, load, number)
+        return first, means(guidellm(python, url, model, load, number))
+    second = means(guidellm(python, url, model, load, number))
     return ours(url, load, number), second
 
 
@@ -104,12 +113,25 @@ def together(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """One round, half of the streams and of the requests each. Ours begins when guidellm's first request is served."""
     half = replace(load, concurrency=max(1, load.concurrency // 2), requests=max(1, load.requests // 2))
+    ended: list[tuple[float, Sample]] = []
     with ThreadPoolExecutor(1) as other:
-        theirs = other.submit(guidellm, python, url, model, half, number)
-        while not served_now(url) and not theirs.done():
+        running = other.submit(guidellm, python, url, model, half, number)
+        while not served_now(url) and not running.done():
             time.sleep(0.05)
-        mine = ours(url, half, number)
-        return mine, theirs.result()
+        ours(url, half, number, ended)
+        theirs = [(each, each["info"]["timings"]) for each in running.result()["requests"]["successful"]]
+    begin = max(min(at - sample.e2el_s for at, sample in ended), min(times["request_start"] for _, times in theirs))
+    end = min(max(at for at, _ in ended), max(times["request_end"] for _, times in theirs))
+    mine = [sample for at, sample in ended if begin <= at - sample.e2el_s and at <= end]
+    other_half = [each for each, times in theirs if begin <= times["request_start"] and times["request_end"] <= end]
+    if not mine or not other_half:
+        raise SystemExit("error: the two did not run at the same time\nfix: more --requests")
+    first = {name: statistics.fmean(latencies_ms(mine, name.removesuffix("_ms"))) for name in PER_REQUEST}
+    second = {}
+    for name in PER_REQUEST:
+        key, factor = MEASURES[name]
+        second[name] = factor * statistics.fmean(each[key] for each in other_half)
+    return first, second
 
 
 def served_now(url: str) -> bool:
@@ -154,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def table(rounds: Sequence[tuple[dict[str, float], dict[str, float]]], name: str) -> str:
     """Medians over the rounds, and the ratio of each round's pair: median and range."""
     lines = [f"| mean of a run | oarlock bench | {name} | ratio, median (range) |", "|---|---|---|---|"]
-    for measure_name in MEASURES:
+    for measure_name in rounds[0][0]:
         first, second = ([pair[side][measure_name] for pair in rounds] for side in (0, 1))
         ratios = [a / b for a, b in zip(first, second, strict=True)]
         lines.append(
