@@ -97,11 +97,14 @@ else
 	@$(BIN)/python -m pytest $(ARGS)
 endif
 
+# Of a thousand tests at the emulated levels, those of every kernel that take seconds. All: pytest -m soak tests/unit
+ARM_SAMPLE := simd or norm or rotation or agrees or come_back or not_rounded or their_own_row or splitting
+
 test-long: $(TOOLS)
 	@echo '==> soak'
 	@$(BIN)/python -m pytest -m soak tests/e2e tests/load tests/benchmarks
 	@echo '==> the kernels of 64-bit ARM, emulated'
-	@$(PYTEST) -m soak tests/unit
+	@$(PYTEST) -m soak -k '$(ARM_SAMPLE)' $(addprefix tests/unit/workers/test_,kernels_simd.py kernels_elementwise.py attention.py layers_matmul.py)
 	@echo '==> fuzz'
 	@$(BIN)/python -m tests.fuzz.run --requests 4000 --examples 12
 	@echo '==> clients'

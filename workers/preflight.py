@@ -228,11 +228,10 @@ def _served_dtype(declared: str, device: str, spec: DecoderSpec, cpu: processor.
 def this_cpu() -> processor.Processor:
     """The 16-bit types that are not slow on this machine's CPU, and why others are."""
     level = levels.chosen()
-    reason = "the C++ kernels have no level for this processor" if level is None else build.why_not_obtainable(level)
-    if reason is None:
+    if level is not None and build.why_not_obtainable(level) is None:
         return processor.Processor(bfloat16=True, float16=True, name="")
     cpu = processor.here()
-    return replace(cpu, name=f"{cpu.name}, and no C++ kernels: {reason}")
+    return replace(cpu, name=f"{cpu.name}, and no C++ kernels")  # the rank logs why
 
 
 def _resolve_device(config: WorkerConfig) -> str:

@@ -97,7 +97,7 @@ class CppBackend:
             return f"it wants a block size that is a multiple of {_GROUP}, not {spec.block_size}"
         if spec.head_dim % _GROUP or spec.head_dim > _MAX_HEAD:
             return f"it wants heads of up to {_MAX_HEAD} elements in multiples of {_GROUP}, not {spec.head_dim}"
-        return library.why_not()
+        return None if library.why_not() is None else "the C++ kernels are not loaded"
 
     def allocate(self, num_blocks: int) -> list[LayerKV]:
         spec = self.spec
