@@ -92,8 +92,9 @@ def one_round(
 ) -> dict[str, dict[str, Any]]:
     """Measure -> system -> its figures. Who begins changes with every round; all get the same prompts."""
     found: dict[str, dict[str, Any]] = {}
-    for measure, (requests, c, input_tokens, output_tokens) in wanted.items():
-        work = checkpoint.prompts(requests, input_tokens, vocab_size, seed=10_000 * turn + 100 * c + input_tokens)
+    for number, (measure, (requests, c, input_tokens, output_tokens)) in enumerate(wanted.items()):
+        # No prompt comes twice: a server may keep what it computed.
+        work = checkpoint.prompts(requests, input_tokens, vocab_size, seed=1_000 * turn + number)
         begin = turn % len(systems)
         found[measure] = {}
         for system in systems[begin:] + systems[:begin]:

@@ -74,7 +74,7 @@ def start_llamacpp(plan: Plan) -> System:
     threads, slots = str(plan.threads), plan.max_concurrency
     command = [str(folder("llamacpp") / "build" / "bin" / "llama-server"), "-m", str(model), "--alias", SERVED_NAME]
     command += ["-t", threads, "-tb", threads, "-np", str(slots), "-c", str(slots * plan.max_tokens)]
-    command += ["--host", "127.0.0.1", "--port", "{port}"]
+    command += ["--no-cache-prompt", "--host", "127.0.0.1", "--port", "{port}"]
     about = {"version": LLAMACPP_ARCHIVE.replace("==", " "), "dtype": plan.dtype, "interface": "HTTP"}
     return HttpSystem("llamacpp", "llama.cpp server", about, command, clean_environment(plan.threads), ROOT)
 
