@@ -29,6 +29,9 @@ FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
     "Qwen3ForCausalLM": describe_qwen3,
 }
 
+# where config.json can say that the weights are quantised; the second key is one of compressed-tensors
+_QUANTISED = ("quantization_config", "compression_config")
+
 
 def describe(hf_config: dict[str, Any]) -> DecoderSpec:
     """`config.json`, parsed -> the decoder it means. Raises `StartupError` for what is not served."""
@@ -39,11 +42,13 @@ def describe(hf_config: dict[str, Any]) -> DecoderSpec:
     if family is None:
         what = f"architecture {shown(name)} is not supported" if name else "config.json names no architecture"
         raise StartupError(f"{what}.", f"Supported: {supported}.")
-    if hf_config.get("quantization_config") is not None:
-        settings = hf_config["quantization_config"]
+    for key in _QUANTISED:
+        settings = hf_config.get(key)
+        if settings is None:
+            continue
         method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else "unknown"
         raise StartupError(
-            f"the checkpoint is quantised ({shown(method)} in quantization_config), which is not supported.",
+            f"the checkpoint is quantised ({shown(method)} in {key}), which is not supported.",
             "Use the model's bfloat16, float16 or float32 checkpoint.",
         )
     return family(Fields(hf_config))
