@@ -47,7 +47,7 @@ def facts(result: Result) -> list[tuple[str, str]]:
         ("requests per second", f"{summary['request_throughput']:.3f}"),
         (
             "output tokens per second",
-            f"{summary['output_throughput']:.2f} (peak {summary['peak_output_throughput']:g})",
+            f"{summary['output_throughput']:.2f} (peak {summary['peak_output_throughput']:.2f})",
         ),
         ("all tokens per second", f"{summary['total_token_throughput']:.2f}"),
         ("peak concurrency", str(summary["peak_concurrency"])),

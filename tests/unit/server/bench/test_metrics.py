@@ -96,6 +96,22 @@ def test_peak_concurrency_and_tokens_per_second():
     assert metrics.tokens_per_second([]) == []
 
 
+@pytest.mark.parametrize("duration", [0.3, 0.99, 1.0, 1.9, 2.0, 7.3])
+def test_the_peak_is_never_below_the_mean(duration):
+    """Chunks at an even pace to the end of the run, each with three tokens."""
+    even = sample(ttft=duration / 20, gaps=(duration / 20,) * 19, tokens=60)
+    found = metrics.summarize([even], duration)
+    assert found["peak_output_throughput"] >= found["output_throughput"] * (1 - 1e-12)
+    assert found["peak_output_throughput"] <= 60 / min(duration, 1.0)
+
+
+def test_the_peak_is_the_best_second():
+    burst = sample(sent=2.0, ttft=0.1, gaps=(0.1, 0.1), tokens=30)
+    found = metrics.summarize([sample(ttft=0.5, gaps=(), tokens=1), burst], 4.0)
+    assert found["peak_output_throughput"] == pytest.approx(30.0)
+    assert metrics.summarize([sample(failure="timed out")], 4.0)["peak_output_throughput"] == 0.0
+
+
 def test_answers_of_another_length_are_noticed():
     assert metrics.unasked_lengths([sample(), Sample(0, 5, output_tokens=3), sample(failure="timed out")]) == 1
     assert math.isnan(Sample(0, 5).ttft_s)
