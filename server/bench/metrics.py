@@ -124,8 +124,8 @@ def peak_output_rate(done: Sequence[Sample], duration_s: float) -> float:
     """Output tokens per second in the best of equal stretches of the run, each one second or a little longer.
 
     Equal stretches, because only then is the best never below the mean. A run shorter than two seconds is one stretch,
-    and the peak is its mean. A chunk counts as its share of the answer's tokens. vLLM
-    counts chunks in whole seconds, of which the last is not full.
+    and the peak is its mean. A chunk counts as its share of the answer's tokens. vLLM counts chunks in whole seconds,
+    of which the last is not full.
     """
     if not done:
         return 0.0

@@ -48,7 +48,7 @@ def reference(model: Path, what: str, request: Request) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         request.write(folder)
-        run_reference(folder)
+        run_reference(folder, say)
         key.write_text(json.dumps(made_of))
     return folder
 

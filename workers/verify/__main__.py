@@ -65,7 +65,7 @@ def verify(arguments: argparse.Namespace) -> Report:
         folder = Path(name)
         Request(config.model_path, config.dtype, config.device, prompts, NEW_TOKENS).write(folder)
         say("transformers: starting")
-        run_reference(folder)
+        run_reference(folder, say)
         say(f"our {config.tensor_parallel_size} rank(s): starting")
         run_ranks(config, folder, say)
         say("comparing")

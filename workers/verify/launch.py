@@ -4,10 +4,14 @@ import contextlib
 import os
 import select
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 from workers.config import LOADING_TIMEOUT_S, WorkerConfig
+from workers.distributed.control_channel import Control
 from workers.distributed.shm_layout import last_of
 from workers.distributed.shm_ring import ChannelClosedError
 from workers.errors import StartupError
@@ -16,24 +20,66 @@ from workers.worker.load_progress import HUNG
 from workers.worker.spawn_ranks import RankExtras, SpawnedRanks, describe_exit, spawn_ranks
 
 _KILL_S = 5.0  # for the kernel to end a rank; one that waits for a dead network file system may never end
+_LOOK_S = 1.0  # between two looks at the processor time of the reference
+_BUSY_S = 0.5  # of processor time are progress; a process that only waits uses far less
 
 Say = Callable[[str], None]
 
 
-def run_reference(folder: Path) -> None:
-    """transformers' side, in a process whose memory is free again when our ranks start."""
-    with start_python(["-m", "workers.verify.reference", str(folder), str(os.getpid())]) as process:
+def run_reference(folder: Path, say: Say, *, timeout_s: float = LOADING_TIMEOUT_S) -> None:
+    """transformers' side, in a process whose memory is free again when our ranks start.
+
+    `timeout_s`: the longest time without progress, which is a line of it or `_BUSY_S` of processor time. Raises
+    `StartupError` after that, and when it fails. The process is gone when this returns.
+    """
+    ours, theirs = Control.pair()
+    with contextlib.closing(ours):
+        with contextlib.closing(theirs):
+            fd = theirs.fileno()
+            process = start_python(
+                ["-m", "workers.verify.reference", str(folder), str(os.getpid()), str(fd)], pass_fds=[fd]
+            )
         try:
-            status = process.wait()
-        except BaseException:
-            process.kill()
-            raise
+            status = _follow_reference(process, ours, say, timeout_s)
+        finally:
+            if process.poll() is None:
+                process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_KILL_S)
     if status:
         raise StartupError(
             f"transformers could not run this model ({describe_exit(status)}).",
             "Its own message stands above; if it was killed, the machine ran out of memory.",
             status if status > 0 else 4,
         )
+
+
+def _follow_reference(process: subprocess.Popen[bytes], control: Control, say: Say, timeout_s: float) -> int:
+    """The exit status of the reference, which reports nothing while it loads, but then uses processors."""
+    doing, moved, used = "starting", time.monotonic(), 0.0
+    while time.monotonic() - moved <= timeout_s:
+        if control.has_pending or select.select([control], [], [], _LOOK_S)[0]:
+            try:
+                doing = control.recv()["text"]
+            except ChannelClosedError:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return process.wait(timeout_s)
+                break
+            say(f"transformers: {doing}")
+            moved = time.monotonic()
+        elif (time_s := _processor_time_s(process.pid)) >= used + _BUSY_S:
+            moved, used = time.monotonic(), time_s
+    raise StartupError(
+        f"transformers has made no progress for {timeout_s:g} s after this: {doing}.",
+        "If the model or Python's packages lie on a network file system, see whether it answers; then start again.",
+        HUNG,
+    )
+
+
+def _processor_time_s(pid: int) -> float:
+    """What all threads of a child that was not waited for have used so far."""
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system
 
 
 def run_ranks(config: WorkerConfig, folder: Path, say: Say, *, timeout_s: float = LOADING_TIMEOUT_S) -> None:

@@ -1,6 +1,6 @@
 """transformers' side of a verification: its greedy text, its tensors, and how far each is from the float64 truth.
 
-`python -m workers.verify.reference FOLDER PARENT_PID` reads `request.json` in FOLDER and writes there
+`python -m workers.verify.reference FOLDER PARENT_PID CONTROL_FD` reads `request.json` in FOLDER and writes there
   text.json              the token ids that the ranks are fed
   truth-*.safetensors    every tensor in float64, stored in float32 where the model's dtype is coarser
   theirs-*.safetensors   per column, the largest error of transformers' own run and the sum of squared errors
@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 from transformers.utils import logging as transformers_logging
 
+from workers.distributed.control_channel import Control
 from workers.layers.decoder_spec import DecoderSpec
 from workers.models.registry import read_spec
 from workers.verify.compare import file_of, tensor_names
@@ -37,7 +38,7 @@ def record_reference(request: Request, folder: Path, say: Say) -> Text:
     """Run transformers on `request` and write its text and tensors to `folder`."""
     if request.num_threads:
         torch.set_num_threads(request.num_threads)
-    say(f"transformers: loading {request.model} in {request.dtype}")
+    say(f"loading {request.model} in {request.dtype}")
     model = load_model(request.model, request.dtype, request.device)
     with torch.inference_mode():
         text = generate(model, request, say)
@@ -62,7 +63,7 @@ def generate(model: PreTrainedModel, request: Request, say: Say) -> Text:
         if request.new_tokens == 0:
             outputs.append([])
             continue
-        say(f"transformers: greedy text {number + 1} of {len(request.prompts)}")
+        say(f"greedy text {number + 1} of {len(request.prompts)}")
         ids = torch.tensor([prompt], device=model.device)
         out = model.generate(  # ty: ignore[not-callable]
             ids, attention_mask=torch.ones_like(ids), do_sample=False, num_beams=1, repetition_penalty=1.0,
@@ -74,12 +75,12 @@ def generate(model: PreTrainedModel, request: Request, say: Say) -> Text:
 
 def _record(model: PreTrainedModel, spec: DecoderSpec, text: Text, request: Request, folder: Path, say: Say) -> None:
     truth_dtype = torch.float64 if request.dtype == "float32" else torch.float32
-    say(f"transformers: every layer in {request.dtype}")
+    say(f"every layer in {request.dtype}")
     theirs = _run(model, spec, text, getattr(torch, request.dtype))
-    say("transformers: every layer in float64")
+    say("every layer in float64")
     with in_float64(model):
         truth = _run(model, spec, text, truth_dtype)
-    say("transformers: writing its tensors")
+    say("writing its tensors")
     files: dict[str, list[str]] = {}
     for name in [*tensor_names(spec.num_layers), *(f"{layer}.gate" for layer in range(spec.num_layers))]:
         files.setdefault(file_of(name), []).append(name)
@@ -279,11 +280,11 @@ def exact_attention(
 
 
 def main(argv: list[str]) -> int:
-    folder, parent_pid = Path(argv[0]), int(argv[1])
+    folder, parent_pid, control = Path(argv[0]), int(argv[1]), Control.from_fd(int(argv[2]))
     die_with_parent(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the parent decides
     request = Request.read(folder)
-    record_reference(request, folder, lambda line: print(f"verify: {line}", file=sys.stderr, flush=True))
+    record_reference(request, folder, lambda line: control.send("progress", text=line))
     return 0
 
 

@@ -26,6 +26,10 @@ for word in sys.argv[2:]:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif word == "sleep":
         time.sleep(0.5)
+    elif word == "compute":
+        end = time.process_time() + 5
+        while time.process_time() < end:
+            pass
     elif word == "wait":
         control.recv(1)
     elif word == "end":
@@ -91,3 +95,47 @@ def test_a_rank_that_ends_early_is_named(started, tmp_path):
     started(["reading", "wait"], ["reading", "end"])
     with pytest.raises(StartupError, match=r"rank 1 ended before its work was done \(exit status 7\)"):
         launch.run_ranks(TWO_RANKS, tmp_path, lambda line: None, timeout_s=10.0)
+
+
+@pytest.fixture
+def reference(monkeypatch):
+    """Makes `run_reference` start a stand-in that does as it is asked; returns all that was started."""
+    processes = []
+
+    def prepare(*words: str):
+        def start(command, *, pass_fds):
+            assert command[:2] == ["-m", "workers.verify.reference"] and int(command[-1]) == pass_fds[0]
+            processes.append(start_python(["-c", RANK, command[-1], *words], pass_fds=pass_fds))
+            return processes[-1]
+
+        monkeypatch.setattr(launch, "start_python", start)
+        return processes
+
+    return prepare
+
+
+@pytest.mark.parametrize("hang", ["stop", "wait"])
+def test_a_reference_that_hangs_ends_the_verification(reference, tmp_path, hang):
+    processes = reference("loading", hang)
+    lines: list[str] = []
+    with pytest.raises(StartupError) as raised:
+        launch.run_reference(tmp_path, lines.append, timeout_s=3.0)
+    assert raised.value.cause == "transformers has made no progress for 3 s after this: loading."
+    assert raised.value.exit_code == 6 and lines == ["transformers: loading"]
+    assert processes[0].poll() == -9
+
+
+def test_a_reference_that_computes_without_a_word_is_waited_for(reference, tmp_path):
+    """Longer than the limit, in which it uses the processor."""
+    reference("loading", "compute", "writing", "sleep")
+    lines: list[str] = []
+    begun = time.monotonic()
+    launch.run_reference(tmp_path, lines.append, timeout_s=3.0)
+    assert lines == ["transformers: loading", "transformers: writing"]
+    assert time.monotonic() - begun > 5.0
+
+
+def test_a_reference_that_fails_is_an_error_with_its_exit_status(reference, tmp_path):
+    reference("loading", "end")
+    with pytest.raises(StartupError, match=r"transformers could not run this model \(exit status 7\)"):
+        launch.run_reference(tmp_path, lambda line: None, timeout_s=10.0)
