@@ -75,7 +75,7 @@ Left<T> *weights_of(Workspace<T> &space) {
 }
 
 // Results of `rows` rows over some positions, in one piece of memory: weighted sums of values [rows][width], largest
-// scores [rows], and the sums of weights relative to them [rows]. A row that saw no position has the score kHidden.
+// scores [rows] times log2(e), and the sums of weights relative to them [rows]. A row that saw no position has kHidden.
 long span_size(long rows, long width) { return (rows * (width + 2) + 15) / 16 * 16; }
 float *peaks_of(float *span, long rows, long width) { return span + rows * width; }
 float *totals_of(float *span, long rows, long width) { return span + rows * (width + 1); }
@@ -85,6 +85,10 @@ void clear(float *span, long rows, long width) {
   for (long r = 0; r < rows; r++) peaks_of(span, rows, width)[r] = kHidden;
 }
 
+// 2^y for y <= 0, and exactly 0 where it is tiny or y is kHidden.
+Vec weight(Vec y) { return simd::select(simd::less(y, simd::broadcast(-126.0f)), simd::zero(), simd::power_of_2(y)); }
+float weight(float y) { return simd::first_lane(weight(simd::broadcast(y))); }
+
 // Adds the results for the positions that follow.
 void merge(float *into, float *next, long rows, long width) {
   for (long r = 0; r < rows; r++) {
@@ -92,13 +96,24 @@ void merge(float *into, float *next, long rows, long width) {
     const float next_peak = peaks_of(next, rows, width)[r];
     if (next_peak == kHidden) continue;
     const float largest = peak > next_peak ? peak : next_peak;
-    const float keep = peak == kHidden ? 0.0f : simd::exp(peak - largest), take = simd::exp(next_peak - largest);
+    const float keep = peak == kHidden ? 0.0f : weight(peak - largest), take = weight(next_peak - largest);
     total = std::fma(total, keep, totals_of(next, rows, width)[r] * take);
     peak = largest;
     const Vec keeps = simd::broadcast(keep), takes = simd::broadcast(take);
     for (long d = r * width; d < (r + 1) * width; d += kLanes)
       simd::store(into + d, simd::fma(simd::load(into + d), keeps, simd::load(next + d) * takes));
   }
+}
+
+// Of `count` scores, a multiple of kLanes. Four registers of maxima, since one would wait for itself.
+float largest(const float *scores, long count) {
+  Vec peaks[4];
+  for (Vec &some : peaks) some = simd::broadcast(kHidden);
+  long i = 0;
+  for (; i + 4 * kLanes <= count; i += 4 * kLanes)
+    for (int j = 0; j < 4; j++) peaks[j] = simd::max(peaks[j], simd::load(scores + i + j * kLanes));
+  for (; i < count; i += kLanes) peaks[0] = simd::max(peaks[0], simd::load(scores + i));
+  return simd::largest(simd::max(simd::max(peaks[0], peaks[1]), simd::max(peaks[2], peaks[3])));
 }
 
 // scores [count] of one row become weights; the row sees the positions `low` to `high` of them.
@@ -120,15 +135,14 @@ void softmax(const AttentionLayer &layer, float *scores, E *weights, long low, l
       simd::store(scores + i, simd::tanh(simd::load(scores + i) * ratio) * cap);
     scale = 1.0f;
   }
+  scale *= simd::kLog2E;  // exp(x) is 2^(x log2(e))
   if (begin < low)
     simd::store(scores + begin, simd::select(simd::first(low - begin), hidden, simd::load(scores + begin)));
   if (high < end) {
     float *last = scores + end - kLanes;
     simd::store(last, simd::select(simd::first(high - (end - kLanes)), simd::load(last), hidden));
   }
-  Vec peaks = hidden;
-  for (long i = begin; i < end; i += kLanes) peaks = simd::max(peaks, simd::load(scores + i));
-  *peak = simd::largest(peaks) * scale;
+  *peak = largest(scores + begin, end - begin) * scale;
   if (*peak == kHidden) {
     memset(weights, 0, count * sizeof *weights);
     return;
@@ -137,7 +151,7 @@ void softmax(const AttentionLayer &layer, float *scores, E *weights, long low, l
   Vec totals = simd::zero();
   if (begin > 0) memset(weights, 0, begin * sizeof *weights);
   for (long i = begin; i < end; i += kLanes) {
-    const Vec p = simd::exp(simd::fma(simd::load(scores + i), scales, shift));
+    const Vec p = weight(simd::fma(simd::load(scores + i), scales, shift));
     simd::store(weights + i, p);
     totals = totals + (std::is_same_v<E, float> ? p : simd::load(weights + i));  // as rounded
   }
@@ -358,39 +372,12 @@ void attend(const AttentionStep &step, const AttentionLayer &layer, const T *q, 
   run(Call<T>{step, layer, q, out, k_pages, v_pages, q_stride, out_stride});
 }
 
-template <class T>
-void write_kv(const AttentionLayer &layer, const T *k, long k_stride, const T *v, long v_stride, T *k_pages, T *v_pages,
-              const int64_t *slots, long tokens) {
-  constexpr int kStep = Format<T>::kStep;
-  const long kv_heads = layer.kv_heads, width = layer.head_dim, page_size = layer.block_size * width;
-#pragma omp parallel if (tokens >= 64)
-  {
-#pragma omp for schedule(static)
-    for (long t = 0; t < tokens; t++)
-      if (slots[t] % layer.block_size == 0)
-        memset(v_pages + slots[t] / layer.block_size * kv_heads * page_size, 0, kv_heads * page_size * sizeof(T));
-#pragma omp for schedule(static)
-    for (long t = 0; t < tokens; t++) {
-      const long block = slots[t] / layer.block_size, offset = slots[t] % layer.block_size, position = offset % kGroup;
-      for (long head = 0; head < kv_heads; head++) {
-        const long group = (block * kv_heads + head) * page_size + offset / kGroup * kGroup * width;
-        const T *key = k + t * k_stride + head * width, *value = v + t * v_stride + head * width;
-        T *key_to = k_pages + group + position * kStep;
-        T *value_to = v_pages + group + position / kStep * width * kStep + position % kStep;
-        for (long d = 0; d < width; d += kStep, key_to += kGroup * kStep) memcpy(key_to, key + d, kStep * sizeof(T));
-        for (long d = 0; d < width; d++) value_to[d * kStep] = value[d];
-      }
-    }
-  }
-}
-
-#define OARLOCK_ATTENTION(T)                                                                                       \
-  template void attend<T>(const AttentionStep &, const AttentionLayer &, const T *, long, T *, long, const T *,    \
-                          const T *);                                                                              \
-  template void write_kv<T>(const AttentionLayer &, const T *, long, const T *, long, T *, T *, const int64_t *, long);
-OARLOCK_ATTENTION(BFloat16)
-OARLOCK_ATTENTION(Float16)
-OARLOCK_ATTENTION(float)
+#define OARLOCK_ATTEND(T)                                                                                         \
+  template void attend<T>(const AttentionStep &, const AttentionLayer &, const T *, long, T *, long, const T *,   \
+                          const T *);
+OARLOCK_ATTEND(BFloat16)
+OARLOCK_ATTEND(Float16)
+OARLOCK_ATTEND(float)
 
 extern "C" void oarlock_attend(const AttentionStep *step, const AttentionLayer *layer, const void *q, long q_stride,
                                void *out, long out_stride, const void *k_pages, const void *v_pages, int type) {
@@ -398,15 +385,5 @@ extern "C" void oarlock_attend(const AttentionStep *step, const AttentionLayer *
     using T = std::remove_pointer_t<decltype(of)>;
     attend<T>(*step, *layer, static_cast<const T *>(q), q_stride, static_cast<T *>(out), out_stride,
               static_cast<const T *>(k_pages), static_cast<const T *>(v_pages));
-  });
-}
-
-extern "C" void oarlock_write_kv(const AttentionLayer *layer, const void *k, long k_stride, const void *v,
-                                 long v_stride, void *k_pages, void *v_pages, const int64_t *slots, long tokens,
-                                 int type) {
-  with_type(type, [&](auto *of) {
-    using T = std::remove_pointer_t<decltype(of)>;
-    write_kv<T>(*layer, static_cast<const T *>(k), k_stride, static_cast<const T *>(v), v_stride,
-                static_cast<T *>(k_pages), static_cast<T *>(v_pages), slots, tokens);
   });
 }

@@ -6,6 +6,7 @@
 // those of logit `low` with a local id below `end`: what is left of a row in the order of its logits.
 #pragma once
 #include <algorithm>
+#include <array>
 #include <functional>
 
 #include "noise.h"
@@ -66,52 +67,48 @@ inline float find_maxima(const float *x, long width, float *maxima) {
   return finite ? top : __builtin_nanf("");
 }
 
-// 2^y for y <= 0, to a few parts in 10^8; not below 2^-126. Cheaper than `exp`, which takes any number. 2^y is 2^n 2^f
-// with n whole and f from -1/2 to 1/2; the last term is a polynomial with the least largest error.
-inline Vec power_of_2(Vec y) {
-  const Vec magic = broadcast(12582912.0f);  // 1.5 2^23: what is added to it is rounded to a whole number
-  y = max(broadcast(-126.0f), y);
-  const Vec shifted = y + magic;
-  const Vec f = y - (shifted - magic);
-  Vec p = broadcast(0.00015353362f);
-  p = fma(p, f, broadcast(0.0013398875f));
-  p = fma(p, f, broadcast(0.00961843692f));
-  p = fma(p, f, broadcast(0.0555033237f));
-  p = fma(p, f, broadcast(0.240226477f));
-  p = fma(p, f, broadcast(0.693147182f));
-  p = fma(p, f, broadcast(1.0f));
-  return (Vec)((Words)p + ((Words)shifted << 23));
-}
-
-constexpr float kLog2E = 1.44269504f;
-
-// sum(exp((x - top) / temperature)) over the ids that `cut` keeps: of blocks in float32, and of those in float64.
-inline double mass_of(const Logits &row, double temperature, Cut cut) {
-  if (row.broken()) return 0;
+// sum(exp((x - top) / temperature)) over the ids that each cut keeps, in one pass: of blocks in float32, and of those in
+// float64. A cut has the same sum beside any others.
+template <int N>
+std::array<double, N> masses_of(const Logits &row, double temperature, const std::array<Cut, N> &cuts) {
+  std::array<double, N> totals = {};
+  if (row.broken()) return totals;
   const float factor = static_cast<float>(std::min(kLog2E / temperature, 3.4028234e38));
   const Vec top = broadcast(row.top), scale = broadcast(factor);
-  const Vec low = broadcast(cut.low), below = broadcast(cut.below());
-  double total = 0;
+  float least = kInfinity;
+  for (const Cut &cut : cuts) least = std::min(least, cut.low);
   for (long b = 0; b < row.blocks(); b++) {
     const long start = b * kBlock;
-    if (row.maxima[b] < cut.low || (row.maxima[b] - row.top) * factor < -126.0f) continue;
-    Vec sums[2] = {zero(), zero()};
-    if (start + kBlock <= row.width && (cut.end <= start || start + kBlock <= cut.end)) {
-      const Vec bound = start < cut.end ? below : low;
-      for (int i = 0; i < noise::kVectors; i++) {
-        const Vec value = load(row.x + start + i * kLanes);
-        sums[i % 2] = sums[i % 2] + select(less(bound, value), power_of_2((value - top) * scale), zero());
-      }
+    if (row.maxima[b] < least || (row.maxima[b] - row.top) * factor < -126.0f) continue;
+    Vec sums[N][2];
+    for (auto &sum : sums) sum[0] = sum[1] = zero();
+    const auto add = [&](int i, Vec value, const auto &bound_of) {
+      const Vec power = power_of_2((value - top) * scale);
+#pragma GCC unroll 2
+      for (int n = 0; n < N; n++) sums[n][i % 2] = sums[n][i % 2] + select(less(bound_of(n), value), power, zero());
+    };
+    bool uniform = start + kBlock <= row.width;  // each cut has one bound for all of the block
+    for (const Cut &cut : cuts) uniform &= cut.end <= start || start + kBlock <= cut.end;
+    if (uniform) {
+      Vec bounds[N];
+      for (int n = 0; n < N; n++) bounds[n] = broadcast(start < cuts[n].end ? cuts[n].below() : cuts[n].low);
+      for (int i = 0; i < noise::kVectors; i++)
+        add(i, load(row.x + start + i * kLanes), [&](int n) { return bounds[n]; });
     } else {
       for (int i = 0; i < noise::kVectors; i++) {
         const long at = start + i * kLanes;
-        const Vec value = row.vector(at), bound = select(first(cut.end - at), below, low);
-        sums[i % 2] = sums[i % 2] + select(less(bound, value), power_of_2((value - top) * scale), zero());
+        add(i, row.vector(at), [&](int n) {
+          return select(first(cuts[n].end - at), broadcast(cuts[n].below()), broadcast(cuts[n].low));
+        });
       }
     }
-    total += sum(sums[0] + sums[1]);
+    for (int n = 0; n < N; n++) totals[n] += sum(sums[n][0] + sums[n][1]);
   }
-  return total;
+  return totals;
+}
+
+inline double mass_of(const Logits &row, double temperature, Cut cut) {
+  return masses_of<1>(row, temperature, {cut})[0];
 }
 
 // The lowest local id of the largest logit of a row that is not broken.

@@ -90,20 +90,37 @@ inline Draw draw(const Logits &row, long first_id, double temperature, Key key, 
 }
 
 // `draw_in_rounds`, of one rank: draw, and draw again from what comes before a token that is not in the nucleus.
-inline long draw_in_rounds(const Logits &row, long first_id, const Filters &filters, double total, Key key,
-                           uint32_t *distances) {
+inline long draw_in_rounds(const Logits &row, long first_id, const Filters &filters, Key key, uint32_t *distances) {
   const double lowest = filters.lowest(row.top);
   float low = static_cast<float>(lowest);
   if (low < lowest) low = __builtin_nextafterf(low, kInfinity);
-  Cut cut{low, low == -kInfinity ? 0 : row.width};
-  if (filters.min_p > 0 && filters.top_p < 1) total = mass_of(row, filters.temperature, cut);
-  while (true) {
-    const long id = draw(row, first_id, filters.temperature, key, cut, distances).id;
-    if (filters.top_p >= 1) return id;
-    cut = {row.x[id], id};
-    const double before = mass_of(row, filters.temperature, cut);
-    if (!(before >= filters.top_p * total && before > 0)) return id;
+  const Cut all{low, low == -kInfinity ? 0 : row.width};  // that min-p keeps
+  long id = draw(row, first_id, filters.temperature, key, all, distances).id;
+  if (filters.top_p >= 1) return id;
+  auto [total, before] = masses_of<2>(row, filters.temperature, {all, Cut{row.x[id], id}});
+  while (before >= filters.top_p * total && before > 0) {
+    const Cut cut{row.x[id], id};
+    id = draw(row, first_id, filters.temperature, key, cut, distances).id;
+    before = mass_of(row, filters.temperature, {row.x[id], id});
   }
+  return id;
+}
+
+// Whether block maxima alone show that the candidates are not enough (`draw_from_list`): min-p keeps more of them, or all
+// together, of weight 1 at most, hold less than top-p. Spares flat rows the search for candidates; either way, the same
+// token is drawn.
+inline bool surely_not_enough(const Logits &row, const Filters &filters) {
+  if (filters.top_k > 0 || row.blocks() <= kCandidates) return false;
+  if (filters.min_p > 0) {
+    const double lowest = filters.lowest(row.top);
+    const auto keeps = [&](float most) { return most >= lowest && most > -kInfinity; };
+    return std::count_if(row.maxima, row.maxima + row.blocks(), keeps) >= kCandidates;
+  }
+  const Vec top = broadcast(row.top), scale = broadcast(inverse_of(filters.temperature));
+  Vec sums = zero();  // of the likeliest of each block: at most all
+  for (long b = 0; b + kLanes <= row.blocks(); b += kLanes)
+    sums = sums + exp((load(row.maxima + b) - top) * scale);
+  return filters.top_p * sum(sums) > 1.01 * kCandidates;
 }
 
 // The local id that is chosen; 0 for broken rows.
@@ -112,11 +129,12 @@ inline long choose(const Logits &row, long first_id, const Filters &filters, Key
   if (filters.greedy()) return lowest_largest(row);
   if (!filters.filtering())
     return draw(row, first_id, filters.temperature, key, {-kInfinity, 0}, scratch.distances).id;
+  if (surely_not_enough(row, filters)) return draw_in_rounds(row, first_id, filters, key, scratch.distances);
   const double total = filters.only_top_p() ? mass_of(row, filters.temperature, {-kInfinity, 0}) : 0;
   find_best(row, first_id, kCandidates, scratch.some, scratch.order, scratch.keys);
   Choice choice = draw_from_list(scratch.keys, kCandidates, filters, total, key, scratch.masses);
   if (!choice.enough) {
-    if (filters.top_k == 0) return draw_in_rounds(row, first_id, filters, total, key, scratch.distances);
+    if (filters.top_k == 0) return draw_in_rounds(row, first_id, filters, key, scratch.distances);
     find_best(row, first_id, filters.top_k, scratch.some, scratch.order, scratch.keys);
     choice = draw_from_list(scratch.keys, filters.top_k, filters, total, key, scratch.masses);
   }

@@ -28,6 +28,26 @@ inline Vec exp(Vec x) {
 // The same bits as one lane of `exp`.
 inline float exp(float x) { return first_lane(exp(broadcast(x))); }
 
+constexpr float kLog2E = 1.44269504f;
+
+// 2^y for y <= 0, to a few parts in 10^8; not below 2^-126. Cheaper than `exp`, which takes any number. 2^y is 2^n 2^f
+// with n whole and f from -1/2 to 1/2; the last term is a polynomial with the least largest error.
+inline Vec power_of_2(Vec y) {
+  typedef uint32_t Words __attribute__((vector_size(sizeof(Vec))));
+  const Vec magic = broadcast(12582912.0f);  // 1.5 2^23: what is added to it is rounded to a whole number
+  y = max(broadcast(-126.0f), y);
+  const Vec shifted = y + magic;
+  const Vec f = y - (shifted - magic);
+  Vec p = broadcast(0.00015353362f);
+  p = fma(p, f, broadcast(0.0013398875f));
+  p = fma(p, f, broadcast(0.00961843692f));
+  p = fma(p, f, broadcast(0.0555033237f));
+  p = fma(p, f, broadcast(0.240226477f));
+  p = fma(p, f, broadcast(0.693147182f));
+  p = fma(p, f, broadcast(1.0f));
+  return (Vec)((Words)p + ((Words)shifted << 23));
+}
+
 inline Vec sigmoid(Vec x) { return broadcast(1.0f) / (broadcast(1.0f) + exp(zero() - x)); }
 
 inline Vec silu(Vec x) { return x * sigmoid(x); }
