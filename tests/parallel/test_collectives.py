@@ -1,4 +1,5 @@
-"""Collectives between real processes: shared memory and gloo against exact sums, bitwise equal on all ranks."""
+"""Collectives between real processes: shared memory (in Python and in the kernels) and gloo against exact sums, bitwise
+equal on all ranks."""
 
 import json
 import socket
@@ -8,6 +9,8 @@ import sys
 import pytest
 import torch
 
+from tests.unit.workers.kernel_levels import NO_KERNELS
+from workers.distributed.shm_all_reduce import PeerLostError, SharedMemoryGroup
 from workers.distributed.shm_layout import total_bytes
 from workers.distributed.shm_ring import anonymous_memory
 
@@ -19,15 +22,23 @@ from workers.distributed.parallel_state import init_distributed
 from workers.distributed.rendezvous import RendezvousInfo
 torch.set_num_threads(1)
 arguments = json.loads(sys.argv[1])
-shared = arguments.pop("shared")
+form = arguments.pop("form")
 info = RendezvousInfo(**arguments, buffer_bytes=4096, timeout_s=60)
-tp = init_distributed(info, torch.device("cpu"), shared_memory=shared)
+tp = init_distributed(info, torch.device("cpu"), shared_memory=form != "gloo")
+def all_reduce(x):
+    if form != "kernels" or x.dtype != torch.float32:
+        return tp.all_reduce(x)
+    from workers.kernels.cpu.collective import ALL_CAME, all_reduce_of
+    from workers.kernels.cpu.library import library
+    group = tp.group_for_kernels
+    assert all_reduce_of(library())(group.address, x.data_ptr(), x.numel()) == ALL_CAME
+    return x
 digests = []
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
     for shape in ((1,), (2, 896), (3, 7, 5), (64, 896)):
         generator = torch.Generator().manual_seed(100 * info.rank + len(shape))
         x = torch.randn(shape, generator=generator).to(dtype)
-        total = tp.all_reduce(x.clone())
+        total = all_reduce(x.clone())
         peers = [
             torch.randn(shape, generator=torch.Generator().manual_seed(100 * r + len(shape))).to(dtype)
             for r in range(info.size)
@@ -41,13 +52,15 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
         digests.append(hashlib.blake2b(total.float().numpy().tobytes()).hexdigest())
 for _ in range(200):  # ranks drift apart and wait for each other
     x = torch.full((300,), float(info.rank))
-    assert torch.equal(tp.all_reduce(x), torch.full((300,), float(sum(range(info.size)))))
+    assert torch.equal(all_reduce(x), torch.full((300,), float(sum(range(info.size)))))
 print(json.dumps(digests))
 tp.destroy()
 """
 
 
-def run_ranks(size: int, shared: bool) -> list[list[str]]:
+def run_ranks(forms: list[str]) -> list[list[str]]:
+    """Each rank computes sums in its form -> digests of every sum, for each rank."""
+    size = len(forms)
     memory = anonymous_memory(total_bytes(size, BUFFER_BYTES))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         processes = []
@@ -58,7 +71,7 @@ def run_ranks(size: int, shared: bool) -> list[list[str]]:
                 "port": listener.getsockname()[1],
                 "listen_fd": listener.fileno() if rank == 0 else None,
                 "memory_fd": memory,
-                "shared": shared,
+                "form": forms[rank],
             }
             processes.append(
                 subprocess.Popen(
@@ -72,17 +85,35 @@ def run_ranks(size: int, shared: bool) -> list[list[str]]:
     return [json.loads(output) for output in outputs]
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["shared_memory", "gloo"])
+needs_kernels = pytest.mark.skipif(NO_KERNELS is not None, reason=f"no kernels here: {NO_KERNELS}")
+FORMS = ["python", pytest.param("kernels", marks=needs_kernels)]
+
+
+@pytest.mark.parametrize("form", [*FORMS, "gloo"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_agree_to_the_last_bit(size: int, shared: bool) -> None:
-    digests = run_ranks(size, shared)
+def test_ranks_agree_to_the_last_bit(size: int, form: str) -> None:
+    digests = run_ranks([form] * size)
     assert all(other == digests[0] for other in digests[1:])
 
 
-def test_a_missing_peer_is_named() -> None:
-    from workers.distributed.shm_all_reduce import PeerLostError, SharedMemoryGroup
+@needs_kernels
+def test_python_and_the_kernels_give_the_same_bits_and_can_be_mixed() -> None:
+    mixed = run_ranks(["python", "kernels", "kernels"])
+    assert mixed[0] == mixed[1] == mixed[2] == run_ranks(["python"] * 3)[0]
 
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_missing_peer_is_named(form: str) -> None:
     memory = anonymous_memory(total_bytes(2, BUFFER_BYTES))
     group = SharedMemoryGroup(memory, 0, 2, BUFFER_BYTES, timeout_s=0.05)
+    x = torch.ones(4)
+    if form == "kernels":
+        from workers.kernels.cpu.collective import all_reduce_of
+        from workers.kernels.cpu.library import library
+
+        missing = all_reduce_of(library())(group.address, x.data_ptr(), x.numel())
+        assert missing == 1
+        assert str(group.lost(missing)) == "rank 1 did not reach collective 1 within 0.05 s"
+        return
     with pytest.raises(PeerLostError, match="rank 1 did not reach collective 1"):
-        group.all_reduce(torch.ones(4))
+        group.all_reduce(x)

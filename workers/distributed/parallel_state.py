@@ -49,6 +49,12 @@ class TensorParallel:
                 x = self._shared.all_reduce(x.contiguous())
         return x
 
+    @property
+    def group_for_kernels(self) -> SharedMemoryGroup | None:
+        """The group in which kernels may compute sums over ranks; None where `all_reduce` is not that group's."""
+        is_own = type(self) is TensorParallel and "all_reduce" not in vars(self)
+        return self._shared if is_own else None
+
     def all_gather(self, x: Tensor) -> Tensor:
         """Every rank's `x` (equal shapes), stacked in rank order: [size, *x.shape]."""
         if self.size == 1:

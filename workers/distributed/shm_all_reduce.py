@@ -9,10 +9,14 @@ to 330 microseconds, which for 24 layers is as long as the model itself.
 Two buffers are enough: a rank that enters collective n has seen every flag reach n - 1, and a peer sets its flag to
 n - 1 only after it finished reading collective n - 2, which is what buffer [n % 2] held before.
 
+Between the C++ layers' halves the kernels do the same on the same memory (`kernels/cpu/csrc/collective.cpp`), without a
+return to Python; this form is what they are compared with.
+
 Relies on stores becoming visible in program order (`memory_order.py`), so `supported()` is false outside x86, and the
 caller uses gloo. Sums run in rank order in float32 on every rank: all ranks end with the same bits.
 """
 
+import ctypes
 import mmap
 import os
 import time
@@ -21,10 +25,11 @@ import torch
 from torch import Tensor
 
 from workers.distributed.memory_order import STORES_KEEP_ORDER
-from workers.distributed.shm_layout import LINE, data_offset, total_bytes
+from workers.distributed.shm_layout import LINE, RankGroup, data_offset, total_bytes
 from workers.platform.cores import available_cores
 
 _SPINS_BEFORE_YIELD = 2_000  # about 100 us: longer than ranks differ while each has a core of its own
+_SPIN_S = 30e-6  # of the kernels, likewise
 _YIELDS_BEFORE_SLEEP = 2_000
 # With fewer cores than ranks, a waiting rank takes processor time from the one it waits for. Four ranks on two cores do
 # 2 to 3.5 times as many collectives per second as with the numbers above, in half the processor time.
@@ -47,14 +52,29 @@ class SharedMemoryGroup:
         self._map = mmap.mmap(memory_fd, total_bytes(size, buffer_bytes))
         self._flags = memoryview(self._map)[: size * LINE].cast("Q")
         self._raw = torch.frombuffer(self._map, dtype=torch.uint8, offset=data_offset(size))
-        self._sequence = 0
         crowded = size > available_cores()
         self._spins = 0 if crowded else _SPINS_BEFORE_YIELD
         self._yields = _CROWDED_YIELDS_BEFORE_SLEEP if crowded else _YIELDS_BEFORE_SLEEP
+        # Also counts the collectives of this form: both may follow each other.
+        self._group = RankGroup(
+            ctypes.addressof(ctypes.c_char.from_buffer(self._map)), self._raw.data_ptr(), buffer_bytes, rank, size, 0,
+            0.0 if crowded else _SPIN_S, self._yields, timeout_s,
+        )  # fmt: skip
 
     @staticmethod
     def supported() -> bool:
         return STORES_KEEP_ORDER
+
+    @property
+    def address(self) -> int:
+        """Of the `RankGroup` with which kernels take part in this group's collectives."""
+        return ctypes.addressof(self._group)
+
+    def lost(self, rank: int) -> PeerLostError:
+        """The error when `rank` has not reached the collective that this rank is in."""
+        return PeerLostError(
+            f"rank {rank} did not reach collective {self._group.collective} within {self._timeout_s} s"
+        )
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, written into `x` (contiguous, on the CPU) and returned."""
@@ -85,21 +105,21 @@ class SharedMemoryGroup:
 
     def _exchange(self, part: Tensor) -> list[Tensor]:
         """Publish `part`, wait for all peers, and return views of every rank's input in rank order."""
-        self._sequence += 1
+        self._group.collective += 1
         count, dtype = part.numel(), part.dtype
         inputs = [self._buffer(rank, count, dtype) for rank in range(self.size)]
         inputs[self.rank].copy_(part)
-        self._flags[self.rank * LINE // 8] = self._sequence
+        self._flags[self.rank * LINE // 8] = self._group.collective
         for rank in range(self.size):
             self._wait_for(rank)
         return inputs
 
     def _buffer(self, rank: int, count: int, dtype: torch.dtype) -> Tensor:
-        start = (self._sequence % 2 * self.size + rank) * self._buffer_bytes
+        start = (self._group.collective % 2 * self.size + rank) * self._buffer_bytes
         return self._raw[start : start + count * dtype.itemsize].view(dtype)
 
     def _wait_for(self, rank: int) -> None:
-        flags, index, sequence = self._flags, rank * LINE // 8, self._sequence
+        flags, index, sequence = self._flags, rank * LINE // 8, self._group.collective
         for _ in range(self._spins):
             if flags[index] >= sequence:
                 return
@@ -111,4 +131,4 @@ class SharedMemoryGroup:
         while flags[index] < sequence:
             time.sleep(_SLEEP_S)
             if time.monotonic() > deadline:
-                raise PeerLostError(f"rank {rank} did not reach collective {sequence} within {self._timeout_s} s")
+                raise self.lost(rank)

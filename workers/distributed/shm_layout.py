@@ -1,5 +1,6 @@
 """The layout of the shared memory of collectives: flags, then buffers. Torch-free, for the process that creates it."""
 
+import ctypes
 import mmap
 from collections.abc import Sequence
 
@@ -14,6 +15,22 @@ def data_offset(size: int) -> int:
 def total_bytes(size: int, buffer_bytes: int) -> int:
     """Bytes of shared memory for `size` ranks: flags and two input buffers per rank."""
     return data_offset(size) + 2 * size * buffer_bytes
+
+
+class RankGroup(ctypes.Structure):
+    """One rank's view of that memory, as `kernels/cpu/csrc/collective.h` takes it."""
+
+    _fields_ = (
+        ("flags", ctypes.c_void_p),
+        ("inputs", ctypes.c_void_p),
+        ("buffer_bytes", ctypes.c_long),
+        ("rank", ctypes.c_long),
+        ("size", ctypes.c_long),
+        ("collective", ctypes.c_uint64),  # the latest that this rank has entered
+        ("spin_s", ctypes.c_double),
+        ("yields", ctypes.c_long),
+        ("timeout_s", ctypes.c_double),
+    )
 
 
 class Flags:

@@ -16,6 +16,7 @@ from workers.attention.backend import AttentionBackend, LayerKV
 from workers.attention.cpp import CppBackend, CppPlan
 from workers.attention.forward_batch import ForwardBatch
 from workers.distributed.parallel_state import TensorParallel
+from workers.kernels.cpu.collective import ALL_CAME
 from workers.kernels.cpu.element_types import ELEMENT_TYPES
 from workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul
 from workers.kernels.cpu.layer_halves import CAttentionHalf, CLayerHalf, CLayerStep, CPackedWeight, bound
@@ -63,7 +64,7 @@ class PreparedLayers:
         self._pages = [(pages.k, pages.v) for pages in kv]
         self._parts = _Parts(backend.kernels, backend.spec.dtype)
         self._halves: list[CAttentionHalf | CLayerHalf] = []
-        self._calls: list[tuple[Callable[[int, int], None], int]] = []
+        self._calls: list[tuple[Callable[[int, int], int], int]] = []
         for block, rotary, pages in zip(layers, rotary_of, kv, strict=True):
             self._add_attention(block, rotary, pages)
             self._add_mlp(block)
@@ -81,15 +82,19 @@ class PreparedLayers:
         """
         assert hidden.is_contiguous() and hidden.dtype == self._parts.dtype
         partial = None if self.tp.size == 1 else torch.empty(hidden.shape, dtype=torch.float32)
+        group = self.tp.group_for_kernels
         step = CLayerStep(
             hidden.data_ptr(), None if partial is None else partial.data_ptr(), len(hidden), batch.positions.data_ptr(),
             batch.slot_mapping.data_ptr(), tuple((table.data_ptr(), table.shape[1]) for table in tables),
-            ctypes.addressof(plan.step),
+            ctypes.addressof(plan.step), None if group is None else group.address,
         )  # fmt: skip
         at = ctypes.addressof(step)
         for run, half in self._calls:
-            run(half, at)
-            if partial is not None:
+            missing = run(half, at)
+            if group is not None:
+                if missing != ALL_CAME:
+                    raise group.lost(missing)
+            elif partial is not None:
                 total = self.tp.all_reduce(partial)
                 assert total.is_contiguous() and total.dtype == torch.float32
                 self._add_total(half, at, total.data_ptr())

@@ -61,13 +61,15 @@ class CLayerStep(ctypes.Structure):
         ("slots", _pointer),
         ("rotary", CRotaryRows * 2),
         ("attention", _pointer),
+        ("group", _pointer),
     )
 
 
 @cache
 def bound(kernels: ctypes.CDLL) -> ctypes.CDLL:
     """The library, with the types of its functions for layers declared."""
-    for name, count in (("oarlock_attention_half", 2), ("oarlock_mlp_half", 2), ("oarlock_add_total", 3)):
+    for name in ("oarlock_attention_half", "oarlock_mlp_half"):
         function = getattr(kernels, name)
-        function.restype, function.argtypes = None, [_pointer] * count
+        function.restype, function.argtypes = ctypes.c_int, [_pointer] * 2
+    kernels.oarlock_add_total.restype, kernels.oarlock_add_total.argtypes = None, [_pointer] * 3
     return kernels

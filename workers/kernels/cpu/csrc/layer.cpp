@@ -146,15 +146,25 @@ void add_total(const LayerHalf &half, const LayerStep &step, const float *total)
   arena().release(mark);
 }
 
-}  // namespace
-
-void oarlock_attention_half(const AttentionHalf *attention, const LayerStep *step) {
-  with_type(attention->half.type,
-            [&](auto *of) { attention_half<std::remove_pointer_t<decltype(of)>>(*attention, *step); });
+// The sum over ranks at the end of a half, where kernels compute it.
+int finish(const LayerHalf &half, const LayerStep &step) {
+  if (!step.group) return kAllCame;
+  const int missing = all_reduce(*step.group, step.partial, step.rows * half.out.columns);
+  if (missing == kAllCame) oarlock_add_total(&half, &step, step.partial);
+  return missing;
 }
 
-void oarlock_mlp_half(const LayerHalf *mlp, const LayerStep *step) {
+}  // namespace
+
+int oarlock_attention_half(const AttentionHalf *attention, const LayerStep *step) {
+  with_type(attention->half.type,
+            [&](auto *of) { attention_half<std::remove_pointer_t<decltype(of)>>(*attention, *step); });
+  return finish(attention->half, *step);
+}
+
+int oarlock_mlp_half(const LayerHalf *mlp, const LayerStep *step) {
   with_type(mlp->type, [&](auto *of) { mlp_half<std::remove_pointer_t<decltype(of)>>(*mlp, *step); });
+  return finish(*mlp, *step);
 }
 
 void oarlock_add_total(const LayerHalf *half, const LayerStep *step, const float *total) {

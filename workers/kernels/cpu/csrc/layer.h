@@ -5,6 +5,7 @@
 // Every row has the same bits as from the separate kernels, one call each: these are the same functions in the same order.
 #pragma once
 #include "attention.h"
+#include "collective.h"
 #include "gemm.h"
 
 struct PackedWeight {
@@ -44,11 +45,13 @@ struct LayerStep {
   const int64_t *slots;       // [T]   see write_kv
   RotaryRows rotary[2];       // layers with a window may have a table of their own
   const AttentionStep *attention;
+  RankGroup *group;           // where `partial` is summed over the ranks; null with one rank, or where the caller sums
 };
 
-// Each adds its result to `hidden`; with several ranks it writes its share to `partial` instead.
-extern "C" void oarlock_attention_half(const AttentionHalf *attention, const LayerStep *step);
-extern "C" void oarlock_mlp_half(const LayerHalf *mlp, const LayerStep *step);
+// Each adds its result to `hidden`; with several ranks and no group it writes its share to `partial` instead. Returns
+// kAllCame, or the rank that did not reach the sum in time.
+extern "C" int oarlock_attention_half(const AttentionHalf *attention, const LayerStep *step);
+extern "C" int oarlock_mlp_half(const LayerHalf *mlp, const LayerStep *step);
 
 // Adds `total` [T, hidden size], the sum of all ranks' shares of a half.
 extern "C" void oarlock_add_total(const LayerHalf *half, const LayerStep *step, const float *total);
