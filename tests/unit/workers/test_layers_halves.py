@@ -1,6 +1,7 @@
 """One call per half of a layer gives the bits of its separate operations, and notices when a part is replaced."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from tests.golden.tiny_models import FAMILIES, make_tiny
 from tests.unit.workers.kernel_levels import NO_KERNELS, PARAMETERS
 from workers.attention.cpp import CppBackend
 from workers.distributed.parallel_state import TensorParallel
+from workers.distributed.shm_all_reduce import SharedMemoryGroup
+from workers.distributed.shm_layout import total_bytes
+from workers.distributed.shm_ring import anonymous_memory
 from workers.kernels.cpu import library
 from workers.kernels.cpu.levels import Level
 from workers.layers.norm import RMSNorm
@@ -22,6 +26,7 @@ from workers.models.decoder import Decoder
 
 pytestmark = pytest.mark.skipif(NO_KERNELS is not None, reason=f"no kernels here: {NO_KERNELS}")
 
+BUFFER_BYTES = 8192  # small, so that the sum over a prompt goes through in pieces
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 # Heads that the kernel supports, and what the families do not have by default.
 CHECKPOINTS: dict[str, dict[str, Any]] = {
@@ -83,6 +88,33 @@ def test_both_forms_give_the_same_bits_on_two_ranks(
     checkpoints: dict[str, Path], family: str, dtype: torch.dtype
 ) -> None:
     check_equal(checkpoints[family], 2, dtype)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
+def test_sums_over_ranks_in_shared_memory_stay_in_the_kernels(checkpoints: dict[str, Path], family: str) -> None:
+    """Two threads on the memory of two ranks: Python then only sums the embeddings, once in each step."""
+    memory = anonymous_memory(total_bytes(2, BUFFER_BYTES))
+    sums: list[tuple[int, int]] = []  # (rank, rows) of each in Python
+
+    class CountedGroup(SharedMemoryGroup):
+        def all_reduce(self, x: Tensor) -> Tensor:
+            sums.append((self.rank, len(x)))
+            return super().all_reduce(x)
+
+    def work(rank: int) -> list[Tensor]:
+        tp = TensorParallel(rank, 2, CountedGroup(memory, rank, 2, BUFFER_BYTES, timeout_s=60))
+        with torch.inference_mode():
+            decoder = load_decoder(checkpoints[family], tp, torch.bfloat16)
+            separate = run(decoder, SeparateOperations, *works)
+            before = sums.count((rank, 3))
+            prepared = run(decoder, CppBackend, *works)
+        assert before == 1 + 2 * len(decoder.layers) and sums.count((rank, 3)) == before + 1
+        return [separate, prepared]
+
+    works = {0: list(range(3, 40)), 1: [5]}, {0: [7], 1: [8, 9]}
+    with ThreadPoolExecutor(2) as threads:
+        for separate, prepared in threads.map(work, range(2)):
+            assert torch.equal(separate, prepared) and separate.isfinite().all()
 
 
 @pytest.mark.parametrize("size", [1, 2])
