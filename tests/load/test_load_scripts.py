@@ -31,6 +31,12 @@ def test_the_overhead_of_a_step():
     assert "one call per half" in result.stdout and "separate operations" in result.stdout
 
 
+@pytest.mark.skipif(NO_KERNELS is not None, reason=f"no kernels here: {NO_KERNELS}")
+def test_the_time_of_a_sum_over_ranks():
+    result = run_module("collective_bench", "--floats", 64, "--rounds", 1)
+    assert "python" in result.stdout and "kernels" in result.stdout
+
+
 def test_the_ceiling_of_the_client():
     result = run_module("client_ceiling", "--quick")
     assert result.stdout.count("tokens/s") == 2
