@@ -1,10 +1,11 @@
 """How long `oarlock serve` takes until it is ready, in alternation with other checkouts.
 
-    python -m benchmarks.start_time --rounds 5 [--tree OTHER_CHECKOUT ...] [-- --dtype float32 ...]
+    python -m benchmarks.start_time --rounds 5 [--compile] [--tree OTHER_CHECKOUT ...] [-- --dtype float32 ...]
 
 Everything after `--` goes to `serve`. The first start of each tree is not counted: it fills the page cache and, where
-sources are new, compiles the kernels. Counted are the seconds until `/health` answers 200, and the processor seconds of
-all its processes until then, which say more where other programs use the same cores.
+sources are new, compiles the kernels. With `--compile` every start does, as the first one on a machine. Counted are the
+seconds until `/health` answers 200, and the processor seconds of all its processes until then, which say more where
+other programs use the same cores.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from pathlib import Path
@@ -29,13 +31,17 @@ _LIMIT_S = 180.0
 _POLL_S = 0.02
 
 
-def start_once(tree: Path, model: Path, options: list[str]) -> tuple[float, float]:
-    """(seconds until ready, processor seconds until then) of one start. Raises `RuntimeError` if it ends before."""
+def start_once(tree: Path, model: Path, options: list[str], cache: str | None = None) -> tuple[float, float]:
+    """(seconds until ready, processor seconds until then) of one start. Raises `RuntimeError` if it ends before.
+
+    `cache`: the directory of caches, in place of the user's.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [str(tree / ".venv/bin/oarlock"), "serve", str(model), "--port", str(port), *options]
-    begun = time.monotonic()
-    with subprocess.Popen(command, cwd=tree, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+    environment = {**os.environ, "XDG_CACHE_HOME": cache} if cache else None
+    begun, silent = time.monotonic(), subprocess.DEVNULL
+    with subprocess.Popen(command, cwd=tree, env=environment, stdout=silent, stderr=silent) as server:
         try:
             while not is_ready(port):
                 if server.poll() is not None or time.monotonic() - begun > _LIMIT_S:
@@ -56,15 +62,16 @@ def is_ready(port: int) -> bool:
 
 
 def processor_seconds(pid: int) -> float:
-    """User and system time of a process and those it started."""
+    """User and system time of a process and those it started, also those that have ended since."""
     parent = psutil.Process(pid)
     times = [process.cpu_times() for process in (parent, *parent.children(recursive=True))]
-    return sum(each.user + each.system for each in times)
+    return sum(each.user + each.system + each.children_user + each.children_system for each in times)
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.start_time", description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--compile", action="store_true", help="begin every start with an empty cache of kernels")
     parser.add_argument("--tree", type=Path, action="append", default=[], help="another checkout with a .venv")
     parser.add_argument("--model", type=Path, help="default: random weights of --shape")
     parser.add_argument("--shape", default="0.5b", help="of the random weights made where --model is not given")
@@ -76,7 +83,8 @@ def main(arguments: list[str]) -> int:
     print("| round | checkout | ready, s | processor, s | load of the machine |\n|---|---|---|---|---|")
     for number in range(parsed.rounds + 1):
         for tree in trees:
-            wall, processor = start_once(tree, model, options)
+            with tempfile.TemporaryDirectory() as empty:
+                wall, processor = start_once(tree, model, options, empty if parsed.compile else None)
             label = number or "not counted"
             print(f"| {label} | {tree.name} | {wall:.2f} | {processor:.2f} | {os.getloadavg()[0]:.1f} |", flush=True)
             if number:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
+from workers.compile_ahead import begin_compiling
 from workers.python_child import start_python
 
 ENGINE_MODULE = ("-m", "engine.core.process")
@@ -25,8 +26,9 @@ def runs_rank(tensor_parallel_size: int) -> bool:
 class EngineProcess:
     """A started process. Its socket and its end belong to whoever calls `take`; until then `discard` ends it."""
 
-    def __init__(self, *, runs_rank: bool, command: Sequence[str] = ENGINE_MODULE) -> None:
-        """`runs_rank`: it will run the single rank itself, so it should import torch at once.
+    def __init__(self, *, runs_rank: bool, compiles: bool = False, command: Sequence[str] = ENGINE_MODULE) -> None:
+        """`runs_rank`: it will run the single rank itself, so it should import torch at once. `compiles`: where the
+        kernels for CPUs must be compiled, begin with that, since it takes longest.
 
         The kernel ends the process together with the thread that started it. `command` is what the interpreter runs;
         the socket's number is added to it.
@@ -34,6 +36,8 @@ class EngineProcess:
         ours, theirs = socket.socketpair()
         options = ["--runs-rank"] if runs_rank else []
         with theirs, _sigint_ignored():
+            if compiles:
+                begin_compiling()
             process = start_python(
                 [*command, "--fd", str(theirs.fileno()), "--parent", str(os.getpid()), *options],
                 pass_fds=[theirs.fileno()],

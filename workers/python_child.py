@@ -19,16 +19,20 @@ def start_python(
     *,
     pass_fds: Sequence[int] = (),
     stdin: int | None = subprocess.DEVNULL,
+    output: int | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start `python -P COMMAND` with this interpreter, e.g. ("-m", "workers.worker.worker_process", ...).
 
-    `environment`: added to ours. `stdin`: as for `subprocess.Popen`; None shares ours.
+    `environment`: added to ours. `stdin` and `output`, which is stdout and stderr: as for `subprocess.Popen`; None
+    shares ours.
     """
     return subprocess.Popen(
         [sys.executable, "-P", *command],
         pass_fds=pass_fds,
         stdin=stdin,
+        stdout=output,
+        stderr=output,
         env={**os.environ, "PYTHONPATH": import_path(os.environ.get("PYTHONPATH", "")), **(environment or {})},
     )
 

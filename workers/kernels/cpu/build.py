@@ -12,11 +12,12 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from workers.kernels.cpu.levels import Level
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("oarlock.kernels")
 
 SOURCES = Path(__file__).parent / "csrc"
 PREBUILT = Path(__file__).parent / "prebuilt"
@@ -46,19 +47,30 @@ def compiled(level: Level) -> Path:
 
     Raises `KernelsUnavailable`.
     """
-    if (carried := prebuilt(level)).exists():
-        return carried
+    if (there := existing(level)) is not None:
+        return there
     found = compiler()
-    directory = cache_directory()
-    target = directory / f"{level.name}-{fingerprint(level, compiler_facts(found))}.so"
-    with open(directory / f"{level.name}.lock", "w") as lock:
+    target = _cached(level, found)
+    with open(target.with_name(f"{level.name}.lock"), "w") as lock:
+        started = time.monotonic()
         fcntl.flock(lock, fcntl.LOCK_EX)  # ranks start together; one compiles, the others wait and use the result
         if not target.exists():
-            _log.info("event=compiling_kernels level=%s compiler=%s", level.name, found)
-            started = time.monotonic()
             compile_to(target, level, found)
-            _log.info("event=compiled_kernels level=%s seconds=%.1f", level.name, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        _log.info("event=compiled_kernels level=%s compiler=%s waited_s=%.1f", level.name, found, seconds)
     return target
+
+
+def existing(level: Level) -> Path | None:
+    """The library for `level`, if it need not be compiled. Raises `KernelsUnavailable` where it could not be either."""
+    if (carried := prebuilt(level)).exists():
+        return carried
+    target = _cached(level, compiler())
+    return target if target.exists() else None
+
+
+def _cached(level: Level, compiler: str) -> Path:
+    return cache_directory() / f"{level.name}-{fingerprint(level, compiler_facts(compiler))}.so"
 
 
 def prebuilt(level: Level) -> Path:
@@ -71,23 +83,22 @@ def prebuilt(level: Level) -> Path:
 
 def compile_to(target: Path, level: Level, compiler: str, sources: Sequence[Path] = ()) -> None:
     """Compile `sources` (all of the kernels') for `level` and link them into `target`. Raises `KernelsUnavailable`."""
-    objects = {source: target.with_suffix(f".{source.stem}.{os.getpid()}.o") for source in sources or _sources("*.cpp")}
+    # The longest takes longest, by and large. It begins first: last, it would keep one core busy and leave the others.
+    ordered = sorted(sources or _sources("*.cpp"), key=lambda source: -source.stat().st_size)
+    objects = {source: target.with_suffix(f".{source.stem}.{os.getpid()}.o") for source in ordered}
     command = [compiler, *FLAGS, *level.flags, f"-I{SOURCES}"]
-    running = {
-        source: subprocess.Popen([*command, "-c", str(source), "-o", str(into)], stderr=subprocess.PIPE, text=True)
-        for source, into in objects.items()
-    }
+
+    def compile_one(source: Path) -> None:
+        _run([*command, "-c", str(source), "-o", str(objects[source])], f"compiling {source.name}")
+
     scratch = target.with_suffix(f".{os.getpid()}.tmp")
     try:
-        for source, process in running.items():
-            _finish(process, f"compiling {source.name}")
-        link = [compiler, "-shared", "-Wl,--as-needed", *map(str, objects.values()), "-o", str(scratch)]
-        _finish(subprocess.Popen(link, stderr=subprocess.PIPE, text=True), "linking")
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for _ in pool.map(compile_one, ordered):
+                pass  # the first failure ends this, and what has not begun is not
+        _run([compiler, "-shared", "-Wl,--as-needed", *map(str, objects.values()), "-o", str(scratch)], "linking")
         scratch.replace(target)
     finally:
-        for process in running.values():
-            process.kill()
-            process.wait()
         for path in (*objects.values(), scratch):
             path.unlink(missing_ok=True)
 
@@ -100,15 +111,14 @@ def compiler() -> str:
     return found
 
 
-def _finish(process: subprocess.Popen[str], what: str) -> None:
+def _run(command: Sequence[str], what: str) -> None:
     try:
-        _, errors = process.communicate(timeout=_COMPILE_TIMEOUT_S)
+        process = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=_COMPILE_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
         raise KernelsUnavailable(f"{what} took more than {_COMPILE_TIMEOUT_S} s") from None
     if process.returncode:
-        lines = [line for line in errors.splitlines() if "error" in line] or errors.splitlines() or ["no message"]
+        errors = process.stderr.splitlines()
+        lines = [line for line in errors if "error" in line] or errors or ["no message"]
         raise KernelsUnavailable(f"{what} failed: {lines[0].strip()[:200]}")
 
 
