@@ -8,7 +8,7 @@ import pytest
 from server.bench.plan import ServePlan
 from server.bench.serve import measure
 from tests.e2e.running import ROOT
-from tests.load import agreement
+from tests.load import agreement, sampling_bench
 from tests.load.paced_server import PacedServer
 from tests.unit.workers.kernel_levels import NO_KERNELS
 
@@ -35,6 +35,12 @@ def test_the_overhead_of_a_step():
 def test_the_time_of_a_sum_over_ranks():
     result = run_module("collective_bench", "--floats", 64, "--rounds", 1)
     assert "python" in result.stdout and "kernels" in result.stdout
+
+
+@pytest.mark.skipif(NO_KERNELS is not None, reason=f"no kernels here: {NO_KERNELS}")
+def test_the_share_of_sampling_in_a_step():
+    result = run_module("sampling_in_step", "--rows", 2, "--layers", 1, "--rounds", 1)
+    assert result.stdout.count(" ms: ") == len(sampling_bench.cases(2))
 
 
 def test_the_ceiling_of_the_client():
