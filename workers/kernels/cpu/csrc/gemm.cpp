@@ -1,6 +1,6 @@
 // y = epilogue(x w^T + bias), every weight read once from memory for up to kChunk rows.
 //
-// An output is the sum, in order, of its sums over blocks of kBlock inputs, each taken input by input in float32. That
+// An output is the sum, in order, of its sums over blocks of inputs, each taken input by input in float32. That
 // order depends on the number of inputs alone: the bits of a row do not depend on the other rows of the batch, on their
 // number, or on the number of threads.
 //
@@ -24,7 +24,6 @@ namespace gemm {
 namespace {
 
 constexpr long kChunk = 240;         // rows whose totals of one panel stay in the caches; a multiple of kTileRows
-constexpr long kSpanBytes = 512 << 10;  // of x, beside what else the second-level cache holds
 constexpr long kSerial = 1 << 14;    // elements of x that one thread packs sooner than it wakes another
 static_assert(kChunk % kTileRows == 0);
 
@@ -45,7 +44,7 @@ struct TypeOf<BFloat16> {
 #endif
 };
 
-// Up to kChunk rows of x, in strips of about equal size: [strips][blocks][rows of the strip][kBlock].
+// Up to kChunk rows of x, in strips of about equal size: [strips][blocks][rows of the strip][kRowStride].
 template <class T>
 struct Rows {
   using S = typename TypeOf<T>::Tiles;
@@ -54,19 +53,19 @@ struct Rows {
   long rows, strips, inputs, blocks;
 
   Rows(long rows, long inputs)
-      : rows(rows), strips((rows + S::kRows - 1) / S::kRows), inputs(inputs), blocks((inputs + kBlock - 1) / kBlock) {}
+      : rows(rows), strips((rows + S::kRows - 1) / S::kRows), inputs(inputs), blocks((inputs + S::kBlock - 1) / S::kBlock) {}
   long begin(long strip) const { return rows * strip / strips; }
   long count(long strip) const { return begin(strip + 1) - begin(strip); }
-  long size() const { return rows * blocks * kBlock; }
-  X *at(long strip, long block) const { return packed + (begin(strip) * blocks + count(strip) * block) * kBlock; }
+  long size() const { return rows * blocks * kRowStride<S>; }
+  X *at(long strip, long block) const { return packed + (begin(strip) * blocks + count(strip) * block) * kRowStride<S>; }
 
   void pack(const T *x, long stride) {
 #pragma omp parallel for if (size() > kSerial)
     for (long strip = 0; strip < strips; strip++)
       for (long block = 0; block < blocks; block++)
         for (long r = 0; r < count(strip); r++)
-          copy(x + (begin(strip) + r) * stride + block * kBlock, std::min(kBlock, inputs - block * kBlock),
-               at(strip, block) + r * kBlock);
+          copy(x + (begin(strip) + r) * stride + block * S::kBlock, std::min(S::kBlock, inputs - block * S::kBlock),
+               at(strip, block) + r * kRowStride<S>);
   }
 
   static void copy(const T *from, long elements, X *to) {
@@ -137,20 +136,20 @@ struct Chunk {
 
   const T *weights(long panel, long block) const {
     const long padded = (p.inputs + S::kStep - 1) / S::kStep * S::kStep;
-    return static_cast<const T *>(p.weight) + (panel * padded + block * kBlock) * kPanel;
+    return static_cast<const T *>(p.weight) + (panel * padded + block * S::kBlock) * kPanel;
   }
   long inputs_of(long block) const {
-    const long rest = p.inputs - block * kBlock;
-    return rest >= kBlock ? kBlock : (rest + S::kStep - 1) / S::kStep * S::kStep;
+    const long rest = p.inputs - block * S::kBlock;
+    return rest >= S::kBlock ? S::kBlock : (rest + S::kStep - 1) / S::kStep * S::kStep;
   }
 
-  // totals [rows][kPanel] of one panel, over blocks `begin` to `end`; `first`: they start with them.
-  void sum(long panel, long begin, long end, float *totals, bool first) const {
-    // Widening costs as much as two rows: for one strip it is done in registers. Without it, the strips after the first
-    // read the block from the first-level cache.
+  // totals [rows][kPanel] of one panel, over blocks `begin` to `end`.
+  void sum(long panel, long begin, long end, float *totals) const {
+    // Widening costs as much as two rows: for one strip it is done in registers.
     constexpr bool kWidens = sizeof(T) != sizeof(typename S::X);
-    alignas(64) float wide[kWidens ? kBlock * kPanel : 1];
-    for (long block = begin; block < end; block++, first = false) {
+    alignas(64) float wide[kWidens ? S::kBlock * kPanel : 1];
+    for (long block = begin; block < end; block++) {
+      const bool first = block == begin;
       const T *w = weights(panel, block);
       const long count = inputs_of(block);
       const char *here = reinterpret_cast<const char *>(w);
@@ -165,7 +164,7 @@ struct Chunk {
       for (long strip = 0; strip < x.strips; strip++) {
         const Fetch next{here + steps * kBytes * (x.strips + strip) / x.strips, kBytes / x.strips};
         float *to = totals + x.begin(strip) * kPanel;
-        if constexpr (kWidens) kTiles<Floats>[x.count(strip)](x.at(strip, block), wide, count, to, first, next);
+        if constexpr (kWidens) kTiles<Widened>[x.count(strip)](x.at(strip, block), wide, count, to, first, next);
         else kTiles<S>[x.count(strip)](x.at(strip, block), w, count, to, first, next);
       }
     }
@@ -176,25 +175,14 @@ struct Chunk {
       finish<T>(p, first_row + r, panel, load(totals + r * kPanel), load(totals + r * kPanel + kLanes));
   }
 
-  // Threads take panels. Rows that do not fit the second-level cache are taken in spans of blocks that do, each span for
-  // all panels of a thread before the next.
+  // Threads take panels.
   void by_panels(long panels) const {
-    const long span = std::max(1l, kSpanBytes / static_cast<long>(x.rows * kBlock * sizeof(typename S::X)));
-    const Arena::Mark mark = arena().mark();
-    const long size = x.rows * kPanel;
-    float *all = span < x.blocks ? arena().take<float>(panels * size) : nullptr;
-#pragma omp parallel
-    for (long begin = 0; begin < x.blocks; begin += span) {
-      const long end = std::min(begin + span, x.blocks);
-#pragma omp for schedule(static) nowait  // a thread gets the same panels in every span
-      for (long panel = 0; panel < panels; panel++) {
-        alignas(64) float own[kChunk * kPanel];
-        float *totals = all ? all + panel * size : own;
-        sum(panel, begin, end, totals, begin == 0);
-        if (end == x.blocks) finish_rows(panel, totals);
-      }
+#pragma omp parallel for schedule(static)
+    for (long panel = 0; panel < panels; panel++) {
+      alignas(64) float totals[kChunk * kPanel];
+      sum(panel, 0, x.blocks, totals);
+      finish_rows(panel, totals);
     }
-    arena().release(mark);
   }
 
   // With fewer panels than threads, threads take blocks, and what each block gave is added in the order of blocks.
@@ -207,7 +195,7 @@ struct Chunk {
 #pragma omp for schedule(static)
       for (long unit = 0; unit < panels * x.blocks; unit++) {
         const long block = unit % x.blocks;
-        sum(unit / x.blocks, block, block + 1, sums + unit * size, true);
+        sum(unit / x.blocks, block, block + 1, sums + unit * size);
       }
 #pragma omp for schedule(static)
       for (long panel = 0; panel < panels; panel++) {

@@ -19,6 +19,7 @@ struct AmxPairs {
   using X = BFloat16;
   using W = BFloat16;
   static constexpr int kStep = 2, kRows = 32;
+  static constexpr long kBlock = BrainPairs::kBlock;
 };
 
 // The shapes of the eight tiles, as LDTILECFG reads them.
@@ -44,7 +45,7 @@ template <int R>
 void amx_tile(const void *rows, const void *weights, long count, float *totals, bool first, Fetch fetch) {
   const auto *x = static_cast<const BFloat16 *>(rows);
   const auto *w = static_cast<const BFloat16 *>(weights);
-  constexpr int kRow = kBlock * sizeof *x, kPairs = 2 * kPanel * sizeof *w;  // bytes from one row to the next
+  constexpr int kRow = kRowStride<AmxPairs> * sizeof *x, kPairs = 2 * kPanel * sizeof *w;  // bytes from one row to the next
   alignas(64) float sums[R * kPanel];
   for (long done = 0; done < count;) {
     const int inputs = count - done < 32 ? count - done : 32;
@@ -85,7 +86,7 @@ void amx_tile(const void *rows, const void *weights, long count, float *totals, 
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
     if constexpr (R > 16) {
-      _tile_loadd(5, x + 16 * kBlock + done, kRow);
+      _tile_loadd(5, x + 16 * kRowStride<AmxPairs> + done, kRow);
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
