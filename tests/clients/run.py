@@ -27,6 +27,7 @@ from pathlib import Path
 from tests.clients.environments import CACHE, HERE, NotInstalledError, prepare, version
 from tests.clients.matrix import CLIENTS, Client
 from tests.clients.table import as_text, write_docs
+from tests.e2e.long_context import long_context_demo
 from tests.e2e.running import DEMO, ROOT, RunningServer
 
 MODEL = "demo"
@@ -80,8 +81,9 @@ def small_server(client: Client) -> Generator[list[str]]:
     if not client.needs_small_server:
         yield []
         return
-    with RunningServer(DEMO, *SMALL) as server:
-        yield ["--small-url", server.url, "--small-pid", str(server.process.pid)]
+    with tempfile.TemporaryDirectory(prefix="oarlock-long-context-") as directory:
+        with RunningServer(long_context_demo(Path(directory)), *SMALL) as server:
+            yield ["--small-url", server.url, "--small-pid", str(server.process.pid)]
 
 
 def run_script(command: list[str], client: Client, outcome: Outcome) -> None:

@@ -14,12 +14,18 @@ import httpx
 import psutil
 import pytest
 
+from tests.e2e.long_context import LONG, long_context_demo
 from tests.e2e.running import DEMO, RunningServer, eventually, shared_memory
 
 WORKER_DIED, ENGINE_HUNG = 5, 6  # the documented statuses
 STEP_TIMEOUT_S = 3
-LONG, SHORT = 1500, 300  # tokens: never over before the test acts; over soon after it has acted
+SHORT = 3000  # tokens: over soon after the test has acted
 PATIENT = ("--drain-timeout", 120)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return long_context_demo(tmp_path_factory.mktemp("long-context"))
 
 
 class OpenStream(threading.Thread):
@@ -70,8 +76,8 @@ def nothing_left(server):
 
 
 @pytest.mark.parametrize("victim", ["rank 0", "rank 1", "engine"])
-def test_a_killed_child_fails_every_open_request_and_ends_the_server(victim):
-    with RunningServer(DEMO, "-tp", 2) as server:
+def test_a_killed_child_fails_every_open_request_and_ends_the_server(model, victim):
+    with RunningServer(model, "-tp", 2) as server:
         engine, ranks = family(server)
         assert len(ranks) == 2
         streams = open_streams(server)
@@ -92,8 +98,8 @@ def test_a_killed_child_fails_every_open_request_and_ends_the_server(victim):
         nothing_left(server)
 
 
-def test_a_killed_parent_takes_its_children_along():
-    with RunningServer(DEMO, "-tp", 2) as server:
+def test_a_killed_parent_takes_its_children_along(model):
+    with RunningServer(model, "-tp", 2) as server:
         open_streams(server, 2)
         assert len(server.processes()) == 4
         server.process.kill()
@@ -110,8 +116,8 @@ def test_an_idle_server_leaves_when_asked(ranks, number):
         nothing_left(server)
 
 
-def test_ctrl_c_reaches_the_whole_group_and_is_still_an_orderly_end():
-    with RunningServer(DEMO, "-tp", 2, *PATIENT) as server:
+def test_ctrl_c_reaches_the_whole_group_and_is_still_an_orderly_end(model):
+    with RunningServer(model, "-tp", 2, *PATIENT) as server:
         (stream,) = open_streams(server, 1, SHORT)
         os.killpg(server.process.pid, signal.SIGINT)  # what a terminal does: parent and children all get it
         stream.join(130)
@@ -122,8 +128,8 @@ def test_ctrl_c_reaches_the_whole_group_and_is_still_an_orderly_end():
         nothing_left(server)
 
 
-def test_open_requests_finish_while_new_ones_are_refused():
-    with RunningServer(DEMO, *PATIENT) as server:
+def test_open_requests_finish_while_new_ones_are_refused(model):
+    with RunningServer(model, *PATIENT) as server:
         (stream,) = open_streams(server, 1, SHORT)
         server.send(signal.SIGTERM)
         eventually(lambda: server.client.get("/health").status_code == 503, 10, "the server drains")
@@ -136,8 +142,8 @@ def test_open_requests_finish_while_new_ones_are_refused():
         assert server.process.wait(10) == 0, server.log
 
 
-def test_a_second_signal_does_not_wait():
-    with RunningServer(DEMO, "--drain-timeout", 60) as server:
+def test_a_second_signal_does_not_wait(model):
+    with RunningServer(model, "--drain-timeout", 60) as server:
         (stream,) = open_streams(server, 1)
         server.send(signal.SIGTERM)
         time.sleep(0.3)
@@ -148,8 +154,8 @@ def test_a_second_signal_does_not_wait():
         nothing_left(server)
 
 
-def test_requests_that_outlast_the_drain_are_ended_with_an_error():
-    with RunningServer(DEMO, "--drain-timeout", "0.2") as server:
+def test_requests_that_outlast_the_drain_are_ended_with_an_error(model):
+    with RunningServer(model, "--drain-timeout", "0.2") as server:
         (stream,) = open_streams(server, 1)
         assert server.stop(within_s=10) != 0, "requests were lost, so the status must not be 0"
         stream.join(5)
@@ -157,8 +163,8 @@ def test_requests_that_outlast_the_drain_are_ended_with_an_error():
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_stopped_engine_fails_every_open_request_and_ends_the_server(ranks):
-    with RunningServer(DEMO, "-tp", ranks, "--step-timeout", STEP_TIMEOUT_S) as server:
+def test_a_stopped_engine_fails_every_open_request_and_ends_the_server(model, ranks):
+    with RunningServer(model, "-tp", ranks, "--step-timeout", STEP_TIMEOUT_S) as server:
         engine, children = family(server)
         (stream,) = open_streams(server, 1)
         with ThreadPoolExecutor(1) as pool:

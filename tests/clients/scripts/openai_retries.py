@@ -1,6 +1,6 @@
 """What the official client does when it is asked to wait: 429 from a full server, 503 from one that is leaving.
 
-Needs a server with room for one sequence and 16 waiting ones, and permission to end it.
+Needs a server with room for one sequence of `LONG` tokens and 16 waiting ones, and permission to end it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import openai
 from reporter import Report, answers_with_status, expect
 
 NUM_WAITING = 16  # that the small server has room for, beside one that runs
-LONG = 1900  # tokens
+LONG = 64_000  # tokens: more than are decoded while the server is filled
 
 
 def exercise_retries(report: Report, url: str, pid: int, model: str) -> None:

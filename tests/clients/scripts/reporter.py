@@ -51,7 +51,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--url", required=True)
     parser.add_argument("--model", required=True, help="the served name")
     parser.add_argument("--tokenizer", required=True, help="directory of the checkpoint")
-    parser.add_argument("--small-url", help="a server with room for one sequence and 16 waiting")
+    parser.add_argument("--small-url", help="a server with room for one sequence of 64,000 tokens and 16 waiting")
     parser.add_argument("--small-pid", type=int, help="its process, which may be asked to leave")
     parser.add_argument("--reference", help="log-probabilities that transformers computed")
     return parser.parse_args()
