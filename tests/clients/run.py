@@ -81,9 +81,11 @@ def small_server(client: Client) -> Generator[list[str]]:
     if not client.needs_small_server:
         yield []
         return
-    with tempfile.TemporaryDirectory(prefix="oarlock-long-context-") as directory:
-        with RunningServer(long_context_demo(Path(directory)), *SMALL) as server:
-            yield ["--small-url", server.url, "--small-pid", str(server.process.pid)]
+    with (
+        tempfile.TemporaryDirectory(prefix="oarlock-long-context-") as directory,
+        RunningServer(long_context_demo(Path(directory)), *SMALL) as server,
+    ):
+        yield ["--small-url", server.url, "--small-pid", str(server.process.pid)]
 
 
 def run_script(command: list[str], client: Client, outcome: Outcome) -> None:

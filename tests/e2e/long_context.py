@@ -1,7 +1,7 @@
 """The demo model with room for sequences that no test outlasts.
 
-A test that acts while a request runs needs one that still runs then, however fast the machine is. The demo's own context
-of 2,048 tokens is over in half a second where the kernels are fast.
+A test that acts while a request runs needs one that still runs then, however fast the machine is. The demo's own
+context of 2,048 tokens is over in half a second where the kernels are fast.
 """
 
 from __future__ import annotations
