@@ -1,5 +1,5 @@
 // What a processor can do at most at one level of instruction set, for tests/load/attention_bench.py.
-#include "simd.h"
+#include "simd/simd.h"
 
 using simd::kLanes;
 using simd::Vec;

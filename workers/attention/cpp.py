@@ -1,7 +1,7 @@
 """Attention on the CPU: the C++ kernel reads pages in place, at any mix of query lengths and every instruction level.
 
 Calls the kernel. The computation, and why the rest of the batch cannot change a row's bits, are described in
-`kernels/cpu/csrc/attention.cpp`; the layout of pages in `attention.h`.
+`kernels/cpu/csrc/attention/attention.cpp`; the layout of pages in `attention.h`.
 """
 
 import ctypes

@@ -9,7 +9,7 @@ to 330 microseconds, which for 24 layers is as long as the model itself.
 Two buffers are enough: a rank that enters collective n has seen every flag reach n - 1, and a peer sets its flag to
 n - 1 only after it finished reading collective n - 2, which is what buffer [n % 2] held before.
 
-Between the C++ layers' halves the kernels do the same on the same memory (`kernels/cpu/csrc/collective.cpp`), without a
+Between the C++ layers' halves the kernels do the same on the same memory (`csrc/runtime/collective.cpp`), without a
 return to Python; this form is what they are compared with.
 
 Relies on stores becoming visible in program order (`memory_order.py`), so `supported()` is false outside x86, and the

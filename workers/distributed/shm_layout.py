@@ -18,7 +18,7 @@ def total_bytes(size: int, buffer_bytes: int) -> int:
 
 
 class RankGroup(ctypes.Structure):
-    """One rank's view of that memory, as `kernels/cpu/csrc/collective.h` takes it."""
+    """One rank's view of that memory, as `kernels/cpu/csrc/runtime/collective.h` takes it."""
 
     _fields_ = (
         ("flags", ctypes.c_void_p),

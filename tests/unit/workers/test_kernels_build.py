@@ -113,7 +113,7 @@ def test_the_fingerprint_follows_sources_flags_and_compiler(tmp_path: Path, monk
     monkeypatch.setattr(build, "SOURCES", copy)
     assert build.fingerprint(one, ("a compiler",)) == before
     assert len({before, build.fingerprint(other, ("a compiler",)), build.fingerprint(one, ("another",))}) == 3
-    header = copy / "simd.h"
+    header = copy / "simd" / "simd.h"
     header.write_text(header.read_text() + "\n")
     assert build.fingerprint(one, ("a compiler",)) != before
 

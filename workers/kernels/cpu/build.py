@@ -123,13 +123,13 @@ def _run(command: Sequence[str], what: str) -> None:
 
 
 def _sources(pattern: str) -> list[Path]:
-    return sorted(SOURCES.glob(pattern))
+    return sorted(SOURCES.rglob(pattern))
 
 
 def fingerprint(level: Level, compiler: Sequence[str] = ()) -> str:
     """Changes with the sources, the flags and what identifies the compiler."""
     sources = (*_sources("*.cpp"), *_sources("*.h"))
-    texts = [text for source in sources for text in (source.name, source.read_text("utf-8"))]
+    texts = [text for source in sources for text in (str(source.relative_to(SOURCES)), source.read_text("utf-8"))]
     return digest([*texts, *FLAGS, *level.flags, *compiler])
 
 

@@ -1,4 +1,4 @@
-"""The sum over ranks by the C++ kernels (`csrc/collective.h`), on the memory of `workers/distributed/`."""
+"""The sum over ranks by the C++ kernels (`csrc/runtime/collective.h`), on the memory of `workers/distributed/`."""
 
 import ctypes
 from collections.abc import Callable

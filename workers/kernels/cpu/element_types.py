@@ -1,4 +1,4 @@
-"""The element types of the C++ kernels, by the numbers in `csrc/element_types.h`."""
+"""The element types of the C++ kernels, by the numbers in `csrc/simd/element_types.h`."""
 
 import torch
 

@@ -1,6 +1,6 @@
 """Products with a weight packed once for the C++ kernel, with the same order of additions for any number of rows.
 
-Packs weights and calls the kernel, which `csrc/gemm.cpp` describes.
+Packs weights and calls the kernel, which `csrc/gemm/gemm.cpp` describes.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""The C++ functions that compute half a decoder layer in one call, and the structures they take (`csrc/layer.h`)."""
+"""C++ functions that compute half a decoder layer in one call, and the structures they take (`csrc/layer/layer.h`)."""
 
 import ctypes
 from functools import cache

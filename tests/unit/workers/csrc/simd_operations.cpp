@@ -1,7 +1,7 @@
 // Every operation of simd.h and vector_math.h on arrays, for tests: registers are loaded and stored whole unless the
 // operation is about parts of them. Lengths are multiples of lanes().
-#include "element_types.h"
-#include "vector_math.h"
+#include "simd/element_types.h"
+#include "simd/vector_math.h"
 
 using namespace simd;
 

@@ -1,0 +1,175 @@
+// The two products of attention over one span of positions, for 1 to simd::kTileRows rows at a time: the sums of all
+// rows stay in registers while keys or values are read once. A row's sums have the same order for any number of rows.
+#pragma once
+#include <type_traits>
+#include <utility>
+
+#include "simd/element_types.h"
+
+namespace {
+
+using simd::kLanes;
+using simd::kTileRows;
+using simd::Vec;
+
+constexpr int kGroup = 16;                 // positions per group
+constexpr int kSpan = 256;                 // positions per softmax
+constexpr int kMaxHead = 256;              // elements per head
+constexpr int kVectors = kGroup / kLanes;  // registers that an element of a group's positions takes
+constexpr int kRegisters = kLanes == 8 ? 16 : 32;
+
+#ifdef OARLOCK_BF16_DOT
+constexpr bool kHasDot = true;
+#else
+constexpr bool kHasDot = false;
+#endif
+
+// How elements of a type are multiplied. Left: queries and weights, the left factors. kStep: s of the layout of pages.
+// kElements, kPositions: how many products are added up before the sum is added to the rest; longer chains of additions
+// would lose digits that bfloat16 does not have.
+template <class T>
+struct Format {
+  using Left = float;
+  static constexpr int kStep = 1, kElements = 16, kPositions = 64;
+};
+
+template <>
+struct Format<BFloat16> {
+  using Left = std::conditional_t<kHasDot, BFloat16, float>;
+  static constexpr int kStep = 2, kElements = kMaxHead, kPositions = kSpan;
+};
+
+template <class T>
+using Left = typename Format<T>::Left;
+
+// sum[r][c] += the C registers at from[c], times the left factors x[r * Stride] (and x[r * Stride + 1] for pairs)
+template <class T, int R, int C, int Stride>
+inline __attribute__((always_inline)) void add_products(Vec (&sum)[R][C], const T *const (&from)[C],
+                                                        const Left<T> *x) {
+  if constexpr (std::is_same_v<Left<T>, BFloat16>) {
+    simd::Pairs w[C];
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) w[c] = simd::load_pairs(from[c]);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++) {
+      const simd::Pairs left = simd::broadcast_pair(x + r * Stride);
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++) sum[r][c] = simd::add_products(sum[r][c], w[c], left);
+    }
+  } else {
+#pragma GCC unroll 2
+    for (int part = 0; part < Format<T>::kStep; part++) {
+      Vec w[C];
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++) {
+        if constexpr (Format<T>::kStep == 1) w[c] = simd::load(from[c]);
+        else w[c] = part ? simd::upper(simd::load_pairs(from[c])) : simd::lower(simd::load_pairs(from[c]));
+      }
+#pragma GCC unroll 12
+      for (int r = 0; r < R; r++) {
+        const Vec left = simd::broadcast(x[r * Stride + part]);
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) sum[r][c] = simd::fma(w[c], left, sum[r][c]);
+      }
+    }
+  }
+}
+
+// Prefetches the cache lines of C registers: pages lie anywhere in memory, where hardware prefetching does not help, so
+// each product prefetches what comes next while it computes.
+template <class T, int C>
+inline __attribute__((always_inline)) void prefetch(const T *from) {
+  constexpr int kBytes = C * kLanes * Format<T>::kStep * sizeof(T);
+#pragma GCC unroll 4
+  for (int at = 0; at < kBytes; at += 64) simd::prefetch(reinterpret_cast<const char *>(from) + at);
+}
+
+// to[r * kSpan + 0 .. C * kLanes) = the scores of R rows and C registers of positions. q [R][kMaxHead]; k [C]: where
+// these positions lie with d = 0; next [2 * groups]: keys and values to prefetch.
+template <class T, int R, int C>
+void score(const Left<T> *q, const T *const *k, long width, float *to, const T *const *next) {
+  constexpr int kStep = Format<T>::kStep, kElements = Format<T>::kElements;
+  constexpr int kGroups = C > kVectors ? C / kVectors : 1;
+  for (long begin = 0; begin < width; begin += kElements) {
+    const long end = width < begin + kElements ? width : begin + kElements;
+    Vec sum[R][C];
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++) sum[r][c] = simd::zero();
+    for (long d = begin; d < end; d += kStep) {
+      const T *from[C];
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++) from[c] = k[c] + d * kGroup;
+#pragma GCC unroll 8
+      for (int i = 0; i < 2 * kGroups; i++) simd::prefetch(next[i] + d * kGroup);
+      add_products<T, R, C, kMaxHead>(sum, from, q + d);
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++) {
+        float *at = to + r * kSpan + c * kLanes;
+        simd::store(at, begin ? simd::load(at) + sum[r][c] : sum[r][c]);
+      }
+  }
+}
+
+// sum[r * width + d + 0 .. C * kLanes) = (adds: +=) weights [R][kSpan] @ values v over `groups` groups of positions;
+// next [groups]: as many keys to prefetch.
+template <class T, int R, int C>
+void weighted_sum(const Left<T> *weights, const T *const *v, const T *const *next, long groups, long width, long d,
+                  bool adds, float *sum) {
+  constexpr int kStep = Format<T>::kStep;
+  Vec part[R][C];
+#pragma GCC unroll 12
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) part[r][c] = simd::zero();
+  for (long g = 0; g < groups; g++) {
+    const T *at = v[g] + d * kStep, *ahead = next[g] + d * kStep;
+    for (int j = 0; j < kGroup; j += kStep, at += width * kStep, ahead += width * kStep) {
+      const T *from[C];
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++) from[c] = at + c * kLanes * kStep;
+      prefetch<T, C>(ahead);
+      add_products<T, R, C, kSpan>(part, from, weights + g * kGroup + j);
+    }
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) {
+      float *to = sum + r * width + d + c * kLanes;
+      simd::store(to, adds ? simd::load(to) + part[r][c] : part[r][c]);
+    }
+}
+
+// The products for R rows: few rows take more registers of positions or elements each, to keep the multipliers busy.
+template <class T>
+struct Products {
+  int columns;
+  void (*score)(const Left<T> *, const T *const *, long, float *, const T *const *);
+  using WeightedSum = void (*)(const Left<T> *, const T *const *, const T *const *, long, long, long, bool, float *);
+  WeightedSum wide, narrow;  // of `columns` registers, and of 16 elements
+};
+
+template <class T, int R>
+constexpr Products<T> products_of() {
+  constexpr int kColumns = R * 4 + 4 + 1 <= kRegisters ? 4 : 2;
+  constexpr int kNarrow = kVectors < kColumns ? kVectors : kColumns;
+  return {kColumns, score<T, R, kColumns>, weighted_sum<T, R, kColumns>, weighted_sum<T, R, kNarrow>};
+}
+
+template <class T, int... R>
+const Products<T> &products(int rows, std::integer_sequence<int, R...>) {
+  static constexpr Products<T> kAll[] = {products_of<T, R + 1>()...};
+  return kAll[rows - 1];
+}
+
+template <class T>
+const Products<T> &products(int rows) {
+  return products<T>(rows, std::make_integer_sequence<int, kTileRows>());
+}
+
+}  // namespace

@@ -1,0 +1,113 @@
+// Products of bfloat16 by the tile registers of AMX, instead of those of tile.h: up to 32 rows times one panel of 32
+// outputs, as two tiles of rows times two tiles of weights of at most 16 x 64 bytes, with four tiles of sums.
+//
+// The packed weight is that of AVX512-BF16: [inputs / 2][32][2], so sixteen outputs of a panel are a tile whose rows lie
+// 128 bytes apart. The instruction adds the even and the odd inputs of a tile separately; that order depends on the number
+// of inputs alone, so rows have the same bits for any number of rows.
+#pragma once
+#include "gemm/tile.h"
+
+#ifdef OARLOCK_EMULATE_AMX
+#include "gemm/amx_emulated.h"
+#else
+#include <immintrin.h>
+#endif
+
+namespace gemm {
+
+struct AmxPairs {
+  using X = BFloat16;
+  using W = BFloat16;
+  static constexpr int kStep = 2, kRows = 32;
+  static constexpr long kBlock = BrainPairs::kBlock;
+};
+
+// The shapes of the eight tiles, as LDTILECFG reads them.
+struct alignas(64) AmxShapes {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t bytes[16] = {};  // of one row
+  uint8_t rows[16] = {};
+};
+
+// Tiles 0 to 3: sums, of rows 0 to 15 and 16 on, each for both halves of the panel; 4, 5: rows; 6, 7: weights.
+inline void amx_shape(int rows, int inputs) {
+  AmxShapes shapes;
+  const int upper = rows < 16 ? rows : 16, lower = rows > 16 ? rows - 16 : 1;
+  for (int tile = 0; tile < 8; tile++) {
+    shapes.bytes[tile] = tile == 4 || tile == 5 ? inputs * 2 : 64;
+    shapes.rows[tile] = tile >= 6 ? inputs / 2 : tile == 2 || tile == 3 || tile == 5 ? lower : upper;
+  }
+  _tile_loadconfig(&shapes);
+}
+
+// As `tile` in tile.h, for R rows of up to 32.
+template <int R>
+void amx_tile(const void *rows, const void *weights, long count, float *totals, bool first, Fetch fetch) {
+  const auto *x = static_cast<const BFloat16 *>(rows);
+  const auto *w = static_cast<const BFloat16 *>(weights);
+  constexpr int kRow = kRowStride<AmxPairs> * sizeof *x, kPairs = 2 * kPanel * sizeof *w;  // bytes from one row to the next
+  alignas(64) float sums[R * kPanel];
+  for (long done = 0; done < count;) {
+    const int inputs = count - done < 32 ? count - done : 32;
+    if (done == 0 || inputs < 32) {
+      // Changing the shapes clears all tiles: the sums so far wait in memory.
+      if (done > 0) {
+        _tile_stored(0, sums, kPanel * sizeof *sums);
+        _tile_stored(1, sums + 16, kPanel * sizeof *sums);
+        if constexpr (R > 16) {
+          _tile_stored(2, sums + 16 * kPanel, kPanel * sizeof *sums);
+          _tile_stored(3, sums + 16 * kPanel + 16, kPanel * sizeof *sums);
+        }
+      }
+      amx_shape(R, inputs);
+      if (done > 0) {
+        _tile_loadd(0, sums, kPanel * sizeof *sums);
+        _tile_loadd(1, sums + 16, kPanel * sizeof *sums);
+        if constexpr (R > 16) {
+          _tile_loadd(2, sums + 16 * kPanel, kPanel * sizeof *sums);
+          _tile_loadd(3, sums + 16 * kPanel + 16, kPanel * sizeof *sums);
+        }
+      } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        if constexpr (R > 16) {
+          _tile_zero(2);
+          _tile_zero(3);
+        }
+      }
+    }
+    for (int pair = 0; pair < inputs / 2; pair++, fetch.from += fetch.step) {
+      prefetch(fetch.from);
+      prefetch(fetch.from + 64);
+    }
+    _tile_loadd(6, w + done * kPanel, kPairs);
+    _tile_loadd(7, w + done * kPanel + 32, kPairs);
+    _tile_loadd(4, x + done, kRow);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if constexpr (R > 16) {
+      _tile_loadd(5, x + 16 * kRowStride<AmxPairs> + done, kRow);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    done += inputs;
+  }
+  _tile_stored(0, sums, kPanel * sizeof *sums);
+  _tile_stored(1, sums + 16, kPanel * sizeof *sums);
+  if constexpr (R > 16) {
+    _tile_stored(2, sums + 16 * kPanel, kPanel * sizeof *sums);
+    _tile_stored(3, sums + 16 * kPanel + 16, kPanel * sizeof *sums);
+  }
+  _tile_release();  // a thread that holds tiles is switched more slowly
+  for (int at = 0; at < R * kPanel; at += kLanes)
+    store(totals + at, first ? load(sums + at) : load(totals + at) + load(sums + at));
+}
+
+template <int... R>
+constexpr auto amx_table(std::integer_sequence<int, R...>) {
+  return std::array<Tile, sizeof...(R) + 1>{nullptr, amx_tile<R + 1>...};
+}
+template <>
+constexpr auto kTiles<AmxPairs> = amx_table(std::make_integer_sequence<int, AmxPairs::kRows>());
+
+}  // namespace gemm

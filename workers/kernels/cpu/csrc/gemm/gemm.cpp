@@ -1,0 +1,240 @@
+// y = epilogue(x w^T + bias), every weight read once from memory for up to kChunk rows.
+//
+// An output is the sum, in order, of its sums over blocks of inputs, each taken input by input in float32. That
+// order depends on the number of inputs alone: the bits of a row do not depend on the other rows of the batch, on their
+// number, or on the number of threads.
+//
+// A gated product packs a register of gate outputs beside a register of up outputs in each panel, so one tile holds both
+// factors.
+#include "gemm/gemm.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <type_traits>
+
+#include "gemm/tile.h"
+#if defined(__AMX_BF16__) || defined(OARLOCK_EMULATE_AMX)
+#include "gemm/amx.h"
+#endif
+#include "runtime/arena.h"
+#include "simd/vector_math.h"
+
+namespace gemm {
+namespace {
+
+constexpr long kChunk = 240;         // rows whose totals of one panel stay in the caches; a multiple of kTileRows
+constexpr long kSerial = 1 << 14;    // elements of x that one thread packs sooner than it wakes another
+static_assert(kChunk % kTileRows == 0);
+
+template <class T>
+struct TypeOf {
+  using Tiles = Floats;
+};
+template <>
+struct TypeOf<Float16> {
+  using Tiles = Halves;
+};
+template <>
+struct TypeOf<BFloat16> {
+#if defined(__AMX_BF16__) || defined(OARLOCK_EMULATE_AMX)
+  using Tiles = AmxPairs;
+#else
+  using Tiles = BrainPairs;
+#endif
+};
+
+// Up to kChunk rows of x, in strips of about equal size: [strips][blocks][rows of the strip][kRowStride].
+template <class T>
+struct Rows {
+  using S = typename TypeOf<T>::Tiles;
+  using X = typename S::X;
+  X *packed;
+  long rows, strips, inputs, blocks;
+
+  Rows(long rows, long inputs)
+      : rows(rows), strips((rows + S::kRows - 1) / S::kRows), inputs(inputs), blocks((inputs + S::kBlock - 1) / S::kBlock) {}
+  long begin(long strip) const { return rows * strip / strips; }
+  long count(long strip) const { return begin(strip + 1) - begin(strip); }
+  long size() const { return rows * blocks * kRowStride<S>; }
+  X *at(long strip, long block) const { return packed + (begin(strip) * blocks + count(strip) * block) * kRowStride<S>; }
+
+  void pack(const T *x, long stride) {
+#pragma omp parallel for if (size() > kSerial)
+    for (long strip = 0; strip < strips; strip++)
+      for (long block = 0; block < blocks; block++)
+        for (long r = 0; r < count(strip); r++)
+          copy(x + (begin(strip) + r) * stride + block * S::kBlock, std::min(S::kBlock, inputs - block * S::kBlock),
+               at(strip, block) + r * kRowStride<S>);
+  }
+
+  static void copy(const T *from, long elements, X *to) {
+    if constexpr (sizeof(X) == sizeof(T)) {
+      memcpy(to, from, elements * sizeof(X));
+    } else {
+      long k = 0;
+      for (; k + kLanes <= elements; k += kLanes) store(to + k, load(from + k));
+      if (k < elements) store(to + k, load(from + k, elements - k));  // the rest of the register: zero
+    }
+    if (elements % S::kStep) memset(to + elements, 0, sizeof(X));  // the other half of the last pair
+  }
+};
+
+// The packed weight of `count` inputs, widened: [count][kPanel].
+void widen(const BFloat16 *from, long count, float *to) {
+  for (long k = 0; k < count; k += 2, from += 2 * kPanel, to += 2 * kPanel)
+    for (int half = 0; half < 2; half++) {
+      const Pairs pairs = load_pairs(from + half * 2 * kLanes);
+      store(to + half * kLanes, lower(pairs));
+      store(to + kPanel + half * kLanes, upper(pairs));
+    }
+}
+void widen(const Float16 *from, long count, float *to) {
+  for (long at = 0; at < count * kPanel; at += kLanes) store(to + at, load(from + at));
+}
+void widen(const float *, long, float *) {}
+
+// The epilogue of one row's sums of a panel: adds the bias, applies what `epilogue` says, rounds and stores.
+template <class T>
+inline void finish(const Product &p, long row, long panel, Vec low, Vec high) {
+  const long column = panel * kPanel;
+  const bool gated = p.epilogue == kSiluGate || p.epilogue == kGeluTanhGate;
+  const long count = gated ? kPanel : p.columns - column;  // a gated bias is padded to whole panels, as the weight is
+  const long left = std::min<long>(count, kLanes), right = std::max<long>(std::min<long>(count - kLanes, kLanes), 0);
+  if (p.bias) {
+    const T *bias = static_cast<const T *>(p.bias) + column;
+    low = low + load(bias, left);
+    if (right) high = high + load(bias + kLanes, right);
+  }
+  const long at = row * p.y_stride + column;
+  if (gated) {
+    const long half = panel * kLanes;
+    const Vec gate = p.epilogue == kSiluGate ? silu(low) : gelu_tanh(low);
+    store(static_cast<T *>(p.y) + row * p.y_stride + half, gate * high, std::min<long>(kLanes, p.columns / 2 - half));
+    return;
+  }
+  if (p.epilogue == kFloat) {
+    store(static_cast<float *>(p.y) + at, low, left);
+    if (right) store(static_cast<float *>(p.y) + at + kLanes, high, right);
+    return;
+  }
+  if (p.epilogue == kAdd) {
+    const T *residual = static_cast<const T *>(p.residual) + at;
+    low = low + load(residual, left);
+    if (right) high = high + load(residual + kLanes, right);
+  }
+  store(static_cast<T *>(p.y) + at, low, left);
+  if (right) store(static_cast<T *>(p.y) + at + kLanes, high, right);
+}
+
+template <class T>
+struct Chunk {
+  using S = typename TypeOf<T>::Tiles;
+  const Product &p;
+  const Rows<T> &x;
+  long first_row;
+
+  const T *weights(long panel, long block) const {
+    const long padded = (p.inputs + S::kStep - 1) / S::kStep * S::kStep;
+    return static_cast<const T *>(p.weight) + (panel * padded + block * S::kBlock) * kPanel;
+  }
+  long inputs_of(long block) const {
+    const long rest = p.inputs - block * S::kBlock;
+    return rest >= S::kBlock ? S::kBlock : (rest + S::kStep - 1) / S::kStep * S::kStep;
+  }
+
+  // totals [rows][kPanel] of one panel, over blocks `begin` to `end`.
+  void sum(long panel, long begin, long end, float *totals) const {
+    // Widening costs as much as two rows: for one strip it is done in registers.
+    constexpr bool kWidens = sizeof(T) != sizeof(typename S::X);
+    alignas(64) float wide[kWidens ? S::kBlock * kPanel : 1];
+    for (long block = begin; block < end; block++) {
+      const bool first = block == begin;
+      const T *w = weights(panel, block);
+      const long count = inputs_of(block);
+      const char *here = reinterpret_cast<const char *>(w);
+      if (x.strips == 1) {
+        kTiles<S>[x.rows](x.at(0, block), w, count, totals, first, {here + kAhead, kStepBytes<S>});
+        continue;
+      }
+      // While the strips compute, each of them fetches its share of the next block.
+      if (kWidens) widen(w, count, wide);
+      constexpr long kBytes = kWidens ? kPanel * sizeof(T) : kStepBytes<S>;
+      const long steps = kWidens ? count : count / S::kStep;
+      for (long strip = 0; strip < x.strips; strip++) {
+        const Fetch next{here + steps * kBytes * (x.strips + strip) / x.strips, kBytes / x.strips};
+        float *to = totals + x.begin(strip) * kPanel;
+        if constexpr (kWidens) kTiles<Widened>[x.count(strip)](x.at(strip, block), wide, count, to, first, next);
+        else kTiles<S>[x.count(strip)](x.at(strip, block), w, count, to, first, next);
+      }
+    }
+  }
+
+  void finish_rows(long panel, const float *totals) const {
+    for (long r = 0; r < x.rows; r++)
+      finish<T>(p, first_row + r, panel, load(totals + r * kPanel), load(totals + r * kPanel + kLanes));
+  }
+
+  // Threads take panels.
+  void by_panels(long panels) const {
+#pragma omp parallel for schedule(static)
+    for (long panel = 0; panel < panels; panel++) {
+      alignas(64) float totals[kChunk * kPanel];
+      sum(panel, 0, x.blocks, totals);
+      finish_rows(panel, totals);
+    }
+  }
+
+  // With fewer panels than threads, threads take blocks, and what each block gave is added in the order of blocks.
+  void by_blocks(long panels) const {
+    const Arena::Mark mark = arena().mark();
+    const long size = x.rows * kPanel;
+    float *sums = arena().take<float>(panels * x.blocks * size);
+#pragma omp parallel
+    {
+#pragma omp for schedule(static)
+      for (long unit = 0; unit < panels * x.blocks; unit++) {
+        const long block = unit % x.blocks;
+        sum(unit / x.blocks, block, block + 1, sums + unit * size);
+      }
+#pragma omp for schedule(static)
+      for (long panel = 0; panel < panels; panel++) {
+        float *totals = sums + panel * x.blocks * size;
+        for (long block = 1; block < x.blocks; block++)
+          for (long at = 0; at < size; at += kLanes) store(totals + at, load(totals + at) + load(totals + block * size + at));
+        finish_rows(panel, totals);
+      }
+    }
+    arena().release(mark);
+  }
+};
+
+}  // namespace
+
+template <class T>
+void multiply(const Product &p) {
+  const long columns_per_panel = kPanel;
+  const long panels = (p.columns + columns_per_panel - 1) / columns_per_panel;
+  for (long row = 0; row < p.rows; row += kChunk) {
+    Rows<T> x(std::min(kChunk, p.rows - row), p.inputs);
+    const Arena::Mark mark = arena().mark();
+    x.packed = arena().take<typename Rows<T>::X>(x.size());
+    x.pack(static_cast<const T *>(p.x) + row * p.x_stride, p.x_stride);
+    const Chunk<T> chunk{p, x, row};
+    if (panels < omp_get_max_threads() && x.blocks > 1) chunk.by_blocks(panels);
+    else chunk.by_panels(panels);
+    arena().release(mark);
+  }
+}
+
+template void multiply<BFloat16>(const Product &);
+template void multiply<Float16>(const Product &);
+template void multiply<float>(const Product &);
+
+}  // namespace gemm
+
+extern "C" void oarlock_gemm(const void *x, const void *weight, const void *bias, const void *residual, void *y, long rows,
+                             long columns, long inputs, long x_stride, long y_stride, int epilogue, int type) {
+  const gemm::Product p{x, weight, bias, residual, y, rows, columns, inputs, x_stride, y_stride, epilogue};
+  with_type(type, [&](auto *of) { gemm::multiply<std::remove_pointer_t<decltype(of)>>(p); });
+}

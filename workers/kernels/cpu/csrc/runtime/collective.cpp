@@ -1,0 +1,98 @@
+// Sums over ranks (see collective.h).
+#include "runtime/collective.h"
+
+#include <sched.h>
+#include <time.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "runtime/parallel.h"
+
+namespace {
+
+constexpr long kLine = 64, kLooks = 64;  // looks at a flag between two looks at the clock
+constexpr timespec kSleep = {0, 50000};
+
+double now_s() {
+  timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return time.tv_sec + 1e-9 * time.tv_nsec;
+}
+
+// Tells the processor that this is a loop that waits.
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+uint64_t *flag(const RankGroup &group, long rank) { return reinterpret_cast<uint64_t *>(group.flags + rank * kLine); }
+
+float *input(const RankGroup &group, long rank) {
+  const long half = group.collective % 2;
+  return reinterpret_cast<float *>(group.inputs + (half * group.size + rank) * group.buffer_bytes);
+}
+
+// Acquire: what the peer wrote before it released its flag is read after.
+bool has_come(const RankGroup &group, long rank) {
+  return __atomic_load_n(flag(group, rank), __ATOMIC_ACQUIRE) >= group.collective;
+}
+
+bool wait_for(const RankGroup &group, long rank) {
+  if (has_come(group, rank)) return true;
+  for (const double until = now_s() + group.spin_s; now_s() < until;) {
+    for (long look = 0; look < kLooks; look++) {
+      if (has_come(group, rank)) return true;
+      relax();
+    }
+  }
+  for (long i = 0; i < group.yields; i++) {
+    if (has_come(group, rank)) return true;
+    sched_yield();
+  }
+  const double deadline = now_s() + group.timeout_s;
+  while (!has_come(group, rank)) {
+    if (now_s() > deadline) return false;
+    nanosleep(&kSleep, nullptr);
+  }
+  return true;
+}
+
+// One piece, which fits a buffer.
+int reduce_piece(RankGroup &group, float *x, long count) {
+  group.collective++;
+  std::memcpy(input(group, group.rank), x, count * sizeof(float));
+  // Release: the input is visible before the flag, and the inputs of the collective before last were read before it,
+  // so a peer that sees the flag may overwrite its own.
+  __atomic_store_n(flag(group, group.rank), group.collective, __ATOMIC_RELEASE);
+  for (long rank = 0; rank < group.size; rank++)
+    if (!wait_for(group, rank)) return static_cast<int>(rank);
+  constexpr long kStretch = 4096;
+#pragma omp parallel for if (count > kSerial)
+  for (long first = 0; first < count; first += kStretch) {
+    const long end = std::min(count, first + kStretch);
+    const float *a = input(group, 0), *b = input(group, 1);
+    for (long i = first; i < end; i++) x[i] = a[i] + b[i];
+    for (long rank = 2; rank < group.size; rank++) {
+      const float *peer = input(group, rank);
+      for (long i = first; i < end; i++) x[i] += peer[i];
+    }
+  }
+  return kAllCame;
+}
+
+}  // namespace
+
+int all_reduce(RankGroup &group, float *x, long count) {
+  const long piece = group.buffer_bytes / static_cast<long>(sizeof(float));
+  for (long first = 0; first < count; first += piece) {
+    const int missing = reduce_piece(group, x + first, std::min(piece, count - first));
+    if (missing != kAllCame) return missing;
+  }
+  return kAllCame;
+}
+
+int oarlock_all_reduce(RankGroup *group, float *x, long count) { return all_reduce(*group, x, count); }

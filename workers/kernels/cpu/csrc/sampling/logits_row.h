@@ -1,0 +1,270 @@
+// What sampling asks of one row of logits, in as few passes as it takes and without sorting it. One thread computes a row,
+// in an order that depends on the level alone.
+//
+// Blocks are of 128 ids, as in `workers/sampling/candidates.py`; `blocks` is ceil(width / 128). Rows with NaN or +inf
+// have a largest logit of NaN, and no other answers. A cut (low, end) keeps the ids whose logit is above `low`, and
+// those of logit `low` with a local id below `end`: what is left of a row in the order of its logits.
+#pragma once
+#include <algorithm>
+#include <array>
+#include <functional>
+
+#include "sampling/noise.h"
+#include "simd/vector_math.h"
+
+namespace sampling {
+
+using namespace simd;
+using noise::kBlock;
+using noise::Key;
+using noise::Words;
+
+constexpr float kInfinity = __builtin_inff();
+
+struct Logits {
+  const float *x;
+  long width;
+  const float *maxima;  // [blocks]
+  float top;
+
+  long blocks() const { return (width + kBlock - 1) / kBlock; }
+  bool broken() const { return !(top > -kInfinity && top < kInfinity); }
+  // Logits from `at` on; those beyond the row are -inf.
+  Vec vector(long at) const {
+    if (at + kLanes <= width) return load(x + at);
+    return select(first(width - at), load(x + at, width - at), broadcast(-kInfinity));
+  }
+};
+
+struct Cut {
+  float low;
+  long end;
+
+  float below() const { return __builtin_nextafterf(low, -kInfinity); }  // `x >= low` is `x > below()`
+};
+
+// 1 / temperature, finite: differences of logits are 0 or large enough for the smallest temperature.
+inline float inverse_of(double temperature) { return static_cast<float>(std::min(1.0 / temperature, 3.4028234e38)); }
+
+// Writes the maximum of each block; returns the largest, NaN if there is NaN or +inf.
+inline float find_maxima(const float *x, long width, float *maxima) {
+  const Logits row{x, width, maxima, 0};
+  const Vec infinity = broadcast(kInfinity);
+  float top = -kInfinity;
+  bool finite = true;
+  for (long b = 0; b < row.blocks(); b++) {
+    Vec most = broadcast(-kInfinity);
+    Mask below = first(kLanes);
+    for (int i = 0; i < noise::kVectors; i++) {
+      const Vec value = row.vector(b * kBlock + i * kLanes);
+      below = both(below, less(value, infinity));  // false for NaN too
+      most = max(value, most);
+    }
+    finite &= to_bits(below) == to_bits(first(kLanes));
+    maxima[b] = largest(most);
+    top = std::max(top, maxima[b]);
+  }
+  return finite ? top : __builtin_nanf("");
+}
+
+// sum(exp((x - top) / temperature)) over the ids that each cut keeps, in one pass: of blocks in float32, and of those in
+// float64. A cut has the same sum beside any others.
+template <int N>
+std::array<double, N> masses_of(const Logits &row, double temperature, const std::array<Cut, N> &cuts) {
+  std::array<double, N> totals = {};
+  if (row.broken()) return totals;
+  const float factor = static_cast<float>(std::min(kLog2E / temperature, 3.4028234e38));
+  const Vec top = broadcast(row.top), scale = broadcast(factor);
+  float least = kInfinity;
+  for (const Cut &cut : cuts) least = std::min(least, cut.low);
+  for (long b = 0; b < row.blocks(); b++) {
+    const long start = b * kBlock;
+    if (row.maxima[b] < least || (row.maxima[b] - row.top) * factor < -126.0f) continue;
+    Vec sums[N][2];
+    for (auto &sum : sums) sum[0] = sum[1] = zero();
+    const auto add = [&](int i, Vec value, const auto &bound_of) {
+      const Vec power = power_of_2((value - top) * scale);
+#pragma GCC unroll 2
+      for (int n = 0; n < N; n++) sums[n][i % 2] = sums[n][i % 2] + select(less(bound_of(n), value), power, zero());
+    };
+    bool uniform = start + kBlock <= row.width;  // each cut has one bound for all of the block
+    for (const Cut &cut : cuts) uniform &= cut.end <= start || start + kBlock <= cut.end;
+    if (uniform) {
+      Vec bounds[N];
+      for (int n = 0; n < N; n++) bounds[n] = broadcast(start < cuts[n].end ? cuts[n].below() : cuts[n].low);
+      for (int i = 0; i < noise::kVectors; i++)
+        add(i, load(row.x + start + i * kLanes), [&](int n) { return bounds[n]; });
+    } else {
+      for (int i = 0; i < noise::kVectors; i++) {
+        const long at = start + i * kLanes;
+        add(i, row.vector(at), [&](int n) {
+          return select(first(cuts[n].end - at), broadcast(cuts[n].below()), broadcast(cuts[n].low));
+        });
+      }
+    }
+    for (int n = 0; n < N; n++) totals[n] += sum(sums[n][0] + sums[n][1]);
+  }
+  return totals;
+}
+
+inline double mass_of(const Logits &row, double temperature, Cut cut) {
+  return masses_of<1>(row, temperature, {cut})[0];
+}
+
+// The lowest local id of the largest logit of a row that is not broken.
+inline long lowest_largest(const Logits &row) {
+  const long start = (std::find(row.maxima, row.maxima + row.blocks(), row.top) - row.maxima) * kBlock;
+  return std::find(row.x + start, row.x + row.width, row.top) - row.x;
+}
+
+// The id with the largest x / temperature + noise among those that a cut keeps; the lowest id among equals.
+struct Draw {
+  double score = -__builtin_inf();
+  long id = 0;  // local
+};
+
+class Drawing {
+ public:
+  Drawing(const Logits &row, long first_id, double temperature, Key key, Cut cut)
+      : row_(row), first_id_(first_id), temperature_(temperature), scale_(inverse_of(temperature)), key_(key), cut_(cut),
+        least_(0.04f) {}  // exp(-3.2): noise is above -3.14, and the largest logit is kept if any is
+
+  // `distances` [blocks]: of the most noise in each block; becomes scratch memory.
+  Draw run(uint32_t *distances) {
+    if (row_.broken() || row_.top < cut_.low) return best_;
+    // An upper bound of exp(score - top / temperature) for each block; the highest comes first, and many others are then
+    // known to lose. It is exact to about 1e-5, and compared with a margin of 1e-3.
+    float *bounds = reinterpret_cast<float *>(distances);
+    const long blocks = row_.blocks();
+    long first_block = 0;
+    float highest = -1;
+    for (long b = 0; b < blocks; b += kLanes) {
+      const long count = std::min<long>(kLanes, blocks - b);
+      Words words = {};
+      memcpy(&words, distances + b, count * sizeof(uint32_t));
+      float here[kLanes];
+      store(here, bound_of(load(row_.maxima + b, count), words));
+      for (long i = 0; i < count; i++) {
+        if (row_.maxima[b + i] < cut_.low) here[i] = 0;
+        if (here[i] > highest) highest = here[i], first_block = b + i;
+      }
+      memcpy(bounds + b, here, count * sizeof(float));
+    }
+    visit(first_block, 0, -kInfinity);
+    for (long b = 0; b < blocks; b++)
+      if (b != first_block && bounds[b] >= least_ * kMargin) visit(b, bounds[b], row_.maxima[b]);
+    return best_;
+  }
+
+ private:
+  static constexpr float kMargin = 0.999f;
+
+  Vec bound_of(Vec value, Words distance) const {
+    return exp((value - broadcast(row_.top)) * broadcast(scale_)) / noise::tail(distance);
+  }
+
+  // Computes in float64 the ids of a block that could win. A `bound` above 0 is the block's, of its largest logit `most`:
+  // then with its most noise, too, a logit must not be far below `most` to win.
+  void visit(long block, float bound, float most) {
+    const long start = block * kBlock;
+    float lowest = -kInfinity;
+    if (bound > 0) {
+      const double far = temperature_ * std::log(static_cast<double>(least_ * kMargin) / bound);
+      lowest = static_cast<float>(most + far - (std::fabs(most) + temperature_) * 1e-5);
+    }
+    const float below = cut_.below();
+    alignas(64) float bounds[kBlock], values[kBlock];
+    alignas(64) uint32_t distances[kBlock];
+    int likely[kBlock], count = 0;
+    for (int i = 0; i < kBlock; i += kLanes) {
+      const Vec value = row_.vector(start + i);
+      const Vec cut = select(first(cut_.end - start - i), broadcast(below), broadcast(cut_.low));
+      uint32_t bits = to_bits(both(less(broadcast(lowest), value), less(cut, value)));
+      if (!bits) continue;
+      const Words ids = noise::ids_from(static_cast<uint32_t>(first_id_ + start + i));
+      const Words distance = noise::distance(noise::mixed(ids), key_);
+      memcpy(distances + i, &distance, sizeof distance);
+      store(values + i, value);
+      store(bounds + i, bound_of(value, distance));
+      for (; bits; bits &= bits - 1) {
+        const int place = i + __builtin_ctz(bits);
+        if (bounds[place] < least_ * kMargin) continue;
+        likely[count++] = place;
+        if (bounds[place] > bounds[likely[0]]) std::swap(likely[0], likely[count - 1]);  // the best first
+      }
+    }
+    for (int n = 0; n < count; n++) {
+      const int i = likely[n];
+      if (bounds[i] >= least_ * kMargin) consider(values[i], distances[i], start + i);
+    }
+  }
+
+  void consider(float value, uint32_t distance, long id) {
+    const double score = static_cast<double>(value) / temperature_ + noise::gumbel(distance);
+    if (score < best_.score || (score == best_.score && id >= best_.id)) return;
+    best_ = {score, id};
+    least_ = std::max(least_, static_cast<float>(std::exp(score - static_cast<double>(row_.top) / temperature_)));
+  }
+
+  const Logits &row_;
+  const long first_id_;
+  const double temperature_;
+  const float scale_;
+  const Key key_;
+  const Cut cut_;
+  float least_;  // exp(score - top / temperature) of what must be reached
+  Draw best_;
+};
+
+// The keys of `candidates.encode`.
+inline int64_t key_of(float value, long id) {
+  value += 0.0f;  // -0 becomes 0
+  int32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  const int32_t ordered = ((bits >> 31) & 0x7fffffff) ^ bits;
+  return static_cast<int64_t>(static_cast<uint64_t>(static_cast<int64_t>(ordered)) << 32) | (0x7fffffff - id);
+}
+
+// Keys held at once for the `count` best: as many blocks lie above the count-th best maximum, and `count` equals.
+inline long keys_needed(long width, long count) { return std::min(count * kBlock, width) + count; }
+
+// The keys of the `count` largest logits, best first, padded. `some` holds `keys_needed`, `order` as many as blocks.
+inline void find_best(const Logits &row, long first_id, long count, int64_t *some, float *order, int64_t *best) {
+  long found = 0, equals = 0;
+  if (row.top == row.top) {
+    // An id below the count-th largest maximum is beaten by as many ids, one in each of those blocks.
+    float least = -kInfinity;
+    if (count <= row.blocks()) {
+      memcpy(order, row.maxima, row.blocks() * sizeof(float));
+      std::nth_element(order, order + count - 1, order + row.blocks(), std::greater<float>());
+      least = order[count - 1];
+    }
+    for (long b = 0; b < row.blocks(); b++) {
+      if (row.maxima[b] < least) continue;
+      for (long at = b * kBlock; at < std::min((b + 1) * kBlock, row.width); at += kLanes) {
+        uint32_t bits = ~to_bits(less(row.vector(at), broadcast(least))) & to_bits(first(row.width - at));
+        for (; bits; bits &= bits - 1) {
+          const long id = at + __builtin_ctz(bits);
+          if (row.x[id] > least || equals++ < count) some[found++] = key_of(row.x[id], first_id + id);
+        }
+      }
+    }
+  }
+  const long kept = std::min(found, count);
+  std::nth_element(some, some + kept, some + found, std::greater<int64_t>());
+  std::sort(some, some + kept, std::greater<int64_t>());
+  std::copy(some, some + kept, best);
+  std::fill(best + kept, best + count, key_of(-kInfinity, 0x7fffffff));
+}
+
+inline long count_above(const Logits &row, float value) {
+  long count = 0;
+  for (long b = 0; b < row.blocks(); b++) {
+    if (!(row.maxima[b] > value)) continue;
+    for (long at = b * kBlock; at < std::min((b + 1) * kBlock, row.width); at += kLanes)
+      count += __builtin_popcount(to_bits(less(broadcast(value), row.vector(at))));
+  }
+  return count;
+}
+
+}  // namespace sampling

@@ -1,0 +1,68 @@
+// The noise of `workers/sampling/noise.py`: a hash of (row key, vocabulary id), bit for bit the same.
+//
+// A hashed word is kept as its distance from the largest one: 0 is the most noise, 2^32 - 1 the least.
+#pragma once
+#include <cmath>
+
+#include "simd/simd.h"
+
+namespace noise {
+
+// As many 32-bit words as a register of floats has lanes; GCC's and Clang's operators work on them.
+typedef uint32_t Words __attribute__((vector_size(sizeof(simd::Vec))));
+constexpr int kBlock = 128;  // ids
+constexpr int kVectors = kBlock / simd::kLanes;
+
+struct Key {
+  uint32_t first, second;  // the second is odd
+};
+
+// For one word, or for each of a register: the part of the hash that depends on the id alone.
+template <class Word>
+inline Word mixed(Word id) {
+  id = (id ^ (id >> 16)) * 0x7feb352du;
+  id = (id ^ (id >> 15)) * 0x846ca68bu;
+  return id ^ (id >> 16);
+}
+
+template <class Word>
+inline Word distance(Word mixed_id, Key key) {
+  Word word = (mixed_id ^ key.first) * key.second;
+  word = (word ^ (word >> 16)) * 0x7feb352du;
+  word = (word ^ (word >> 15)) * 0x846ca68bu;
+  return word ^ 0x7fffffffu;  // words count as signed: the largest is 0x7fffffff
+}
+
+inline Words ids_from(uint32_t first) {
+  alignas(64) static const uint32_t places[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  Words ids;
+  memcpy(&ids, places, sizeof ids);
+  return ids + first;
+}
+
+// Of the most noise among the ids of a block, which are mixed already.
+inline uint32_t least_distance(const Words *mixed_ids, Key key) {
+  Words least = distance(mixed_ids[0], key);
+  for (int i = 1; i < kVectors; i++) {
+    const Words other = distance(mixed_ids[i], key);
+    least = other < least ? other : least;
+  }
+  uint32_t most = least[0];
+  for (int i = 1; i < simd::kLanes; i++) most = least[i] < most ? least[i] : most;
+  return most;
+}
+
+// Standard Gumbel noise -log(-log(u)) with u = 1 - tail(distance).
+inline double gumbel(uint32_t distance) {
+  const double uniform = (4294967295.5 - static_cast<double>(distance)) * 0x1p-32;
+  return -std::log(-std::log(uniform));
+}
+
+// The probability that noise is larger, in float32. -log of it is an upper bound of the noise, since 1 - u <= -log(u).
+inline simd::Vec tail(Words distance) {
+  typedef float Floats __attribute__((vector_size(sizeof(simd::Vec))));
+  const Floats numbers = __builtin_convertvector(distance, Floats);
+  return ((simd::Vec)numbers + simd::broadcast(0.5f)) * simd::broadcast(0x1p-32f);
+}
+
+}  // namespace noise

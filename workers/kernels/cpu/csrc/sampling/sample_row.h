@@ -1,0 +1,144 @@
+// One rank's whole choice of a token: greedy, drawn from all ids, or from those that min-p, top-k and top-p keep.
+//
+// The same steps in the same order as `workers/sampling/sampler.py` and `top_k_top_p.py` take for several ranks.
+#pragma once
+#include "sampling/logits_row.h"
+
+namespace sampling {
+
+constexpr long kCandidates = 64;  // CANDIDATES of `top_k_top_p.py`
+
+struct Filters {
+  double temperature, top_p, min_p;  // greedy at 0; off at 1; off at 0
+  long top_k;                        // off at 0
+
+  bool greedy() const { return temperature == 0 || top_k == 1; }
+  bool filtering() const { return top_p < 1 || min_p > 0 || top_k > 0; }
+  bool only_top_p() const { return top_p < 1 && min_p == 0 && top_k == 0; }
+  double lowest(double peak) const { return peak + temperature * std::log(min_p); }  // that min-p keeps
+};
+
+// Memory of one thread.
+struct Scratch {
+  uint32_t *distances;  // [blocks]
+  float *order;         // [blocks]
+  int64_t *some;        // [keys_needed]
+  int64_t *keys;        // [longest list]
+  double *masses;       // [longest list]
+};
+
+// `row_keys` of noise.py.
+inline uint64_t mixed64(uint64_t word) {
+  word += 0x9e3779b97f4a7c15u;
+  word = (word ^ (word >> 30)) * 0xbf58476d1ce4e5b9u;
+  word = (word ^ (word >> 27)) * 0x94d049bb133111ebu;
+  return word ^ (word >> 31);
+}
+
+inline Key row_key(int64_t seed, int32_t position) {
+  const uint64_t step = static_cast<uint64_t>(static_cast<int64_t>(position)) * 0x9e3779b97f4a7c15u;
+  const uint64_t word = mixed64(mixed64(static_cast<uint64_t>(seed)) + step);
+  return {static_cast<uint32_t>(word), static_cast<uint32_t>(word >> 32) | 1};
+}
+
+struct Choice {
+  long id;
+  bool enough;
+};
+
+// `draw_from_list`: keys [count] are the best, `total` the mass of all ids. The result has a global id.
+inline Choice draw_from_list(const int64_t *keys, long count, const Filters &filters, double total, Key key,
+                             double *masses) {
+  const auto value_of = [](int64_t k) {
+    const int32_t ordered = static_cast<int32_t>(k >> 32), bits = ordered ^ ((ordered >> 31) & 0x7fffffff);
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return static_cast<double>(value);
+  };
+  const double peak = value_of(keys[0]), last = value_of(keys[count - 1]), lowest = filters.lowest(peak);
+  long kept = 0;  // what min-p and top-k keep is a prefix
+  double sum = 0;
+  for (; kept < count && (kept < filters.top_k || filters.top_k == 0); kept++) {
+    const double value = value_of(keys[kept]);
+    if (!(value >= lowest && value > -kInfinity)) break;
+    masses[kept] = std::exp((value - peak) / filters.temperature);
+    sum += masses[kept];
+  }
+  const bool whole = last < lowest || last == -kInfinity || (filters.top_k > 0 && filters.top_k <= count);
+  const double target = filters.top_p * (whole ? sum : total);
+  double before = 0, best = 0;
+  long winner = -1, place = 0;
+  for (; place < kept && (before < target || filters.top_p >= 1 || place == 0); place++) {
+    const uint32_t id = 0x7fffffff - static_cast<uint32_t>(keys[place]);
+    const double score = (value_of(keys[place]) - peak) / filters.temperature +
+                         noise::gumbel(noise::distance(noise::mixed(id), key));
+    if (winner < 0 || score > best) best = score, winner = id;
+    before += masses[place];
+  }
+  const bool ends_within = filters.top_k == 0 && filters.min_p == 0 && place < count;
+  return {winner, whole || ends_within};
+}
+
+inline Draw draw(const Logits &row, long first_id, double temperature, Key key, Cut cut, uint32_t *distances) {
+  for (long b = 0; b < row.blocks(); b++) {
+    const uint32_t start = static_cast<uint32_t>(first_id + b * kBlock);
+    Words mixed[noise::kVectors];
+    for (int i = 0; i < noise::kVectors; i++) mixed[i] = noise::mixed(noise::ids_from(start + i * kLanes));
+    distances[b] = noise::least_distance(mixed, key);
+  }
+  return Drawing(row, first_id, temperature, key, cut).run(distances);
+}
+
+// `draw_in_rounds`, of one rank: draw, and draw again from what comes before a token that is not in the nucleus.
+inline long draw_in_rounds(const Logits &row, long first_id, const Filters &filters, Key key, uint32_t *distances) {
+  const double lowest = filters.lowest(row.top);
+  float low = static_cast<float>(lowest);
+  if (low < lowest) low = __builtin_nextafterf(low, kInfinity);
+  const Cut all{low, low == -kInfinity ? 0 : row.width};  // that min-p keeps
+  long id = draw(row, first_id, filters.temperature, key, all, distances).id;
+  if (filters.top_p >= 1) return id;
+  auto [total, before] = masses_of<2>(row, filters.temperature, {all, Cut{row.x[id], id}});
+  while (before >= filters.top_p * total && before > 0) {
+    const Cut cut{row.x[id], id};
+    id = draw(row, first_id, filters.temperature, key, cut, distances).id;
+    before = mass_of(row, filters.temperature, {row.x[id], id});
+  }
+  return id;
+}
+
+// Whether block maxima alone show that the candidates are not enough (`draw_from_list`): min-p keeps more of them, or all
+// together, of weight 1 at most, hold less than top-p. Spares flat rows the search for candidates; either way, the same
+// token is drawn.
+inline bool surely_not_enough(const Logits &row, const Filters &filters) {
+  if (filters.top_k > 0 || row.blocks() <= kCandidates) return false;
+  if (filters.min_p > 0) {
+    const double lowest = filters.lowest(row.top);
+    const auto keeps = [&](float most) { return most >= lowest && most > -kInfinity; };
+    return std::count_if(row.maxima, row.maxima + row.blocks(), keeps) >= kCandidates;
+  }
+  const Vec top = broadcast(row.top), scale = broadcast(inverse_of(filters.temperature));
+  Vec sums = zero();  // of the likeliest of each block: at most all
+  for (long b = 0; b + kLanes <= row.blocks(); b += kLanes)
+    sums = sums + exp((load(row.maxima + b) - top) * scale);
+  return filters.top_p * sum(sums) > 1.01 * kCandidates;
+}
+
+// The local id that is chosen; 0 for broken rows.
+inline long choose(const Logits &row, long first_id, const Filters &filters, Key key, const Scratch &scratch) {
+  if (row.broken()) return 0;
+  if (filters.greedy()) return lowest_largest(row);
+  if (!filters.filtering())
+    return draw(row, first_id, filters.temperature, key, {-kInfinity, 0}, scratch.distances).id;
+  if (surely_not_enough(row, filters)) return draw_in_rounds(row, first_id, filters, key, scratch.distances);
+  const double total = filters.only_top_p() ? mass_of(row, filters.temperature, {-kInfinity, 0}) : 0;
+  find_best(row, first_id, kCandidates, scratch.some, scratch.order, scratch.keys);
+  Choice choice = draw_from_list(scratch.keys, kCandidates, filters, total, key, scratch.masses);
+  if (!choice.enough) {
+    if (filters.top_k == 0) return draw_in_rounds(row, first_id, filters, key, scratch.distances);
+    find_best(row, first_id, filters.top_k, scratch.some, scratch.order, scratch.keys);
+    choice = draw_from_list(scratch.keys, filters.top_k, filters, total, key, scratch.masses);
+  }
+  return choice.id - first_id;
+}
+
+}  // namespace sampling

@@ -1,0 +1,156 @@
+// What sampling asks of one rank's logits [rows, width]: see `workers/kernels/cpu/sampling.py`, and `logits_row.h` for words.
+#include "runtime/arena.h"
+#include "sampling/sample_row.h"
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+namespace {
+
+using namespace sampling;
+
+int threads() {
+#ifdef _OPENMP
+  return omp_get_max_threads();
+#else
+  return 1;
+#endif
+}
+
+int this_thread() {
+#ifdef _OPENMP
+  return omp_get_thread_num();
+#else
+  return 0;
+#endif
+}
+
+// The logits of a call: rows of x [., width], each with its maxima [., blocks] and its largest logit.
+struct Table {
+  const float *x;
+  long stride, width;
+  const float *maxima, *tops;
+
+  Logits row(long i) const { return {x + i * stride, width, maxima + i * ((width + kBlock - 1) / kBlock), tops[i]}; }
+};
+
+}  // namespace
+
+// Of each of `count` rows: the block maxima, the largest logit, and where temperature[i] > 0 the mass of all of it.
+extern "C" void oarlock_logits_maxima(const float *x, long stride, long width, long count, const double *temperature,
+                                      float *maxima, float *tops, double *masses) {
+  const long blocks = (width + kBlock - 1) / kBlock;
+#pragma omp parallel for schedule(dynamic)
+  for (long i = 0; i < count; i++) {
+    tops[i] = find_maxima(x + i * stride, width, maxima + i * blocks);
+    const Logits row{x + i * stride, width, maxima + i * blocks, tops[i]};
+    masses[i] = temperature[i] > 0 ? mass_of(row, temperature[i], {-kInfinity, 0}) : 0;
+  }
+}
+
+// The lowest local id of the largest logit; 0 for broken rows.
+extern "C" void oarlock_logits_argmax(const float *x, long stride, long width, const float *maxima, const float *tops,
+                                      const int64_t *rows, long count, int64_t *ids) {
+  const Table table{x, stride, width, maxima, tops};
+  for (long i = 0; i < count; i++) {
+    const Logits row = table.row(rows[i]);
+    ids[i] = row.broken() ? 0 : lowest_largest(row);
+  }
+}
+
+// keys [count, most]: of the `most` largest logits of each row, best first.
+extern "C" void oarlock_logits_best(const float *x, long stride, long width, const float *maxima, const float *tops,
+                                    const int64_t *rows, long count, long most, long first_id, int64_t *keys) {
+  const Table table{x, stride, width, maxima, tops};
+  const long blocks = (width + kBlock - 1) / kBlock, needed = keys_needed(width, most);
+  const Arena::Mark mark = arena().mark();
+  int64_t *some = arena().take<int64_t>(needed * threads());
+  float *order = arena().take<float>(blocks * threads());
+#pragma omp parallel for schedule(dynamic)
+  for (long i = 0; i < count; i++)
+    find_best(table.row(rows[i]), first_id, most, some + needed * this_thread(), order + blocks * this_thread(),
+              keys + i * most);
+  arena().release(mark);
+}
+
+// The largest x / temperature + noise of what each cut keeps, and its local id: -inf and 0 where nothing is left.
+extern "C" void oarlock_logits_draw(const float *x, long stride, long width, const float *maxima, const float *tops,
+                                    const int64_t *rows, long count, long first_id, const double *temperature,
+                                    const Key *keys, const float *lows, const int64_t *ends, double *scores,
+                                    int64_t *ids) {
+  const Table table{x, stride, width, maxima, tops};
+  const long blocks = (width + kBlock - 1) / kBlock;
+  const Arena::Mark mark = arena().mark();
+  uint32_t *distances = arena().take<uint32_t>(count * blocks);
+#pragma omp parallel
+  {
+    // Ids are mixed once for all rows.
+#pragma omp for schedule(static)
+    for (long b = 0; b < blocks; b++) {
+      Words mixed[noise::kVectors];
+      for (int i = 0; i < noise::kVectors; i++)
+        mixed[i] = noise::mixed(noise::ids_from(static_cast<uint32_t>(first_id + b * kBlock + i * kLanes)));
+      for (long r = 0; r < count; r++) distances[r * blocks + b] = noise::least_distance(mixed, keys[r]);
+    }
+#pragma omp for schedule(dynamic)
+    for (long i = 0; i < count; i++) {
+      const Logits row = table.row(rows[i]);
+      const Draw draw = Drawing(row, first_id, temperature[i], keys[i], {lows[i], ends[i]}).run(distances + i * blocks);
+      scores[i] = draw.score;
+      ids[i] = draw.id;
+    }
+  }
+  arena().release(mark);
+}
+
+// sum(exp((x - top) / temperature)) of what each cut keeps.
+extern "C" void oarlock_logits_mass(const float *x, long stride, long width, const float *maxima, const float *tops,
+                                    const int64_t *rows, long count, const double *temperature, const float *lows,
+                                    const int64_t *ends, double *masses) {
+  const Table table{x, stride, width, maxima, tops};
+#pragma omp parallel for schedule(dynamic)
+  for (long i = 0; i < count; i++) masses[i] = mass_of(table.row(rows[i]), temperature[i], {lows[i], ends[i]});
+}
+
+// How many logits of each row are above a value.
+extern "C" void oarlock_logits_above(const float *x, long stride, long width, const float *maxima, const float *tops,
+                                     const int64_t *rows, long count, const float *values, int64_t *counts) {
+  const Table table{x, stride, width, maxima, tops};
+#pragma omp parallel for schedule(dynamic)
+  for (long i = 0; i < count; i++) counts[i] = count_above(table.row(rows[i]), values[i]);
+}
+
+// Chooses a token for each of `count` rows of a rank that has the whole vocabulary of `vocab_size` ids, 0 for rows that
+// are broken or have a target. Also what `oarlock_logits_maxima` writes, with the masses of temperature 1 where `scoring`.
+extern "C" void oarlock_sample(const float *x, long stride, long width, long count, long first_id, long vocab_size,
+                               const int32_t *target_ids, const float *temperature, const float *top_p,
+                               const int32_t *top_k, const float *min_p, const int64_t *seeds,
+                               const int32_t *positions, const uint8_t *scoring, float *maxima, float *tops,
+                               double *masses, int64_t *tokens) {
+  const long blocks = (width + kBlock - 1) / kBlock;
+  const auto filters_of = [&](long i) {
+    return Filters{temperature[i], top_p[i], min_p[i], top_k[i] < vocab_size ? top_k[i] : 0};
+  };
+  long longest = kCandidates;
+  for (long i = 0; i < count; i++) longest = std::max(longest, filters_of(i).top_k);
+  const Arena::Mark mark = arena().mark();
+  const long each = keys_needed(width, longest), all = threads();
+  const Scratch first{arena().take<uint32_t>(blocks * all), arena().take<float>(blocks * all),
+                      arena().take<int64_t>(each * all), arena().take<int64_t>(longest * all),
+                      arena().take<double>(longest * all)};
+#pragma omp parallel for schedule(dynamic)
+  for (long i = 0; i < count; i++) {
+    const long mine = this_thread();
+    const Scratch scratch{first.distances + blocks * mine, first.order + blocks * mine, first.some + each * mine,
+                          first.keys + longest * mine, first.masses + longest * mine};
+    tops[i] = find_maxima(x + i * stride, width, maxima + i * blocks);
+    const Logits row{x + i * stride, width, maxima + i * blocks, tops[i]};
+    masses[i] = scoring[i] ? mass_of(row, 1.0, {-kInfinity, 0}) : 0;
+    tokens[i] = target_ids[i] < 0
+                    ? first_id + choose(row, first_id, filters_of(i), row_key(seeds[i], positions[i]), scratch)
+                    : 0;
+    if (row.broken()) tokens[i] = 0;
+  }
+  arena().release(mark);
+}

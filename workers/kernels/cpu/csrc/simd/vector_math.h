@@ -1,0 +1,73 @@
+// exp, tanh, sigmoid, silu and gelu of a register of floats; a value gives the same bits in every lane.
+//
+// exp follows Cody and Waite's reduction (Software Manual for the Elementary Functions, 1980): x = n ln 2 + r with ln 2
+// in two parts, then a polynomial of degree 6 in r.
+#pragma once
+#include "simd/simd.h"
+
+namespace simd {
+
+inline Vec exp(Vec x) {
+  // Below -87.3 the result would be subnormal: 0. Above 88.7 it overflows to infinity in the last scaling, as it should.
+  const Mask tiny = less(x, broadcast(-87.3f));
+  // min and max return their second operand when one is NaN: the constant comes first, so that NaN stays NaN.
+  x = min(broadcast(89.0f), max(broadcast(-88.0f), x));
+  const Vec n = round(x * broadcast(1.44269504f));
+  Vec r = fnma(n, broadcast(0.693359375f), x);
+  r = fnma(n, broadcast(-2.12194440e-4f), r);
+  Vec y = broadcast(1.9875692e-4f);
+  y = fma(y, r, broadcast(1.3981999e-3f));
+  y = fma(y, r, broadcast(8.3334519e-3f));
+  y = fma(y, r, broadcast(4.1665796e-2f));
+  y = fma(y, r, broadcast(1.6666665e-1f));
+  y = fma(y, r, broadcast(0.5f));
+  y = fma(y, r * r, r + broadcast(1.0f));
+  return select(tiny, zero(), scale_by_power_of_2(y, n));
+}
+
+// The same bits as one lane of `exp`.
+inline float exp(float x) { return first_lane(exp(broadcast(x))); }
+
+constexpr float kLog2E = 1.44269504f;
+
+// 2^y for y <= 0, to a few parts in 10^8; not below 2^-126. Cheaper than `exp`, which takes any number. 2^y is 2^n 2^f
+// with n whole and f from -1/2 to 1/2; the last term is a polynomial with the least largest error.
+inline Vec power_of_2(Vec y) {
+  typedef uint32_t Words __attribute__((vector_size(sizeof(Vec))));
+  const Vec magic = broadcast(12582912.0f);  // 1.5 2^23: what is added to it is rounded to a whole number
+  y = max(broadcast(-126.0f), y);
+  const Vec shifted = y + magic;
+  const Vec f = y - (shifted - magic);
+  Vec p = broadcast(0.00015353362f);
+  p = fma(p, f, broadcast(0.0013398875f));
+  p = fma(p, f, broadcast(0.00961843692f));
+  p = fma(p, f, broadcast(0.0555033237f));
+  p = fma(p, f, broadcast(0.240226477f));
+  p = fma(p, f, broadcast(0.693147182f));
+  p = fma(p, f, broadcast(1.0f));
+  return (Vec)((Words)p + ((Words)shifted << 23));
+}
+
+inline Vec sigmoid(Vec x) { return broadcast(1.0f) / (broadcast(1.0f) + exp(zero() - x)); }
+
+inline Vec silu(Vec x) { return x * sigmoid(x); }
+
+// tanh(x) = sign(x) (1 - e) / (1 + e) with e = exp(-2 |x|); below 1/16 the difference would cancel, and three terms of
+// the series are exact to float32.
+inline Vec tanh(Vec x) {
+  const Vec one = broadcast(1.0f), size = abs(x);
+  const Vec e = exp(size * broadcast(-2.0f));
+  const Vec far = (one - e) / (one + e);
+  const Vec square = x * x;
+  Vec series = fma(square, broadcast(0.13333333f), broadcast(-0.33333333f));
+  series = fma(series * square, size, size);
+  return with_sign_of(select(less(size, broadcast(0.0625f)), series, far), x);
+}
+
+// The tanh form of gelu, with (1 + tanh(u)) / 2 = sigmoid(2 u).
+inline Vec gelu_tanh(Vec x) {
+  const Vec inner = fma(x * x * x, broadcast(0.044715f), x);
+  return x * sigmoid(inner * broadcast(1.5957691216f));
+}
+
+}  // namespace simd
