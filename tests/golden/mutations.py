@@ -19,6 +19,8 @@ from workers.layers.decoder_spec import DecoderSpec
 from workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from workers.layers.linear import RowParallelLinear
 from workers.layers.norm import RMSNorm
+from workers.layers.quantization.shard import WeightShard
+from workers.layers.quantization.unquantized import DenseWeight
 from workers.layers.rotary import RotaryTable, rotate
 from workers.models.post_norm_layer import PostNormDecoderLayer
 from workers.weights.reader import WeightReader
@@ -110,8 +112,8 @@ def scale_from_head_dim(patch: MonkeyPatch) -> None:
 
 
 def bias_skipped(patch: MonkeyPatch) -> None:
-    original = linear.matmul
-    patch.setattr(linear, "matmul", lambda weight, bias=None, **named: original(weight, None, **named))
+    original = DenseWeight.matmul
+    patch.setattr(DenseWeight, "matmul", lambda self, bias=None, **named: original(self, None, **named))
 
 
 def _cut_along_the_other_dimension(patch: MonkeyPatch, projection: str) -> None:
@@ -139,16 +141,15 @@ def row_parallel_cut_along_the_output(patch: MonkeyPatch) -> None:
 
 def _cut_as_one(patch: MonkeyPatch, wanted: str) -> None:
     """A fused tensor in one piece per rank, as if its parts were not each cut apart."""
-    apart = linear._take_stacked
+    apart = WeightShard._sources
 
-    def take(weights: Any, into: Tensor, module: str, fused: str, kind: str, parts: list) -> None:
-        if fused != wanted:
-            return apart(weights, into, module, fused, kind, parts)
-        rank, rows = parts[0][2] // parts[0][3], sum(part[1] for part in parts)
-        shape = (rows, *into.shape[1:])
-        return weights.take(f"{module}.{fused}.{kind}", into, shape=shape, start=rank * into.shape[0])
+    def sources(self: WeightShard, weights: Any, kind: str, into: Tensor) -> list:
+        if self.fused is None or not self.fused.endswith(wanted):
+            return apart(self, weights, kind, into)
+        rank, rows = self.parts[0].first // self.parts[0].count, sum(part.rows for part in self.parts)
+        return [(self.fused, rows, rank * len(into), into)]
 
-    patch.setattr(linear, "_take_stacked", take)
+    patch.setattr(WeightShard, "_sources", sources)
 
 
 def qkv_cut_as_one(patch: MonkeyPatch) -> None:
@@ -279,18 +280,18 @@ def one_rotary_table_for_all_layers(patch: MonkeyPatch) -> None:
 
 
 def head_of_the_next_rank(patch: MonkeyPatch) -> None:
-    original = embedding.load_vocab_shard
+    original = embedding.vocab_shard
 
-    def patched(layer: VocabParallelEmbedding | VocabParallelHead, weights: Any) -> Tensor:
+    def patched(layer: VocabParallelEmbedding | VocabParallelHead) -> WeightShard:
         if isinstance(layer, VocabParallelEmbedding):
-            return original(layer, weights)
+            return original(layer)
         here, size = layer.start, layer.place.tp.size
         layer.start = (layer.place.tp.rank + 1) % size * layer.local
-        weight = original(layer, weights)
+        shard = original(layer)
         layer.start = here
-        return weight
+        return shard
 
-    patch.setattr(embedding, "load_vocab_shard", patched)
+    patch.setattr(embedding, "vocab_shard", patched)
 
 
 def embedding_adds_foreign_rows(patch: MonkeyPatch) -> None:

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from workers.kernels.cpu.gemm import CppMatmul
-from workers.layers.matmul import holds_weight, matmul
+from workers.layers.matmul import ReadableMatmul, holds_weight
 from workers.layers.placement import Placement
+from workers.layers.quantization.method import LinearWeight
+from workers.layers.quantization.shard import StoredRows, WeightShard
 from workers.layers.sharding import shard_vocab
 from workers.weights.source import WeightSource
 
@@ -27,14 +27,14 @@ class VocabParallelEmbedding:
 
     @property
     def weight_bytes(self) -> int:
-        return self.local * self.hidden * self.place.dtype.itemsize
+        return self.place.weight_bytes(vocab_shard(self), bias=False)
 
     def load(self, weights: WeightSource) -> None:
-        weight = load_vocab_shard(self, weights)
-        self.weight: Tensor | None = weight
-        self.look_up: Callable[[Tensor], Tensor] = lambda ids: F.embedding(ids, weight)
+        weight = self.place.load(vocab_shard(self), weights)
+        self.weight: LinearWeight | None = weight
+        self.look_up: Callable[[Tensor], Tensor] = weight.embed
 
-    def share(self, product: CppMatmul) -> None:
+    def share(self, product: ReadableMatmul) -> None:
         """Read rows from the output head's packed weight from now on, and free the plain weight."""
         self.weight = None
         self.look_up = product.rows
@@ -66,10 +66,10 @@ class VocabParallelHead:
 
     @property
     def weight_bytes(self) -> int:
-        return 0 if self.shares_memory else self.local * self.hidden * self.place.dtype.itemsize
+        return 0 if self.shares_memory else self.place.weight_bytes(vocab_shard(self), bias=False)
 
     def load(self, weights: WeightSource) -> None:
-        self.product = matmul(load_vocab_shard(self, weights), float32_output=True)
+        self.product = self.place.load(vocab_shard(self), weights).matmul(float32_output=True)
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
         """Use the embedding's weight.
@@ -78,10 +78,10 @@ class VocabParallelHead:
         packed copy of its own: the plain weight takes 1.5 times as long in each step.
         """
         assert embedding.weight is not None
-        self.product = matmul(embedding.weight, float32_output=True)
-        if isinstance(self.product, CppMatmul):
+        self.product = embedding.weight.matmul(float32_output=True)
+        if isinstance(self.product, ReadableMatmul):
             embedding.share(self.product)
-        self.shares_memory = isinstance(self.product, CppMatmul) or holds_weight(self.product)
+        self.shares_memory = isinstance(self.product, ReadableMatmul) or holds_weight(self.product)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         logits = self.product(hidden).float()  # [L, local]
@@ -92,10 +92,8 @@ class VocabParallelHead:
         return logits
 
 
-def load_vocab_shard(layer: VocabParallelEmbedding | VocabParallelHead, weights: WeightSource) -> Tensor:
-    """The layer's rows of `{name}.weight`: [local, hidden], padding rows zero."""
-    weight = layer.place.empty(layer.local, layer.hidden)
-    weight[layer.real :] = 0.0
+def vocab_shard(layer: VocabParallelEmbedding | VocabParallelHead) -> WeightShard:
+    """The layer's rows of `{name}.weight`, and zeros where its ids are padding: [local, hidden]."""
     start = min(layer.start, layer.vocab_size)
-    weights.take(f"{layer.name}.weight", weight[: layer.real], shape=(layer.vocab_size, layer.hidden), start=start)
-    return weight
+    rows = StoredRows(layer.name, layer.vocab_size, start, layer.real)
+    return WeightShard((rows,), layer.hidden, 0, layer.hidden, padding=layer.local - layer.real)

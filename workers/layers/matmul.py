@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +49,14 @@ class Matmul(Protocol):
     """`x @ weight.T + bias (+ residual)`: x [T, K], weight [N, K], residual [T, N] -> [T, N]."""
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor: ...
+
+
+@runtime_checkable
+class ReadableMatmul(Matmul, Protocol):
+    """A product whose weight can be read row by row in the form that it keeps."""
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows `ids` int64 [T] of the weight: [T, K]."""
 
 
 class GatedMatmul(Protocol):

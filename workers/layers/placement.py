@@ -1,4 +1,4 @@
-"""The tensor-parallel rank, dtype and device of a layer's weights, passed to every layer."""
+"""The tensor-parallel rank, dtype, device and form of a layer's weights, passed to every layer."""
 
 from dataclasses import dataclass, field
 
@@ -6,16 +6,21 @@ import torch
 from torch import Tensor
 
 from workers.distributed.parallel_state import TensorParallel
+from workers.layers.quantization.method import LinearMethod, LinearWeight
+from workers.layers.quantization.shard import WeightShard
+from workers.layers.quantization.unquantized import UnquantizedLinearMethod
 from workers.platform.huge_pages import StagingMemory
+from workers.weights.source import WeightSource
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the weights of a layer are, and in which dtype."""
+    """Where the weights of a layer are, in which dtype, and in which form those of products are."""
 
     tp: TensorParallel
     dtype: torch.dtype
     device: torch.device
+    method: LinearMethod = field(default_factory=UnquantizedLinearMethod)
     staging: StagingMemory = field(default_factory=StagingMemory)
 
     def empty(self, *shape: int) -> Tensor:
@@ -23,3 +28,12 @@ class Placement:
         if self.device.type == "cpu":
             return self.staging.empty(shape, self.dtype)
         return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def load(self, shard: WeightShard, weights: WeightSource) -> LinearWeight:
+        """One rank's weight of a product."""
+        return self.method.load(shard, weights, self.empty)
+
+    def weight_bytes(self, shard: WeightShard, bias: bool) -> int:
+        """Bytes of what `load` gives, and of its bias."""
+        item = self.dtype.itemsize
+        return self.method.weight_bytes(shard.rows, shard.local_inputs, item) + bias * shard.rows * item

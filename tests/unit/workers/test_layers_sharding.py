@@ -49,8 +49,10 @@ def test_every_query_head_uses_its_own_kv_head(heads: int, kv_heads: int, size: 
             kv = local // (shard.num_heads // shard.num_kv_heads)
             torch.testing.assert_close(k[:, kv], expected["k"][:, head // (heads // kv_heads)])
             torch.testing.assert_close(v[:, kv], expected["v"][:, head // (heads // kv_heads)])
-        assert sum(weights.taken.values()) == layer.rows * (HIDDEN + 1), "a rank reads its slice and no more"
-        assert layer.weight_bytes == layer.rows * (HIDDEN + 1) * 4
+        assert sum(weights.taken.values()) == layer.weight_shard.rows * (HIDDEN + 1), (
+            "a rank reads its slice and no more"
+        )
+        assert layer.weight_bytes == layer.weight_shard.rows * (HIDDEN + 1) * 4
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -1,0 +1,1 @@
+"""How the weights of products are stored, read and multiplied: one file for each form."""

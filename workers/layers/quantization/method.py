@@ -1,0 +1,35 @@
+"""The linear method: what a layer asks for a product, whatever form its weight is stored or multiplied in.
+
+Named as in vLLM: a method creates and loads a layer's weight, and the product that the weight gives applies it.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from workers.layers.matmul import GatedMatmul, Matmul
+from workers.layers.quantization.shard import Empty, WeightShard
+from workers.weights.source import WeightSource
+
+
+class LinearWeight(Protocol):
+    """A rank's weight [N, K] in memory. It should be dropped after making a product, which may keep another form."""
+
+    def matmul(self, bias: Tensor | None = None, *, float32_output: bool = False) -> Matmul:
+        """`float32_output`: results stay float32 where the kernel sums in float32 and would round them."""
+
+    def gated_matmul(self, bias: Tensor | None, activation: str) -> GatedMatmul:
+        """Of a weight with the gate's rows first, then as many of up's."""
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Rows `ids` int64 [T] -> [T, K]."""
+
+
+class LinearMethod(Protocol):
+    """One form of weights."""
+
+    def weight_bytes(self, rows: int, inputs: int, item_bytes: int) -> int:
+        """Of a weight [rows, inputs] whose model computes in a dtype of `item_bytes`."""
+
+    def load(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> LinearWeight:
+        """Read one rank's weight."""

@@ -1,0 +1,73 @@
+"""One rank's part of a weight, and the names under which a checkpoint stores it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from workers.weights.source import WeightSource
+
+# An uninitialised tensor of the given lengths, in the dtype and on the device of the model's weights.
+Empty = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """Rows `first` to `first + count` of the stored matrix `{name}.weight`, which has `rows` of them."""
+
+    name: str
+    rows: int
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightShard:
+    """A rank's weight [rows, local_inputs]: rows of one or several stored matrices, and of each row a slice."""
+
+    parts: tuple[StoredRows, ...]
+    inputs: int  # of the whole model
+    first_input: int
+    local_inputs: int
+    fused: str | None = None  # under which a checkpoint may store all parts as one matrix
+    padding: int = 0  # rows of zeros after the last part
+
+    @property
+    def rows(self) -> int:
+        return sum(part.count for part in self.parts) + self.padding
+
+    def take(self, weights: WeightSource, empty: Empty, *, whole_rows: bool = False) -> Tensor:
+        """The weight as it is stored: [rows, local_inputs], or with `whole_rows` [rows, inputs]."""
+        cut = not whole_rows and self.local_inputs != self.inputs
+        into = empty(self.rows, self.local_inputs if cut else self.inputs)
+        into[self.rows - self.padding :] = 0.0
+        for name, rows, start, view in self._sources(weights, "weight", into):
+            shape = (rows, self.inputs)
+            if cut:
+                assert (start, len(view)) == (0, rows), f"{name} is cut along both dimensions"
+                weights.take(f"{name}.weight", view, shape=shape, dim=1, start=self.first_input)
+            else:
+                weights.take(f"{name}.weight", view, shape=shape, start=start)
+        return into
+
+    def take_bias(self, weights: WeightSource, empty: Empty) -> Tensor:
+        """[rows]."""
+        into = empty(self.rows)
+        into[self.rows - self.padding :] = 0.0
+        for name, rows, start, view in self._sources(weights, "bias", into):
+            weights.take(f"{name}.bias", view, shape=(rows,), start=start)
+        return into
+
+    def _sources(self, weights: WeightSource, kind: str, into: Tensor) -> list[tuple[str, int, int, Tensor]]:
+        """(name, rows of the stored tensor, first row wanted, where they go) of each part, separate or fused."""
+        fused = self.fused if self.fused and weights.has(f"{self.fused}.{kind}") else None
+        all_rows = sum(part.rows for part in self.parts)
+        found = []
+        row = above = 0
+        for part in self.parts:
+            view = into[row : row + part.count]
+            separate = (part.name, part.rows, part.first, view)
+            found.append(separate if fused is None else (fused, all_rows, above + part.first, view))
+            row += part.count
+            above += part.rows
+        return found

@@ -1,0 +1,34 @@
+"""Weights in the dtype that the model computes in."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from workers.layers.matmul import GatedMatmul, Matmul, gated_matmul, matmul
+from workers.layers.quantization.shard import Empty, WeightShard
+from workers.weights.source import WeightSource
+
+
+class DenseWeight:
+    """`LinearWeight` that is one tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor  # [N, K]
+
+    def matmul(self, bias: Tensor | None = None, *, float32_output: bool = False) -> Matmul:
+        return matmul(self.tensor, bias, float32_output=float32_output)
+
+    def gated_matmul(self, bias: Tensor | None, activation: str) -> GatedMatmul:
+        return gated_matmul(self.tensor, bias, activation)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.tensor)
+
+
+class UnquantizedLinearMethod:
+    """`LinearMethod` of ordinary checkpoints."""
+
+    def weight_bytes(self, rows: int, inputs: int, item_bytes: int) -> int:
+        return rows * inputs * item_bytes
+
+    def load(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> DenseWeight:
+        return DenseWeight(shard.take(weights, empty))
