@@ -13,12 +13,12 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "gemm/epilogue.h"
 #include "gemm/tile.h"
 #if defined(__AMX_BF16__) || defined(OARLOCK_EMULATE_AMX)
 #include "gemm/amx.h"
 #endif
 #include "runtime/arena.h"
-#include "simd/vector_math.h"
 
 namespace gemm {
 namespace {
@@ -93,39 +93,6 @@ void widen(const Float16 *from, long count, float *to) {
   for (long at = 0; at < count * kPanel; at += kLanes) store(to + at, load(from + at));
 }
 void widen(const float *, long, float *) {}
-
-// The epilogue of one row's sums of a panel: adds the bias, applies what `epilogue` says, rounds and stores.
-template <class T>
-inline void finish(const Product &p, long row, long panel, Vec low, Vec high) {
-  const long column = panel * kPanel;
-  const bool gated = p.epilogue == kSiluGate || p.epilogue == kGeluTanhGate;
-  const long count = gated ? kPanel : p.columns - column;  // a gated bias is padded to whole panels, as the weight is
-  const long left = std::min<long>(count, kLanes), right = std::max<long>(std::min<long>(count - kLanes, kLanes), 0);
-  if (p.bias) {
-    const T *bias = static_cast<const T *>(p.bias) + column;
-    low = low + load(bias, left);
-    if (right) high = high + load(bias + kLanes, right);
-  }
-  const long at = row * p.y_stride + column;
-  if (gated) {
-    const long half = panel * kLanes;
-    const Vec gate = p.epilogue == kSiluGate ? silu(low) : gelu_tanh(low);
-    store(static_cast<T *>(p.y) + row * p.y_stride + half, gate * high, std::min<long>(kLanes, p.columns / 2 - half));
-    return;
-  }
-  if (p.epilogue == kFloat) {
-    store(static_cast<float *>(p.y) + at, low, left);
-    if (right) store(static_cast<float *>(p.y) + at + kLanes, high, right);
-    return;
-  }
-  if (p.epilogue == kAdd) {
-    const T *residual = static_cast<const T *>(p.residual) + at;
-    low = low + load(residual, left);
-    if (right) high = high + load(residual + kLanes, right);
-  }
-  store(static_cast<T *>(p.y) + at, low, left);
-  if (right) store(static_cast<T *>(p.y) + at + kLanes, high, right);
-}
 
 template <class T>
 struct Chunk {

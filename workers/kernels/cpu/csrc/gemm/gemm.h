@@ -19,6 +19,18 @@ struct Product {
 
 constexpr int kPanel = 2 * simd::kLanes;  // outputs side by side in a packed weight: two registers
 
+// Where output `output` of a panel is read from: a row of the weight, or -1 where there is none. Gated: rows up to
+// columns / 2 are gate, the others up; each panel has a register of both.
+inline long row_of(long panel, int output, long columns, bool gated) {
+  if (!gated) {
+    const long row = panel * kPanel + output;
+    return row < columns ? row : -1;
+  }
+  const long index = panel * simd::kLanes + output % simd::kLanes, half = columns / 2;
+  if (index >= half) return -1;
+  return output < simd::kLanes ? index : half + index;
+}
+
 template <class T>
 void multiply(const Product &product);
 

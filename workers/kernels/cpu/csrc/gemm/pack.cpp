@@ -8,6 +8,7 @@
 namespace {
 
 using gemm::kPanel;
+using gemm::row_of;
 
 template <class T>
 constexpr long kStep = std::is_same_v<T, BFloat16> ? 2 : 1;
@@ -15,18 +16,6 @@ constexpr long kStep = std::is_same_v<T, BFloat16> ? 2 : 1;
 template <class T>
 long padded(long inputs) {
   return (inputs + kStep<T> - 1) / kStep<T> * kStep<T>;
-}
-
-// Where output `output` of a panel is read from: a row of the weight, or -1 where there is none. Gated: rows up to
-// columns / 2 are gate, the others up; each panel has a register of both.
-inline long row_of(long panel, int output, long columns, bool gated) {
-  if (!gated) {
-    const long row = panel * kPanel + output;
-    return row < columns ? row : -1;
-  }
-  const long index = panel * simd::kLanes + output % simd::kLanes, half = columns / 2;
-  if (index >= half) return -1;
-  return output < simd::kLanes ? index : half + index;
 }
 
 template <class T>

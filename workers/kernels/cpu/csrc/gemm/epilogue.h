@@ -1,0 +1,45 @@
+// What becomes of the sums of a product: bias, activation or residual, one rounding, and the store.
+#pragma once
+#include <algorithm>
+
+#include "gemm/gemm.h"
+#include "simd/vector_math.h"
+
+namespace gemm {
+
+using namespace simd;
+
+// The epilogue of one row's sums of a panel: adds the bias, applies what `epilogue` says, rounds and stores.
+template <class T>
+inline void finish(const Product &p, long row, long panel, Vec low, Vec high) {
+  const long column = panel * kPanel;
+  const bool gated = p.epilogue == kSiluGate || p.epilogue == kGeluTanhGate;
+  const long count = gated ? kPanel : p.columns - column;  // a gated bias is padded to whole panels, as the weight is
+  const long left = std::min<long>(count, kLanes), right = std::max<long>(std::min<long>(count - kLanes, kLanes), 0);
+  if (p.bias) {
+    const T *bias = static_cast<const T *>(p.bias) + column;
+    low = low + load(bias, left);
+    if (right) high = high + load(bias + kLanes, right);
+  }
+  const long at = row * p.y_stride + column;
+  if (gated) {
+    const long half = panel * kLanes;
+    const Vec gate = p.epilogue == kSiluGate ? silu(low) : gelu_tanh(low);
+    store(static_cast<T *>(p.y) + row * p.y_stride + half, gate * high, std::min<long>(kLanes, p.columns / 2 - half));
+    return;
+  }
+  if (p.epilogue == kFloat) {
+    store(static_cast<float *>(p.y) + at, low, left);
+    if (right) store(static_cast<float *>(p.y) + at + kLanes, high, right);
+    return;
+  }
+  if (p.epilogue == kAdd) {
+    const T *residual = static_cast<const T *>(p.residual) + at;
+    low = low + load(residual, left);
+    if (right) high = high + load(residual + kLanes, right);
+  }
+  store(static_cast<T *>(p.y) + at, low, left);
+  if (right) store(static_cast<T *>(p.y) + at + kLanes, high, right);
+}
+
+}  // namespace gemm
