@@ -24,7 +24,7 @@ def runs_rank(tensor_parallel_size: int) -> bool:
 
 
 class EngineProcess:
-    """A started process. Its socket and its end belong to whoever calls `take`; until then `discard` ends it."""
+    """A started process. The caller of `take` owns its socket and ends it; until then `discard` does."""
 
     def __init__(self, *, runs_rank: bool, compiles: bool = False, command: Sequence[str] = ENGINE_MODULE) -> None:
         """`runs_rank`: it will run the single rank itself, so it should import torch at once. `compiles`: where the

@@ -15,7 +15,7 @@ from workers.errors import StartupError
 from workers.kernels.cpu import build, levels
 from workers.layers.decoder_spec import FUSED_TENSORS, DecoderSpec, is_ignorable, tensor_shapes
 from workers.layers.sharding import supported_tp_sizes
-from workers.models.registry import describe, read_config
+from workers.models.registry import QUANTISATION_FILES, describe, read_config
 from workers.platform import processor
 from workers.platform.cores import available_cores
 from workers.platform.dtypes import ITEM_BYTES, SAFETENSORS_DTYPES
@@ -24,10 +24,11 @@ from workers.weights.checkpoint import Checkpoint, weight_files
 from workers.weights.tied import HEAD, head_differs
 from workers.worker.memory_needs import check_weights_fit, weight_bytes
 
-__all__ = ["check_without_weights", "preflight", "weight_files"]
+__all__ = ["DESCRIPTIONS", "check_without_weights", "preflight", "weight_files"]
 
 logger = logging.getLogger("oarlock.preflight")
 
+DESCRIPTIONS = ("config.json", *QUANTISATION_FILES)  # the files that `check_without_weights` looks at
 _CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "dtype": ("auto", *ITEM_BYTES),
@@ -38,7 +39,7 @@ _MAX_BLOCK_SIZE = 1024
 
 
 def check_without_weights(config: WorkerConfig) -> None:
-    """Check what can be checked with `config.json` alone, before the weights are there. Raises `StartupError`."""
+    """Check what can be checked with the `DESCRIPTIONS`, before the weights are there. Raises `StartupError`."""
     _check_limits(config)
     spec = describe(read_config(Path(config.model_path)))
     _check_parallel(config.tensor_parallel_size, spec)

@@ -27,13 +27,13 @@ from engine.errors import StartupError, WorkerError
 from engine.ipc import messages
 from engine.ipc.frame_socket import FrameSocket
 from engine.ipc.frames import Frame, FrameError, FrameReader
-from engine.ipc.parent_death import die_with_parent
 from engine.replay.fingerprint import numbers_digest
 from engine.replay.recorder import RecordingExecutor
 from engine.replay.recording import RecordingWriter
 from engine.structured_output.manager import StructuredOutputManager
 from engine.types import EngineInfo
 from workers.config import LOADING_TIMEOUT_S
+from workers.parent_death import die_with_parent
 
 if TYPE_CHECKING:
     from workers.executor import Executor

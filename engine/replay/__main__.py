@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import StartupError, WorkerError
-from engine.ipc.parent_death import die_with_parent
 from engine.replay.comparison import Comparison
 from engine.replay.fingerprint import layout, model_sums, versions
 from engine.replay.recording import STEP, Header, Recording
 from workers.config import WorkerConfig
 from workers.executor import Executor, start_executor
+from workers.parent_death import die_with_parent
 from workers.protocol import ProtocolError, StepMetadata, StepOutput, unpack_output, unpack_step
 
 EXIT_SAME, EXIT_DIFFERENT, EXIT_INTERRUPTED = 0, 1, 130

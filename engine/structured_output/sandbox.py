@@ -20,9 +20,9 @@ import threading
 import time
 from pathlib import Path
 
-from engine.ipc.parent_death import die_with_parent
 from engine.sampling_params import Grammar
 from engine.structured_output.compiler import Compiler, GrammarError
+from workers.parent_death import die_with_parent
 
 DEADLINE_S = 1.0  # for one trial
 _MAX_MEMORY_BYTES = 512 << 20  # beyond what the tokenizer took

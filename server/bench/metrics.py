@@ -75,7 +75,7 @@ def summarize(
         "request_throughput": len(done) / duration_s,
         "output_throughput": output / duration_s,
         "total_token_throughput": total / duration_s,
-        "peak_output_throughput": peak_output_rate(done, duration_s),
+        "peak_output_throughput": max(tokens_per_second(done, duration_s), default=0.0),
         "peak_concurrency": peak_concurrency(done),
     }
     if slo_ms:
@@ -111,31 +111,22 @@ def chunk_times(sample: Sample) -> np.ndarray:
     return sample.sent_s + sample.ttft_s + np.concatenate([[0.0], np.cumsum(sample.itl_s)])
 
 
-def tokens_per_second(done: Sequence[Sample], bucket_s: float = 1.0) -> list[float]:
-    """Chunks per second in consecutive stretches of `bucket_s`, from the start of the run."""
-    if not done:
-        return []
-    times = np.concatenate([chunk_times(sample) for sample in done])
-    counts = np.bincount((times / bucket_s).astype(np.int64))
-    return [float(count) / bucket_s for count in counts]
+def tokens_per_second(done: Sequence[Sample], duration_s: float, at_least_s: float = 1.0) -> list[float]:
+    """Output tokens per second in equal stretches of the run, each `at_least_s` long or a little longer.
 
-
-def peak_output_rate(done: Sequence[Sample], duration_s: float) -> float:
-    """Output tokens per second in the best of equal stretches of the run, each one second or a little longer.
-
-    Equal stretches, because only then is the best never below the mean. A run shorter than two seconds is one stretch,
-    and the peak is its mean. A chunk counts as its share of the answer's tokens. vLLM counts chunks in whole seconds,
-    of which the last is not full.
+    Equal stretches, because only then is the best never below the mean. A run shorter than two of them is one, with the
+    mean. A chunk counts as its share of the answer's tokens. vLLM counts chunks in whole seconds, of which the last is
+    not full.
     """
     if not done:
-        return 0.0
-    stretches = max(1, int(duration_s))
+        return []
+    stretches = max(1, int(duration_s / at_least_s))
     width_s = duration_s / stretches
     times = np.concatenate([chunk_times(sample) for sample in done])
     chunks = [1 + len(sample.itl_s) for sample in done]
     weights = np.repeat([sample.output_tokens / count for sample, count in zip(done, chunks, strict=True)], chunks)
     places = np.minimum((times / width_s).astype(np.int64), stretches - 1)  # the last chunk may end the run
-    return float(np.bincount(places, weights).max()) / width_s
+    return [float(tokens) / width_s for tokens in np.bincount(places, weights, stretches)]
 
 
 def peak_concurrency(done: Sequence[Sample]) -> int:

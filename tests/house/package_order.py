@@ -44,8 +44,8 @@ ORDER: dict[str, Order] = {
         "core": entries("input_batch scheduler structured_output replay ipc config.py stats.py types.py errors.py"),
         "input_batch": entries("scheduler sampling_params.py"),
         "scheduler": entries("config.py stats.py types.py sampling_params.py errors.py"),
-        "structured_output": entries("ipc types.py sampling_params.py errors.py"),
-        "replay": entries("ipc errors.py"),
+        "structured_output": entries("types.py sampling_params.py errors.py"),
+        "replay": entries("errors.py"),
         "client.py": entries("ipc config.py engine_process.py stats.py types.py errors.py"),
         "engine_process.py": entries(""),
         "ipc": entries("config.py stats.py types.py sampling_params.py errors.py"),
@@ -61,12 +61,12 @@ ORDER: dict[str, Order] = {
         "executor.py": entries("preflight.py worker protocol.py config.py"),
         "verify": entries(
             "preflight.py worker models layers attention weights distributed"
-            " protocol.py config.py errors.py python_child.py"
+            " protocol.py config.py errors.py parent_death.py python_child.py"
         ),
         "preflight.py": entries("worker models layers weights kernels platform config.py errors.py"),
         "worker": entries(
             "models sampling layers attention weights distributed kernels platform"
-            " protocol.py config.py step_cost.py errors.py python_child.py"
+            " protocol.py config.py step_cost.py errors.py parent_death.py python_child.py"
         ),
         "models": entries("layers attention weights distributed platform errors.py"),
         "sampling": entries("distributed kernels protocol.py"),
@@ -81,6 +81,7 @@ ORDER: dict[str, Order] = {
         "step_cost.py": entries(""),
         "errors.py": entries(""),
         "compile_ahead.py": entries("kernels errors.py python_child.py"),
+        "parent_death.py": entries(""),
         "python_child.py": entries(""),
     },
 }

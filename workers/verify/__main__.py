@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from workers.config import WorkerConfig
 from workers.errors import StartupError
 from workers.models.registry import read_spec
+from workers.parent_death import die_with_parent
 from workers.preflight import preflight
 from workers.verify.launch import run_ranks, run_reference
 from workers.verify.request import (
@@ -31,7 +32,6 @@ from workers.verify.request import (
     read_prompts,
     tokenize,
 )
-from workers.worker.worker_process import die_with_parent
 
 if TYPE_CHECKING:
     from workers.verify.report import Report

@@ -26,13 +26,14 @@ from workers.distributed.parallel_state import TensorParallel
 from workers.distributed.shm_ring import ChannelClosedError
 from workers.errors import StartupError
 from workers.models.decoder import Decoder
+from workers.parent_death import die_with_parent
 from workers.protocol import StepMetadata
 from workers.verify.compare import file_of
 from workers.verify.request import Request, Text
 from workers.worker.greedy_step import SequenceChunk, greedy_step
 from workers.worker.model_runner import ModelRunner
 from workers.worker.spawn_ranks import RankArguments
-from workers.worker.worker_process import die_with_parent, init_distributed, log_to_stderr
+from workers.worker.worker_process import init_distributed, log_to_stderr
 
 _STEPS_PER_LINE = 16  # of progress
 

@@ -25,9 +25,9 @@ from transformers.utils import logging as transformers_logging
 from workers.distributed.control_channel import Control
 from workers.layers.decoder_spec import DecoderSpec
 from workers.models.registry import read_spec
+from workers.parent_death import die_with_parent
 from workers.verify.compare import file_of, tensor_names
 from workers.verify.request import Request, Text
-from workers.worker.worker_process import die_with_parent
 
 _ROWS = 8192  # of a weight that are widened to float64 at once
 

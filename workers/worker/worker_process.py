@@ -6,7 +6,6 @@ follows from the bytes of the step, so that all ranks do the same.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import logging
 import os
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING
 from workers.distributed.control_channel import Control
 from workers.distributed.shm_ring import ChannelClosedError, RingLayout, RingReader, RingWriter
 from workers.errors import StartupError
+from workers.parent_death import die_with_parent
 from workers.protocol import pack_output, unpack_step
 from workers.worker.memory_needs import OUT_OF_MEMORY, is_out_of_memory
 from workers.worker.spawn_ranks import RankArguments
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from workers.worker.model_runner import ModelRunner
 
 logger = logging.getLogger("oarlock.rank")
-
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +47,6 @@ class RankRings:
     def fds(self) -> tuple[int, ...]:
         wake_fds = (self.step_wake_fd, self.output_wake_fd)
         return (self.step_memory_fd, self.output_memory_fd, *(fd for fd in wake_fds if fd >= 0))
-
-
-def die_with_parent(parent_pid: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Let the kernel send `number` to this process when its parent ends. Without that (not Linux) the pipes end it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number))
-    if os.getppid() != parent_pid:  # it ended before the call above
-        os._exit(1)
 
 
 def log_to_stderr(rank: int, level: str) -> None:

@@ -96,13 +96,15 @@ def _over_time(result: Result) -> list[str]:
     done = [sample for sample in result.samples if sample.failure is None]
     if not done:
         return []
-    step_s = max(0.1, result.summary["duration_s"] / 120)
-    edges = np.arange(0, result.summary["duration_s"], step_s)
+    duration_s = result.summary["duration_s"]
+    rates = tokens_per_second(done, duration_s, max(0.1, duration_s / 120))
+    step_s = duration_s / len(rates)
+    edges = np.arange(len(rates)) * step_s
     begins = np.sort([sample.sent_s for sample in done])
     ends = np.sort([sample.sent_s + sample.e2el_s for sample in done])
     opened = np.searchsorted(begins, edges, "right") - np.searchsorted(ends, edges, "right")
     return [
-        svg.over_time("Output chunks per second", tokens_per_second(done, step_s), step_s, "per second"),
+        svg.over_time("Output tokens per second", rates, step_s, "per second"),
         svg.over_time("Open requests", [float(value) for value in opened], step_s, "requests"),
     ]
 

@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import HFValidationError, HTTPError
 
 from engine.errors import StartupError
-from engine.preflight import check_model, weight_files
+from engine.preflight import DESCRIPTIONS, check_model, weight_files
 from server.config.hub import errors as hub_errors
 from server.config.hub.download import HubModel
 from server.config.hub.files import Download, HubFile, Report, Snapshot, check_room, is_small, look_up
@@ -80,7 +80,7 @@ def _from_hub(request: HubModel, cache: Path, report: Report, check_small_files:
         raise _no_config(request.model, files)
     snapshot = Snapshot(cache, request.model, commit)
     small = Download(request.model, snapshot, lambda phase, fraction, detail: report(phase, 0.0, "its description"))
-    small.fetch([by_name["config.json"]])
+    small.fetch([by_name[name] for name in DESCRIPTIONS if name in by_name])
     worker = replace(request.engine.worker, model_path=str(snapshot.directory))
     check_model(replace(request.engine, worker=worker))
     small.fetch([file for file in files if is_small(file)])

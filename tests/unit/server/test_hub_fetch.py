@@ -96,6 +96,12 @@ def test_a_model_refused_for_its_config_json_costs_no_other_file(hub, change, wo
     assert hub.names_asked == {"config.json"}
 
 
+def test_an_old_quantised_model_costs_no_other_file_than_those_that_show_it(hub):
+    hub.files["quantize_config.json"] = b'{"bits": 4}'
+    assert "'gptq' in quantize_config.json" in refused(hub).cause
+    assert hub.names_asked == {"config.json", "quantize_config.json"}
+
+
 def test_a_tokenizer_that_cannot_be_read_costs_no_weights(hub):
     hub.files["tokenizer.json"] = b"{}"
     assert "tokenizer" in refused(hub).cause

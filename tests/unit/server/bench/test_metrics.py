@@ -91,9 +91,11 @@ def test_goodput_counts_requests_that_are_within_every_limit(slo, good):
 def test_peak_concurrency_and_tokens_per_second():
     one, two, three = sample(sent=0.0), sample(sent=1.0), sample(sent=2.0)  # each takes 2 s
     assert metrics.peak_concurrency([one, two, three]) == 2  # the third begins as the first ends
-    assert metrics.tokens_per_second([one]) == [0, 2, 1]  # at 1.0, 1.5 and 2.0 s
-    assert metrics.tokens_per_second([one, two]) == [0, 2, 3, 1]
-    assert metrics.tokens_per_second([]) == []
+    assert metrics.tokens_per_second([one], 3.0) == [0, 2, 1]  # at 1.0, 1.5 and 2.0 s
+    assert metrics.tokens_per_second([one], 2.0) == [0, 3]  # the last token ends the run
+    assert metrics.tokens_per_second([one, two], 4.0) == [0, 2, 3, 1]
+    assert metrics.tokens_per_second([one], 2.0, 0.5) == [0, 0, 2, 4]
+    assert metrics.tokens_per_second([], 3.0) == []
 
 
 @pytest.mark.parametrize("duration", [0.3, 0.99, 1.0, 1.9, 2.0, 7.3])

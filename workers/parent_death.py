@@ -16,4 +16,4 @@ def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> Non
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number))
     if os.getppid() != parent:  # it ended before the call above
-        os._exit(0)
+        os._exit(1)
