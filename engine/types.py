@@ -93,9 +93,12 @@ class ScoredTokens(Sequence[TokenLogprobs]):
         return zip(self.token_ids, self.logprobs, self.ranks, top, strict=False)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenEvent:
-    """What one step did for one request. Only the last event of a request has a `finish_reason`."""
+    """What one step did for one request. Only the last event of a request has a `finish_reason`.
+
+    Not changed once it is made; not frozen, because a frozen one takes four times as long to make.
+    """
 
     request_id: int
     token_ids: tuple[int, ...] = ()

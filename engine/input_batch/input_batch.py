@@ -118,7 +118,7 @@ class InputBatch:
         for item, first in zip(scheduled, query_start_loc.tolist(), strict=False):
             seq, params = item.seq, item.seq.request.params
             end = item.score_from + item.num_scored
-            rows += [seq.row] * item.num_rows
+            rows += [seq.row] * (item.num_scored + item.wants_logits)
             indices += range(first + item.score_from - item.start, first + end - item.start)
             targets += seq.token_ids[item.score_from + 1 : end + 1]
             positions += range(item.score_from + 1, end + 1)

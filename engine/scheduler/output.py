@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from engine.scheduler.sequence import Sequence
 from engine.types import ScoredTokens, TokenLogprobs
+from workers.protocol import FINITE
 
 if TYPE_CHECKING:
     from workers.protocol import StepOutput
@@ -27,10 +28,6 @@ class ScheduledTokens:
     wants_logits: bool
     score_from: int = 0
     num_scored: int = 0
-
-    @property
-    def num_rows(self) -> int:
-        return self.num_scored + self.wants_logits
 
 
 @dataclass(slots=True)
@@ -61,6 +58,10 @@ class ModelRunnerOutput:
     top_ids: list[list[int]] | None = None
     top_logprobs: list[list[float]] | None = None
     answer: "StepOutput | None" = None  # the same as arrays
+    all_finite: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.all_finite = self.finite.count(FINITE) == len(self.finite)
 
     def token_logprobs(self, row: int, num_top: int) -> TokenLogprobs:
         """The sampled token of `row` with its `num_top` best alternatives."""

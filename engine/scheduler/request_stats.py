@@ -21,16 +21,23 @@ def record_first_scheduled(stats: EngineStats, seq: Sequence, now: float) -> Non
     stats.prefix_cache_hits += seq.num_cached_tokens
 
 
-def record_token(stats: EngineStats, seq: Sequence, now: float) -> None:
-    """A token was sampled for `seq`. Also updates `first_token_s` and `last_token_s` of `seq`."""
+def record_first_token(stats: EngineStats, seq: Sequence, now: float) -> None:
+    """The first token of `seq` was sampled."""
+    assert seq.first_scheduled_s is not None
+    seq.first_token_s = now
     stats.generation_tokens += 1
-    if seq.last_token_s is not None:
-        stats.inter_token_latency_s.observe(now - seq.last_token_s)
-    elif seq.first_scheduled_s is not None:
-        seq.first_token_s = now
-        stats.time_to_first_token_s.observe(now - seq.arrival_s)
-        stats.prefill_time_s.observe(now - seq.first_scheduled_s)
-    seq.last_token_s = now
+    stats.time_to_first_token_s.observe(now - seq.arrival_s)
+    stats.prefill_time_s.observe(now - seq.first_scheduled_s)
+
+
+def record_tokens(stats: EngineStats, num_tokens_after: dict[float, int]) -> None:
+    """How many tokens one step sampled for sequences that had one before, by the time since that one.
+
+    Most sequences of a step got their last token in the same step before, so that there are few different times.
+    """
+    for gap_s, num_tokens in num_tokens_after.items():
+        stats.generation_tokens += num_tokens
+        stats.inter_token_latency_s.observe(gap_s, num_tokens)
 
 
 def record_finish(stats: EngineStats, seq: Sequence, reason: FinishReason, now: float) -> None:

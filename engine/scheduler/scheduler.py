@@ -53,6 +53,7 @@ class Scheduler:
         self._open: dict[int, Sequence] = {}
         self._free_rows = list(range(self.max_num_seqs - 1, -1, -1))
         self._events: list[TokenEvent] = []  # terminal events that `update_from_output` did not return
+        self._num_tokens_after: dict[float, int] = {}  # of this step, by seconds since the sequence's last token
         self._num_arrivals = 0
         self._step_id = 0
 
@@ -149,7 +150,7 @@ class Scheduler:
         row = 0
         for item in output.scheduled:
             seq, first = item.seq, row
-            row += item.num_rows
+            row += item.num_scored + item.wants_logits
             if seq.status is not Status.RUNNING:
                 continue
             try:
@@ -158,6 +159,8 @@ class Scheduler:
                 event = self._fail_after_exception(seq, "commit", now)
             if event is not None:
                 events.append(event)
+        request_stats.record_tokens(self.stats, self._num_tokens_after)
+        self._num_tokens_after.clear()
         return events
 
     def withdraw(self, output: SchedulerOutput, unfit: list[ScheduledTokens], now: float) -> None:
@@ -186,12 +189,12 @@ class Scheduler:
     def _schedule_decodes(self, output: SchedulerOutput, now: float) -> list[Sequence]:
         """One token for each running sequence that is only one behind; the others are returned."""
         behind = []
-        scheduled, block_size = output.scheduled, self.kv_cache_manager.block_size
+        scheduled, block_size, running = output.scheduled, self.kv_cache_manager.block_size, Status.RUNNING
         for seq in list(self._running):
-            if seq.status is not Status.RUNNING:
+            if seq.status is not running:
                 continue  # preempted earlier in this loop
             start = seq.num_computed_tokens
-            if len(seq.token_ids) - start > 1:
+            if len(seq.token_ids) > start + 1:
                 behind.append(seq)
                 continue
             try:
@@ -302,18 +305,18 @@ class Scheduler:
         self, item: ScheduledTokens, result: ModelRunnerOutput, first: int, now: float
     ) -> TokenEvent | None:
         """`first` is the first row of logits of `item`."""
-        seq, params = item.seq, item.seq.request.params
-        last = first + item.num_scored
-        states = result.finite[first : last + item.wants_logits]
-        if states.count(FINITE) < len(states):
-            return self._fail_without_token(seq, states, now)
-        seq.num_computed_tokens = item.start + item.num_tokens
-        if seq.num_computed_tokens // self.kv_cache_manager.block_size > seq.num_cached_blocks:
-            self.kv_cache_manager.cache_blocks(seq, seq.num_computed_tokens)
+        seq, last = item.seq, first + item.num_scored
+        if not result.all_finite:
+            states = result.finite[first : last + item.wants_logits]
+            if states.count(FINITE) < len(states):
+                return self._fail_without_token(seq, states, now)
+        seq.num_computed_tokens = num_computed = item.start + item.num_tokens
+        if num_computed // self.kv_cache_manager.block_size > seq.num_cached_blocks:
+            self.kv_cache_manager.cache_blocks(seq, num_computed)
         scored: Scores = ()
         if item.num_scored:
             seq.num_scored_tokens += item.num_scored
-            scored = result.scored(first, last, params.prompt_logprobs or 0)
+            scored = result.scored(first, last, seq.request.params.prompt_logprobs or 0)
         if item.wants_logits:
             return self._append_token(seq, result, last, now, scored)
         is_complete = not seq.samples and seq.num_computed_tokens == seq.num_tokens
@@ -335,17 +338,21 @@ class Scheduler:
     ) -> TokenEvent:
         """Append the token sampled in `row`, and end the sequence if it was the last."""
         params, token = seq.request.params, result.token_ids[row]
-        is_stop = token in seq.stop_ids  # none is sampled before `min_tokens`: they were banned
         seq.token_ids.append(token)
-        request_stats.record_token(self.stats, seq, now)
+        if seq.last_token_s is None:
+            request_stats.record_first_token(self.stats, seq, now)
+        else:
+            gap_s = now - seq.last_token_s
+            self._num_tokens_after[gap_s] = self._num_tokens_after.get(gap_s, 0) + 1
+        seq.last_token_s = now
         logprobs = () if params.logprobs is None else (result.token_logprobs(row, params.logprobs),)
-        event = TokenEvent(seq.request_id, (token,), logprobs, scored, num_cached_tokens=seq.num_cached_tokens)
+        event = TokenEvent(seq.request_id, (token,), logprobs, scored, None, None, seq.num_cached_tokens)
         matcher = seq.grammar_matcher
-        if is_stop:
+        if token in seq.stop_ids:  # none is sampled before `min_tokens`: they were banned
             return self._finish(seq, FinishReason.STOP, now, replace(event, stop_token_id=token))
         if matcher is not None and matcher.accept((token,)):
             return self._finish(seq, FinishReason.STOP, now, event)
-        if seq.num_generated_tokens >= params.max_tokens or len(seq.token_ids) >= seq.max_len:
+        if len(seq.token_ids) >= seq.final_len:
             return self._finish(seq, FinishReason.LENGTH, now, event)
         return event
 

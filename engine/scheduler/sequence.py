@@ -66,12 +66,12 @@ class Sequence:
         "arrival_s",
         "block_hashes",
         "block_ids",
+        "final_len",
         "first_scheduled_s",
         "first_token_s",
         "grammar_matcher",
         "key",
         "last_token_s",
-        "max_len",
         "num_cached_blocks",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -81,7 +81,9 @@ class Sequence:
         "num_prompt_tokens",
         "num_scored_tokens",
         "request",
+        "request_id",
         "row",
+        "samples",
         "sampling_state",
         "shortage",
         "status",
@@ -100,10 +102,13 @@ class Sequence:
     ) -> None:
         params = request.params
         self.request = request
+        self.request_id = request.request_id
+        self.samples = params.max_tokens > 0  # False when only the prompt is to be scored
         self.key = key  # order of service: the smallest runs first and is preempted last
         self.token_ids: list[int] = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
-        self.max_len = max_len  # prompt and generated tokens together never exceed it
+        # So many tokens, prompt and generated ones together, end it at the latest.
+        self.final_len = min(self.num_prompt_tokens + params.max_tokens, max_len)
         self.num_computed_tokens = 0
         self.block_ids: list[int] = []
         self.num_freed_blocks = 0  # leading entries of `block_ids` that are the null block: outside the sliding window
@@ -125,21 +130,12 @@ class Sequence:
         self.last_token_s: float | None = None
 
     @property
-    def request_id(self) -> int:
-        return self.request.request_id
-
-    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
     @property
     def num_generated_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
-    def samples(self) -> bool:
-        """False when only the prompt is to be scored."""
-        return self.request.params.max_tokens > 0
 
     @property
     def masked_by(self) -> str | None:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks import page
+from benchmarks import engine_step, page
 from tests.e2e.running import ROOT
 
 FIGURES = {"output_tokens_per_s", "decode_tokens_per_s", "ttft_ms", "tpot_ms", "itl_ms", "e2el_ms"}
@@ -53,3 +53,11 @@ def test_growth(tmp_path):
         "length 64": {"1", "2"},
     }
     assert "sequences at a time" in printed and "tokens of prompt" in printed
+
+
+def test_the_parts_of_an_engine_step(tmp_path):
+    out = tmp_path / "result.json"
+    printed = run_module("engine_step", "--sequences", 4, "--rounds", 1, "--tree", ROOT, "--json", out).stdout
+    found = json.loads(out.read_text())["4"]
+    assert all(set(rounds[0]) == set(engine_step.PARTS) for rounds in found.values())
+    assert printed.count("| this |") == 1

@@ -1,8 +1,7 @@
-"""What one step costs the engine itself, printed (run with `-s`); what is asserted is that the step is right."""
+"""Large decode steps are right; what those that ask for more cost to build is printed (run with `-s`)."""
 
 import time
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -61,32 +60,24 @@ def test_a_decode_step_of_32_sequences_that_ask_for_more(name: str, capsys: pyte
         print(f"\n{num_seqs} sequences with {name}, processor milliseconds to build: {np.median(times) * 1e3:.3f}")
 
 
-@pytest.mark.parametrize("num_seqs", [32, 256, 1000])
-def test_a_decode_step_of_many_sequences(num_seqs: int, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("num_seqs", [32, 1000])
+def test_a_decode_step_of_many_sequences(num_seqs: int) -> None:
+    """What it costs is measured by `benchmarks/engine_step.py`."""
     worker = WorkerConfig("none", max_num_seqs=num_seqs, max_num_batched_tokens=8192, block_size=BLOCK_SIZE)
     scheduler = Scheduler(EngineConfig(worker, max_waiting_requests=num_seqs), _info(num_seqs * 32 + 1))
     builder = InputBatch(max_num_seqs=num_seqs, max_model_len=MAX_LEN, block_size=BLOCK_SIZE, vocab_size=1000)
     for number in range(num_seqs):
         prompt = tuple((number * 7 + index) % 1000 for index in range(PROMPT))
         scheduler.add(Request(number, prompt, SamplingParams(max_tokens=500)), 0.0)
-    reader, times = FrameReader(), []
-    while len(times) < 20:
-        began = time.thread_time()
+    reader, num_decodes = FrameReader(), 0
+    while num_decodes < 3:
         output = scheduler.schedule(1.0)
         assert output is not None
-        scheduled = time.thread_time()
         step = builder.build(output).step
-        built = time.thread_time()
         rows = len(step.logits_indices)
         events = scheduler.update_from_output(output, ModelRunnerOutput([5] * rows, [True] * rows), 1.0)
-        committed = time.thread_time()
-        frame = messages.events(events)
-        encoded = time.thread_time()
-        assert messages.read_events(reader.feed(frame)[0]) == events
-        decoded = time.thread_time()
-        if rows == num_seqs and step.num_tokens == num_seqs:
-            marks = (began, scheduled, built, committed, encoded, decoded)
-            times.append([later - earlier for earlier, later in pairwise(marks)])
+        assert messages.read_events(reader.feed(messages.events(events))[0]) == events
+        num_decodes += rows == num_seqs and step.num_tokens == num_seqs
     seqs = [item.seq for item in output.scheduled]
     at = np.array([item.start for item in output.scheduled])
     expected = [
@@ -95,7 +86,3 @@ def test_a_decode_step_of_many_sequences(num_seqs: int, capsys: pytest.CaptureFi
     ]
     assert step.slot_mapping.tolist() == expected
     assert step.seq_lens.tolist() == (at + 1).tolist()
-    names = ("schedule", "build", "commit", "encode", "decode")
-    medians = dict(zip(names, (np.median(times, axis=0) * 1e3).round(3).tolist(), strict=True))
-    with capsys.disabled():
-        print(f"\n{num_seqs} sequences, processor milliseconds per step: {medians}")
