@@ -18,7 +18,7 @@ reported as not finite, and a row whose ids are all banned as such; neither chan
 logits visible: NaN stays NaN, and +inf stays or becomes NaN, so the largest logit after them shows both.
 
 Every rank makes the same collective calls: one gather per step, and more only for logprobs and for kept sets beyond the
-short lists. A single rank with the C++ kernels chooses in one call, by the same steps (`sample_row.h`).
+short lists. A single rank with the C++ kernels does all of it in one call, by the same steps (`sample.cpp`).
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from workers.distributed.parallel_state import TensorParallel
-from workers.kernels.cpu.sampling import KernelLogitsShard, can_serve
+from workers.kernels.cpu.sample import sample as kernel_sample
+from workers.kernels.cpu.sampling import can_serve
 from workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata, StepOutput
 from workers.sampling.logits_processors import apply_logits_processors, bans_all
 from workers.sampling.logits_shard import LogitsShard, LogitsShards
@@ -66,15 +67,14 @@ class Sampler:
 
     def sample(self, logits: Tensor, step: StepMetadata) -> StepOutput | None:
         """The step's output on rank 0, None on others. `logits`: this rank's float32 [L, vocab_local]; overwritten."""
-        reporting = (step.num_logprobs >= 0) | (step.target_ids >= 0)
         logits = logits.contiguous()
-        adjusted = apply_logits_processors(logits, step, self._shards.first_id, reporting)
         if self.tp.size == 1 and can_serve(logits.device):
-            shard, scores_raw = KernelLogitsShard(logits, self._shards.first_id), adjusted is None
-            tokens, peak = shard.sample(step, self.vocab_size, reporting & scores_raw), shard.top
-        else:
-            shard, scores_raw = self._measured(logits, step, reporting if adjusted is None else None)
-            tokens, peak = self._choose(shard, step)
+            tops, columns = kernel_sample(logits, step, self.vocab_size)
+            return StepOutput(step.step_id, finite=_states(step, tops, self.vocab_size), **columns)
+        reporting = (step.num_logprobs >= 0) | (step.target_ids >= 0)
+        adjusted = apply_logits_processors(logits, step, self._shards.first_id, reporting)
+        shard, scores_raw = self._measured(logits, step, reporting if adjusted is None else None)
+        tokens, peak = self._choose(shard, step)
         scored = torch.from_numpy(step.target_ids).to(logits.device, torch.int64)
         tokens = torch.where(scored >= 0, scored, tokens)
         asked = np.flatnonzero(reporting)
@@ -88,7 +88,7 @@ class Sampler:
             answers = raw_logprobs(self.tp, shard, rows, tokens[rows], max(0, step.max_num_logprobs))
         if self.tp.rank > 0:
             return None
-        return _output(step, tokens, _states(step, peak, self.vocab_size), asked, answers)
+        return _output(step, tokens, _states(step, peak.cpu().numpy(), self.vocab_size), asked, answers)
 
     def _measured(self, x: Tensor, step: StepMetadata, reporting: np.ndarray | None) -> tuple[LogitsShard, bool]:
         """The shard with the masses of rows whose nucleus may need it, and whether it also has those of `reporting`."""
@@ -192,9 +192,8 @@ def _columns(step: StepMetadata, vocab_size: int, device: torch.device) -> Filte
     )
 
 
-def _states(step: StepMetadata, peak: Tensor, vocab_size: int) -> np.ndarray:
+def _states(step: StepMetadata, peaks: np.ndarray, vocab_size: int) -> np.ndarray:
     """`StepOutput.finite` from each row's largest adjusted logit, which is -inf where every allowed logit is."""
-    peaks = peak.cpu().numpy()
     states = np.where(np.isfinite(peaks), FINITE, NONFINITE).astype(np.uint8)
     for row in np.flatnonzero(np.isneginf(peaks)):
         if bans_all(step, row, vocab_size):

@@ -6,9 +6,7 @@ The same interface as `workers/sampling/logits_shard.py` has for torch's operati
 import ctypes
 from collections.abc import Callable
 from functools import cache
-from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,23 +20,10 @@ def can_serve(device: torch.device) -> bool:
     return device.type == "cpu" and library.provides("oarlock_logits_maxima")
 
 
-class SamplingColumns(Protocol):
-    """Arrays of L rows; their meaning is that of `StepMetadata`."""
-
-    target_ids: np.ndarray  # int32
-    temperature: np.ndarray  # float32
-    top_p: np.ndarray  # float32
-    top_k: np.ndarray  # int32
-    min_p: np.ndarray  # float32
-    seeds: np.ndarray  # int64
-    sample_positions: np.ndarray  # int32
-
-
 class KernelLogitsShard:
-    """Methods and tensors are those of `TorchLogitsShard`, and `sample`."""
+    """Methods and tensors are those of `TorchLogitsShard`."""
 
-    def __init__(self, x: Tensor, first_id: int, temperature: Tensor | None = None) -> None:
-        """Without `temperature`, `sample` comes first."""
+    def __init__(self, x: Tensor, first_id: int, temperature: Tensor) -> None:
         assert x.dtype == torch.float32 and x.is_contiguous()
         rows, width = x.shape
         self.x = x
@@ -47,37 +32,11 @@ class KernelLogitsShard:
         self.top = torch.empty(rows, dtype=torch.float32)
         self.totals = torch.empty(rows, dtype=torch.float64)
         self._kernels = library.library()
-        if temperature is not None:
-            temperature = temperature.contiguous()
-            _function(self._kernels, "oarlock_logits_maxima", "pnnn pppp")(
-                x.data_ptr(), x.stride(0), width, rows,
-                temperature.data_ptr(), self._maxima.data_ptr(), self.top.data_ptr(), self.totals.data_ptr(),
-            )  # fmt: skip
-
-    def sample(self, step: SamplingColumns, vocab_size: int, scoring: np.ndarray) -> Tensor:
-        """A token for each row, where one rank has the whole vocabulary: int64 [L].
-
-        0 for rows that have a target or no finite largest logit. `scoring` bool [L]: rows whose total mass is wanted,
-        of temperature 1. The same tokens as `Sampler` chooses by the other methods, in one call, so that a row stays in
-        the cache.
-        """
-        rows, width = self.x.shape
-        columns = [
-            np.ascontiguousarray(column)
-            for column in (
-                step.target_ids, step.temperature, step.top_p, step.top_k, step.min_p, step.seeds,
-                step.sample_positions, scoring,
-            )
-        ]  # fmt: skip
-        assert [column.dtype.str[1:] for column in columns] == ["i4", "f4", "f4", "i4", "f4", "i8", "i4", "b1"]
-        assert all(column.shape == (rows,) for column in columns)
-        tokens = torch.empty(rows, dtype=torch.int64)
-        _function(self._kernels, "oarlock_sample", "pnnnnn pppppppp pppp")(
-            self.x.data_ptr(), self.x.stride(0), width, rows, self.first_id, vocab_size,
-            *(column.ctypes.data for column in columns),
-            self._maxima.data_ptr(), self.top.data_ptr(), self.totals.data_ptr(), tokens.data_ptr(),
+        temperature = temperature.contiguous()
+        _function(self._kernels, "oarlock_logits_maxima", "pnnn pppp")(
+            x.data_ptr(), x.stride(0), width, rows,
+            temperature.data_ptr(), self._maxima.data_ptr(), self.top.data_ptr(), self.totals.data_ptr(),
         )  # fmt: skip
-        return tokens
 
     def argmax(self, rows: Tensor) -> Tensor:
         ids = torch.empty(len(rows), dtype=torch.int64)

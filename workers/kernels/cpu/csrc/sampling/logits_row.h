@@ -225,6 +225,15 @@ inline int64_t key_of(float value, long id) {
   return static_cast<int64_t>(static_cast<uint64_t>(static_cast<int64_t>(ordered)) << 32) | (0x7fffffff - id);
 }
 
+inline float value_of(int64_t key) {
+  const int32_t ordered = static_cast<int32_t>(key >> 32), bits = ordered ^ ((ordered >> 31) & 0x7fffffff);
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline int32_t id_of(int64_t key) { return 0x7fffffff - static_cast<int32_t>(key); }
+
 // Keys held at once for the `count` best: as many blocks lie above the count-th best maximum, and `count` equals.
 inline long keys_needed(long width, long count) { return std::min(count * kBlock, width) + count; }
 

@@ -49,12 +49,6 @@ struct Choice {
 // `draw_from_list`: keys [count] are the best, `total` the mass of all ids. The result has a global id.
 inline Choice draw_from_list(const int64_t *keys, long count, const Filters &filters, double total, Key key,
                              double *masses) {
-  const auto value_of = [](int64_t k) {
-    const int32_t ordered = static_cast<int32_t>(k >> 32), bits = ordered ^ ((ordered >> 31) & 0x7fffffff);
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return static_cast<double>(value);
-  };
   const double peak = value_of(keys[0]), last = value_of(keys[count - 1]), lowest = filters.lowest(peak);
   long kept = 0;  // what min-p and top-k keep is a prefix
   double sum = 0;
@@ -69,7 +63,7 @@ inline Choice draw_from_list(const int64_t *keys, long count, const Filters &fil
   double before = 0, best = 0;
   long winner = -1, place = 0;
   for (; place < kept && (before < target || filters.top_p >= 1 || place == 0); place++) {
-    const uint32_t id = 0x7fffffff - static_cast<uint32_t>(keys[place]);
+    const uint32_t id = id_of(keys[place]);
     const double score = (value_of(keys[place]) - peak) / filters.temperature +
                          noise::gumbel(noise::distance(noise::mixed(id), key));
     if (winner < 0 || score > best) best = score, winner = id;

@@ -1,30 +1,12 @@
 // What sampling asks of one rank's logits [rows, width]: see `workers/kernels/cpu/sampling.py`, and `logits_row.h` for words.
 #include "runtime/arena.h"
+#include "sampling/logits_processors.h"
 #include "sampling/sample_row.h"
-
-#ifdef _OPENMP
-#include <omp.h>
-#endif
+#include "sampling/threads.h"
 
 namespace {
 
 using namespace sampling;
-
-int threads() {
-#ifdef _OPENMP
-  return omp_get_max_threads();
-#else
-  return 1;
-#endif
-}
-
-int this_thread() {
-#ifdef _OPENMP
-  return omp_get_thread_num();
-#else
-  return 0;
-#endif
-}
 
 // The logits of a call: rows of x [., width], each with its maxima [., blocks] and its largest logit.
 struct Table {
@@ -121,36 +103,9 @@ extern "C" void oarlock_logits_above(const float *x, long stride, long width, co
   for (long i = 0; i < count; i++) counts[i] = count_above(table.row(rows[i]), values[i]);
 }
 
-// Chooses a token for each of `count` rows of a rank that has the whole vocabulary of `vocab_size` ids, 0 for rows that
-// are broken or have a target. Also what `oarlock_logits_maxima` writes, with the masses of temperature 1 where `scoring`.
-extern "C" void oarlock_sample(const float *x, long stride, long width, long count, long first_id, long vocab_size,
-                               const int32_t *target_ids, const float *temperature, const float *top_p,
-                               const int32_t *top_k, const float *min_p, const int64_t *seeds,
-                               const int32_t *positions, const uint8_t *scoring, float *maxima, float *tops,
-                               double *masses, int64_t *tokens) {
-  const long blocks = (width + kBlock - 1) / kBlock;
-  const auto filters_of = [&](long i) {
-    return Filters{temperature[i], top_p[i], min_p[i], top_k[i] < vocab_size ? top_k[i] : 0};
-  };
-  long longest = kCandidates;
-  for (long i = 0; i < count; i++) longest = std::max(longest, filters_of(i).top_k);
-  const Arena::Mark mark = arena().mark();
-  const long each = keys_needed(width, longest), all = threads();
-  const Scratch first{arena().take<uint32_t>(blocks * all), arena().take<float>(blocks * all),
-                      arena().take<int64_t>(each * all), arena().take<int64_t>(longest * all),
-                      arena().take<double>(longest * all)};
-#pragma omp parallel for schedule(dynamic)
-  for (long i = 0; i < count; i++) {
-    const long mine = this_thread();
-    const Scratch scratch{first.distances + blocks * mine, first.order + blocks * mine, first.some + each * mine,
-                          first.keys + longest * mine, first.masses + longest * mine};
-    tops[i] = find_maxima(x + i * stride, width, maxima + i * blocks);
-    const Logits row{x + i * stride, width, maxima + i * blocks, tops[i]};
-    masses[i] = scoring[i] ? mass_of(row, 1.0, {-kInfinity, 0}) : 0;
-    tokens[i] = target_ids[i] < 0
-                    ? first_id + choose(row, first_id, filters_of(i), row_key(seeds[i], positions[i]), scratch)
-                    : 0;
-    if (row.broken()) tokens[i] = 0;
-  }
-  arena().release(mark);
+// Row i of `words` [count, num_words] is the mask of row `rows[i]` of x [., width], whose ids begin at `first_id`.
+extern "C" void oarlock_mask(float *x, long stride, const int32_t *rows, const uint32_t *words, long count,
+                             long num_words, long first_id, long width) {
+#pragma omp parallel for schedule(static)
+  for (long i = 0; i < count; i++) mask_row(x + rows[i] * stride, width, first_id, words + i * num_words, num_words);
 }

@@ -1,0 +1,91 @@
+// What requests change in their logits before a token is chosen: bias, then penalties, then masks. The arithmetic of
+// `workers/sampling/logits_processors.py`, one row at a time.
+#pragma once
+#include <algorithm>
+
+#include "simd/simd.h"
+
+namespace sampling {
+
+// The sections of `StepMetadata`, where each array and its order are described: rows are sorted.
+struct Changes {
+  long num_bias;
+  const int32_t *bias_rows, *bias_ids;
+  const float *bias_values;
+  long num_penalties;
+  const int32_t *penalty_rows;
+  const float *repetition, *frequency, *presence;
+  const int32_t *history_starts, *history_ids, *history_counts;
+  long num_masks, mask_words;
+  const int32_t *mask_rows;
+  const uint32_t *mask_bits;
+};
+
+// The `kLanes` bits from bit `at` on, and more above them; words beyond the last read as zero.
+inline uint32_t bits_at(const uint32_t *words, long count, long at) {
+  const long word = at / 32;
+  uint64_t both = word < count ? words[word] : 0;
+  if (word + 1 < count) both |= static_cast<uint64_t>(words[word + 1]) << 32;
+  return static_cast<uint32_t>(both >> (at % 32));
+}
+
+// Subtracts infinity from every id whose bit is not set: NaN stays NaN, so that a broken row is still seen.
+inline void mask_row(float *x, long width, long first_id, const uint32_t *words, long num_words) {
+  using namespace simd;
+  const Vec infinity = broadcast(__builtin_inff());
+  for (long at = 0; at < width; at += kLanes) {
+    const long count = std::min<long>(kLanes, width - at);
+    const Vec value = count == kLanes ? load(x + at) : load(x + at, count);
+    const Vec masked = select(from_bits(bits_at(words, num_words, first_id + at)), value, value - infinity);
+    count == kLanes ? store(x + at, masked) : store(x + at, masked, count);
+  }
+}
+
+// The changes of one row.
+class RowChanges {
+ public:
+  RowChanges(const Changes &of, long row)
+      : of_(of), bias_(rows_of(of.bias_rows, of.num_bias, row)),
+        penalties_(rows_of(of.penalty_rows, of.num_penalties, row)), masks_(rows_of(of.mask_rows, of.num_masks, row)) {}
+
+  bool any() const { return bias_.count || penalties_.count || masks_.count; }
+
+  // Changes x [width], the row's logits from id `first_id` on. Ids elsewhere belong to other ranks.
+  void apply(float *x, long width, long first_id) const {
+    for (long i = bias_.first; i < bias_.first + bias_.count; i++) {
+      const long id = of_.bias_ids[i] - first_id;
+      if (id >= 0 && id < width) x[id] += of_.bias_values[i];
+    }
+    for (long p = penalties_.first; p < penalties_.first + penalties_.count; p++) penalise(x, width, first_id, p);
+    for (long i = masks_.first; i < masks_.first + masks_.count; i++)
+      mask_row(x, width, first_id, of_.mask_bits + i * of_.mask_words, of_.mask_words);
+  }
+
+ private:
+  struct Range {
+    long first, count;
+  };
+
+  static Range rows_of(const int32_t *rows, long count, long row) {
+    const auto found = std::equal_range(rows, rows + count, row);
+    return {found.first - rows, found.second - found.first};
+  }
+
+  // In float64, rounded once: products of a float32 and a count are exact.
+  void penalise(float *x, long width, long first_id, long p) const {
+    for (long h = of_.history_starts[p]; h < of_.history_starts[p + 1]; h++) {
+      const long id = of_.history_ids[h] - first_id;
+      if (id < 0 || id >= width) continue;
+      double value = x[id];
+      value = value > 0 ? value / of_.repetition[p] : value * of_.repetition[p];
+      value -= static_cast<double>(of_.frequency[p]) * of_.history_counts[h];
+      if (of_.history_counts[h] > 0) value -= of_.presence[p];
+      x[id] = static_cast<float>(value);
+    }
+  }
+
+  const Changes &of_;
+  const Range bias_, penalties_, masks_;
+};
+
+}  // namespace sampling
