@@ -74,7 +74,7 @@ ORDER: dict[str, Order] = {
         "attention": entries("kernels platform protocol.py errors.py"),
         "weights": entries("errors.py"),
         "distributed": entries("platform errors.py"),
-        "kernels": entries("platform errors.py"),
+        "kernels": entries("platform protocol.py errors.py"),
         "platform": entries(""),
         "protocol.py": entries("config.py"),
         "config.py": entries("step_cost.py"),
