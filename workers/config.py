@@ -42,7 +42,8 @@ class WorkerConfig:
     kv_cache_bytes: int | None = None  # over all ranks' shards of one rank; None: measured
     num_kv_blocks: int | None = None  # exactly so many, the null block included; None: what fits the memory
     gpu_memory_utilization: float = 0.9
-    num_threads: int | None = None  # CPU threads of one rank; None: physical cores / ranks
+    num_threads: int | None = None  # CPU threads of one rank; None: one for each core that it gets
+    cpu_affinity: str = "auto"  # auto | none | the CPUs of each rank: see `workers.worker.cpu_affinity`
     attention_backend: str = "auto"  # auto | cpp | torch | reference
     step_timeout_s: float = 120.0  # a step that takes longer is a hung rank
     raise_step_timeout: bool = False  # whether it may be raised after timing

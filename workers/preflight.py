@@ -17,11 +17,11 @@ from workers.layers.decoder_spec import FUSED_TENSORS, DecoderSpec, is_ignorable
 from workers.layers.sharding import supported_tp_sizes
 from workers.models.registry import QUANTISATION_FILES, describe, read_config
 from workers.platform import processor
-from workers.platform.cores import available_cores
 from workers.platform.dtypes import ITEM_BYTES, SAFETENSORS_DTYPES
 from workers.platform.host_memory import free_host_bytes, human_bytes
 from workers.weights.checkpoint import Checkpoint, weight_files
 from workers.weights.tied import HEAD, head_differs
+from workers.worker.cpu_affinity import check_affinity, with_cpus
 from workers.worker.memory_needs import check_weights_fit, weight_bytes
 
 __all__ = ["DESCRIPTIONS", "check_without_weights", "preflight", "weight_files"]
@@ -78,13 +78,12 @@ def preflight(config: WorkerConfig) -> WorkerConfig:
     dtype = _resolve_dtype(config.dtype, device, spec, checkpoint, this_cpu())
     if device == "cpu":
         check_weights_fit(config, spec, dtype)
-    return config.with_(
+    return with_cpus(config, device).with_(
         device=device,
         dtype=dtype,
         load_format="safetensors" if config.load_format == "auto" else config.load_format,
         tie_word_embeddings=spec.tie_word_embeddings,
         max_model_len=_resolve_length(config.max_model_len, spec),
-        num_threads=config.num_threads or max(1, available_cores() // config.tensor_parallel_size),
     )
 
 
@@ -112,6 +111,7 @@ def _check_limits(config: WorkerConfig) -> None:
         )
     if not config.step_timeout_s > 0:
         raise StartupError(f"step_timeout_s is {config.step_timeout_s}.", "Use a number of seconds above 0.")
+    check_affinity(config)
 
 
 def _check_at_least_one(field: str, value: int) -> None:

@@ -145,7 +145,7 @@ def _check_layout(recording: Recording) -> None:
 def _config(recording: Recording, survey: Survey, ranks: int | None, model: str | None) -> WorkerConfig:
     """The recorded configuration with another number of ranks or model directory, if given."""
     header = recording.header
-    changes: dict[str, Any] = {"num_kv_blocks": survey.num_blocks, "log_level": "WARNING"}
+    changes: dict[str, Any] = {"num_kv_blocks": survey.num_blocks, "cpu_affinity": "auto", "log_level": "WARNING"}
     if ranks is not None:
         changes["tensor_parallel_size"] = ranks
         if ranks != header.worker["tensor_parallel_size"]:

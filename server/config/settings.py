@@ -178,7 +178,14 @@ class Settings:
         example="4",
         minimum=1,
         maximum=1024,
-        help="CPU threads of one rank (default: physical cores / ranks, without efficiency cores)",
+        help="CPU threads of one rank (default: one for each core that --cpu-affinity gives it)",
+    )
+    cpu_affinity: str = option(
+        "auto",
+        group=_PARALLEL,
+        example="0-7|8-15",
+        help="CPUs that a rank's threads stay on; auto: physical cores of one NUMA node, shared equally by the ranks "
+        "on it, without hyper-threads and efficiency cores; none; or a list for each rank",
     )
     attention_backend: str = option(
         "auto",
@@ -275,6 +282,7 @@ class Settings:
             kv_cache_bytes=self.kv_cache_memory,
             gpu_memory_utilization=self.gpu_memory_utilization,
             num_threads=self.num_threads,
+            cpu_affinity=self.cpu_affinity,
             attention_backend=self.attention_backend,
             step_timeout_s=self.step_timeout or STEP_TIMEOUT_S,
             raise_step_timeout=self.step_timeout is None,

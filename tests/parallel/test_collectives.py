@@ -23,7 +23,7 @@ from workers.distributed.rendezvous import RendezvousInfo
 torch.set_num_threads(1)
 arguments = json.loads(sys.argv[1])
 form = arguments.pop("form")
-info = RendezvousInfo(**arguments, buffer_bytes=4096, timeout_s=60)
+info = RendezvousInfo(**arguments, buffer_bytes=4096, timeout_s=60, shares_cores=arguments["size"] > 2)
 tp = init_distributed(info, torch.device("cpu"), shared_memory=form != "gloo")
 def all_reduce(x):
     if form != "kernels" or x.dtype != torch.float32:

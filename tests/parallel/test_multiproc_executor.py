@@ -90,6 +90,23 @@ def test_ranks_answer_like_one(checkpoint: Path) -> None:
         np.testing.assert_allclose(logprobs, expected_logprobs, atol=2e-6)
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU only")
+def test_every_rank_is_pinned_to_its_cpus(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The first rank gets the second CPU, which no automatic choice would give it."""
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    executor = start(checkpoint, 2, cpu_affinity=f"{second}|{first}")
+    try:
+        generate(executor, [1, 2, 3], 3)
+        for pid, cpu in zip(executor.rank_pids, (second, first), strict=True):
+            status = Path(f"/proc/{pid}/task/{pid}/status").read_text()
+            assert f"Cpus_allowed_list:\t{cpu}\n" in status
+    finally:
+        executor.close()
+    logged = [line for line in capfd.readouterr().err.splitlines() if "event=cpu_affinity" in line]
+    assert sorted(line[line.index("rank=") :].split()[0] for line in logged) == ["rank=0", "rank=1"]
+    assert os.sched_getaffinity(0) >= {first, second}  # this process is not
+
+
 def test_nothing_is_left_behind(checkpoint: Path) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     segments = set(os.listdir("/dev/shm"))

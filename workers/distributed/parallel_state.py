@@ -51,9 +51,8 @@ class TensorParallel:
 
     @property
     def group_for_kernels(self) -> SharedMemoryGroup | None:
-        """The group in which kernels may compute sums over ranks; None where `all_reduce` is not that group's."""
-        is_own = type(self) is TensorParallel and "all_reduce" not in vars(self)
-        return self._shared if is_own else None
+        """The group in which kernels compute sums over ranks themselves; None: they leave them to `all_reduce`."""
+        return self._shared
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Every rank's `x` (equal shapes), stacked in rank order: [size, *x.shape]."""
@@ -105,7 +104,9 @@ def init_distributed(info: RendezvousInfo, device: torch.device, *, shared_memor
         device_id=device if device.type == "cuda" else None,
     )
     if device.type == "cpu" and shared_memory and SharedMemoryGroup.supported():
-        shared = SharedMemoryGroup(info.memory_fd, info.rank, info.size, info.buffer_bytes, info.timeout_s)
+        shared = SharedMemoryGroup(
+            info.memory_fd, info.rank, info.size, info.buffer_bytes, info.timeout_s, shares_cores=info.shares_cores
+        )
         return TensorParallel(info.rank, info.size, shared)
     return TensorParallel(info.rank, info.size, flags=Flags(info.memory_fd, info.size))
 

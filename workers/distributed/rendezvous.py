@@ -14,3 +14,4 @@ class RendezvousInfo:
     memory_fd: int  # shared memory for CPU collectives
     buffer_bytes: int  # of each input buffer in that memory
     timeout_s: float  # of every wait for another rank
+    shares_cores: bool  # there are fewer cores than ranks

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from workers.distributed.memory_order import STORES_KEEP_ORDER
 from workers.distributed.shm_layout import LINE, RankGroup, data_offset, total_bytes
-from workers.platform.cores import available_cores
 
 _SPINS_BEFORE_YIELD = 2_000  # about 100 us: longer than ranks differ while each has a core of its own
 _SPIN_S = 30e-6  # of the kernels, likewise
@@ -44,21 +43,22 @@ class PeerLostError(RuntimeError):
 class SharedMemoryGroup:
     """Collectives of one rank. Every rank must make the same calls in the same order."""
 
-    def __init__(self, memory_fd: int, rank: int, size: int, buffer_bytes: int, timeout_s: float) -> None:
+    def __init__(
+        self, memory_fd: int, rank: int, size: int, buffer_bytes: int, timeout_s: float, *, shares_cores: bool = False
+    ) -> None:
+        """`shares_cores`: there are fewer cores than ranks, so one that waits makes way for the others at once."""
         self.rank = rank
         self.size = size
-        self._timeout_s = timeout_s
         self._buffer_bytes = buffer_bytes
         self._map = mmap.mmap(memory_fd, total_bytes(size, buffer_bytes))
         self._flags = memoryview(self._map)[: size * LINE].cast("Q")
         self._raw = torch.frombuffer(self._map, dtype=torch.uint8, offset=data_offset(size))
-        crowded = size > available_cores()
-        self._spins = 0 if crowded else _SPINS_BEFORE_YIELD
-        self._yields = _CROWDED_YIELDS_BEFORE_SLEEP if crowded else _YIELDS_BEFORE_SLEEP
+        self._spins = 0 if shares_cores else _SPINS_BEFORE_YIELD
         # Also counts the collectives of this form: both may follow each other.
         self._group = RankGroup(
             ctypes.addressof(ctypes.c_char.from_buffer(self._map)), self._raw.data_ptr(), buffer_bytes, rank, size, 0,
-            0.0 if crowded else _SPIN_S, self._yields, timeout_s,
+            0.0 if shares_cores else _SPIN_S, _CROWDED_YIELDS_BEFORE_SLEEP if shares_cores else _YIELDS_BEFORE_SLEEP,
+            timeout_s,
         )  # fmt: skip
 
     @staticmethod
@@ -73,7 +73,7 @@ class SharedMemoryGroup:
     def lost(self, rank: int) -> PeerLostError:
         """The error when `rank` has not reached the collective that this rank is in."""
         return PeerLostError(
-            f"rank {rank} did not reach collective {self._group.collective} within {self._timeout_s} s"
+            f"rank {rank} did not reach collective {self._group.collective} within {self._group.timeout_s} s"
         )
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -123,11 +123,11 @@ class SharedMemoryGroup:
         for _ in range(self._spins):
             if flags[index] >= sequence:
                 return
-        for _ in range(self._yields):
+        for _ in range(self._group.yields):
             if flags[index] >= sequence:
                 return
             os.sched_yield()
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self._group.timeout_s
         while flags[index] < sequence:
             time.sleep(_SLEEP_S)
             if time.monotonic() > deadline:

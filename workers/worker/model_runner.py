@@ -21,7 +21,6 @@ from workers.distributed.parallel_state import TensorParallel
 from workers.kernels.cpu.in_use import kernels_in_use, log_kernels
 from workers.models.decoder import Decoder
 from workers.models.registry import read_spec
-from workers.platform.cores import available_cores
 from workers.protocol import StepMetadata, StepOutput
 from workers.sampling.sampler import Sampler
 from workers.step_cost import StepCost
@@ -43,14 +42,11 @@ class ModelRunner:
     """Call `load`, then `allocate`, then `execute` any number of times."""
 
     def __init__(self, config: WorkerConfig, tp: TensorParallel) -> None:
-        """`config` must be resolved (see `workers.preflight`)."""
+        """`config` must be resolved (see `workers.preflight`), and `use_cpus` have been called."""
         self.config = config
         self.tp = tp
         self.device = device_of(config, tp.rank)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
-        if self.device.type == "cpu" and config.num_threads:
-            torch.set_num_threads(config.num_threads)
-            logger.info("event=threads threads=%d physical_cores=%d", config.num_threads, available_cores())
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.spec = read_spec(config.model_path, config.max_model_len, tied=config.tie_word_embeddings)

@@ -18,6 +18,7 @@ from workers.distributed.rendezvous import RendezvousInfo
 from workers.distributed.shm_layout import Flags, total_bytes
 from workers.distributed.shm_ring import anonymous_memory
 from workers.python_child import start_python
+from workers.worker.cpu_affinity import ranks_share_cores
 
 _COLLECTIVE_BUFFER_BYTES = 4 << 20  # longer tensors go through in pieces
 _KILL_S = 5.0  # for the kernel to end a process
@@ -71,6 +72,7 @@ def spawn_ranks(module: str, config: WorkerConfig, extras: Sequence[RankExtras])
     size = config.tensor_parallel_size
     # Read by torch when it is imported.
     threads = {"OMP_NUM_THREADS": str(config.num_threads)} if config.device == "cpu" and config.num_threads else {}
+    shares_cores = ranks_share_cores(config)
     memory_fd = anonymous_memory(total_bytes(size, _COLLECTIVE_BUFFER_BYTES))
     ranks = SpawnedRanks([], [], Flags(memory_fd, size))
     try:
@@ -88,6 +90,7 @@ def spawn_ranks(module: str, config: WorkerConfig, extras: Sequence[RankExtras])
                         buffer_bytes=_COLLECTIVE_BUFFER_BYTES,
                         # Longer than the parent waits: it sees all ranks and can name the one that hangs.
                         timeout_s=max(config.step_timeout_s, _COLLECTIVE_TIMEOUT_S),
+                        shares_cores=shares_cores,
                     )
                     arguments = RankArguments(os.getpid(), theirs.fileno(), rendezvous, config, extra.arguments)
                     fds = [memory_fd, theirs.fileno(), *extra.fds]

@@ -8,6 +8,7 @@ from workers.config import OnProgress, WorkerConfig
 from workers.distributed.parallel_state import TensorParallel
 from workers.errors import WorkerError
 from workers.protocol import FillMasks, StepMetadata, StepOutput
+from workers.worker.cpu_affinity import use_cpus
 from workers.worker.model_runner import ModelRunner
 from workers.worker.step_limits import adapted
 
@@ -21,6 +22,7 @@ class UniProcExecutor:
 
     def __init__(self, config: WorkerConfig, on_progress: OnProgress) -> None:
         self.config = config
+        use_cpus(config, rank=0)
         self._runner: ModelRunner | None = ModelRunner(config, TensorParallel.solo())
         self._runner.load(lambda fraction: on_progress("loading", fraction))
         self._runner.allocate(self._runner.num_blocks_that_fit())

@@ -22,6 +22,7 @@ from workers.distributed.shm_ring import ChannelClosedError, RingLayout, RingRea
 from workers.errors import StartupError
 from workers.parent_death import die_with_parent
 from workers.protocol import pack_output, unpack_step
+from workers.worker.cpu_affinity import use_cpus
 from workers.worker.memory_needs import OUT_OF_MEMORY, is_out_of_memory
 from workers.worker.spawn_ranks import RankArguments
 
@@ -99,17 +100,13 @@ def main(argv: list[str]) -> int:
 
 
 def init_distributed(arguments: RankArguments) -> TensorParallel:
-    """This rank's process group, once all ranks are there. Sets torch's number of threads first."""
+    """This rank's process group, once all ranks are there. First puts this process on its CPUs."""
     # Imported late: torch takes seconds, and a parent that is already gone should be noticed before.
-    import torch
-
     from workers.distributed import parallel_state
     from workers.worker.model_runner import device_of
 
-    device = device_of(arguments.config, arguments.rank)
-    if device.type == "cpu" and arguments.config.num_threads:
-        torch.set_num_threads(arguments.config.num_threads)
-    return parallel_state.init_distributed(arguments.rendezvous, device)
+    use_cpus(arguments.config, arguments.rank)
+    return parallel_state.init_distributed(arguments.rendezvous, device_of(arguments.config, arguments.rank))
 
 
 def start(arguments: RankArguments, control: Control) -> tuple[ModelRunner, TensorParallel]:

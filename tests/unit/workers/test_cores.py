@@ -4,23 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from workers.platform.cores import available_cores, fast_cores, physical_cores, within_quota
-
-
-def system(
-    folder: Path, siblings: dict[int, str], *, atoms: str = "", capacities: dict[int, int] | None = None
-) -> Path:
-    """A made-up /sys/devices. `siblings`: for each CPU, the list of the threads of its core."""
-    for cpu, text in siblings.items():
-        topology = folder / f"system/cpu/cpu{cpu}/topology"
-        topology.mkdir(parents=True)
-        (topology / "thread_siblings_list").write_text(text + "\n")
-        if capacities:
-            (topology.parent / "cpu_capacity").write_text(f"{capacities[cpu]}\n")
-    if atoms:
-        (folder / "cpu_atom").mkdir()
-        (folder / "cpu_atom/cpus").write_text(atoms + "\n")
-    return folder
+from tests.unit.workers.made_up_system import make_system, pairs
+from workers.platform.cores import (
+    available_cores,
+    fast_cores,
+    format_cpu_list,
+    is_present,
+    parse_cpu_list,
+    physical_cores,
+    within_quota,
+)
 
 
 def count(cpus: range | set[int], folder: Path) -> int:
@@ -28,34 +21,41 @@ def count(cpus: range | set[int], folder: Path) -> int:
 
 
 def test_one_socket_with_two_threads_per_core(tmp_path: Path) -> None:
-    folder = system(tmp_path, {cpu: f"{cpu % 4},{cpu % 4 + 4}" for cpu in range(8)})
+    folder = make_system(tmp_path, {cpu: f"{cpu % 4},{cpu % 4 + 4}" for cpu in range(8)})
     cores = physical_cores(range(8), folder)
     assert [core.cpus for core in cores] == [(0, 4), (1, 5), (2, 6), (3, 7)]
     assert count(range(8), folder) == 4
 
 
 def test_two_sockets_whose_threads_are_neighbours(tmp_path: Path) -> None:
-    folder = system(tmp_path, {cpu: f"{cpu // 2 * 2}-{cpu // 2 * 2 + 1}" for cpu in range(16)})
+    folder = make_system(tmp_path, pairs(8), nodes={0: "0-7", 1: "8-15"})
     assert count(range(16), folder) == 8
+    assert [core.node for core in physical_cores(range(16), folder)] == [0] * 4 + [1] * 4
 
 
 def test_a_hybrid_processor_counts_its_performance_cores(tmp_path: Path) -> None:
-    siblings = {cpu: f"{cpu // 2 * 2}-{cpu // 2 * 2 + 1}" for cpu in range(8)} | {cpu: str(cpu) for cpu in range(8, 16)}
-    folder = system(tmp_path, siblings, atoms="8-15")
+    folder = make_system(tmp_path, pairs(4) | {cpu: str(cpu) for cpu in range(8, 16)}, atoms="8-15")
     assert count(range(16), folder) == 4
     assert count(range(8, 16), folder) == 8  # a process that may use no others uses these
 
 
-def test_large_and_small_arm_cores_differ_by_capacity(tmp_path: Path) -> None:
-    capacities = dict.fromkeys(range(4), 446) | dict.fromkeys(range(4, 7), 871) | {7: 1024}
-    folder = system(tmp_path, {cpu: str(cpu) for cpu in range(8)}, capacities=capacities)
+@pytest.mark.parametrize("file", ["cpu_capacity", "cpufreq/cpuinfo_max_freq"])
+def test_large_and_small_cores_differ_by_capacity_or_else_by_frequency(tmp_path: Path, file: str) -> None:
+    speeds = dict.fromkeys(range(4), 446) | dict.fromkeys(range(4, 7), 871) | {7: 1024}
+    folder = make_system(tmp_path, {cpu: str(cpu) for cpu in range(8)}, speeds=speeds, speed_file=file)
     assert count(range(8), folder) == 4
 
 
 def test_a_cpuset_counts_the_cores_it_touches(tmp_path: Path) -> None:
-    folder = system(tmp_path, {cpu: f"{cpu % 4},{cpu % 4 + 4}" for cpu in range(8)})
+    folder = make_system(tmp_path, {cpu: f"{cpu % 4},{cpu % 4 + 4}" for cpu in range(8)})
     assert count({1, 5}, folder) == 1
     assert count({1, 2, 7}, folder) == 3
+
+
+def test_offline_cpus_are_no_cores(tmp_path: Path) -> None:
+    folder = make_system(tmp_path, {cpu: str(cpu) for cpu in range(4)}, online="0,2-3")
+    assert [core.cpus for core in physical_cores(range(4), folder)] == [(0,), (2,), (3,)]
+    assert is_present(1, folder) and not is_present(4, folder)
 
 
 def test_a_system_that_says_nothing_has_a_core_for_each_cpu(tmp_path: Path) -> None:
@@ -74,3 +74,14 @@ def test_a_quota_pays_for_whole_cores(tmp_path: Path, text: str, cores: int) -> 
 
 def test_this_machine_has_some() -> None:
     assert available_cores() >= 1
+
+
+@pytest.mark.parametrize("text", ["", "0", "0-3,8", "0,2,4-5", "7-65535"])
+def test_a_list_of_cpus_is_read_and_written(text: str) -> None:
+    assert format_cpu_list(parse_cpu_list(text)) == text
+
+
+@pytest.mark.parametrize("text", ["a", "3-1", "-3", "1-", "1--3", "0-99999999999", "0x1", "1.5"])
+def test_a_wrong_list_of_cpus_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        parse_cpu_list(text)

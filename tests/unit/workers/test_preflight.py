@@ -66,7 +66,13 @@ def test_everything_is_resolved(model: Path, with_bfloat16: None) -> None:
 
 def test_what_was_asked_for_is_kept(model: Path) -> None:
     asked = config(
-        model, dtype="float32", max_model_len=100, num_threads=3, load_format="dummy", tie_word_embeddings=False
+        model,
+        dtype="float32",
+        max_model_len=100,
+        num_threads=3,
+        cpu_affinity="none",
+        load_format="dummy",
+        tie_word_embeddings=False,
     )
     assert preflight(asked) == asked
 

@@ -1,0 +1,179 @@
+"""How many threads each rank computes on, and which CPUs they may run on. Torch-free, but for `use_cpus`.
+
+Without pinning, the system moves threads between cores as other programs come and go: a rank of one NUMA node then
+reads its weights from the memory of another, and two threads of a rank may meet on one core while the rest wait.
+
+A rank is pinned to a set of CPUs, one for each of its physical cores, and all its threads to the same set. One CPU for
+each thread is no faster where cores are free, and where the engine and the server need a core now and then, the thread
+that is bound to it cannot move on (`tests/load/affinity_bench.py`).
+
+Pages belong to the node of the thread that first writes to them. The pinned threads are the first to write the rank's
+weights and KV memory, which so are near.
+"""
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from workers.config import WorkerConfig
+from workers.errors import StartupError
+from workers.platform.cores import (
+    Core,
+    allowed_cpus,
+    available_cores,
+    fast_cores,
+    format_cpu_list,
+    is_present,
+    parse_cpu_list,
+    physical_cores,
+    within_quota,
+)
+
+logger = logging.getLogger("oarlock.runner")
+
+AUTO, NONE = "auto", "none"
+_CAN_PIN = hasattr(os, "sched_setaffinity")  # not on macOS
+# With one of these, the OpenMP library binds threads itself.
+_OF_OPENMP = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
+_SYNTAX = "Give auto, none, or a list for each rank, such as 0-7 for one and 0-7|8-15 for two."
+
+
+@dataclass(frozen=True, slots=True)
+class CpuPlan:
+    """What all ranks get."""
+
+    threads: int  # of each rank
+    cpus: tuple[tuple[int, ...], ...] = ()  # of each rank; empty: wherever the system puts them
+    reason: str = ""  # why they are not pinned
+
+    @property
+    def affinity(self) -> str:
+        """As `--cpu-affinity` has it."""
+        return "|".join(map(format_cpu_list, self.cpus)) or NONE
+
+
+def plan_cpus(cores: Sequence[Core], ranks: int, num_threads: int | None = None, paid: int | None = None) -> CpuPlan:
+    """Each of `ranks` gets an equal share of one NUMA node's cores, and as many threads unless `num_threads` says else.
+
+    `cores`: those that this process may use. `paid`: how many of them a container's quota pays for; None: all.
+    """
+    cores = fast_cores(list(cores))
+    paid = len(cores) if paid is None else paid
+    shares = _shares(cores, ranks)
+    most = min(map(len, shares))
+    if paid < len(cores):
+        reason = f"a quota pays for {paid} of {len(cores)} cores, which other programs use as well"
+    elif most == 0:
+        reason = f"{ranks} ranks share {len(cores)} cores"
+    elif num_threads is not None and num_threads > most:
+        reason = f"a rank has {num_threads} threads, and its share of one NUMA node is {most} cores"
+    else:
+        return CpuPlan(num_threads or most, tuple(tuple(core.cpus[0] for core in share) for share in shares))
+    return CpuPlan(num_threads or max(1, paid // ranks), reason=reason)
+
+
+def _shares(cores: Sequence[Core], ranks: int) -> list[list[Core]]:
+    """For each rank, cores of one node. Ranks of one node follow each other and have equal shares."""
+    left = Counter(core.node for core in cores)
+    placed: Counter[int] = Counter()
+    for _ in range(ranks):  # each to the node where its share will be largest
+        placed[max(sorted(left), key=lambda node: left[node] / (placed[node] + 1))] += 1
+    shares = []
+    for node, count in sorted(placed.items()):
+        own = [core for core in cores if core.node == node]
+        size = len(own) // count
+        shares += [own[size * place : size * (place + 1)] for place in range(count)]
+    return shares
+
+
+def check_affinity(config: WorkerConfig) -> None:
+    """Raises `StartupError` for CPUs that the ranks cannot be pinned to."""
+    parts = cpus_of_ranks(config)
+    if parts is None:
+        return
+    if not _CAN_PIN:
+        raise StartupError("--cpu-affinity: this system cannot pin threads to CPUs.", "Leave --cpu-affinity out.")
+    allowed = allowed_cpus()
+    for cpu in sorted(set().union(*parts) - allowed):
+        here = is_present(cpu)
+        why = "this process may not use" if here else "this machine does not have"
+        more = ", or allow it more (taskset, the cpuset of its container)" if here else ""
+        raise StartupError(
+            f"--cpu-affinity names CPU {cpu}, which {why}.", f"Choose among {format_cpu_list(allowed)}{more}."
+        )
+    fewest = min(map(len, parts))
+    if config.num_threads is not None and config.num_threads > fewest:
+        raise StartupError(
+            f"--num-threads {config.num_threads} is more than the {fewest} CPU(s) that --cpu-affinity gives to a rank.",
+            f"Use at most {fewest} threads, or name more CPUs.",
+        )
+
+
+def with_cpus(config: WorkerConfig, device: str) -> WorkerConfig:
+    """`config` with its threads and CPUs decided, for ranks on `device`; it has passed `check_affinity`."""
+    ranks, parts = config.tensor_parallel_size, cpus_of_ranks(config)
+    if parts is not None:
+        return config.with_(num_threads=config.num_threads or min(map(len, parts)))
+    bound = next((name for name in _OF_OPENMP if os.environ.get(name)), None)
+    if config.cpu_affinity == NONE or device != "cpu" or not _CAN_PIN or bound is not None:
+        plan = CpuPlan(config.num_threads or max(1, available_cores() // ranks))
+        if bound is not None:
+            plan = replace(plan, reason=f"{bound} is set")
+    else:
+        cores = physical_cores(allowed_cpus())
+        plan = plan_cpus(cores, ranks, config.num_threads, within_quota(len(fast_cores(cores))))
+    if plan.reason:
+        logger.info("event=not_pinned reason=%r", plan.reason)
+    return config.with_(num_threads=plan.threads, cpu_affinity=plan.affinity)
+
+
+def cpus_of_ranks(config: WorkerConfig) -> list[set[int]] | None:
+    """What `cpu_affinity` lists for each rank; None for `auto` and `none`. Raises `StartupError` for a wrong list."""
+    text, ranks = config.cpu_affinity, config.tensor_parallel_size
+    if text in (AUTO, NONE):
+        return None
+    try:
+        parts = [parse_cpu_list(part) for part in text.split("|")]
+    except ValueError:
+        parts = []
+    if not parts or not all(parts):
+        raise StartupError(
+            f"--cpu-affinity is {text[:80]!r}, which is no list of CPUs.",
+            "Give auto, none, or a list for each rank, such as 0-7 for one and 0-7|8-15 for two.",
+        )
+    if len(parts) != ranks:
+        raise StartupError(
+            f"--cpu-affinity has {len(parts)} list(s) of CPUs, and there are {ranks} rank(s).",
+            f"Give {ranks} with | between them, or --tensor-parallel-size {len(parts)}.",
+        )
+    return parts
+
+
+def ranks_share_cores(config: WorkerConfig) -> bool:
+    """Whether there are fewer cores than ranks, so that a rank that waits takes time from another."""
+    parts = cpus_of_ranks(config)
+    return config.tensor_parallel_size > (available_cores() if parts is None else len(set().union(*parts)))
+
+
+def use_cpus(config: WorkerConfig, rank: int) -> None:
+    """Pin the calling thread as `config` says, which is resolved, and set torch's number of threads.
+
+    The threads that it starts from then on are pinned with it, among them those of OpenMP: call this before the first
+    operation of torch that uses several.
+    """
+    import torch
+
+    parts = cpus_of_ranks(config)
+    if parts is not None:
+        os.sched_setaffinity(0, parts[rank])
+    if config.device == "cpu" and config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    cpus = allowed_cpus() if parts is None else parts[rank]
+    nodes = format_cpu_list({core.node for core in physical_cores(cpus)})
+    pinned = "false" if parts is None else "true"
+    threads = torch.get_num_threads()
+    logger.info(
+        "event=cpu_affinity pinned=%s cpus=%s numa_nodes=%s threads=%d", pinned, format_cpu_list(cpus), nodes, threads
+    )
