@@ -69,6 +69,8 @@ class PreparedLayers:
             self._add_attention(block, rotary, pages)
             self._add_mlp(block)
         self._add_total = bound(self._parts.kernels).oarlock_add_total
+        # For checks: gets the number of each half, attention and MLP in turn, and what it left in `hidden`.
+        self.after_half: Callable[[int, Tensor], None] | None = None
 
     def serves(self, layers: Sequence[Block], kv: list[LayerKV], backend: AttentionBackend) -> bool:
         """Whether these are the layers, pages and backend as they were prepared: no part was replaced since."""
@@ -89,7 +91,7 @@ class PreparedLayers:
             ctypes.addressof(plan.step), None if group is None else group.address,
         )  # fmt: skip
         at = ctypes.addressof(step)
-        for run, half in self._calls:
+        for number, (run, half) in enumerate(self._calls):
             missing = run(half, at)
             if group is not None:
                 if missing != ALL_CAME:
@@ -98,6 +100,8 @@ class PreparedLayers:
                 total = self.tp.all_reduce(partial)
                 assert total.is_contiguous() and total.dtype == torch.float32
                 self._add_total(half, at, total.data_ptr())
+            if self.after_half is not None:
+                self.after_half(number, hidden)
 
     def _add_attention(self, block: Block, rotary: int, pages: LayerKV) -> None:
         parts = self._parts

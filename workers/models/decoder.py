@@ -140,7 +140,7 @@ class Decoder:
         """One step -> [T, hidden], after the final norm. `plan`: what `backend.prepare(batch)` returned."""
         longest = max(batch.context_lens)
         hidden = self.embedding(batch.token_ids)  # [T, hidden]
-        prepared = self._prepared_for(kv, backend)
+        prepared = self.prepared_for(kv, backend)
         if prepared is not None:
             prepared(hidden, batch, [table.up_to(longest) for table in self.rotary.values()], plan)
             return self.norm(hidden)
@@ -149,7 +149,7 @@ class Decoder:
             hidden = block(hidden, *angles[which], batch, pages, backend, plan)
         return self.norm(hidden)
 
-    def _prepared_for(self, kv: list[LayerKV], backend: AttentionBackend) -> PreparedLayers | None:
+    def prepared_for(self, kv: list[LayerKV], backend: AttentionBackend) -> PreparedLayers | None:
         """The layers in the form of one call per half, prepared again if a part was replaced; None: not possible."""
         if self._prepared is None or not self._prepared.serves(self.layers, kv, backend):
             try:

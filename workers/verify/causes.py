@@ -15,7 +15,8 @@ from torch import Tensor
 
 from workers.layers.decoder_spec import DecoderSpec
 from workers.layers.sharding import shard_vocab
-from workers.verify.compare import Comparison, Recorded, Row, part_of, same_bits
+from workers.verify.compare import Comparison, Recorded, Row, part_of
+from workers.verify.halves import same_bits
 from workers.verify.request import Text
 from workers.weights.checkpoint import Checkpoint
 
@@ -72,6 +73,12 @@ def explain(comparison: Comparison, folder: Path, model: Path, spec: DecoderSpec
     `folder` holds what was recorded, `model` the checkpoint.
     """
     first = comparison.first_fault
+    if first is None and comparison.different_halves:
+        half = comparison.different_halves[0]
+        return [
+            f"the call that computes the {half.half} half of layer {half.layer} (csrc/layer.cpp), or a sum over ranks "
+            "in it: its operations are right one by one"
+        ]
     if first is None:
         if all(token.result == "ok" for token in comparison.tokens):
             return []

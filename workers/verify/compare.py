@@ -18,6 +18,7 @@ from torch import Tensor
 
 from workers.layers.decoder_spec import DecoderSpec
 from workers.layers.sharding import shard_evenly, shard_heads, shard_vocab
+from workers.verify.halves import HalfDifference, Halves, same_bits
 from workers.verify.request import Text
 
 LIMIT = 2.0  # of root mean square errors, and of the largest error of the logits; in transformers' own errors
@@ -176,10 +177,11 @@ class TokenRow:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All tensors in the order they are computed, and the greedy text."""
+    """All tensors in the order they are computed, the greedy text, and whether layers serve as they were compared."""
 
     rows: list[Row]
     tokens: list[TokenRow] = field(default_factory=list)
+    halves: Halves | None = None
 
     @property
     def first_fault(self) -> Row | None:
@@ -187,14 +189,19 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        return self.first_fault is None and all(token.result == "ok" for token in self.tokens)
+        right = self.first_fault is None and all(token.result == "ok" for token in self.tokens)
+        return right and not self.different_halves
+
+    @property
+    def different_halves(self) -> tuple[HalfDifference, ...]:
+        return () if self.halves is None else self.halves.differences
 
 
 def compare(folder: Path, spec: DecoderSpec, size: int, dtype: str) -> Comparison:
     """What `size` ranks have left in `folder` against the reference's; one tensor in memory at a time."""
     recorded = Recorded(folder)
     rows = [_compare_tensor(recorded, name, spec, size, _ROUNDING[dtype]) for name in tensor_names(spec.num_layers)]
-    return Comparison(rows, list(compare_tokens(folder, dtype)))
+    return Comparison(rows, list(compare_tokens(folder, dtype)), Halves.read(folder, size))
 
 
 def _compare_tensor(recorded: Recorded, name: str, spec: DecoderSpec, size: int, rounding: float) -> Row:
@@ -208,11 +215,6 @@ def _compare_tensor(recorded: Recorded, name: str, spec: DecoderSpec, size: int,
     )
     agree = tensor not in REPLICATED or all(same_bits(ours[0], other) for other in ours[1:])
     return Row(int(layer) if layer else None, tensor, errors, agree)
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Bit for bit, so that NaN equals itself and zero does not equal minus zero."""
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 def _measure(

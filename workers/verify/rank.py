@@ -2,7 +2,8 @@
 
 `python -m workers.verify.rank ARGUMENTS`, started by `launch.py`, writes `rank-R-*.safetensors` and, on rank 0,
 `tokens.json`. Pages, sampler and collectives are those that serve. The text runs twice: as it is served, which gives
-the tokens, and with recording hooks in the decoder, which then runs the separate operations of each layer.
+the tokens, and with recording hooks in the decoder, which then runs the separate operations of each layer. After each
+half of a layer, both runs must have the same bits.
 """
 
 import json
@@ -29,6 +30,7 @@ from workers.models.decoder import Decoder
 from workers.parent_death import die_with_parent
 from workers.protocol import StepMetadata
 from workers.verify.compare import file_of
+from workers.verify.halves import RecordedHalves
 from workers.verify.request import Request, Text
 from workers.worker.greedy_step import SequenceChunk, greedy_step
 from workers.worker.model_runner import ModelRunner
@@ -48,6 +50,8 @@ def run_rank(config: WorkerConfig, tp: TensorParallel, folder: Path, on_progress
     runner.load(lambda fraction: on_progress("reading the weights"))
     on_progress("allocating KV memory")
     runner.allocate(blocks_needed(text, config.block_size))
+    prepared = runner.model.prepared_for(runner.kv, runner.backend) if request.record else None
+    halves = RecordedHalves(prepared, runner.model.why_not_prepared)
     rows: list[tuple[int, int]] = []
     chosen: dict[tuple[int, int], int] = {}
     for number, (step, here) in enumerate(steps_of(text, config.block_size)):
@@ -56,6 +60,7 @@ def run_rank(config: WorkerConfig, tp: TensorParallel, folder: Path, on_progress
         rows += here
         if output is not None:
             chosen |= dict(zip(here, output.token_ids.tolist(), strict=True))
+    halves.close()
     if tp.rank == 0:
         (folder / "tokens.json").write_text(json.dumps(_answers(text, chosen)), "utf-8")
     if request.record:
@@ -65,6 +70,7 @@ def run_rank(config: WorkerConfig, tp: TensorParallel, folder: Path, on_progress
             on_progress("recording the tensors")
             runner.execute(step)
         recording.close()
+        halves.compare(recording.steps, tp.rank).write(folder, tp.rank)
         order = torch.tensor(sorted(range(len(rows)), key=rows.__getitem__))
         for file, tensors in _files(recording.steps, order):
             on_progress("writing the tensors")

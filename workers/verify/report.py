@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workers.verify.compare import LARGEST_LIMIT, LIMIT, REPLICATED, Comparison, Row
+from workers.verify.halves import Halves
 
 _HEADINGS = ("layer", "tensor", "rank", "max error", "/ theirs", "rms / theirs", "result")
 _LEFT_ALIGNED = ("layer", "tensor", "result")
@@ -51,6 +52,16 @@ class Report:
                 }
                 for token in self.comparison.tokens
             ],
+            "halves": None if self.comparison.halves is None else {
+                "compared": self.comparison.halves.compared, "why_not": self.comparison.halves.why_not,
+                "differences": [
+                    {
+                        "layer": one.layer, "half": one.half, "rank": one.rank,
+                        "largest_difference": _number(one.largest),
+                    }
+                    for one in self.comparison.halves.differences
+                ],
+            },
             "versions": self.versions,
             "seconds": round(self.seconds, 1),
         }  # fmt: skip
@@ -62,6 +73,8 @@ class Report:
         lines += [*table(shown(comparison)), ""]
         if self.size > 1:
             lines.append(_ranks_line(comparison))
+        if comparison.halves is not None:
+            lines.append(_halves_line(comparison.halves))
         lines.append(_greedy_line(comparison))
         if comparison.first_fault is not None:
             lines.append(f"first difference: {comparison.first_fault.where}")
@@ -108,6 +121,19 @@ def _ranks_line(comparison: Comparison) -> str:
     if differ:
         return f"ranks: not the same bits in {len(differ)} of {count} tensors that all hold, first {differ[0]}"
     return f"ranks: the same bits in all {count} tensors that every rank holds"
+
+
+def _halves_line(halves: Halves) -> str:
+    """Whether layers give the same bits as they are served."""
+    if halves.why_not is not None:
+        return f"halves: layers are served by the operations that were compared, as {halves.why_not}"
+    if not halves.differences:
+        return f"halves: the same bits after all {halves.compared} halves of layers, each in one call as it is served"
+    first = halves.differences[0]
+    return (
+        f"halves: the {first.half} half of layer {first.layer} on rank {first.rank} differs as it is served, by up to "
+        f"{first.largest:.2e} from its operations one by one"
+    )
 
 
 def _greedy_line(comparison: Comparison) -> str:

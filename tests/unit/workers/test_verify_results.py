@@ -20,9 +20,9 @@ from workers.verify.compare import (
     TokenRow,
     compare_tokens,
     part_of,
-    same_bits,
     tensor_names,
 )
+from workers.verify.halves import HalfDifference, Halves, same_bits
 from workers.verify.rank import blocks_needed, steps_of
 from workers.verify.report import Report, shown, table
 from workers.verify.request import Text
@@ -170,6 +170,28 @@ def test_a_report_of_a_fault_names_it() -> None:
     data = json.loads(json.dumps(report.to_json(), allow_nan=False))
     assert data["first_fault"] == {"layer": 1, "tensor": "k", "result": "differs", "ranks": [1]}
     assert data["tensors"][1]["ranks"][1]["largest_ratio"] is None
+
+
+@pytest.mark.parametrize(
+    ("halves", "line", "ok"),
+    [
+        (Halves(6, None), "the same bits after all 6 halves of layers, each in one call as it is served", True),
+        (Halves(0, "it rains"), "layers are served by the operations that were compared, as it rains", True),
+        (
+            Halves(6, None, (HalfDifference(2, "mlp", 1, float("nan")),)),
+            "the mlp half of layer 2 on rank 1 differs as it is served, by up to nan from its operations one by one",
+            False,
+        ),
+    ],
+)
+def test_a_report_says_whether_layers_serve_as_they_were_compared(halves: Halves, line: str, ok: bool) -> None:
+    comparison = Comparison([row("q", 1.0, 1.0)], [], halves)
+    report = Report("tiny", "X", "float32", 2, 24, comparison, [], {}, 1.0)
+    assert comparison.ok is ok
+    lines = report.to_text().splitlines()
+    assert f"halves: {line}" in lines and lines[-1] == f"result: {'ok' if ok else 'differs'}"
+    data = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert data["ok"] is ok and data["halves"]["compared"] == halves.compared
 
 
 @pytest.mark.parametrize(("ratio", "code"), [(1.0, 0), (9.0, 1)])

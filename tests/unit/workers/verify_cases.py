@@ -37,8 +37,10 @@ class VerifyCase:
         new_tokens: int = 6,
         prompts: list[list[int]] = PROMPTS,
         max_model_len: int = 64,
+        block_size: int = 8,
     ) -> None:
         self.model = model
+        self.block_size = block_size
         self.folder = folder
         self.dtype = dtype
         self.max_model_len = max_model_len
@@ -58,7 +60,7 @@ class VerifyCase:
                 max_model_len=self.max_model_len,
                 max_num_seqs=8,
                 max_num_batched_tokens=128,
-                block_size=8,
+                block_size=self.block_size,
                 num_threads=1,
                 kv_cache_bytes=1 << 22,
             )

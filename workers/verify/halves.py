@@ -1,0 +1,107 @@
+"""Layers as they are served, one call for each half, against their separate operations: both must give the same bits.
+
+Only the separate operations show every tensor, and so are compared with transformers. That says nothing of the kernels
+that serve (`workers/layers/layer_halves.py`), unless their hidden states after each half are those of the operations.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from workers.layers.layer_halves import PreparedLayers
+
+# What a half leaves, by the name under which the separate operations are recorded.
+_TENSORS = {"attention": "mid_residual", "mlp": "residual"}
+HALVES = tuple(_TENSORS)
+
+
+@dataclass(frozen=True, slots=True)
+class HalfDifference:
+    """A half of a layer that left other bits in its two forms."""
+
+    layer: int
+    half: str  # of `HALVES`
+    rank: int
+    largest: float  # of the differences; NaN where one form gives NaN
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """In the order in which they are computed."""
+        return self.layer, HALVES.index(self.half), self.rank
+
+
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """What came of comparing both forms on all ranks."""
+
+    compared: int  # halves of one rank
+    why_not: str | None  # None: they were compared
+    differences: tuple[HalfDifference, ...] = ()  # in the order in which they are computed
+
+    @staticmethod
+    def read(folder: Path, size: int) -> Halves | None:
+        """Those of all ranks; None where no tensors were recorded."""
+        files = [_file(folder, rank) for rank in range(size)]
+        if not all(file.is_file() for file in files):
+            return None
+        ranks = [json.loads(file.read_text("utf-8")) for file in files]
+        found = [HalfDifference(**difference) for rank in ranks for difference in rank["differences"]]
+        why_not = next((rank["why_not"] for rank in ranks if rank["why_not"] is not None), None)
+        return Halves(ranks[0]["compared"], why_not, tuple(sorted(found, key=lambda difference: difference.place)))
+
+    def write(self, folder: Path, rank: int) -> None:
+        _file(folder, rank).write_text(json.dumps(asdict(self)), "utf-8")
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}-halves.json"
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Bit for bit, so that NaN equals itself and zero does not equal minus zero."""
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+class RecordedHalves:
+    """A copy of the hidden states after each half, in every step until `close`."""
+
+    def __init__(self, prepared: PreparedLayers | None, why_not: str | None) -> None:
+        """`prepared`: None where the layers cannot run in that form, for the reason `why_not`."""
+        self._prepared = prepared
+        self._why_not = why_not
+        self._steps: list[list[Tensor]] = []  # [steps][halves], each [T, hidden]
+        if prepared is not None:
+            prepared.after_half = self._keep
+
+    def _keep(self, number: int, hidden: Tensor) -> None:
+        if number == 0:
+            self._steps.append([])
+        self._steps[-1].append(hidden.clone())
+
+    def close(self) -> None:
+        """Record no more; what was recorded stays."""
+        if self._prepared is not None:
+            self._prepared.after_half = None
+
+    def compare(self, separate: Sequence[dict[str, Tensor]], rank: int) -> Halves:
+        """`separate`: for each of the same steps, the tensors of the separate operations, by name."""
+        if self._prepared is None:
+            return Halves(0, self._why_not)
+        count = len(self._steps[0])
+        found = []
+        for number in range(count):
+            layer, half = number // len(HALVES), HALVES[number % len(HALVES)]
+            pairs = [
+                (served[number], step[f"{layer}.{_TENSORS[half]}"])
+                for served, step in zip(self._steps, separate, strict=True)
+            ]
+            wrong = [(one.double() - other.double()).abs().max() for one, other in pairs if not same_bits(one, other)]
+            if wrong:
+                found.append(HalfDifference(layer, half, rank, torch.stack(wrong).max().item()))
+        return Halves(count, None, tuple(found))
