@@ -73,7 +73,7 @@ ORDER: dict[str, Order] = {
         "layers": entries("attention weights distributed kernels platform errors.py"),
         "attention": entries("kernels platform protocol.py errors.py"),
         "weights": entries("errors.py"),
-        "distributed": entries("platform errors.py"),
+        "distributed": entries("errors.py"),
         "kernels": entries("platform protocol.py errors.py"),
         "platform": entries(""),
         "protocol.py": entries("config.py"),
