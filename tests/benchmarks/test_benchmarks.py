@@ -61,3 +61,18 @@ def test_the_parts_of_an_engine_step(tmp_path):
     found = json.loads(out.read_text())["4"]
     assert all(set(rounds[0]) == set(engine_step.PARTS) for rounds in found.values())
     assert printed.count("| this |") == 1
+
+
+def test_products(tmp_path):
+    out = tmp_path / "products.json"
+    short = ["--shape", "quick", "--rows", 1, 3, "--rounds", 1, "--seconds", 0.01, "--threads", 1]
+    printed = run_module("products", *short, "--json", out).stdout
+    (level,) = json.loads(out.read_text())["levels"]
+    (turn,) = level["rounds"]
+    assert list(turn["seconds"]) == ["1", "3"] and "torch" in level["systems"]
+    for systems in turn["seconds"].values():
+        assert list(systems) == level["systems"]
+        for parts in systems.values():
+            assert list(parts) == ["q, k, v", "attention out", "gate, up", "down", "head", "step"]
+            assert min(parts.values()) > 0
+    assert "of streaming read" in printed

@@ -13,7 +13,6 @@ from workers.kernels.cpu import library
 from workers.kernels.cpu.element_types import ELEMENT_TYPES
 from workers.platform.huge_pages import huge_page_empty
 
-_AHEAD = 2048  # bytes that the kernel prefetches ahead, also past the end of the last panel
 _PLAIN, _ADD, _FLOAT, _SILU, _GELU_TANH = range(5)
 _GATES = {"silu": _SILU, "gelu_tanh": _GELU_TANH}
 
@@ -91,7 +90,7 @@ def _pack(kernels: ctypes.CDLL, weight: Tensor, gated: bool) -> Tensor:
     columns, inputs = weight.shape
     kind = ELEMENT_TYPES[weight.dtype]
     count = kernels.oarlock_packed_size(columns, inputs, gated, kind)
-    packed = huge_page_empty((count + _AHEAD // weight.element_size(),), weight.dtype)
+    packed = huge_page_empty((count,), weight.dtype)
     kernels.oarlock_pack(weight.data_ptr(), packed.data_ptr(), columns, inputs, weight.stride(0), gated, kind)
     return packed
 

@@ -14,6 +14,7 @@
 #include <type_traits>
 
 #include "gemm/epilogue.h"
+#include "gemm/shares.h"
 #include "gemm/tile.h"
 #if defined(__AMX_BF16__) || defined(OARLOCK_EMULATE_AMX)
 #include "gemm/amx.h"
@@ -121,7 +122,7 @@ struct Chunk {
       const long count = inputs_of(block);
       const char *here = reinterpret_cast<const char *>(w);
       if (x.strips == 1) {
-        kTiles<S>[x.rows](x.at(0, block), w, count, totals, first, {here + kAhead, kStepBytes<S>});
+        kTiles<S>[x.rows](x.at(0, block), w, count, totals, first, {here + ahead(x.rows), kStepBytes<S>});
         continue;
       }
       // While the strips compute, each of them fetches its share of the next block.
@@ -144,12 +145,17 @@ struct Chunk {
 
   // Threads take panels.
   void by_panels(long panels) const {
-#pragma omp parallel for schedule(static)
-    for (long panel = 0; panel < panels; panel++) {
+    const Arena::Mark mark = arena().mark();
+    const Shares shares(panels);
+#pragma omp parallel
+    {
       alignas(64) float totals[kChunk * kPanel];
-      sum(panel, 0, x.blocks, totals);
-      finish_rows(panel, totals);
+      shares.visit([&](long panel) {
+        sum(panel, 0, x.blocks, totals);
+        finish_rows(panel, totals);
+      });
     }
+    arena().release(mark);
   }
 
   // With fewer panels than threads, threads take blocks, and what each block gave is added in the order of blocks.

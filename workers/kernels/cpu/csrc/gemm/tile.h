@@ -12,7 +12,12 @@ namespace gemm {
 
 using namespace simd;
 
-constexpr long kAhead = 2048;  // bytes of weights fetched ahead while they are read: hardware stops at page borders
+// Bytes of weights fetched ahead while `rows` rows use them, since hardware's own fetching stops at page borders. The loads
+// of more rows stand in line with those of weights, which must then be asked for earlier; at the end of the last panel that
+// reaches beyond the weight, where fetching does nothing. `python -m benchmarks.products --threads 1` shows the effect most
+// clearly: a single thread does not fill the bus.
+constexpr long kAhead = 2048, kMostAhead = 16384;
+constexpr long ahead(long rows) { return rows * kAhead < kMostAhead ? rows * kAhead : kMostAhead; }
 
 // What a tile multiplies: types of rows and weights, how many inputs one step takes, the most rows, and the inputs of a block.
 // Sums leave the registers once per block. With 256 inputs that takes a tenth of the time, and is worth it for float32 alone:

@@ -1,0 +1,243 @@
+"""Times the products of a model's layers alone: our kernels, `F.linear` and oneDNN's packed product, in turn.
+
+    python -m benchmarks.products [--shape 0.5b] [--rows 1 8 128] [--rounds 3] [--level avx2 ...] [--json FILE]
+
+The weights of all layers are walked through in the order of a step, so no cache holds them from one use to the next.
+What the machine allows is measured before and after every round. `--checkout DIRECTORY` adds the kernels of another
+checkout, called by this one's Python. Each `--level` is measured in a process of its own, where torch and oneDNN keep
+to the same instructions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import checkpoint, machine, products_table
+from benchmarks.ceilings.ceilings import Ceilings
+from workers.kernels.cpu import build, levels, library
+from workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul
+from workers.layers.matmul import PackedGatedMatmul, PackedMatmul, PlainGatedMatmul, PlainMatmul, can_pack
+from workers.platform.huge_pages import huge_page_empty
+from workers.platform.processor import features
+
+FORMAT = 1
+ROWS = [1, 2, 4, 8, 12, 16, 32, 64, 128, 512]
+MOST_HEAD_ROWS = 64  # a step computes the logits of one row of each sequence
+LEAST_SECONDS = 0.15  # of one system at one number of rows in a round, in whole walks
+MOST_SECONDS = 10.0  # of one walk; a system that takes longer is not asked for more rows
+ACTIVATION = "silu"
+# What oneDNN and torch may use at each level that can be named.
+PEER_LIMITS = {
+    "avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "ATEN_CPU_CAPABILITY": "avx512"},
+    "avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
+}
+
+Product = Callable[[Tensor], Tensor]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shape:
+    """One product of a layer, or the output head."""
+
+    name: str
+    outputs: int
+    inputs: int
+    is_gated: bool = False
+
+
+def shapes_of(model: str) -> tuple[list[Shape], Shape, int]:
+    """(The products of a layer in order, the output head, the number of layers.)"""
+    s = checkpoint.SHAPES[model]
+    hidden, between = s["hidden_size"], s["intermediate_size"]
+    qkv = hidden + 2 * s["num_key_value_heads"] * (hidden // s["num_attention_heads"])
+    layer = [
+        Shape("q, k, v", qkv, hidden),
+        Shape("attention out", hidden, hidden),
+        Shape("gate, up", 2 * between, hidden, is_gated=True),
+        Shape("down", hidden, between),
+    ]
+    return layer, Shape("head", s["vocab_size"], hidden), s["num_hidden_layers"]
+
+
+def kinds(args: argparse.Namespace) -> dict[str, tuple[Any, Any]]:
+    """System -> its plain and its gated product, of those that this processor and this build of torch have."""
+    dtype = getattr(torch, args.dtype)
+    found: dict[str, tuple[Any, Any]] = {}
+    if library.why_not() is None:
+        found["oarlock"] = (CppMatmul, CppGatedMatmul)
+    for place in args.checkout:
+        name = f"oarlock@{Path(place).resolve().name}"
+        with other_kernels(Path(place)):
+            found[name] = (in_other_kernels(place, CppMatmul), in_other_kernels(place, CppGatedMatmul))
+    if not args.ours_only:
+        if can_pack(dtype, "cpu"):
+            found["onednn"] = (PackedMatmul, PackedGatedMatmul)
+        found["torch"] = (PlainMatmul, PlainGatedMatmul)
+    return found
+
+
+@contextlib.contextmanager
+def other_kernels(checkout: Path) -> Generator[None]:
+    """Products that are made inside use the kernels of another checkout."""
+    real, before = library.level(), build.SOURCES
+    build.SOURCES = checkout.resolve() / build.SOURCES.relative_to(Path(__file__).resolve().parents[1])
+    try:
+        with library.using(dataclasses.replace(real, name=f"{real.name}_{checkout.resolve().name}")):
+            library.library()
+            yield
+    finally:
+        build.SOURCES = before
+
+
+def in_other_kernels(checkout: str, kind: Callable[..., Product]) -> Callable[..., Product]:
+    def make(*arguments: Any) -> Product:
+        with other_kernels(Path(checkout)):
+            return kind(*arguments)
+
+    return make
+
+
+def weights(shape: Shape, dtype: torch.dtype) -> Tensor:
+    """[outputs, inputs] in huge pages, as our packed weights are."""
+    weight = huge_page_empty((shape.outputs, shape.inputs), dtype)
+    return weight.copy_(torch.randn(64, shape.inputs).repeat(-(-shape.outputs // 64), 1)[: shape.outputs] / 32)
+
+
+def steps_of(kind: tuple[Any, Any], args: argparse.Namespace) -> list[tuple[Shape, Product]]:
+    """Every product of the model in the order of a step."""
+    plain, gated = kind
+    layer, head, layers = shapes_of(args.shape)
+    dtype = getattr(torch, args.dtype)
+    made: list[tuple[Shape, Product]] = []
+    for shape in [*layer * layers, head]:
+        weight = weights(shape, dtype)
+        made.append((shape, gated(weight, None, ACTIVATION) if shape.is_gated else plain(weight, None)))
+    return made
+
+
+def walk(steps: list[tuple[Shape, Product]], inputs: dict[int, Tensor]) -> dict[str, float]:
+    """Seconds of each product, over all layers."""
+    spent: dict[str, float] = {}
+    for shape, product in steps:
+        x = inputs[shape.inputs]
+        if shape.name == "head" and len(x) > MOST_HEAD_ROWS:
+            continue
+        start = time.perf_counter()
+        product(x)
+        spent[shape.name] = spent.get(shape.name, 0.0) + time.perf_counter() - start
+    return spent
+
+
+def one_round(systems: dict[str, list[tuple[Shape, Product]]], args: argparse.Namespace) -> dict[str, Any]:
+    """Rows -> system -> product -> seconds of one walk, the median over walks; `step`: of all products together."""
+    layer, _, _ = shapes_of(args.shape)
+    dtype = getattr(torch, args.dtype)
+    found: dict[str, Any] = {}
+    too_slow: set[str] = set()
+    for rows in args.rows:
+        inputs = {n: torch.randn(rows, n).to(dtype) for n in {shape.inputs for shape in layer}}
+        walks: dict[str, list[dict[str, float]]] = {name: [] for name in systems if name not in too_slow}
+        begun = time.perf_counter()
+        while walks and time.perf_counter() - begun < args.seconds * len(walks):
+            for name in list(walks):  # one walk each, in turn
+                spent = walk(systems[name], inputs)
+                walks[name].append(spent | {"step": sum(spent.values())})
+                if sum(spent.values()) > MOST_SECONDS:
+                    too_slow.add(name)
+        found[str(rows)] = {
+            name: {part: statistics.median(one[part] for one in all_walks) for part in all_walks[0]}
+            for name, all_walks in walks.items()
+        }
+    return found
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Everything that was measured, as it is written to JSON."""
+    torch.set_num_threads(args.threads)
+    ceilings = Ceilings(args.threads, *((0.05, (24, 64, 64)) if args.shape == "quick" else ()))
+    level = library.level().name if library.why_not() is None else "none"
+    systems = {name: steps_of(kind, args) for name, kind in kinds(args).items()}
+    one_round(systems, argparse.Namespace(**{**vars(args), "rows": args.rows[:1], "seconds": 0.0001}))  # warm
+    rounds = []
+    for turn in range(1, args.rounds + 1):
+        before = ceilings.measure()
+        found = one_round(systems, args)
+        rounds.append({"ceilings": [before, ceilings.measure()], "seconds": found})
+        print(f"{level}, round {turn}", file=sys.stderr, flush=True)
+    layer, head, layers = shapes_of(args.shape)
+    described = [dataclasses.asdict(shape) | {"count": layers} for shape in layer]
+    return {
+        "level": level,
+        "products": [*described, dataclasses.asdict(head) | {"count": 1}],
+        "systems": list(systems),
+        "rounds": rounds,
+    }
+
+
+def measure_at(level: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The same in a process that is held to `level`."""
+    environment = os.environ | {levels.ENVIRONMENT: level} | PEER_LIMITS.get(level, {})
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        flags = ["--shape", args.shape, "--dtype", args.dtype, "--rounds", args.rounds, "--seconds", args.seconds]
+        flags += ["--threads", args.threads, "--rows", *args.rows, *(["--ours-only"] if args.ours_only else [])]
+        flags += [word for place in args.checkout for word in ("--checkout", place)]
+        command = [sys.executable, "-m", "benchmarks.products", *map(str, flags), "--json", str(out)]
+        subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+        return json.loads(out.read_text())["levels"][0]
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.products", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--shape", choices=checkpoint.SHAPES, default="0.5b")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=LEAST_SECONDS, help="per system and number of rows in a round")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--level", nargs="+", choices=[level.name for level in levels.available()], default=[])
+    parser.add_argument("--checkout", action="append", default=[], metavar="DIRECTORY", help="its kernels as well")
+    parser.add_argument("--ours-only", action="store_true", help="without torch and oneDNN")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    args = parser.parse_args(argv)
+    args.argv = list(sys.argv[1:] if argv is None else argv)
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    result = {
+        "format": FORMAT,
+        "what": "products",
+        "measured": datetime.date.today().isoformat(),
+        "command": shlex.join(["python", "-m", "benchmarks.products", *args.argv]),
+        "machine": machine.about(features()),
+        "model": {"shape": args.shape, "dtype": args.dtype},
+        "threads": args.threads,
+        "levels": [measure_at(level, args) for level in args.level] if args.level else [measure(args)],
+    }
+    print(products_table.products(result))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
