@@ -27,6 +27,7 @@ class WorkerConfig:
     model_path: str  # local directory in the Hugging Face layout
     device: str = "auto"  # auto | cpu | cuda
     dtype: str = "auto"  # auto | bfloat16 | float16 | float32
+    quantization: str = "none"  # a name of `workers.layers.quantization.registry`
     tensor_parallel_size: int = 1
     load_format: str = "auto"  # auto | safetensors | dummy
     tie_word_embeddings: bool | None = None  # None: as config.json says, unless the stored head is another matrix

@@ -14,6 +14,7 @@ from workers.config import WorkerConfig
 from workers.errors import StartupError
 from workers.kernels.cpu import build, levels
 from workers.layers.decoder_spec import FUSED_TENSORS, DecoderSpec, is_ignorable, tensor_shapes
+from workers.layers.quantization.registry import QUANTIZATIONS
 from workers.layers.sharding import supported_tp_sizes
 from workers.models.registry import QUANTISATION_FILES, describe, read_config
 from workers.platform import processor
@@ -32,6 +33,7 @@ DESCRIPTIONS = ("config.json", *QUANTISATION_FILES)  # the files that `check_wit
 _CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "dtype": ("auto", *ITEM_BYTES),
+    "quantization": tuple(QUANTIZATIONS),
     "load_format": ("auto", "safetensors", "dummy"),
     "attention_backend": ("auto", "cpp", "torch", "reference"),
 }
@@ -51,7 +53,7 @@ def check_without_weights(config: WorkerConfig) -> None:
         least = "bfloat16"  # of the types there are; the weights may say that it is more
         dtype = config.dtype
         if dtype == "auto":
-            dtype = _served_dtype(spec.dtype or least, device, spec, this_cpu())
+            dtype = _served_dtype(spec.dtype or least, device, config.quantization, spec, this_cpu())
         check_given_size(config.with_(max_model_len=length, device=device, dtype=dtype), spec)
 
 
@@ -75,7 +77,7 @@ def preflight(config: WorkerConfig) -> WorkerConfig:
             spec = replace(spec, tie_word_embeddings=False)
         _check_tensors(checkpoint, spec)
     device = _resolve_device(config)
-    dtype = _resolve_dtype(config.dtype, device, spec, checkpoint, this_cpu())
+    dtype = _resolve_dtype(config, device, spec, checkpoint, this_cpu())
     if device == "cpu":
         check_weights_fit(config, spec, dtype)
     return with_cpus(config, device).with_(
@@ -185,13 +187,14 @@ def _resolve_length(asked: int | None, spec: DecoderSpec) -> int:
 
 
 def _resolve_dtype(
-    asked: str, device: str, spec: DecoderSpec, checkpoint: Checkpoint | None, cpu: processor.Processor
+    config: WorkerConfig, device: str, spec: DecoderSpec, checkpoint: Checkpoint | None, cpu: processor.Processor
 ) -> str:
     """The dtype that was asked for, else what config.json declares, else that of the stored embedding.
 
     Where a CPU would emulate a 16-bit type, a model of that type runs in float32 unless the type is asked for. The C++
     kernels emulate none: they widen 16-bit numbers as they read them, at every level of instruction set.
     """
+    asked, quantization = config.dtype, config.quantization
     if asked != "auto":
         if device == "cpu" and not cpu.multiplies(asked):
             logger.warning(
@@ -204,11 +207,11 @@ def _resolve_dtype(
     found = checkpoint.find("model.embed_tokens.weight") if checkpoint is not None else None
     stored = "float32" if found is None else SAFETENSORS_DTYPES[found.entry.dtype]
     declared = spec.dtype or stored
-    chosen = _served_dtype(declared, device, spec, cpu)
+    chosen = _served_dtype(declared, device, quantization, spec, cpu)
     if device != "cpu" or cpu.multiplies(declared):
         return chosen
     slow = f"{declared} products are slow here ({cpu.name})"
-    wide, narrow = (human_bytes(weight_bytes(spec, dtype)) for dtype in ("float32", declared))
+    wide, narrow = (human_bytes(weight_bytes(spec, dtype, quantization)) for dtype in ("float32", declared))
     if chosen == declared:
         reason = f"{slow}, but float32 weights take {wide} and there is less"
         logger.warning("event=dtype_chosen dtype=%s reason=%r", chosen, reason)
@@ -218,11 +221,12 @@ def _resolve_dtype(
     return chosen
 
 
-def _served_dtype(declared: str, device: str, spec: DecoderSpec, cpu: processor.Processor) -> str:
+def _served_dtype(declared: str, device: str, quantization: str, spec: DecoderSpec, cpu: processor.Processor) -> str:
     """The dtype for a model that declares `declared`, where the operator has not chosen one."""
     if device != "cpu" or cpu.multiplies(declared):
         return declared
-    does_not_fit = weight_bytes(spec, "float32") > free_host_bytes() > weight_bytes(spec, declared)
+    wide, narrow = (weight_bytes(spec, dtype, quantization) for dtype in ("float32", declared))
+    does_not_fit = wide > free_host_bytes() > narrow
     return declared if does_not_fit else "float32"
 
 
@@ -237,6 +241,11 @@ def this_cpu() -> processor.Processor:
 
 def _resolve_device(config: WorkerConfig) -> str:
     device = _find_device(config)
+    if device == "cuda" and config.quantization != "none":
+        raise StartupError(
+            f"quantization {config.quantization} has products for CPUs only.",
+            "Use --device cpu, or leave --quantization out.",
+        )
     if device == "cpu":
         levels.chosen()  # raises where the environment names a level of the kernels that this processor has not
     return device

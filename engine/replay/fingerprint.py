@@ -51,7 +51,9 @@ def _sample_at(begin: int, end: int, number: int) -> int:
 def numbers_digest(worker: WorkerConfig, info: WorkerInfo) -> str:
     """SHA-256 of everything below text that decides a number: the same at every start with the same inputs."""
     weights = f"dummy {worker.seed}" if worker.load_format == "dummy" else "stored"
-    run = {name: getattr(worker, name) for name in ("dtype", "num_threads", "block_size", "max_model_len")}
+    run = {
+        name: getattr(worker, name) for name in ("dtype", "quantization", "num_threads", "block_size", "max_model_len")
+    }
     found = {name: getattr(info, name) for name in ("tensor_parallel_size", "device", "attention_backend", "kernels")}
     parts = [model_sums(Path(worker.model_path)), weights, run, found, versions()]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -51,6 +51,14 @@ class Settings:
         choices=("auto", "bfloat16", "float16", "float32"),
         help="type of weights and activations; auto: the checkpoint's own, or float32 where a CPU would emulate it",
     )
+    quantization: str = option(
+        "none",
+        short="-q",
+        group=_MODEL,
+        example="int8",
+        choices=("none", "int8"),
+        help="round weights as they are read; int8: half the memory of bfloat16, faster, with small errors (CPU only)",
+    )
     load_format: str = option(
         "auto",
         group=_MODEL,
@@ -270,6 +278,7 @@ class Settings:
             model_path=model_path,
             device=self.device,
             dtype=self.dtype,
+            quantization=self.quantization,
             tensor_parallel_size=self.tensor_parallel_size,
             load_format=self.load_format,
             check_weights=self.check_weights,

@@ -68,7 +68,6 @@ FLAGS: dict[str, Flag] = {
         harmless=("priority",),
     ),
     **_values("models take text only.", "limit-mm-per-prompt"),
-    **_refused("models are served in bfloat16, float16 or float32, not quantised.", "quantization"),
     **_refused("the tokenizer is the checkpoint's own.", "tokenizer", "tokenizer-revision", "skip-tokenizer-init"),
     **_refused("config.json is used as it is; edit a copy of the checkpoint.", "hf-overrides", "rope-scaling"),
     **_refused("the chat template is the checkpoint's own; put another into its chat_template.jinja.", "chat-template"),
@@ -88,7 +87,7 @@ FLAGS: dict[str, Flag] = {
     **_refused("no code is loaded by name.", "middleware", "tool-parser-plugin", "logits-processors"),
     **_refused("the answer's role is assistant.", "response-role"),
 }
-_SHORT = {"-pp": "pipeline-parallel-size", "-dp": "data-parallel-size", "-q": "quantization"}
+_SHORT = {"-pp": "pipeline-parallel-size", "-dp": "data-parallel-size"}
 
 
 def take_out(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

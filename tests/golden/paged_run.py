@@ -17,6 +17,7 @@ from workers.attention.backend import AttentionBackend, KVSpec
 from workers.attention.forward_batch import ForwardBatch
 from workers.attention.reference import ReferenceBackend
 from workers.distributed.parallel_state import TensorParallel
+from workers.layers.quantization.registry import QUANTIZATIONS
 from workers.models.decoder import Decoder
 from workers.models.registry import read_spec
 from workers.protocol import StepMetadata
@@ -92,9 +93,14 @@ def on_ranks(size: int, work: Callable[[TensorParallel], Result]) -> list[Result
 
 
 def load_decoder(
-    path: Path, tp: TensorParallel, dtype: torch.dtype = torch.float32, max_model_len: int | None = None
+    path: Path,
+    tp: TensorParallel,
+    dtype: torch.dtype = torch.float32,
+    max_model_len: int | None = None,
+    quantization: str = "none",
 ) -> Decoder:
-    decoder = Decoder(read_spec(str(path), max_model_len), tp, dtype, torch.device("cpu"))
+    spec, form = read_spec(str(path), max_model_len), QUANTIZATIONS[quantization]
+    decoder = Decoder(spec, tp, dtype, torch.device("cpu"), form)
     with WeightReader(Checkpoint.open(path)) as weights:
         decoder.load(weights, lambda share: None)
     return decoder

@@ -19,6 +19,7 @@ from workers.distributed.parallel_state import TensorParallel
 from workers.kernels.cpu.collective import ALL_CAME
 from workers.kernels.cpu.element_types import ELEMENT_TYPES
 from workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul
+from workers.kernels.cpu.int8_gemm import CppInt8GatedMatmul, CppInt8Matmul, PackedInt8
 from workers.kernels.cpu.layer_halves import CAttentionHalf, CLayerHalf, CLayerStep, CPackedWeight, bound
 from workers.layers.attention import Attention
 from workers.layers.linear import GatedParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -26,6 +27,11 @@ from workers.layers.mlp import GatedMLP
 from workers.layers.norm import HeadNorm, RMSNorm
 
 Part = TypeVar("Part")
+Product = CppMatmul | CppInt8Matmul
+GatedProduct = CppGatedMatmul | CppInt8GatedMatmul
+_PRODUCTS = (CppMatmul, CppInt8Matmul)
+_GATED_PRODUCTS = (CppGatedMatmul, CppInt8GatedMatmul)
+_DENSE = 0  # the kind of a packed weight in the model's dtype: `WeightKind` in csrc/gemm/int8.h
 
 
 class CannotPrepare(Exception):
@@ -109,7 +115,7 @@ class PreparedLayers:
         norm = parts.take(block, "attention_norm", RMSNorm)
         half = self._half(
             norm,
-            parts.take(parts.take(attention, "qkv", QKVParallelLinear), "product", CppMatmul),
+            parts.take(parts.take(attention, "qkv", QKVParallelLinear), "product", *_PRODUCTS),
             parts.take(attention, "output", RowParallelLinear),
             parts.take_optional(block, "attention_post_norm", RMSNorm),
         )
@@ -125,17 +131,17 @@ class PreparedLayers:
         mlp = parts.take(block, "mlp", GatedMLP)
         half = self._half(
             parts.take(block, "mlp_norm", RMSNorm),
-            parts.take(parts.take(mlp, "gate_up", GatedParallelLinear), "product", CppGatedMatmul),
+            parts.take(parts.take(mlp, "gate_up", GatedParallelLinear), "product", *_GATED_PRODUCTS),
             parts.take(mlp, "down", RowParallelLinear),
             parts.take_optional(block, "mlp_post_norm", RMSNorm),
         )
         self._call("oarlock_mlp_half", half)
 
     def _half(
-        self, norm: RMSNorm, into: CppMatmul | CppGatedMatmul, out: RowParallelLinear, post_norm: RMSNorm | None
+        self, norm: RMSNorm, into: Product | GatedProduct, out: RowParallelLinear, post_norm: RMSNorm | None
     ) -> CLayerHalf:
         parts = self._parts
-        product = parts.take(out, "product", CppMatmul)
+        product = parts.take(out, "product", *_PRODUCTS)
         return CLayerHalf(
             _scale(parts, norm, norm.eps), _scale(parts, post_norm, norm.eps), parts.weight(into),
             parts.weight(product), norm.eps, ELEMENT_TYPES[parts.dtype],
@@ -155,11 +161,11 @@ class _Parts:
         self.dtype = dtype
         self._taken: list[tuple[dict[str, Any], str, object]] = []
 
-    def take(self, owner: object, name: str, kind: type[Part]) -> Part:
-        """The attribute, which must be exactly a `kind`: anything else may compute something else."""
+    def take(self, owner: object, name: str, *kinds: type[Part]) -> Part:
+        """The attribute, which must be exactly one of `kinds`: anything else may compute something else."""
         part = vars(owner).get(name)
-        if not isinstance(part, kind) or type(part) is not kind:
-            raise CannotPrepare(f"{name} is a {type(part).__name__}, not a {kind.__name__}")
+        if not isinstance(part, kinds) or type(part) not in kinds:
+            raise CannotPrepare(f"{name} is a {type(part).__name__}, not a {kinds[0].__name__}")
         self._taken.append((vars(owner), name, part))
         return part
 
@@ -170,13 +176,19 @@ class _Parts:
         self._taken.append((vars(owner), name, None))
         return None
 
-    def weight(self, product: CppMatmul | CppGatedMatmul) -> CPackedWeight:
-        if product.kernels is not self.kernels or product.dtype != self.dtype:
+    def weight(self, product: Product | GatedProduct) -> CPackedWeight:
+        if isinstance(product, CppInt8Matmul | CppInt8GatedMatmul):
+            weight = self.take(product, "weight", PackedInt8)
+            packed, columns, kind = weight.memory, weight.columns, weight.kind
+        else:
+            weight, kind = product, _DENSE
+            packed = self.take(product, "packed", Tensor)
+            columns = 2 * product.width if isinstance(product, CppGatedMatmul) else product.columns
+        if weight.kernels is not self.kernels or product.dtype != self.dtype:
             raise CannotPrepare("a weight is packed for other kernels or another type")
-        packed, bias = self.take(product, "packed", Tensor), self.take_optional(product, "bias", Tensor)
-        columns = 2 * product.width if isinstance(product, CppGatedMatmul) else product.columns
+        bias = self.take_optional(product, "bias", Tensor)
         return CPackedWeight(
-            packed.data_ptr(), None if bias is None else bias.data_ptr(), columns, product.inputs, product.epilogue
+            packed.data_ptr(), None if bias is None else bias.data_ptr(), columns, weight.inputs, product.epilogue, kind
         )
 
     def are_unchanged(self) -> bool:

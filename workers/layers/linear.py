@@ -2,7 +2,7 @@
 
 Constructors take the sizes of the whole model and derive the local ones. A layer holds no memory until `load` reads
 exactly its slice. Its name is the checkpoint's, for loading and for messages. Which form the weights have is known to
-the placement's `LinearMethod` alone.
+the placement alone (`quantization/`).
 """
 
 from torch import Tensor

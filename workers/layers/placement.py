@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from workers.distributed.parallel_state import TensorParallel
-from workers.layers.quantization.method import LinearMethod, LinearWeight
+from workers.layers.quantization.method import LinearWeight
+from workers.layers.quantization.registry import NONE, Quantization
 from workers.layers.quantization.shard import WeightShard
-from workers.layers.quantization.unquantized import UnquantizedLinearMethod
 from workers.platform.huge_pages import StagingMemory
 from workers.weights.source import WeightSource
 
@@ -20,7 +20,7 @@ class Placement:
     tp: TensorParallel
     dtype: torch.dtype
     device: torch.device
-    method: LinearMethod = field(default_factory=UnquantizedLinearMethod)
+    quantization: Quantization = NONE
     staging: StagingMemory = field(default_factory=StagingMemory)
 
     def empty(self, *shape: int) -> Tensor:
@@ -31,9 +31,9 @@ class Placement:
 
     def load(self, shard: WeightShard, weights: WeightSource) -> LinearWeight:
         """One rank's weight of a product."""
-        return self.method.load(shard, weights, self.empty)
+        return self.quantization.method().load(shard, weights, self.empty)
 
     def weight_bytes(self, shard: WeightShard, bias: bool) -> int:
         """Bytes of what `load` gives, and of its bias."""
         item = self.dtype.itemsize
-        return self.method.weight_bytes(shard.rows, shard.local_inputs, item) + bias * shard.rows * item
+        return self.quantization.weight_bytes(shard.rows, shard.local_inputs, item) + bias * shard.rows * item

@@ -5,6 +5,7 @@ Keeps no state between calls: the step and the KV memory are arguments. Knows no
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from workers.layers.layer_halves import CannotPrepare, PreparedLayers
 from workers.layers.mlp import GatedMLP
 from workers.layers.norm import RMSNorm
 from workers.layers.placement import Placement
+from workers.layers.quantization.registry import NONE, Quantization
 from workers.layers.rotary import RotaryTable
 from workers.models.post_norm_layer import PostNormDecoderLayer
 from workers.weights.source import WeightSource
@@ -66,11 +68,20 @@ class DecoderLayer:
 class Decoder:
     """One rank's shard of the model. It holds no weights until `load`."""
 
-    def __init__(self, spec: DecoderSpec, tp: TensorParallel, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        tp: TensorParallel,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantization: Quantization = NONE,
+    ) -> None:
         self.spec = spec
-        self.place = place = Placement(tp, dtype, device)
+        self.place = place = Placement(tp, dtype, device, quantization)
         vocab, hidden = spec.vocab_size, spec.hidden_size
-        self.embedding = VocabParallelEmbedding("model.embed_tokens", vocab, hidden, place, spec.embedding_scale)
+        # An embedding is read row by row: unless it is the head's weight as well, rounding it would save no time.
+        rows = place if spec.tie_word_embeddings else replace(place, quantization=NONE)
+        self.embedding = VocabParallelEmbedding("model.embed_tokens", vocab, hidden, rows, spec.embedding_scale)
         block = PostNormDecoderLayer if spec.post_norms else DecoderLayer
         self.layers = [block(f"model.layers.{i}", spec, i, place) for i in range(spec.num_layers)]
         self.norm = RMSNorm("model.norm", hidden, spec.rms_norm_eps, place, spec.norm_offset)

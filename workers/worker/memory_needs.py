@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from workers.errors import StartupError
+from workers.layers.decoder_spec import tensor_shapes
+from workers.layers.quantization.registry import QUANTIZATIONS
 from workers.platform.dtypes import ITEM_BYTES
 from workers.platform.host_memory import free_host_bytes, human_bytes
+from workers.weights.tied import EMBEDDING
 
 if TYPE_CHECKING:
     from workers.config import WorkerConfig
@@ -25,9 +29,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | OSError | ImportError) and any(message in text for message in _MESSAGES)
 
 
-def weight_bytes(spec: DecoderSpec, dtype: str) -> int:
+def weight_bytes(spec: DecoderSpec, dtype: str, quantization: str = "none") -> int:
     """Bytes of the weights of the whole model, over all ranks."""
-    return spec.num_parameters * ITEM_BYTES[dtype]
+    form, item, total = QUANTIZATIONS[quantization], ITEM_BYTES[dtype], 0
+    for name, shape in tensor_shapes(spec).items():
+        is_looked_up = name == EMBEDDING and not spec.tie_word_embeddings
+        if len(shape) == 2 and not is_looked_up:
+            total += form.weight_bytes(*shape, item)
+        else:
+            total += math.prod(shape) * item
+    return total
 
 
 def step_bytes(config: WorkerConfig, spec: DecoderSpec) -> int:
@@ -42,12 +53,12 @@ def step_bytes(config: WorkerConfig, spec: DecoderSpec) -> int:
 
 def check_weights_fit(config: WorkerConfig, spec: DecoderSpec, dtype: str) -> None:
     """On the CPU, where all ranks share the memory. Raises `StartupError` (exit code 4) with the arithmetic."""
-    need, free = weight_bytes(spec, dtype), free_host_bytes()
+    need, free = weight_bytes(spec, dtype, config.quantization), free_host_bytes()
     if need > free:
         raise StartupError(
-            f"Not enough memory for the weights: {spec.num_parameters:,} parameters in {dtype} need "
+            f"Not enough memory for the weights: {spec.num_parameters:,} parameters in {form_name(config, dtype)} need "
             f"{human_bytes(need)}, and {human_bytes(free)} is free.",
-            _smaller(dtype, "Free memory") + ".",
+            _smaller(config, dtype, "Free memory") + ".",
             OUT_OF_MEMORY,
         )
 
@@ -56,8 +67,9 @@ def out_of_memory(
     config: WorkerConfig, spec: DecoderSpec, doing: str, kv_bytes: int | None, free_bytes: int
 ) -> StartupError:
     """The error for an allocation that failed while `doing`. `kv_bytes`: of KV memory, once it is known."""
+    weights = weight_bytes(spec, config.dtype, config.quantization) // config.tensor_parallel_size
     parts = [
-        f"{human_bytes(weight_bytes(spec, config.dtype) // config.tensor_parallel_size)} of weights ({config.dtype})",
+        f"{human_bytes(weights)} of weights ({form_name(config, config.dtype)})",
         f"about {human_bytes(step_bytes(config, spec))} for a step of {config.max_num_batched_tokens} tokens",
     ]
     if kv_bytes is not None:
@@ -69,7 +81,7 @@ def out_of_memory(
             f"{first}, or use more ranks (--tensor-parallel-size), a lower --gpu-memory-utilization or a smaller model."
         )
     else:
-        fix = f"{_smaller(config.dtype, first)}."
+        fix = f"{_smaller(config, config.dtype, first)}."
     return StartupError(
         f"Out of memory while {doing}: each rank{ranks} needs {', '.join(parts)}, and {human_bytes(free_bytes)} is "
         "free.",
@@ -78,6 +90,12 @@ def out_of_memory(
     )
 
 
-def _smaller(dtype: str, first: str) -> str:
+def form_name(config: WorkerConfig, dtype: str) -> str:
+    """What the weights are in, for messages."""
+    return dtype if config.quantization == "none" else f"{config.quantization} and {dtype}"
+
+
+def _smaller(config: WorkerConfig, dtype: str, first: str) -> str:
     sixteen = ", or --dtype bfloat16, which is half as large" if dtype == "float32" else ""
-    return f"{first}, use a smaller model{sixteen}"
+    eight = ", or --quantization int8" if config.quantization == "none" and config.device != "cuda" else ""
+    return f"{first}, use a smaller model{sixteen}{eight}"

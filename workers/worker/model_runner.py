@@ -19,6 +19,7 @@ from workers.attention.selector import choose
 from workers.config import WorkerConfig, WorkerInfo
 from workers.distributed.parallel_state import TensorParallel
 from workers.kernels.cpu.in_use import kernels_in_use, log_kernels
+from workers.layers.quantization.registry import QUANTIZATIONS
 from workers.models.decoder import Decoder
 from workers.models.registry import read_spec
 from workers.protocol import StepMetadata, StepOutput
@@ -66,7 +67,7 @@ class ModelRunner:
 
     def _load(self, on_progress: Callable[[float], None]) -> None:
         if self.device.type == "cpu" and self.tp.rank == 0:
-            log_kernels(self.dtype)
+            log_kernels(self.dtype, self.config.quantization)
         done = 0.0
 
         def report(fraction: float) -> None:
@@ -74,7 +75,8 @@ class ModelRunner:
             done = fraction
             on_progress(fraction)
 
-        self.model = Decoder(self.spec, self.tp, self.dtype, self.device)
+        quantization = QUANTIZATIONS[self.config.quantization]
+        self.model = Decoder(self.spec, self.tp, self.dtype, self.device, quantization)
         if self.config.load_format == "dummy":
             self.model.load(DummyWeights(self.config.seed), report)
         else:

@@ -64,7 +64,7 @@ def test_help_shows_every_flag_with_its_environment_name(capsys):
         (["serve", "--served-model-name", "a", "b", "--port", "1"], 2, "no MODEL", "MODEL --served-model-name"),
         (["serve", "--api-key", " "], 2, "--api-key", "key"),
         (["serve", "--admin-api-key", ""], 2, "--admin-api-key", "key"),
-        (["serve", "m", "--quantization", "awq"], 2, "--quantization", "bfloat16"),
+        (["serve", "m", "--quantization", "awq"], 2, "--quantization", "int8"),
         (["serve", "--tool_call_parser"], 2, "--tool_call_parser of vLLM needs a value", "template"),
         (["serve", "--no-enable-chunked-prefill"], 2, "--no-enable-chunked-prefill", "always"),
         (["serve", "--enable-chunked-prefill=false"], 2, "--enable-chunked-prefill false", "always"),

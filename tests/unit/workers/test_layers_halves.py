@@ -22,6 +22,7 @@ from workers.distributed.shm_ring import anonymous_memory
 from workers.kernels.cpu import library
 from workers.kernels.cpu.levels import Level
 from workers.layers.norm import RMSNorm
+from workers.layers.quantization.registry import QUANTIZATIONS
 from workers.models.decoder import Decoder
 
 pytestmark = pytest.mark.skipif(NO_KERNELS is not None, reason=f"no kernels here: {NO_KERNELS}")
@@ -65,10 +66,14 @@ def both_forms(decoder: Decoder, *works: dict[int, list[int]]) -> list[Tensor]:
     return [run(decoder, backend, *works) for backend in (SeparateOperations, CppBackend)]
 
 
-def check_equal(path: Path, size: int, dtype: torch.dtype) -> None:
+def check_equal(path: Path, size: int, dtype: torch.dtype, quantization: str = "none") -> None:
     """Prompts, a chunk beside tokens that are decoded, and one token alone."""
     works = {0: list(range(3, 40)), 1: [5]}, {0: [7], 1: [8, 9, 10], 2: list(range(20))}, {2: [4]}
-    for separate, prepared in on_ranks(size, lambda tp: both_forms(load_decoder(path, tp, dtype), *works)):
+
+    def work(tp: TensorParallel) -> list[Tensor]:
+        return both_forms(load_decoder(path, tp, dtype, quantization=quantization), *works)
+
+    for separate, prepared in on_ranks(size, work):
         assert torch.equal(separate, prepared) and separate.isfinite().all()
 
 
@@ -88,6 +93,16 @@ def test_both_forms_give_the_same_bits_on_two_ranks(
     checkpoints: dict[str, Path], family: str, dtype: torch.dtype
 ) -> None:
     check_equal(checkpoints[family], 2, dtype)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("quantization", [name for name in QUANTIZATIONS if name != "none"])
+def test_both_forms_give_the_same_bits_with_rounded_weights(
+    checkpoints: dict[str, Path], family: str, dtype: torch.dtype, size: int, quantization: str
+) -> None:
+    check_equal(checkpoints[family], size, dtype, quantization)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])

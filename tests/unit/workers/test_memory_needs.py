@@ -9,6 +9,7 @@ from tests.golden.tiny_models import make_tiny
 from workers.config import WorkerConfig
 from workers.distributed.parallel_state import TensorParallel
 from workers.errors import StartupError
+from workers.layers.quantization.registry import QUANTIZATIONS
 from workers.preflight import preflight
 from workers.worker.memory_needs import is_out_of_memory, weight_bytes
 from workers.worker.model_runner import ModelRunner
@@ -83,6 +84,11 @@ def test_a_real_allocator_is_understood(runner: ModelRunner) -> None:
     assert error.value.exit_code == 4
 
 
-def test_weights_are_counted_as_loaded(runner: ModelRunner) -> None:
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_are_counted_as_loaded(tmp_path: Path, quantization: str, tied: bool) -> None:
+    path = str(make_tiny(tmp_path, "qwen2", tie_word_embeddings=tied))
+    config = WorkerConfig(path, device="cpu", quantization=quantization, max_model_len=64, num_kv_blocks=8)
+    runner = ModelRunner(preflight(config), TensorParallel.solo())
     runner.load(lambda fraction: None)
-    assert weight_bytes(runner.spec, "float32") == runner.model.weight_bytes
+    assert weight_bytes(runner.spec, "float32", quantization) == runner.model.weight_bytes

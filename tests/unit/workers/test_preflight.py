@@ -222,6 +222,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "timeout": ({"step_timeout_s": 0}, "step_timeout_s is 0"),
     "device": ({"device": "tpu"}, "device is 'tpu'.*auto, cpu, cuda"),
     "dtype": ({"dtype": "int8"}, "dtype is 'int8'"),
+    "quantization": ({"quantization": "int3"}, "quantization is 'int3'.*none, int8"),
     "format": ({"load_format": "gguf"}, "load_format is 'gguf'"),
     "attention": ({"attention_backend": "fast"}, "attention_backend is 'fast'"),
 }
@@ -328,6 +329,13 @@ def test_the_device_is_what_answers(
     else:
         with pytest.raises(StartupError, match=outcome):
             preflight(settings)
+
+
+def test_rounded_weights_are_for_cpus(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "cuda_device_count", lambda: 1)
+    assert preflight(config(model, device="cpu", quantization="int8")).quantization == "int8"
+    with pytest.raises(StartupError, match=r"quantization int8 has products for CPUs only.*--device cpu"):
+        preflight(config(model, device="auto", quantization="int8"))
 
 
 def test_devices_are_counted_as_torch_counts_them() -> None:

@@ -4,6 +4,7 @@ Packs weights and calls the kernel, which `csrc/gemm/gemm.cpp` describes.
 """
 
 import ctypes
+from enum import IntEnum
 from functools import cache
 
 import torch
@@ -13,8 +14,18 @@ from workers.kernels.cpu import library
 from workers.kernels.cpu.element_types import ELEMENT_TYPES
 from workers.platform.huge_pages import huge_page_empty
 
-_PLAIN, _ADD, _FLOAT, _SILU, _GELU_TANH = range(5)
-_GATES = {"silu": _SILU, "gelu_tanh": _GELU_TANH}
+
+class Epilogue(IntEnum):
+    """`gemm::Epilogue`: what a product does with its sums."""
+
+    PLAIN = 0
+    ADD = 1
+    FLOAT = 2
+    SILU_GATE = 3
+    GELU_TANH_GATE = 4
+
+
+GATES = {"silu": Epilogue.SILU_GATE, "gelu_tanh": Epilogue.GELU_TANH_GATE}
 
 
 def can_serve(weight: Tensor) -> bool:
@@ -33,7 +44,7 @@ class CppMatmul:
         self.packed = _pack(self.kernels, weight, gated=False)
         self.bias = bias
         self.output_dtype = torch.float32 if float32_output else weight.dtype
-        self.epilogue = _FLOAT if float32_output else _PLAIN
+        self.epilogue = Epilogue.FLOAT if float32_output else Epilogue.PLAIN
         self._bias_at = None if bias is None else bias.data_ptr()
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -42,8 +53,8 @@ class CppMatmul:
         y = torch.empty((rows, self.columns), dtype=self.output_dtype)
         epilogue = self.epilogue
         if residual is not None:
-            assert residual.is_contiguous() and epilogue == _PLAIN
-            epilogue = _ADD
+            assert residual.is_contiguous() and epilogue == Epilogue.PLAIN
+            epilogue = Epilogue.ADD
         self.kernels.oarlock_gemm(
             x.data_ptr(), self.packed.data_ptr(), self._bias_at, None if residual is None else residual.data_ptr(),
             y.data_ptr(), rows, self.columns, self.inputs, x.stride(0), self.columns, epilogue,
@@ -70,8 +81,8 @@ class CppGatedMatmul:
         self.width = rows // 2
         self.dtype = weight.dtype
         self.packed = _pack(self.kernels, weight, gated=True)
-        self.bias = None if bias is None else _interleaved(bias, self.kernels.oarlock_panel() // 2)
-        self.epilogue = _GATES[activation]
+        self.bias = None if bias is None else interleaved(self.kernels, bias)
+        self.epilogue = GATES[activation]
         self._bias_at = None if self.bias is None else self.bias.data_ptr()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -95,9 +106,9 @@ def _pack(kernels: ctypes.CDLL, weight: Tensor, gated: bool) -> Tensor:
     return packed
 
 
-def _interleaved(bias: Tensor, width: int) -> Tensor:
-    """`bias` [2 * I] in the order of gated panels: `width` of the gate, `width` of up, and so on."""
-    half = len(bias) // 2
+def interleaved(kernels: ctypes.CDLL, bias: Tensor) -> Tensor:
+    """`bias` [2 * I] in the order of gated panels: a register of the gate, one of up, and so on."""
+    half, width = len(bias) // 2, kernels.oarlock_panel() // 2
     padded = bias.new_zeros((2, -(-half // width) * width))
     padded[:, :half] = bias.view(2, half)
     return padded.view(2, -1, width).transpose(0, 1).reshape(-1)

@@ -5,6 +5,7 @@ import logging
 import torch
 
 from workers.kernels.cpu import library
+from workers.kernels.cpu.int8_gemm import instructions as instructions_of_int8
 
 _log = logging.getLogger("oarlock.kernels")
 
@@ -20,13 +21,18 @@ def kernels_in_use(device: torch.device) -> str:
     return f"{torch.backends.cpu.get_cpu_capability()} {'torch' if loaded is None else loaded.stem}"
 
 
-def log_kernels(dtype: torch.dtype) -> None:
-    """One line for each kernel: its level and instructions. Without kernels one line: why, what is slow, what helps."""
+def log_kernels(dtype: torch.dtype, quantization: str = "none") -> None:
+    """One line for each kernel: its level and instructions. Without kernels one line: why, what is slow, what helps.
+
+    `quantization`: the form of the weights; of whole numbers, unless it is "none".
+    """
     if (reason := library.why_not()) is not None:
         _log.warning("event=no_kernels reason=%r effect=%r", reason, "torch's operations serve, which are slower")
         return
     level = library.level()
     own = {"gemm": level.tiles or level.bfloat16, "attention": level.bfloat16} if dtype == torch.bfloat16 else {}
+    if quantization != "none":
+        own["gemm"] = instructions_of_int8(level)
     for kernel in KERNELS:
-        instructions = ", ".join(filter(None, (level.vectors, own.get(kernel))))
+        instructions = ", ".join(dict.fromkeys(filter(None, (level.vectors, own.get(kernel)))))
         _log.info("event=kernel kernel=%r level=%s instructions=%r", kernel, level.name, instructions)

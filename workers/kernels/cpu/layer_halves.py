@@ -15,6 +15,7 @@ class CPackedWeight(ctypes.Structure):
         ("columns", _number),
         ("inputs", _number),
         ("epilogue", _flag),
+        ("kind", _flag),
     )
 
 

@@ -26,10 +26,7 @@ class LinearWeight(Protocol):
 
 
 class LinearMethod(Protocol):
-    """One form of weights."""
-
-    def weight_bytes(self, rows: int, inputs: int, item_bytes: int) -> int:
-        """Of a weight [rows, inputs] whose model computes in a dtype of `item_bytes`."""
+    """How weights of one form are read."""
 
     def load(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> LinearWeight:
         """Read one rank's weight."""

@@ -27,8 +27,5 @@ class DenseWeight:
 class UnquantizedLinearMethod:
     """`LinearMethod` of ordinary checkpoints."""
 
-    def weight_bytes(self, rows: int, inputs: int, item_bytes: int) -> int:
-        return rows * inputs * item_bytes
-
     def load(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> DenseWeight:
         return DenseWeight(shard.take(weights, empty))

@@ -18,6 +18,12 @@ gemm::Product product(const PackedWeight &w, const void *x, void *y, long rows, 
 }
 
 template <class T>
+void multiply(const PackedWeight &w, const gemm::Product &p) {
+  if (w.kind == gemm::kDense) gemm::multiply<T>(p);
+  else gemm::multiply_int8<T>(p, w.kind);
+}
+
+template <class T>
 T *hidden_at(const LayerHalf &half, const LayerStep &step, long row) {
   return static_cast<T *>(step.hidden) + row * half.in.inputs;
 }
@@ -36,7 +42,7 @@ void enter(const LayerHalf &half, const LayerStep &step, long first, long rows, 
   const Arena::Mark mark = arena().mark();
   T *x = arena().take<T>(rows * width);
   rms_norm(hidden_at<T>(half, step, first), half.norm, x, rows, 1, width, width, half.eps);
-  gemm::multiply<T>(product(half.in, x, y, rows, y_stride));
+  multiply<T>(half.in, product(half.in, x, y, rows, y_stride));
   arena().release(mark);
 }
 
@@ -59,16 +65,16 @@ void leave(const LayerHalf &half, const LayerStep &step, long first, long rows, 
   gemm::Product p = product(half.out, x, hidden_at<T>(half, step, first), rows, width);
   if (half.out.epilogue == gemm::kFloat) {
     p.y = step.partial + first * width;
-    gemm::multiply<T>(p);
+    multiply<T>(half.out, p);
   } else if (!half.post_norm) {
     p.residual = p.y;  // each element is read once, just before it is written
     p.epilogue = gemm::kAdd;
-    gemm::multiply<T>(p);
+    multiply<T>(half.out, p);
   } else {
     const Arena::Mark mark = arena().mark();
     T *y = arena().take<T>(rows * width);
     p.y = y;
-    gemm::multiply<T>(p);
+    multiply<T>(half.out, p);
     add_rows(half, step, first, rows, y);
     arena().release(mark);
   }

@@ -6,12 +6,13 @@
 #pragma once
 #include "attention/attention.h"
 #include "runtime/collective.h"
-#include "gemm/gemm.h"
+#include "gemm/int8.h"
 
 struct PackedWeight {
   const void *weight, *bias;  // as in gemm::Product
   long columns, inputs;
   int epilogue;
+  int kind;  // a gemm::WeightKind
 };
 
 struct LayerHalf {

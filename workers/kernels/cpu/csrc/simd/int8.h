@@ -1,0 +1,156 @@
+// Sums of products of 8-bit numbers: registers of kLanes 32-bit sums, to each of which the products of four neighbouring
+// bytes are added.
+//
+// Two forms: PlainDot has the instructions of its level alone. Dot has one more, which the processor may not know: it is
+// written in assembly, so that a level need not be compiled twice. Both are exact for values from -127 to 127.
+#pragma once
+#include "simd/simd.h"
+
+namespace simd {
+
+#if defined(__AVX512F__)
+
+using Ints = __m512i;
+inline Ints load_ints(const void *from) { return _mm512_loadu_si512(from); }
+inline void store_ints(int32_t *to, Ints x) { _mm512_storeu_si512(to, x); }
+inline Ints add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+inline Ints broadcast_four(const uint8_t *from) {
+  int32_t word;
+  memcpy(&word, from, sizeof word);
+  return _mm512_set1_epi32(word);
+}
+inline Vec to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
+// The nearest whole numbers plus `offset`, as bytes.
+inline void store_bytes(uint8_t *to, Vec x, int offset) {
+  const Ints whole = add(_mm512_cvtps_epi32(x), _mm512_set1_epi32(offset));
+  _mm_storeu_si128(reinterpret_cast<__m128i *>(to), _mm512_cvtepi32_epi8(whole));
+}
+
+// vpmaddubsw takes one unsigned factor and adds two products in 16 bits, which 255 * 127 * 2 would not fit: the weight's
+// sign goes to the other factor, and 127 * 127 * 2 fits.
+struct PlainDot {
+  static constexpr int kRows = kTileRows, kOffset = 0;
+  struct Weight {
+    Ints size;
+    __mmask64 negative;
+  };
+  static Weight prepare(Ints w) { return {_mm512_abs_epi8(w), _mm512_movepi8_mask(w)}; }
+  static Ints add(Ints acc, Weight w, Ints x) {
+    const Ints turned = _mm512_mask_sub_epi8(x, w.negative, _mm512_setzero_si512(), x);
+    const Ints pairs = _mm512_maddubs_epi16(w.size, turned);
+    return _mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+  }
+};
+
+// AVX512-VNNI: the factor from the rows is unsigned, so it is stored 128 higher.
+struct Dot {
+  static constexpr int kRows = kTileRows, kOffset = 128;
+  using Weight = Ints;
+  static Weight prepare(Ints w) { return w; }
+  static Ints add(Ints acc, Weight w, Ints x) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(x), "v"(w));
+    return acc;
+  }
+};
+
+#elif defined(__AVX2__)
+
+using Ints = __m256i;
+inline Ints load_ints(const void *from) { return _mm256_loadu_si256(static_cast<const __m256i *>(from)); }
+inline void store_ints(int32_t *to, Ints x) { _mm256_storeu_si256(reinterpret_cast<__m256i *>(to), x); }
+inline Ints add(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
+inline Ints broadcast_four(const uint8_t *from) {
+  int32_t word;
+  memcpy(&word, from, sizeof word);
+  return _mm256_set1_epi32(word);
+}
+inline Vec to_floats(Ints x) { return _mm256_cvtepi32_ps(x); }
+inline void store_bytes(uint8_t *to, Vec x, int offset) {
+  const Ints whole = add(_mm256_cvtps_epi32(x), _mm256_set1_epi32(offset));
+  const Ints lowest = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,  //
+                                       0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+  const Ints bytes = _mm256_shuffle_epi8(whole, lowest);
+  const int32_t words[2] = {_mm256_extract_epi32(bytes, 0), _mm256_extract_epi32(bytes, 4)};
+  memcpy(to, words, sizeof words);
+}
+
+// As with AVX-512: the weight's sign goes to the other factor, so that the sum of two products fits 16 bits.
+struct PlainDot {
+  static constexpr int kRows = 4, kOffset = 0;  // the weights take four of the 16 registers
+  struct Weight {
+    Ints size, sign;
+  };
+  static Weight prepare(Ints w) { return {_mm256_abs_epi8(w), w}; }
+  static Ints add(Ints acc, Weight w, Ints x) {
+    const Ints pairs = _mm256_maddubs_epi16(w.size, _mm256_sign_epi8(x, w.sign));
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  }
+};
+
+// AVX-VNNI: the factor from the rows is unsigned, so it is stored 128 higher.
+struct Dot {
+  static constexpr int kRows = kTileRows, kOffset = 128;
+  using Weight = Ints;
+  static Weight prepare(Ints w) { return w; }
+  static Ints add(Ints acc, Weight w, Ints x) {
+    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(x), "x"(w));
+    return acc;
+  }
+};
+
+#else  // NEON
+
+using Ints = int32x4_t;
+inline Ints load_ints(const void *from) { return vld1q_s32(static_cast<const int32_t *>(from)); }
+inline void store_ints(int32_t *to, Ints x) { vst1q_s32(to, x); }
+inline Ints add(Ints a, Ints b) { return vaddq_s32(a, b); }
+inline Ints broadcast_four(const uint8_t *from) {
+  int32_t word;
+  memcpy(&word, from, sizeof word);
+  return vdupq_n_s32(word);
+}
+inline Vec to_floats(Ints x) { return vcvtq_f32_s32(x); }
+inline void store_bytes(uint8_t *to, Vec x, int offset) {
+  const int32x4_t whole = vaddq_s32(vcvtnq_s32_f32(x), vdupq_n_s32(offset));
+  const int16x4_t halves = vmovn_s32(whole);
+  const int32_t word = vget_lane_s32(vreinterpret_s32_s8(vmovn_s16(vcombine_s16(halves, halves))), 0);
+  memcpy(to, &word, sizeof word);
+}
+
+struct PlainDot {
+  static constexpr int kRows = kTileRows, kOffset = 0;
+  using Weight = Ints;
+  static Weight prepare(Ints w) { return w; }
+  static Ints add(Ints acc, Weight w, Ints x) {
+    const int8x16_t a = vreinterpretq_s8_s32(w), b = vreinterpretq_s8_s32(x);
+    const int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(a), vget_low_s8(b)));
+    const int32x4_t high = vpaddlq_s16(vmull_s8(vget_high_s8(a), vget_high_s8(b)));
+    return vaddq_s32(acc, vpaddq_s32(low, high));
+  }
+};
+
+// The dot product extension of ARMv8.2; both factors are signed.
+struct Dot {
+  static constexpr int kRows = kTileRows, kOffset = 0;
+  using Weight = Ints;
+  static Weight prepare(Ints w) { return w; }
+  static Ints add(Ints acc, Weight w, Ints x) {
+    asm(".arch_extension dotprod\n\tsdot %0.4s, %1.16b, %2.16b" : "+w"(acc) : "w"(w), "w"(x));
+    return acc;
+  }
+};
+
+#endif
+
+// a * b, rounded: without this the compiler may fuse it with an addition that follows, and round only then.
+inline Vec rounded_product(Vec a, Vec b) {
+  Vec product = a * b;
+#if defined(__ARM_NEON)
+  asm("" : "+w"(product));
+#else
+  asm("" : "+v"(product));
+#endif
+  return product;
+}
+
+}  // namespace simd

@@ -1,0 +1,113 @@
+"""Weights rounded to 8 bits at load, with one scale for each output (`--quantization int8`).
+
+A product rounds each row of its inputs to 8 bits as well, and adds up products of whole numbers, which is exact. So its
+bits do not depend on the order of additions: `Int8Matmul` is the reference, and the kernel equals it bit by bit.
+"""
+
+import torch
+from torch import Tensor
+
+from workers.kernels.cpu import library
+from workers.kernels.cpu.int8_gemm import CppInt8GatedMatmul, CppInt8Matmul, PackedInt8
+from workers.layers.matmul import ACTIVATIONS, GatedMatmul, Matmul
+from workers.layers.quantization.shard import Empty, WeightShard
+from workers.weights.source import WeightSource
+
+_LARGEST = 127.0
+_SMALLEST = 1e-30  # a row without a larger number is all zeros: its scale has no inverse
+_ROWS_AT_ONCE = 1024  # of a weight, in float32
+
+
+def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row [K] of `x` as whole numbers from -127 to 127 and the scale that they are multiples of.
+
+    `x` [T, K] -> int8 [T, K], float32 [T]. A row with NaN or infinity has the scale NaN.
+    """
+    x = x.float()
+    size = x.abs().amax(1)
+    largest = torch.full_like(size, _LARGEST)  # a tensor: torch may multiply by the inverse of a plain number
+    scales = torch.where(size.isfinite(), size / largest, float("nan"))
+    inverse = torch.where(size > _SMALLEST, largest / size, 0.0)
+    return (x * inverse.unsqueeze(1)).round_().nan_to_num_(0.0).to(torch.int8), scales
+
+
+class Int8Matmul:
+    """`x @ weight.T + bias (+ residual)` with torch's operations: [T, K] -> [T, N]."""
+
+    def __init__(
+        self, values: Tensor, scales: Tensor, dtype: torch.dtype, bias: Tensor | None, *, float32_output: bool = False
+    ) -> None:
+        """`values` int8 [N, K], `scales` float32 [N]; `dtype` of x, bias and results."""
+        self.values = values
+        self.scales = scales
+        self.dtype = torch.float32 if float32_output else dtype
+        self.bias = bias  # [N]
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return self.sums(x, residual).to(self.dtype)
+
+    def sums(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The result before it is rounded: float32 [T, N]."""
+        rows, scales = round_rows(x)
+        whole = rows.double() @ self.values.double().T  # [T, N], exact
+        y = whole.float() * self.scales * scales.unsqueeze(1)
+        for addend in (self.bias, residual):
+            if addend is not None:
+                y = y + addend.float()
+        return y
+
+
+class Int8GatedMatmul:
+    """`activation(x @ gate.T) * (x @ up.T)` with torch's operations: [T, K] -> [T, I]."""
+
+    def __init__(
+        self, values: Tensor, scales: Tensor, dtype: torch.dtype, bias: Tensor | None, activation: str
+    ) -> None:
+        """`values` int8 [2 * I, K]: gate above up."""
+        self.both = Int8Matmul(values, scales, dtype, bias)
+        self.activation = ACTIVATIONS[activation].function
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self.both.sums(x).chunk(2, 1)
+        return (self.activation(gate) * up).to(self.both.dtype)
+
+
+class Int8Weight:
+    """`LinearWeight` of whole numbers and scales."""
+
+    def __init__(self, values: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
+        """`values` int8 [N, K], `scales` float32 [N]; `dtype` is the one that the model computes in."""
+        self.values = values
+        self.scales = scales
+        self.dtype = dtype
+
+    def matmul(self, bias: Tensor | None = None, *, float32_output: bool = False) -> Matmul:
+        if library.why_not() is not None:
+            return Int8Matmul(self.values, self.scales, self.dtype, bias, float32_output=float32_output)
+        packed = PackedInt8(self.values, self.scales)
+        return CppInt8Matmul(packed, self.dtype, bias, float32_output=float32_output)
+
+    def gated_matmul(self, bias: Tensor | None, activation: str) -> GatedMatmul:
+        if library.why_not() is not None:
+            return Int8GatedMatmul(self.values, self.scales, self.dtype, bias, activation)
+        packed = PackedInt8(self.values, self.scales, gated=True)
+        return CppInt8GatedMatmul(packed, self.dtype, bias, activation)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return (self.values[ids].float() * self.scales[ids].unsqueeze(1)).to(self.dtype)
+
+
+class Int8LinearMethod:
+    """Reads a weight in the dtype that it is stored in, and rounds it."""
+
+    def load(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> Int8Weight:
+        # The scale of an output is that of its whole row: then its weights are the same at every number of ranks.
+        whole = shard.take(weights, empty, whole_rows=True)
+        here = slice(shard.first_input, shard.first_input + shard.local_inputs)
+        values = torch.empty((shard.rows, shard.local_inputs), dtype=torch.int8)
+        scales = torch.empty(shard.rows)
+        for row in range(0, shard.rows, _ROWS_AT_ONCE):
+            part = slice(row, row + _ROWS_AT_ONCE)
+            rounded, scales[part] = round_rows(whole[part])
+            values[part] = rounded[:, here]
+        return Int8Weight(values, scales, whole.dtype)
