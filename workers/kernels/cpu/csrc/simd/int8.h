@@ -129,13 +129,13 @@ struct PlainDot {
   }
 };
 
-// The dot product extension of ARMv8.2; both factors are signed.
+// The dot product extension of ARMv8.2; both factors are signed. The assembler is told of what all levels have together.
 struct Dot {
   static constexpr int kRows = kTileRows, kOffset = 0;
   using Weight = Ints;
   static Weight prepare(Ints w) { return w; }
   static Ints add(Ints acc, Weight w, Ints x) {
-    asm(".arch_extension dotprod\n\tsdot %0.4s, %1.16b, %2.16b" : "+w"(acc) : "w"(w), "w"(x));
+    asm(".arch armv8.2-a+bf16+dotprod\n\tsdot %0.4s, %1.16b, %2.16b" : "+w"(acc) : "w"(w), "w"(x));
     return acc;
   }
 };
