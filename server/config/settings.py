@@ -192,8 +192,8 @@ class Settings:
         "auto",
         group=_PARALLEL,
         example="0-7|8-15",
-        help="CPUs that a rank's threads stay on; auto: physical cores of one NUMA node, shared equally by the ranks "
-        "on it, without hyper-threads and efficiency cores; none; or a list for each rank",
+        help="CPUs that a rank's threads stay on; auto: physical cores of one NUMA node, without hyper-threads and "
+        "efficiency cores; none; or a list for each rank",
     )
     attention_backend: str = option(
         "auto",

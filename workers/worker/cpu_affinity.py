@@ -3,9 +3,8 @@
 Without pinning, the system moves threads between cores as other programs come and go: a rank of one NUMA node then
 reads its weights from the memory of another, and two threads of a rank may meet on one core while the rest wait.
 
-A rank is pinned to a set of CPUs, one for each of its physical cores, and all its threads to the same set. One CPU for
-each thread is no faster where cores are free, and where the engine and the server need a core now and then, the thread
-that is bound to it cannot move on (`tests/load/affinity_bench.py`).
+A rank is pinned to a set of CPUs, one for each of its physical cores, and all its threads to the same set. A thread
+bound to one CPU could not move on when the engine or the server needs that core.
 
 Pages belong to the node of the thread that first writes to them. The pinned threads are the first to write the rank's
 weights and KV memory, which so are near.
@@ -37,7 +36,6 @@ AUTO, NONE = "auto", "none"
 _CAN_PIN = hasattr(os, "sched_setaffinity")  # not on macOS
 # With one of these, the OpenMP library binds threads itself.
 _OF_OPENMP = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
-_SYNTAX = "Give auto, none, or a list for each rank, such as 0-7 for one and 0-7|8-15 for two."
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +56,11 @@ def plan_cpus(cores: Sequence[Core], ranks: int, num_threads: int | None = None,
     """Each of `ranks` gets an equal share of one NUMA node's cores, and as many threads unless `num_threads` says else.
 
     `cores`: those that this process may use. `paid`: how many of them a container's quota pays for; None: all.
+
+    Where that leaves no CPU free, not even the second thread of a core, the ranks of a node share its cores instead:
+    other programs can only run on theirs, and a rank that is kept from its own CPU makes all others wait.
     """
+    num_cpus = sum(len(core.cpus) for core in cores)
     cores = fast_cores(list(cores))
     paid = len(cores) if paid is None else paid
     shares = _shares(cores, ranks)
@@ -70,7 +72,10 @@ def plan_cpus(cores: Sequence[Core], ranks: int, num_threads: int | None = None,
     elif num_threads is not None and num_threads > most:
         reason = f"a rank has {num_threads} threads, and its share of one NUMA node is {most} cores"
     else:
-        return CpuPlan(num_threads or most, tuple(tuple(core.cpus[0] for core in share) for share in shares))
+        threads = num_threads or most
+        if num_cpus <= ranks * threads:
+            shares = [[core for core in cores if core.node == share[0].node] for share in shares]
+        return CpuPlan(threads, tuple(tuple(core.cpus[0] for core in share) for share in shares))
     return CpuPlan(num_threads or max(1, paid // ranks), reason=reason)
 
 

@@ -84,7 +84,18 @@ def test_a_phone_computes_on_its_large_cores(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("siblings", [{cpu: str(cpu) for cpu in range(4)}, dict.fromkeys(range(4), "")])
 def test_without_folders_of_nodes_and_topology_all_cpus_are_cores_of_one_node(tmp_path: Path, siblings: dict) -> None:
-    assert plan_cpus(physical_cores(range(4), make_system(tmp_path, siblings)), 2).affinity == "0-1|2-3"
+    cores = physical_cores(range(4), make_system(tmp_path, siblings))
+    assert plan_cpus(cores, 1).affinity == "0-3"
+
+
+def test_ranks_that_take_every_cpu_share_those_of_their_node(tmp_path: Path) -> None:
+    """Where a CPU is left for other programs, each rank has its own."""
+    folder = make_system(tmp_path, {cpu: str(cpu) for cpu in range(8)}, nodes={0: "0-3", 1: "4-7"})
+    cores = physical_cores(range(8), folder)
+    plan = plan_cpus(cores, 4)
+    assert (plan.threads, plan.affinity) == (2, "0-3|0-3|4-7|4-7")
+    assert plan_cpus(cores, 4, num_threads=1).affinity == "0-1|2-3|4-5|6-7"
+    assert plan_cpus(cores, 3).affinity == "0-1|2-3|4-7"
 
 
 def test_offline_cpus_are_left_out(tmp_path: Path) -> None:
