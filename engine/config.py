@@ -17,6 +17,8 @@ class EngineConfig:
     max_waiting_requests: int = 512  # beyond: QueueFullError
     max_waiting_tokens: int = 1_000_000  # prompt tokens in the queue; beyond: QueueFullError
     heartbeat_interval_s: float = 2.0  # how often an idle engine checks that every rank answers
+    pipeline_depth: int | None = None  # steps in flight at most; 2: each is scheduled while the one before runs.
+    # None: what is fastest with these ranks on this machine
     inline_single_rank: bool = True  # with one rank, run it inside the engine process
     record_path: str | None = None  # a new file that gets every step and answer; None: nothing is recorded
     record_limit_bytes: int | None = None  # recording stops there, serving goes on; None: when the disk is full

@@ -11,10 +11,18 @@ from workers.protocol import FillMasks, StepMetadata, StepOutput
 
 
 class Executor(Protocol):
-    """Runs steps on all ranks. `submit` and `collect` alternate; both raise `WorkerError` when a rank is lost."""
+    """Runs steps on all ranks, in the order of their submission, and returns their outputs in that order.
+
+    At most `max_in_flight` steps are submitted and not collected. Methods raise `WorkerError` when a rank is lost.
+    """
 
     info: WorkerInfo
     config: WorkerConfig
+    max_in_flight: int  # steps that may be submitted and not collected
+
+    @property
+    def best_in_flight(self) -> int:
+        """How many of these are fastest on this machine."""
 
     @property
     def rank_pids(self) -> tuple[int, ...]:
@@ -27,10 +35,10 @@ class Executor(Protocol):
         """
 
     def collect(self) -> StepOutput:
-        """Block for the output of the submitted step."""
+        """Block for the output of the oldest step that was not collected."""
 
     def ping(self) -> None:
-        """Check that every rank still answers, with a step that computes nothing."""
+        """Check that every rank still answers, with a step that computes nothing. No step may be in flight."""
 
     def fileno_for_death(self) -> list[int]:
         """Descriptors that become readable when a rank ends while nothing is in flight."""

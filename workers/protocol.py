@@ -52,11 +52,12 @@ class StepMetadata:
     """One step as every rank reads it. Arrays are views into one buffer.
 
     A sequence's query tokens are `token_ids[query_start_loc[s]:query_start_loc[s + 1]]`, at absolute `positions`; after
-    the step its KV holds `seq_lens[s]` tokens. A step with no sequence is a heartbeat.
+    the step its KV holds `seq_lens[s]` tokens. A step with no sequence is a heartbeat. A step may be sent while the one
+    before runs: it refers to that one's rows of logits for tokens that the engine does not know yet.
     """
 
     step_id: int
-    token_ids: np.ndarray  # int32 [T]
+    token_ids: np.ndarray  # int32 [T]   below 0: -1 - r for the token that the step before sampled in its row r
     positions: np.ndarray  # int32 [T]
     slot_mapping: np.ndarray  # int64 [T]   block_id * block_size + offset: where the token's K and V are written
     query_start_loc: np.ndarray  # int32 [S + 1]

@@ -4,8 +4,9 @@ Used by the engine process and by the simulator. Does not know sockets, signals 
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.config import EngineConfig
 from engine.errors import INTERNAL, WorkerError
@@ -22,8 +23,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger("oarlock.engine")
 
 
+class _Submitted(NamedTuple):
+    """A step whose answer is still to come."""
+
+    output: SchedulerOutput
+    num_rows: int
+    begun_s: float
+
+
 class EngineCore:
-    """`begin` schedules and submits a step, `finish` collects and applies the ranks' answer. They alternate."""
+    """`begin` schedules and submits a step, `finish` collects and applies the answer to the oldest one submitted.
+
+    At a pipeline depth of 1 they alternate. At 2 a step is begun while the one before runs, so that ranks need not wait
+    for the engine; tokens that only the answer to that one will tell are references in the step.
+    """
 
     def __init__(self, config: EngineConfig, executor: "Executor", clock: Callable[[], float]) -> None:
         info = executor.info
@@ -37,39 +50,54 @@ class EngineCore:
         )
         self._clock = clock
         self._events: list[TokenEvent] = []
-        self._begun_s = 0.0
-        self._num_rows = 0
+        self._depth = min(config.pipeline_depth or executor.best_in_flight, executor.max_in_flight)
+        self._submitted: deque[_Submitted] = deque()
+        self._finished_s = 0.0  # when the last answer came
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that were begun and not finished."""
+        return len(self._submitted)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether `finish` must come next."""
+        return len(self._submitted) >= self._depth
 
     def begin(self) -> SchedulerOutput | None:
-        """Schedule and submit a step; ranks begin before its masks are computed. None when there was nothing to do.
+        """Schedule and submit a step; ranks begin before its masks are computed.
 
-        Raises `WorkerError` when the ranks are lost.
+        None when there is nothing to do, or nothing before an answer is known: then all steps in flight must be
+        finished before the next call. Raises `WorkerError` when the ranks are lost.
         """
-        self._begun_s = self._clock()
-        output = self.scheduler.schedule(self._begun_s)
-        built = None if output is None else self._build(output)
-        if built is None:
+        assert not self.is_full
+        now = self._clock()
+        output = self.scheduler.schedule(now, ahead=self.num_in_flight > 0)
+        built = None if output is None else self._build(output, now)
+        if output is None or built is None:
             return None
-        self._num_rows = len(built.step.logits_indices)
+        self._submitted.append(_Submitted(output, len(built.step.logits_indices), now))
         if built.masks is None:
             self.executor.submit(built.step)
             return output
         self.executor.submit(built.step, built.masks.fill)
         for seq in built.masks.failed:  # the answer to the step in flight is ignored for them
-            self._fail(seq)
+            self._fail(seq, now)
         return output
 
-    def finish(self, output: SchedulerOutput) -> list[TokenEvent]:
-        """Collect and apply the answer; return its events. Raises `WorkerError` when the ranks are lost."""
+    def finish(self) -> list[TokenEvent]:
+        """Collect and apply the next answer; return its events. Raises `WorkerError` when the ranks are lost."""
+        output, num_rows, begun_s = self._submitted.popleft()
         answer = self.executor.collect()
-        if answer.step_id != output.step_id or len(answer.token_ids) != self._num_rows:
+        if answer.step_id != output.step_id or len(answer.token_ids) != num_rows:
             raise WorkerError(
                 0,
                 output.step_id,
-                f"it answered step {answer.step_id} with {len(answer.token_ids)} rows instead of {self._num_rows}",
+                f"it answered step {answer.step_id} with {len(answer.token_ids)} rows instead of {num_rows}",
             )
         now = self._clock()
-        self.scheduler.stats.step_time_s.observe(now - self._begun_s)
+        self.scheduler.stats.step_time_s.observe(now - max(begun_s, self._finished_s))
+        self._finished_s = now
         return self.scheduler.update_from_output(output, _as_lists(answer), now)
 
     def take_events(self) -> list[TokenEvent]:
@@ -77,7 +105,7 @@ class EngineCore:
         events, self._events = self._events, []
         return self.scheduler.take_events() + events
 
-    def _build(self, output: SchedulerOutput) -> BuiltStep | None:
+    def _build(self, output: SchedulerOutput, now: float) -> BuiltStep | None:
         """The step's arrays; None if nothing is left of it. A request that cannot be built fails alone."""
         try:
             return self._input_batch.build(output)
@@ -86,11 +114,11 @@ class EngineCore:
             unfit = [item for item in output.scheduled if not self._fits(item, output)]
             if not unfit:
                 raise
-        self.scheduler.withdraw(output, unfit, self._begun_s)
+        self.scheduler.withdraw(output, unfit, now)
         return self._input_batch.build(output) if output.scheduled else None
 
-    def _fail(self, seq: Sequence) -> None:
-        event = self.scheduler.fail(seq.request_id, INTERNAL, self._begun_s)
+    def _fail(self, seq: Sequence, now: float) -> None:
+        event = self.scheduler.fail(seq.request_id, INTERNAL, now)
         if event is not None:
             self._events.append(event)
 

@@ -101,27 +101,35 @@ class EngineLoop:
             return self._die(f"the engine loop failed: {type(error).__name__}", EXIT_BUG)
 
     def tick(self) -> bool:
-        """One turn: inbox, step, outbox. False when there is nothing to compute now."""
+        """One turn: inbox, the next step, outbox, an answer. False when nothing can be computed now; then no step is in
+        flight."""
         self._receive()
         if self._stopping or self._frame_socket.is_full:
+            while self.engine_core.num_in_flight:
+                self._finish_step()
             return False
         self.busy_since = self._clock()
         output = self.engine_core.begin()
         self._outbox += self.engine_core.take_events()
         self._send_outbox()
-        if output is None:
+        if output is None and not self.engine_core.num_in_flight:
             self.busy_since = None
             return self._may_go_on()
         self._was_stuck = False
-        self._outbox += self.engine_core.finish(output)
-        now = self._clock()
+        if output is None or self.engine_core.is_full:
+            self._finish_step()
+        return True
+
+    def _finish_step(self) -> None:
+        """Wait for the answer to the oldest step in flight."""
+        self.busy_since = self._clock()
+        self._outbox += self.engine_core.finish()
         self.busy_since = None
-        self._next_beat_s = now + self._interval_s
+        self._next_beat_s = self._clock() + self._interval_s
         if not self._outbox:
-            self._frame_socket.send(messages.alive(output.step_id))
+            self._frame_socket.send(messages.alive(self.scheduler.stats.step_id))
         if not self._sends_during_step:
             self._send_outbox()
-        return True
 
     # -- inbox
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from engine.input_batch.sampled_rows import SampledRows
 from engine.input_batch.sampling_metadata import NO_BIAS, GrammarBitmask, build_sampling_metadata, wanted_until
 from engine.scheduler.output import ScheduledTokens, SchedulerOutput
 from engine.scheduler.sequence import Sequence
@@ -15,6 +16,7 @@ from workers.protocol import NULL_BLOCK, StepMetadata
 
 _NO_LOGPROBS = -1
 _SAMPLE = -1
+_NOT_KNOWN = -1
 
 
 class BuiltStep(NamedTuple):
@@ -30,6 +32,7 @@ class InputBatch:
     def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
         self.block_size = block_size
         self.vocab_size = vocab_size
+        self._sampled_rows = SampledRows(max_num_seqs)
         self._tables = np.full((max_num_seqs, -(-max_model_len // block_size)), NULL_BLOCK, np.int32)
         # by row, written when a sequence gets the row
         self._temperature = np.zeros(max_num_seqs, np.float32)
@@ -57,19 +60,26 @@ class InputBatch:
         np.cumsum(counts, out=query_start_loc[1:])
         seq_lens = starts + counts  # [S]
         if len(scheduled) == query_start_loc[-1]:  # every sequence decodes
-            token_ids = [item.seq.token_ids[item.start] for item in scheduled]
+            newest = [
+                known[item.start] if item.start < len(known := item.seq.token_ids) else _NOT_KNOWN for item in scheduled
+            ]
+            token_ids = np.array(newest, np.int32)
             positions, row_of_token = starts, rows
         else:
-            token_ids = _concatenated(scheduled)
+            token_ids = np.array(_concatenated(scheduled), np.int32)
             first = np.repeat(starts - query_start_loc[:-1], counts)
             positions, row_of_token = first + np.arange(len(token_ids)), np.repeat(rows, counts)  # [T]
         blocks = self._tables[row_of_token, positions // self.block_size].astype(np.int64)  # [T]
         width = -(-int(seq_lens.max()) // self.block_size)
         rows_of_logits, columns = self._logits_columns(scheduled, rows, seq_lens, query_start_loc)
+        unknown = np.flatnonzero(token_ids == _NOT_KNOWN)
+        if len(unknown):
+            token_ids[unknown] = self._sampled_rows.references(output.step_id, row_of_token[unknown])
+        self._sampled_rows.note(output.step_id, rows_of_logits, columns["target_ids"] == _SAMPLE)
         sampling, masks = self._sampling_metadata(scheduled, rows_of_logits, columns)
         step = StepMetadata(
             step_id=output.step_id,
-            token_ids=np.array(token_ids, np.int32),
+            token_ids=token_ids,
             positions=positions.astype(np.int32),
             slot_mapping=blocks * self.block_size + positions % self.block_size,
             query_start_loc=query_start_loc.astype(np.int32),
@@ -167,12 +177,16 @@ class InputBatch:
             return NO_BIAS, None
         indices = np.flatnonzero(more)
         seq_of_row = {item.seq.row: item.seq for item in scheduled}
-        asking = zip(indices.tolist(), rows[indices].tolist(), strict=True)
-        return build_sampling_metadata([(index, seq_of_row[row]) for index, row in asking], self.vocab_size)
+        asking = []
+        for index, row, position in zip(indices, rows[indices], columns["sample_positions"][indices], strict=True):
+            seq = seq_of_row[int(row)]
+            asking.append((int(index), seq, int(position) - seq.num_prompt_tokens))
+        return build_sampling_metadata(asking, self.vocab_size)
 
 
 def _concatenated(scheduled: list[ScheduledTokens]) -> list[int]:
     token_ids: list[int] = []
     for item in scheduled:
-        token_ids += item.seq.token_ids[item.start : item.start + item.num_tokens]
+        known = item.seq.token_ids[item.start : item.start + item.num_tokens]
+        token_ids += known or [_NOT_KNOWN]
     return token_ids

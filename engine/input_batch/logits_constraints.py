@@ -11,15 +11,11 @@ import numpy as np
 
 from engine.input_batch.bad_words import BadWords
 from engine.input_batch.identity_cache import IdentityCache
-from engine.sampling_params import BAN, FORCE, SamplingParams, banned_always
+from engine.sampling_params import BAN, FORCE, banned_always
 from engine.scheduler.sequence import Sequence
 from workers.protocol import mask_words
 
 _ALL = 0xFFFFFFFF
-
-
-def penalises(params: SamplingParams) -> bool:
-    return bool(params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty)
 
 
 class _AllowedIds:
@@ -68,11 +64,14 @@ class Constraints:
         self._stop_ids = sorted(seq.stop_ids)
         self._bad_words = _bad_words.get(params.bad_words) if params.bad_words else None
 
-    def bans_now(self, seq: Sequence) -> list[int]:
-        """Ids that are banned in this step in addition to those that always are."""
-        ids = self._stop_ids if seq.num_generated_tokens < self._min_tokens else []
-        if self._bad_words is not None and seq.num_generated_tokens:
-            ids = ids + self._bad_words.completed_by(seq.token_ids, seq.num_generated_tokens)
+    def bans_now(self, seq: Sequence, num_generated: int) -> list[int]:
+        """Ids that are banned in this step in addition to those that always are, after `num_generated` tokens.
+
+        The last of these may be unknown as yet; not where bad words have several tokens.
+        """
+        ids = self._stop_ids if num_generated < self._min_tokens else []
+        if self._bad_words is not None and num_generated:
+            ids = ids + self._bad_words.completed_by(seq.token_ids, num_generated)
         return ids
 
     def bias(self, bans_now: list[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -7,8 +7,9 @@ import logging
 
 import numpy as np
 
-from engine.input_batch.logits_constraints import Constraints, penalises
+from engine.input_batch.logits_constraints import Constraints
 from engine.input_batch.token_history import TokenHistory
+from engine.sampling_params import penalises
 from engine.scheduler.sequence import Sequence
 from workers.protocol import mask_words
 
@@ -66,19 +67,20 @@ def wanted_until(seq: Sequence) -> int:
 
 
 def build_sampling_metadata(
-    rows: list[tuple[int, Sequence]], vocab_size: int
+    rows: list[tuple[int, Sequence, int]], vocab_size: int
 ) -> tuple[dict[str, np.ndarray], GrammarBitmask | None]:
-    """Sections of `StepMetadata`, by field name, for `rows`: (index into the L rows, its sequence), in index order.
+    """Sections of `StepMetadata`, by field name, for `rows`, in index order.
 
-    Also returns what writes `mask_bits` later; None when they are already complete.
+    A row is (index into the L rows, its sequence, how many tokens that will have generated before this row's). Also
+    returns what writes `mask_bits` later; None when they are already complete.
     """
     biases: list[tuple[int, np.ndarray, np.ndarray]] = []
     masked: list[tuple[int, Sequence, Constraints, list[int]]] = []
     penalised: list[tuple[int, Sequence, SamplingState]] = []
-    for index, seq in rows:
+    for index, seq, num_generated in rows:
         state = _state(seq, vocab_size)
         constraints = state.constraints
-        bans = constraints.bans_now(seq)
+        bans = constraints.bans_now(seq, num_generated)
         ids, values = constraints.bias(bans)
         if len(ids):
             biases.append((index, ids, values))

@@ -1,7 +1,8 @@
 """`python -m engine.replay`: runs the steps of a recording on ranks, without scheduler or server, compares the answers.
 
 Started by `oarlock replay`. It is possible because a rank keeps nothing between steps but its KV pages, which the steps
-address. Inputs come from the recording alone, so a difference in one step does not change the tokens of the next.
+address, and the ids that it sampled last. Inputs come from the recording alone, these ids too, so a difference in one
+step does not change the tokens of the next.
 
 Exit codes: 0 the same answers; 1 other answers, or a rank failed; 3 and 4 as at a start; 130 interrupted.
 """
@@ -10,6 +11,7 @@ import argparse
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -100,18 +102,32 @@ def _run(executor: Executor, recording: Recording, survey: Survey, comparison: C
 
 
 def _steps(recording: Recording) -> Iterator[tuple[StepMetadata, StepOutput | None]]:
-    """Each step with its answer; None where none was recorded."""
-    step: StepMetadata | None = None
+    """Each step with its answer; None where none was recorded.
+
+    A step may be recorded before the answer to the one before, and refer to its tokens: they are put in.
+    """
+    waiting: deque[StepMetadata] = deque()
+    before: StepOutput | None = None
     for record in recording.records():
         if record.kind == STEP:
-            if step is not None:
-                yield step, None
-            step = unpack_step(record.content)
-        elif step is not None:
-            yield step, unpack_output(record.content)
-            step = None
-    if step is not None:
-        yield step, None
+            waiting.append(unpack_step(record.content))
+            continue
+        answer = unpack_output(record.content)
+        while waiting and waiting[0].step_id < answer.step_id:
+            yield _with_tokens(waiting.popleft(), before), None
+        if waiting:
+            yield _with_tokens(waiting.popleft(), before), answer
+        before = answer
+    for step in waiting:
+        yield _with_tokens(step, before), None
+
+
+def _with_tokens(step: StepMetadata, before: StepOutput | None) -> StepMetadata:
+    """`step` without references to the tokens that the step before sampled, if its answer is known."""
+    if before is not None and before.step_id == step.step_id - 1:
+        unknown = step.token_ids < 0
+        step.token_ids[unknown] = before.token_ids[-1 - step.token_ids[unknown]]
+    return step
 
 
 def _survey(recording: Recording) -> Survey:

@@ -29,6 +29,8 @@ class RecordingExecutor:
     def __init__(self, executor: "Executor", writer: RecordingWriter, limit_bytes: int | None) -> None:
         self.info = executor.info
         self.config = executor.config
+        self.max_in_flight = executor.max_in_flight
+        self.best_in_flight = executor.best_in_flight
         self._executor = executor
         self._writer: RecordingWriter | None = writer
         self._limit = limit_bytes

@@ -16,7 +16,7 @@ Scores = ScoredTokens | tuple[()]  # of the prompt tokens that one step scored
 
 @dataclass(slots=True)
 class ScheduledTokens:
-    """Some tokens of one sequence: `token_ids[start : start + num_tokens]`.
+    """Some tokens of one sequence: `token_ids[start : start + num_tokens]`, or the one that the step before samples.
 
     Its rows of logits are, in this order: `num_scored` prompt tokens from position `score_from` on, each predicting its
     successor, then one for the next token if `wants_logits`.
@@ -28,6 +28,7 @@ class ScheduledTokens:
     wants_logits: bool
     score_from: int = 0
     num_scored: int = 0
+    num_preemptions: int = 0  # of the sequence when this was scheduled: after another one the answer is out of date
 
 
 @dataclass(slots=True)

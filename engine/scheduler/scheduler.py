@@ -14,11 +14,13 @@ from engine.config import EngineConfig
 from engine.errors import INTERNAL, NO_TOKEN, NOT_FINITE, QueueFullError, RequestError
 from engine.scheduler import request_stats
 from engine.scheduler.admission import Limits, check
-from engine.scheduler.kv_cache_manager import NULL_BLOCK, KVCacheManager
+from engine.scheduler.ahead import must_wait
+from engine.scheduler.kv_cache_manager import KVCacheManager
 from engine.scheduler.output import ModelRunnerOutput, ScheduledTokens, SchedulerOutput, Scores
 from engine.scheduler.preemption import choose_victim, may_be_passed, reserved_blocks
 from engine.scheduler.request_queue import RequestQueue
 from engine.scheduler.sequence import GrammarMatcherProtocol, Sequence, Status
+from engine.scheduler.window_blocks import allocate_within_window, free_out_of_window
 from engine.stats import EngineStats
 from engine.types import FinishReason, Request, TokenEvent
 from workers.config import WorkerInfo
@@ -123,8 +125,11 @@ class Scheduler:
 
     # -- one step
 
-    def schedule(self, now: float) -> SchedulerOutput | None:
-        """Decide the next step: decodes first, then prefills under way, then the queue. None when nothing can run."""
+    def schedule(self, now: float, *, ahead: bool = False) -> SchedulerOutput | None:
+        """Decide the next step: decodes first, then prefills under way, then the queue. None when nothing can run, or
+        when with `ahead`, which says that the answer to the step before is still to come, it must come first."""
+        if ahead and must_wait(self._running, len(self._running), self.kv_cache_manager.num_available):
+            return None
         output = SchedulerOutput(self._step_id + 1, [])
         behind = self._schedule_decodes(output, now)
         budget = self.max_num_batched_tokens - len(output.scheduled)  # tokens
@@ -145,13 +150,17 @@ class Scheduler:
         return output
 
     def update_from_output(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> list[TokenEvent]:
-        """Append tokens, cache full blocks, end what is complete; return the events. Ended sequences are ignored."""
+        """Append tokens, cache full blocks, end what is complete; return the events.
+
+        Sequences that have ended since the step was scheduled are ignored, and so are those that were preempted: their
+        token is sampled again.
+        """
         events = []
         row = 0
         for item in output.scheduled:
             seq, first = item.seq, row
             row += item.num_scored + item.wants_logits
-            if seq.status is not Status.RUNNING:
+            if seq.status is not Status.RUNNING or seq.num_preemptions != item.num_preemptions:
                 continue
             try:
                 event = self._update_sequence(item, result, first, now)
@@ -187,7 +196,7 @@ class Scheduler:
         output.scheduled = kept
 
     def _schedule_decodes(self, output: SchedulerOutput, now: float) -> list[Sequence]:
-        """One token for each running sequence that is only one behind; the others are returned."""
+        """One token for each running sequence that is at most one behind; those that are more behind are returned."""
         behind = []
         scheduled, block_size, running = output.scheduled, self.kv_cache_manager.block_size, Status.RUNNING
         for seq in list(self._running):
@@ -197,9 +206,12 @@ class Scheduler:
             if len(seq.token_ids) > start + 1:
                 behind.append(seq)
                 continue
+            if start >= seq.num_to_compute:
+                continue  # it ends with the answer to the step before
             try:
                 if start < len(seq.block_ids) * block_size or self._allocate_next_block(seq, output):
-                    scheduled.append(ScheduledTokens(seq, start, 1, seq.samples))
+                    scheduled.append(ScheduledTokens(seq, start, 1, seq.samples, 0, 0, seq.num_preemptions))
+                    seq.num_computed_tokens = start + 1
             except Exception:
                 self._events.append(self._fail_after_exception(seq, "schedule", now))
         if output.num_preempted:
@@ -208,7 +220,7 @@ class Scheduler:
 
     def _allocate_next_block(self, seq: Sequence, output: SchedulerOutput) -> bool:
         """One more block for `seq`, by preemption if need be. False when `seq` was itself preempted."""
-        self._free_out_of_window(seq, output)
+        free_out_of_window(self.kv_cache_manager, seq, output)
         while (new := self.kv_cache_manager.allocate_slots(seq, seq.num_computed_tokens + 1)) is None:
             victim = choose_victim(self._running)
             self._preempt(victim)
@@ -217,24 +229,6 @@ class Scheduler:
                 return False
         output.add_blocks(seq, len(seq.block_ids) - len(new))
         return True
-
-    def _free_out_of_window(self, seq: Sequence, output: SchedulerOutput) -> None:
-        columns = self.kv_cache_manager.free_out_of_window(seq)
-        output.new_blocks += [(seq.row, column, NULL_BLOCK) for column in columns]
-
-    def _allocate_within_window(self, seq: Sequence, num_tokens: int, output: SchedulerOutput) -> int:
-        """Blocks for the next `num_tokens` tokens, or for as many as there is room for; return that number.
-
-        Preempts nothing, and leaves a block for each other running sequence.
-        """
-        self._free_out_of_window(seq, output)
-        manager = self.kv_cache_manager
-        start, column = seq.num_computed_tokens, len(seq.block_ids)
-        room = max(0, manager.num_available - (len(self._running) - 1))
-        num_tokens = min(num_tokens, (column + room) * manager.block_size - start)
-        manager.allocate_slots(seq, start + num_tokens)
-        output.add_blocks(seq, column)
-        return num_tokens
 
     def _preempt(self, seq: Sequence) -> None:
         """Free all its blocks and queue it again; generated tokens are kept and recomputed like a prompt."""
@@ -250,13 +244,16 @@ class Scheduler:
         start = seq.num_computed_tokens
         num_tokens = min(seq.num_tokens - start, budget)
         if self.kv_cache_manager.sliding_window is not None:
-            num_tokens = self._allocate_within_window(seq, num_tokens, output)
+            num_tokens = allocate_within_window(self.kv_cache_manager, seq, num_tokens, len(self._running), output)
         score_from, num_scored = seq.tokens_to_score(start, num_tokens)
         if num_tokens <= 0:
             return 0
         self.kv_cache_manager.cache_blocks(seq, start + num_tokens)
         wants_logits = start + num_tokens == seq.num_tokens and seq.samples
-        output.scheduled.append(ScheduledTokens(seq, start, num_tokens, wants_logits, score_from, num_scored))
+        output.scheduled.append(
+            ScheduledTokens(seq, start, num_tokens, wants_logits, score_from, num_scored, seq.num_preemptions)
+        )
+        seq.num_computed_tokens = start + num_tokens
         return num_tokens
 
     def _schedule_waiting(self, output: SchedulerOutput, budget: int, now: float) -> int:
@@ -310,7 +307,7 @@ class Scheduler:
             states = result.finite[first : last + item.wants_logits]
             if states.count(FINITE) < len(states):
                 return self._fail_without_token(seq, states, now)
-        seq.num_computed_tokens = num_computed = item.start + item.num_tokens
+        num_computed = item.start + item.num_tokens
         if num_computed // self.kv_cache_manager.block_size > seq.num_cached_blocks:
             self.kv_cache_manager.cache_blocks(seq, num_computed)
         scored: Scores = ()
@@ -319,7 +316,7 @@ class Scheduler:
             scored = result.scored(first, last, seq.request.params.prompt_logprobs or 0)
         if item.wants_logits:
             return self._append_token(seq, result, last, now, scored)
-        is_complete = not seq.samples and seq.num_computed_tokens == seq.num_tokens
+        is_complete = not seq.samples and num_computed == seq.num_tokens
         if not scored and not is_complete:
             return None
         event = TokenEvent(seq.request_id, prompt_logprobs=scored, num_cached_tokens=seq.num_cached_tokens)

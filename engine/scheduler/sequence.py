@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
+from engine.sampling_params import follows_tokens
 from engine.types import Request
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ class Shortage:
 class Sequence:
     """One request while it waits and runs.
 
-    `token_ids` are all tokens known so far; keys and values exist for the first `num_computed_tokens` of them.
+    `token_ids` are all tokens known so far. Keys and values of the first `num_computed_tokens` tokens exist when all
+    steps scheduled so far have run; the last of these tokens is not known while the step that samples it runs.
     """
 
     __slots__ = (
@@ -69,6 +71,7 @@ class Sequence:
         "final_len",
         "first_scheduled_s",
         "first_token_s",
+        "follows_tokens",
         "grammar_matcher",
         "key",
         "last_token_s",
@@ -80,6 +83,7 @@ class Sequence:
         "num_preemptions",
         "num_prompt_tokens",
         "num_scored_tokens",
+        "num_to_compute",
         "request",
         "request_id",
         "row",
@@ -109,7 +113,10 @@ class Sequence:
         self.num_prompt_tokens = len(self.token_ids)
         # So many tokens, prompt and generated ones together, end it at the latest.
         self.final_len = min(self.num_prompt_tokens + params.max_tokens, max_len)
-        self.num_computed_tokens = 0
+        # Every token is computed but the last one generated, which predicts nothing.
+        self.num_to_compute = max(self.num_prompt_tokens, self.final_len - 1)
+        self.follows_tokens = follows_tokens(params)  # whether a row needs the token before it to be known
+        self.num_computed_tokens = 0  # by the steps that are scheduled, the last of which may still run
         self.block_ids: list[int] = []
         self.num_freed_blocks = 0  # leading entries of `block_ids` that are the null block: outside the sliding window
         self.block_hashes: list[bytes] = []  # chained hashes of the full blocks, as far as they were needed

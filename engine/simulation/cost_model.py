@@ -1,5 +1,6 @@
 """Ranks without a model: a formula for the seconds of a step, and an executor that lets only virtual time pass."""
 
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +39,7 @@ class SimulatedExecutor:
     """Answers each step after its virtual seconds, with tokens that depend on (seed, position) alone."""
 
     rank_pids: tuple[int, ...] = ()
+    max_in_flight, best_in_flight = 2, 1
 
     def __init__(
         self, config: WorkerConfig, info: WorkerInfo, cost: CostModel, clock: VirtualClock, ends: np.ndarray
@@ -49,16 +51,15 @@ class SimulatedExecutor:
         self._clock = clock
         self._ends = ends
         self.num_tokens = 0  # computed, in all steps
-        self._step: StepMetadata | None = None
+        self._steps: deque[StepMetadata] = deque()
 
     def submit(self, step: StepMetadata, fill_masks: FillMasks | None = None) -> None:
         if fill_masks is not None:
             fill_masks(step.mask_bits)
-        self._step = step
+        self._steps.append(step)
 
     def collect(self) -> StepOutput:
-        step, self._step = self._step, None
-        assert step is not None
+        step = self._steps.popleft()
         self._clock.now_s += self._cost.seconds(step)
         self.num_tokens += step.num_tokens
         mixed = step.seeds * 1_000_003 + step.sample_positions.astype(np.int64) * 7919
@@ -75,4 +76,4 @@ class SimulatedExecutor:
         return []
 
     def close(self) -> None:
-        self._step = None
+        self._steps.clear()

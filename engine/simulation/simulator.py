@@ -115,8 +115,8 @@ def simulate(trace: Iterable[Arrival], config: SimulationConfig, watch: Watch | 
     scheduler, watch = engine_core.scheduler, watch or Watch()
     heapq.heapify(arrivals)
     peak_usage, max_running, max_preempted = 0.0, 0, 0
-    while arrivals or scheduler.has_work:
-        if not scheduler.has_work:
+    while arrivals or scheduler.has_work or engine_core.num_in_flight:
+        if not scheduler.has_work and not engine_core.num_in_flight:
             clock.now_s = max(clock.now_s, arrivals[0][0])
         while arrivals and arrivals[0][0] <= clock.now_s:
             time_s, number, arrival = heapq.heappop(arrivals)
@@ -126,14 +126,14 @@ def simulate(trace: Iterable[Arrival], config: SimulationConfig, watch: Watch | 
             except (QueueFullError, RequestError):
                 continue  # counted by the scheduler
         output = engine_core.begin()
-        if output is None:
-            watch.record(engine_core.take_events(), clock.now_s)
-            continue
-        stats = scheduler.refresh_gauges()
-        peak_usage = max(peak_usage, stats.kv_cache_usage)
-        max_running = max(max_running, stats.num_requests_running)
-        max_preempted = max(max_preempted, *(item.seq.num_preemptions for item in output.scheduled))
-        watch.record(engine_core.finish(output) + engine_core.take_events(), clock.now_s)
+        if output is not None:
+            stats = scheduler.refresh_gauges()
+            peak_usage = max(peak_usage, stats.kv_cache_usage)
+            max_running = max(max_running, stats.num_requests_running)
+            max_preempted = max(max_preempted, *(item.seq.num_preemptions for item in output.scheduled))
+        if engine_core.num_in_flight and (output is None or engine_core.is_full):
+            watch.record(engine_core.finish(), clock.now_s)
+        watch.record(engine_core.take_events(), clock.now_s)
     return _report(engine_core, watch, clock.now_s, executor.num_tokens, peak_usage, max_running, max_preempted)
 
 

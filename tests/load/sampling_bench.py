@@ -87,8 +87,7 @@ def compare(name: str, source: Tensor, step: StepMetadata, rounds: int) -> None:
         for form, sampler in samplers.items():
 
             def sample(sampler: Sampler = sampler, form: str = form) -> None:
-                if (output := sampler.sample(logits, step)) is not None:
-                    tokens[form] = output.token_ids
+                tokens[form] = sampler.sample(logits, step)[0].numpy()
 
             hidden = mock.patch.object(library, "provides", lambda function: False)
             with hidden if form == "torch" else nullcontext():

@@ -35,6 +35,8 @@ class _LimitedExecutor:
         self._executor = executor
         self.info = info
         self.rank_pids = executor.rank_pids
+        self.max_in_flight = executor.max_in_flight
+        self.best_in_flight = executor.best_in_flight
 
     def submit(self, step: StepMetadata, fill_masks: FillMasks | None = None) -> None:
         self._executor.submit(step, fill_masks)
@@ -55,16 +57,18 @@ class DirectEngine:
         num_blocks: int | None = None,
         info: WorkerInfo | None = None,
         enable_prefix_caching: bool = False,
+        pipeline_depth: int = 1,
     ) -> None:
         worker = executor.config
         if max_num_seqs is not None:
             worker = worker.with_(max_num_seqs=max_num_seqs)
         if max_num_batched_tokens is not None:
             worker = worker.with_(max_num_batched_tokens=max_num_batched_tokens)
-        config = EngineConfig(worker, enable_prefix_caching=enable_prefix_caching)
+        config = EngineConfig(worker, enable_prefix_caching=enable_prefix_caching, pipeline_depth=pipeline_depth)
         info = info or replace(executor.info, num_blocks=num_blocks or executor.info.num_blocks)
         self.now = 0.0
         self.num_steps = 0
+        self.num_ahead = 0  # steps that began while another was in flight
         self.num_cached_tokens = 0
         self.most_blocks_held = 0
         self._engine_core = EngineCore(config, _LimitedExecutor(executor, info), lambda: self.now)
@@ -84,7 +88,7 @@ class DirectEngine:
         coming = sorted(enumerate(requests), key=lambda pair: arrives_at(pair[0]))
         answers = {request.request_id: Answer() for _, request in coming}
         step = 0
-        while coming or self.scheduler.has_work:
+        while coming or self.scheduler.has_work or self._engine_core.num_in_flight:
             while coming and arrives_at(coming[0][0]) <= step:
                 request = coming.pop(0)[1]
                 self.scheduler.add(request, self.now, matchers.get(request.request_id))
@@ -94,12 +98,15 @@ class DirectEngine:
 
     def _step(self, answers: dict[int, Answer]) -> None:
         self.now += 0.01
+        num_in_flight = self._engine_core.num_in_flight
         output = self._engine_core.begin()
         self.most_blocks_held = max(self.most_blocks_held, self.scheduler.kv_cache_manager.num_held)
         events = self._engine_core.take_events()
         if output is not None:
             self.num_steps += 1
-            events += self._engine_core.finish(output)
+            self.num_ahead += num_in_flight > 0
+        if self._engine_core.num_in_flight and (output is None or self._engine_core.is_full):
+            events += self._engine_core.finish()
         for event in events:
             self._add_event(event, answers[event.request_id])
 

@@ -24,9 +24,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("model"), "qwen2")
 
 
-@pytest.fixture(scope="module")
-def recorded(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Chunked prompts, prefix hits, preemption, seeds, penalties and logprobs, all in one file."""
+@pytest.fixture(scope="module", params=[1, 2])
+def recorded(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """Chunked prompts, prefix hits, preemption, seeds, penalties and logprobs, all in one file; at both depths."""
     path = tmp_path_factory.mktemp("recording") / "steps.rec"
     config = WorkerConfig(
         str(checkpoint),
@@ -39,9 +39,10 @@ def recorded(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         kv_cache_bytes=1 << 20,
         num_threads=1,
     )
-    executor = start_executor(config, inline=True, on_progress=lambda phase, fraction: None)
+    depth = request.param
+    executor = start_executor(config, inline=depth == 1, on_progress=lambda phase, fraction: None)
     recording = RecordingExecutor(executor, RecordingWriter(str(path)), None)
-    engine = DirectEngine(recording, num_blocks=40, enable_prefix_caching=True)
+    engine = DirectEngine(recording, num_blocks=40, enable_prefix_caching=True, pipeline_depth=depth)
     draw = np.random.default_rng(0)
     begin = tuple(draw.integers(2, 300, 12).tolist())
     engine.run(
@@ -61,6 +62,7 @@ def recorded(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         for number in range(12)
     )
     assert engine.scheduler.stats.num_preemptions and engine.num_cached_tokens
+    assert (engine.num_ahead > 10) == (depth == 2)
     recording.close()
     return path
 

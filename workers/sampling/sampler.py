@@ -65,12 +65,16 @@ class Sampler:
         self.vocab_size = vocab_size
         self._shards = LogitsShards(vocab_start, vocab_local)
 
-    def sample(self, logits: Tensor, step: StepMetadata) -> StepOutput | None:
-        """The step's output on rank 0, None on others. `logits`: this rank's float32 [L, vocab_local]; overwritten."""
+    def sample(self, logits: Tensor, step: StepMetadata) -> tuple[Tensor, StepOutput | None]:
+        """The tokens, int64 [L], on every rank, and the step's output on rank 0, None on others.
+
+        `logits`: this rank's float32 [L, vocab_local]; overwritten.
+        """
         logits = logits.contiguous()
         if self.tp.size == 1 and can_serve(logits.device):
             tops, columns = kernel_sample(logits, step, self.vocab_size)
-            return StepOutput(step.step_id, finite=_states(step, tops, self.vocab_size), **columns)
+            output = StepOutput(step.step_id, finite=_states(step, tops, self.vocab_size), **columns)
+            return torch.from_numpy(output.token_ids).to(torch.int64), output
         reporting = (step.num_logprobs >= 0) | (step.target_ids >= 0)
         adjusted = apply_logits_processors(logits, step, self._shards.first_id, reporting)
         shard, scores_raw = self._measured(logits, step, reporting if adjusted is None else None)
@@ -87,8 +91,8 @@ class Sampler:
             rows = torch.from_numpy(asked).to(logits.device)
             answers = raw_logprobs(self.tp, shard, rows, tokens[rows], max(0, step.max_num_logprobs))
         if self.tp.rank > 0:
-            return None
-        return _output(step, tokens, _states(step, peak.cpu().numpy(), self.vocab_size), asked, answers)
+            return tokens, None
+        return tokens, _output(step, tokens, _states(step, peak.cpu().numpy(), self.vocab_size), asked, answers)
 
     def _measured(self, x: Tensor, step: StepMetadata, reporting: np.ndarray | None) -> tuple[LogitsShard, bool]:
         """The shard with the masses of rows whose nucleus may need it, and whether it also has those of `reporting`."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from workers.attention.backend import LayerKV
 from workers.attention.forward_batch import ForwardBatch
@@ -54,6 +55,7 @@ class ModelRunner:
         self._load_seconds = 0.0
         self.step_cost: StepCost | None = None
         self.num_blocks: int | None = None
+        self._sampled = torch.empty(0, dtype=torch.int64, device=self.device)  # [L], by the last step
 
     def load(self, on_progress: Callable[[float], None]) -> None:
         """Read this rank's slice of every weight.
@@ -192,20 +194,30 @@ class ModelRunner:
         if step.num_seqs == 0:
             return empty_output(step.step_id) if self.tp.rank == 0 else None
         batch = ForwardBatch.from_step(step, self.device)
+        if (step.token_ids < 0).any():
+            batch.token_ids = with_sampled(batch.token_ids, self._sampled)
         plan = self.backend.prepare(batch)
         hidden = model(batch, kv, self.backend, plan)  # [T, hidden_size]
         if batch.num_logits == 0:
             return empty_output(step.step_id) if self.tp.rank == 0 else None
-        parts = []
+        parts, sampled = [], []
         for start in range(0, batch.num_logits, MAX_LOGITS_ROWS):
             stop = min(start + MAX_LOGITS_ROWS, batch.num_logits)
             rows = hidden.index_select(0, batch.logits_indices[start:stop])
             logits = model.compute_logits(rows)  # float32 [L, vocab_local]
             if await_masks is not None:
                 await_masks()
-            parts.append(self.sampler.sample(logits, logits_rows(step, start, stop)))
+            tokens, part = self.sampler.sample(logits, logits_rows(step, start, stop))
+            sampled.append(tokens)
+            parts.append(part)
+        self._sampled = torch.cat(sampled)
         outputs = [part for part in parts if part is not None]
         return concatenate_outputs(outputs) if outputs else None
+
+
+def with_sampled(token_ids: Tensor, sampled: Tensor) -> Tensor:
+    """`token_ids`, int64 [T], with -1 - r replaced by entry r of `sampled`, int64 [L]. Waits for no device."""
+    return torch.where(token_ids < 0, sampled[(-1 - token_ids).clamp(min=0)], token_ids)
 
 
 def device_of(config: WorkerConfig, rank: int) -> torch.device:

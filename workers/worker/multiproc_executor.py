@@ -19,6 +19,7 @@ from workers.distributed.control_channel import Control
 from workers.distributed.shm_layout import last_of
 from workers.distributed.shm_ring import ChannelClosedError, RingLayout, RingReader, RingWriter, anonymous_memory
 from workers.errors import StartupError, WorkerError
+from workers.platform.cores import available_cores
 from workers.protocol import (
     FillMasks,
     StepMetadata,
@@ -44,6 +45,8 @@ _KILL_S = 5.0  # for the kernel to end a rank; one that waits for a dead network
 class MultiprocExecutor:
     """Starts the ranks in its constructor; raises `StartupError` with everything cleaned up when one cannot load."""
 
+    max_in_flight = 2  # fewer than a ring has slots
+
     def __init__(
         self, config: WorkerConfig, on_progress: OnProgress, *, loading_timeout_s: float = LOADING_TIMEOUT_S
     ) -> None:
@@ -64,6 +67,14 @@ class MultiprocExecutor:
             self.close(grace_s=0.0)
             raise
         logger.info("event=ranks_ready size=%d pids=%s", self._size, ",".join(map(str, self.rank_pids)))
+
+    @property
+    def best_in_flight(self) -> int:
+        """2 where the engine has a core to schedule on while the ranks compute; else it would take one from a rank,
+        for which the others wait, and nothing is gained."""
+        config = self.config
+        leaves_core = config.device == "cuda" or available_cores() > self._size * (config.num_threads or 1)
+        return self.max_in_flight if leaves_core else 1
 
     @property
     def rank_pids(self) -> tuple[int, ...]:

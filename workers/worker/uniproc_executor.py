@@ -19,6 +19,7 @@ class UniProcExecutor:
     """One rank in the calling process. A hung step hangs the caller as well; the engine's watchdog ends it."""
 
     rank_pids: tuple[int, ...] = ()
+    max_in_flight = best_in_flight = 1
 
     def __init__(self, config: WorkerConfig, on_progress: OnProgress) -> None:
         self.config = config

@@ -4,6 +4,7 @@ A token is a function of (history, seed, position), and the history is read back
 error in paging, sharing, recomputation or batching shows as a wrong token or a failed check.
 """
 
+from collections import deque
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -126,7 +127,8 @@ def expected_prompt_scores(request: Request) -> list[tuple[int, float]]:
 class Faults:
     """What goes wrong, and when."""
 
-    poisoned_seeds: tuple[int, ...] = ()  # rows with such a seed have logits that are not finite
+    poisoned_seeds: tuple[int, ...] = ()  # rows with such a seed have logits that are not finite,
+    poisoned_from: int = 0  # from this position on
     die_at_step: int | None = None
     hang_at_step: int | None = None
     die_at_ping: int | None = None
@@ -136,6 +138,7 @@ class FakeExecutor:
     """An executor with one rank of plain Python; checks every step."""
 
     rank_pids: tuple[int, ...] = ()
+    max_in_flight, best_in_flight = 2, 1
 
     def __init__(self, config: EngineConfig, info: WorkerInfo, faults: Faults | None = None) -> None:
         self.config = config.worker
@@ -145,27 +148,31 @@ class FakeExecutor:
         self.num_pings = 0
         self.is_closed = False
         self._kv: dict[int, tuple[int, int, int]] = {}  # slot -> (history, token, position)
-        self._step: StepMetadata | None = None
+        self._steps: deque[StepMetadata] = deque()
         self._last_step_id = 0
+        self._sampled = np.zeros(0, np.int32)  # by the step before
 
     def submit(self, step: StepMetadata, fill_masks: FillMasks | None = None) -> None:
-        assert not self.is_closed and self._step is None
+        assert not self.is_closed and len(self._steps) < self.max_in_flight
         if fill_masks is not None:
             fill_masks(step.mask_bits)
         assert step.step_id > self._last_step_id
         self._last_step_id = step.step_id
         self._check(step)
-        self._step = step
+        self._steps.append(step)
 
     def collect(self) -> StepOutput:
-        step, self._step = self._step, None
-        assert step is not None
+        step = self._steps.popleft()
         self.num_steps += 1
         if step.step_id == self.faults.die_at_step:
             raise WorkerError(1, step.step_id, "killed by signal 9")
         if step.step_id == self.faults.hang_at_step:
             raise WorkerError(1, step.step_id, "no answer within 5 s", hung=True)
-        return self._answer(step, self._compute(step))
+        unknown = step.token_ids < 0
+        step.token_ids[unknown] = self._sampled[-1 - step.token_ids[unknown]]
+        output = self._answer(step, self._compute(step))
+        self._sampled = output.token_ids
+        return output
 
     def ping(self) -> None:
         self.num_pings += 1
@@ -228,7 +235,9 @@ class FakeExecutor:
     def _answer(self, step: StepMetadata, histories: list[int]) -> StepOutput:
         banned, past = choices_of(step)
         tokens, logprobs = [], []
-        finite = np.where(np.isin(step.seeds, self.faults.poisoned_seeds), NONFINITE, FINITE).astype(np.uint8)
+        poisoned = np.isin(step.seeds, self.faults.poisoned_seeds)
+        poisoned &= step.sample_positions >= self.faults.poisoned_from
+        finite = np.where(poisoned, NONFINITE, FINITE).astype(np.uint8)
         for row, index in enumerate(step.logits_indices.tolist()):
             history, target = histories[index], int(step.target_ids[row])
             assert step.sample_positions[row] == step.positions[index] + 1
@@ -256,7 +265,10 @@ class FakeExecutor:
 
 
 class Driver:
-    """Runs the scheduler, the input batch and the fake ranks step by step, and checks every step."""
+    """Runs the scheduler, the input batch and the fake ranks step by step, and checks every step.
+
+    At a pipeline depth of 2 a step may begin while the one before is in flight.
+    """
 
     def __init__(
         self,
@@ -276,6 +288,9 @@ class Driver:
             vocab_size=VOCAB,
         )
         self.now = 0.0
+        self.in_flight: deque[SchedulerOutput] = deque()
+        self.num_ahead = 0  # steps that began while another was in flight
+        self._must_finish = False
         self.requests: dict[int, Request] = {}
         self.tokens: dict[int, list[int]] = {}
         self.ends: dict[int, TokenEvent] = {}
@@ -290,9 +305,10 @@ class Driver:
 
     def begin(self, num_withdrawn: int = 0) -> SchedulerOutput | None:
         """Decide a step and submit it, without the first `num_withdrawn` of its sequences."""
+        assert self.may_begin
         self.now += 0.01
         cached = dict(self.scheduler.kv_cache_manager._block_of_hash)
-        output = self.scheduler.schedule(self.now)
+        output = self.scheduler.schedule(self.now, ahead=bool(self.in_flight))
         if output is not None:
             self._check(output, cached)
             if num_withdrawn:
@@ -302,10 +318,23 @@ class Driver:
             step, masks = self.input_batch.build(output)
             self.executor.submit(step, None if masks is None else masks.fill)
             assert masks is None or not masks.failed
+            self.num_ahead += bool(self.in_flight)
+            self.in_flight.append(output)
         self.see(self.scheduler.take_events())
-        return output if output is not None and output.scheduled else None
+        if output is None or not output.scheduled:
+            self._must_finish = bool(self.in_flight)
+            return None
+        return output
 
-    def finish(self, output: SchedulerOutput) -> list[TokenEvent]:
+    @property
+    def may_begin(self) -> bool:
+        return len(self.in_flight) < (self.config.pipeline_depth or 1) and not self._must_finish
+
+    def finish(self, output: SchedulerOutput | None = None) -> list[TokenEvent]:
+        """Apply the answer to the oldest step in flight, which is `output` if given."""
+        oldest = self.in_flight.popleft()
+        assert output is None or output is oldest
+        output, self._must_finish = oldest, False
         result = _as_lists(self.executor.collect())
         events = self.scheduler.update_from_output(output, result, self.now)
         self.see(events)
@@ -313,9 +342,11 @@ class Driver:
         return events
 
     def step(self) -> SchedulerOutput | None:
-        output = self.begin()
-        if output is not None:
-            self.finish(output)
+        """Begin a step, and finish the oldest one when no more may begin."""
+        output = self.begin() if self.may_begin else None
+        if self.in_flight and not (output is not None and self.may_begin):
+            output = output or self.in_flight[0]
+            self.finish()
         return output
 
     def abort(self, request_id: int) -> None:
@@ -325,7 +356,7 @@ class Driver:
 
     def run(self, most: int = 5000) -> "Driver":
         for _ in range(most):
-            if not self.scheduler.has_work:
+            if not self.scheduler.has_work and not self.in_flight:
                 return self
             assert self.step() is not None, "there is work, but no step"
         raise AssertionError(f"not idle after {most} steps")
@@ -369,7 +400,7 @@ class Driver:
         assert len(output.scheduled) <= scheduler.max_num_seqs
         assert sum(item.num_tokens for item in output.scheduled) <= scheduler.max_num_batched_tokens
         for item in output.scheduled:
-            assert item.num_tokens > 0 and item.start == item.seq.num_computed_tokens
+            assert item.num_tokens > 0 and item.start + item.num_tokens == item.seq.num_computed_tokens
             size = scheduler.kv_cache_manager.block_size
             first, last = item.start // size, (item.start + item.num_tokens - 1) // size
             for block in item.seq.block_ids[first : last + 1]:

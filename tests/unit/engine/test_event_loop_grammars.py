@@ -69,8 +69,10 @@ class FakeManager:
 class Harness:
     """An `EngineLoop` with that manager on one end of a socket."""
 
+    depth = 1  # set by `depths`
+
     def __init__(self, **config) -> None:
-        engine = make_config(**config)
+        engine = make_config(pipeline_depth=self.depth, **config)
         self.ours, theirs = socket.socketpair()
         self.manager = FakeManager()
         executor = FakeExecutor(engine, make_info(engine, 33))
@@ -101,8 +103,14 @@ class Harness:
         return [token for event in self.events[number] for token in event.token_ids]
 
 
+@pytest.fixture(params=[1, 2], autouse=True)
+def depths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test runs at both pipeline depths."""
+    monkeypatch.setattr(Harness, "depth", request.param)
+
+
 @pytest.fixture
-def harness():
+def harness(depths: None):
     return Harness()
 
 

@@ -137,8 +137,8 @@ class Scene:
         tokens: dict[int, list[int]] = {}
         for number in range(first, first + count):
             self.engine_core.scheduler.add(make_request(number, [5, 6, number], logprobs=1), 0.0)
-        while (output := self.engine_core.begin()) is not None:
-            for event in self.engine_core.finish(output):
+        while self.engine_core.begin() is not None:
+            for event in self.engine_core.finish():
                 tokens.setdefault(event.request_id, []).extend(event.token_ids)
         return tokens
 
@@ -170,8 +170,8 @@ def test_recording_takes_the_memory_of_the_steps_there_are(tmp_path: Path) -> No
     executor = RecordingExecutor(scene.fake, RecordingWriter(str(tmp_path / "r")), None)
     scene.engine_core.executor = executor
     scene.engine_core.scheduler.add(make_request(1, [5] * 60, logprobs=1, max_tokens=2), 0.0)
-    while (output := scene.engine_core.begin()) is not None:
-        scene.engine_core.finish(output)
+    while scene.engine_core.begin() is not None:
+        scene.engine_core.finish()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(list(Recording(str(tmp_path / "r")).records())) == 2 * scene.fake.num_steps
@@ -248,8 +248,8 @@ def test_masks_that_come_late_are_in_the_file(tmp_path: Path) -> None:
     served = []
     state = CountingGrammar(grammar := Grammar("lark", "9"))
     scene.engine_core.scheduler.add(make_request(1, [5, 6], grammar=grammar, max_tokens=9), 0.0, state)
-    while (output := scene.engine_core.begin()) is not None:
-        served += [token for event in scene.engine_core.finish(output) for token in event.token_ids]
+    while scene.engine_core.begin() is not None:
+        served += [token for event in scene.engine_core.finish() for token in event.token_ids]
     scene.executor.close()
     records = list(Recording(str(tmp_path / "r")).records())
     fresh = FakeExecutor(make_config(), scene.fake.info)

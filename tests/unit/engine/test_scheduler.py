@@ -162,7 +162,7 @@ def test_a_prefill_only_request_takes_one_step_and_samples_nothing(scores: int |
         driver.add(make_request(number, range(10), max_tokens=0, prompt_logprobs=scores))
         output = driver.begin()
         assert output is not None and [item.num_scored for item in output.scheduled] == [0 if scores is None else 9]
-        assert driver.executor._step is not None and (driver.executor._step.target_ids >= 0).all()
+        assert (driver.executor._steps[0].target_ids >= 0).all()
         (event,) = driver.finish(output)
         assert event.finish_reason is FinishReason.LENGTH and event.token_ids == ()
         assert not driver.scheduler.has_work

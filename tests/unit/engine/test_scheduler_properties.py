@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.errors import QueueFullError, RequestError
-from engine.scheduler.output import SchedulerOutput
 from engine.types import FinishReason
 
 # Few distinct prompts, many shared prefixes.
@@ -43,9 +42,17 @@ class EngineMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 5),
         caching=st.booleans(),
         window=st.sampled_from([None, None, 2, 5, 9, 30]),
+        depth=st.sampled_from([1, 2]),
     )
     def start(
-        self, num_blocks: int, max_num_seqs: int, budget: int, block_size: int, caching: bool, window: int | None
+        self,
+        num_blocks: int,
+        max_num_seqs: int,
+        budget: int,
+        block_size: int,
+        caching: bool,
+        window: int | None,
+        depth: int,
     ) -> None:
         config = make_config(
             max_num_seqs=max_num_seqs,
@@ -55,9 +62,9 @@ class EngineMachine(RuleBasedStateMachine):
             max_waiting_requests=6,
             max_waiting_tokens=100,
             enable_prefix_caching=caching,
+            pipeline_depth=depth,
         )
         self.driver = Driver(config, num_blocks, sliding_window=window)
-        self.pending: SchedulerOutput | None = None
         self.next_id = 1
         self.num_withdrawn = 0
 
@@ -93,22 +100,20 @@ class EngineMachine(RuleBasedStateMachine):
         except (QueueFullError, RequestError):
             assert self.driver.scheduler.stats.num_rejected == rejected + 1
 
-    @precondition(lambda self: self.pending is None)
+    @precondition(lambda self: self.driver.may_begin)
     @rule(num_withdrawn=st.sampled_from([0, 0, 0, 1, 2]))
     def begin(self, num_withdrawn: int) -> None:
         errors = self.driver.scheduler.stats.num_errors
-        self.pending = self.driver.begin(num_withdrawn)
+        output = self.driver.begin(num_withdrawn)
         self.num_withdrawn += min(num_withdrawn, self.driver.scheduler.stats.num_errors - errors)
-        assert self.pending is not None or num_withdrawn or not self.driver.scheduler.has_work
+        idle = not self.driver.scheduler.has_work
+        assert output is not None or num_withdrawn or idle or self.driver.in_flight
 
-    @precondition(lambda self: self.pending is not None)
+    @precondition(lambda self: self.driver.in_flight)
     @rule()
     def finish(self) -> None:
-        assert self.pending is not None
-        self.driver.finish(self.pending)
-        self.pending = None
+        self.driver.finish()
 
-    @precondition(lambda self: self.pending is None)
     @rule(count=st.integers(1, 12))
     def steps(self, count: int) -> None:
         for _ in range(count):
@@ -133,8 +138,6 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "driver"):
             return
-        if self.pending is not None:
-            self.driver.finish(self.pending)
         self.driver.run()
         self.driver.check_outputs()
         self.driver.check_idle()

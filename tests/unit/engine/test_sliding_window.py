@@ -24,7 +24,7 @@ def test_a_long_answer_holds_its_window(caching: bool) -> None:
         held.append(driver.scheduler.kv_cache_manager.num_held)
         (item,) = output.scheduled
         first_read = max(0, item.start - WINDOW + 1) // 4
-        table = driver.executor._step.block_tables[0].tolist()
+        table = driver.executor._steps[0].block_tables[0].tolist()
         assert all(block != NULL_BLOCK for block in table[first_read : item.start // 4 + 1])
         num_freed = max(0, first_read - 1)  # one more is, when the next block is taken
         assert table[:num_freed] == [NULL_BLOCK] * num_freed

@@ -38,7 +38,7 @@ def test_the_choices_of_one_prompt_look_through_it_once() -> None:
             request = Request(number, (*prompt,) if number == 0 else seqs[0].request.prompt_token_ids, PENALISED)
             seqs.append(Sequence(request, key=(0.0, number), max_len=50_000, arrival_s=0.0))
         began = time.thread_time()
-        sections, _ = build_sampling_metadata([*enumerate(seqs)], 50_000)
+        sections, _ = build_sampling_metadata([(row, seq, 0) for row, seq in enumerate(seqs)], 50_000)
         spent = time.thread_time() - began
         assert len(sections["history_ids"]) == num_choices * len(prompt)
         return spent

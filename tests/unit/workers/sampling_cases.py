@@ -51,13 +51,14 @@ def sample_with(logits: Tensor, step: StepMetadata, size: int = 1) -> StepOutput
     before = padded.clone()
     ranks = ThreadRanks(size)
     answers: list[StepOutput | None] = [None] * size
+    tokens: list[Tensor] = [torch.empty(0)] * size
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
             tp = TensorParallel.solo() if size == 1 else ranks.member(rank)
             shard = padded[:, rank * width : (rank + 1) * width].contiguous()
-            answers[rank] = Sampler(tp, rank * width, width, vocab).sample(shard, step)
+            tokens[rank], answers[rank] = Sampler(tp, rank * width, width, vocab).sample(shard, step)
             reporting = torch.from_numpy((step.num_logprobs >= 0) | (step.target_ids >= 0))
             raw = before[:, rank * width : (rank + 1) * width]
             torch.testing.assert_close(shard[reporting], raw[reporting], rtol=0, atol=0, equal_nan=True)
@@ -75,6 +76,7 @@ def sample_with(logits: Tensor, step: StepMetadata, size: int = 1) -> StepOutput
     assert len(set(ranks.calls)) == 1, "every rank makes the same collective calls"
     assert all(answer is None for answer in answers[1:])
     assert answers[0] is not None
+    assert all((on_rank.numpy() == answers[0].token_ids).all() for on_rank in tokens), "every rank has the tokens"
     return answers[0]
 
 

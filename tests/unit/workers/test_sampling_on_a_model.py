@@ -55,8 +55,8 @@ def run(executor: Executor, requests: list[Request]) -> tuple[dict[int, list[Tok
     for request in requests:
         stepper.scheduler.add(request, 0.0)
     while stepper.scheduler.has_work:
-        output = stepper.begin()
-        for event in stepper.take_events() + ([] if output is None else stepper.finish(output)):
+        begun = stepper.begin() is not None
+        for event in stepper.take_events() + (stepper.finish() if begun else []):
             events[event.request_id].append(event)
     return events, stepper
 
