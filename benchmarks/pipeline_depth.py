@@ -1,10 +1,12 @@
 """Decode steps with the rank inside the engine's process, in one of its own, and there with steps scheduled ahead.
 
     python -m benchmarks.pipeline_depth [--sequences N ...] [--rounds N] [--ranks N] [--shape 0.5b] [--threads N]
+    python -m benchmarks.pipeline_depth --device-ms 5 [--sequences N ...] [--rounds N]
 
-The three ways take turns in each round, on ranks that are loaded once (the first of them only with one rank). Each
-round decodes `--tokens` tokens of every sequence, as the engine's loop does: schedule, build, submit, encode the events
-of the answer before, wait for the answer. Figures are milliseconds of wall time per step: median and least of a way.
+The ways take turns in each round, on ranks that are loaded once (the first of them only with one rank). Each round
+decodes `--tokens` tokens of every sequence, as the engine's loop does: schedule, build, submit, encode the events of
+the answer before, wait for the answer. With `--device-ms` the ranks are a device that takes so long for every step and
+no processor time. Figures are milliseconds of wall time per step: the median over rounds, and the least.
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections import deque
+
+import numpy as np
 
 from benchmarks.checkpoint import ensure
 from engine.config import EngineConfig, WorkerConfig
@@ -19,9 +24,46 @@ from engine.core.engine_core import EngineCore
 from engine.ipc import messages
 from engine.sampling_params import SamplingParams
 from engine.types import Request, TokenEvent
+from workers.config import WorkerInfo
 from workers.executor import Executor, start_executor
+from workers.protocol import FillMasks, StepMetadata, StepOutput
 
 PROMPT = 64
+
+
+class SimulatedDevice:
+    """Ranks on a device that runs steps in order, each for the same time, and answers with one token."""
+
+    rank_pids: tuple[int, ...] = ()
+    max_in_flight = best_in_flight = 2
+
+    def __init__(self, config: WorkerConfig, step_s: float) -> None:
+        assert config.max_model_len is not None and config.num_kv_blocks is not None
+        sizes = (config.num_kv_blocks, config.block_size, config.max_model_len)
+        self.config = config
+        self.info = WorkerInfo(*sizes, 32_000, 1, "simulated", "none", "none", "None", 0, 0, 0, 0.0)
+        self._step_s = step_s
+        self._running: deque[tuple[float, StepMetadata]] = deque()  # with the time of their ends
+        self._free_s = 0.0  # when the last of them ends
+
+    def submit(self, step: StepMetadata, fill_masks: FillMasks | None = None) -> None:
+        self._free_s = max(self._free_s, time.monotonic()) + self._step_s
+        self._running.append((self._free_s, step))
+
+    def collect(self) -> StepOutput:
+        end_s, step = self._running.popleft()
+        time.sleep(max(0.0, end_s - time.monotonic()))
+        rows = len(step.logits_indices)
+        return StepOutput(step.step_id, np.full(rows, 5, np.int32), np.ones(rows, np.uint8))
+
+    def ping(self) -> None:
+        return None
+
+    def fileno_for_death(self) -> list[int]:
+        return []
+
+    def close(self) -> None:
+        self._running.clear()
 
 
 def seconds_per_step(executor: Executor, depth: int, num_seqs: int, num_tokens: int) -> float:
@@ -54,22 +96,21 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--shape", default="0.5b")
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--device-ms", type=float, help="of one step of a simulated device")
     arguments = parser.parse_args()
     most = max(arguments.sequences)
+    simulated = arguments.device_ms is not None
     config = WorkerConfig(
-        str(ensure(arguments.shape)),
+        "none" if simulated else str(ensure(arguments.shape)),
         tensor_parallel_size=arguments.ranks,
         max_model_len=PROMPT + arguments.tokens + 32,
         max_num_seqs=most,
+        max_num_batched_tokens=max(2048, PROMPT * most if simulated else 0),
         num_kv_blocks=most * ((PROMPT + arguments.tokens) // 32 + 2),
         num_threads=arguments.threads,
         log_level="WARNING",
     )
-    own = start_executor(config, inline=False, on_progress=lambda phase, share: None)
-    ways = {"own process": (own, 1), "own process, ahead": (own, 2)}
-    if arguments.ranks == 1:
-        inline = start_executor(config, inline=True, on_progress=lambda phase, share: None)
-        ways = {"inline": (inline, 1), **ways}
+    ways = simulated_ways(config, arguments.device_ms / 1e3) if simulated else real_ways(config)
     try:
         print(f"| sequences | {' | '.join(ways)} |\n|---:|{'---:|' * len(ways)}")
         for num_seqs in arguments.sequences:
@@ -82,6 +123,20 @@ def main() -> None:
     finally:
         for executor in {id(executor): executor for executor, _ in ways.values()}.values():
             executor.close()
+
+
+def simulated_ways(config: WorkerConfig, step_s: float) -> dict[str, tuple[Executor, int]]:
+    """By name: the executor, and the pipeline depth."""
+    device = SimulatedDevice(config, step_s)
+    return {"device": (device, 1), "device, ahead": (device, 2)}
+
+
+def real_ways(config: WorkerConfig) -> dict[str, tuple[Executor, int]]:
+    own = start_executor(config, inline=False, on_progress=lambda phase, share: None)
+    ways = {"own process": (own, 1), "own process, ahead": (own, 2)}
+    if config.tensor_parallel_size > 1:
+        return ways
+    return {"inline": (start_executor(config, inline=True, on_progress=lambda phase, share: None), 1), **ways}
 
 
 if __name__ == "__main__":

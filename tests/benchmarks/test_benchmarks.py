@@ -76,3 +76,8 @@ def test_products(tmp_path):
             assert list(parts) == ["q, k, v", "attention out", "gate, up", "down", "head", "step"]
             assert min(parts.values()) > 0
     assert "of streaming read" in printed
+
+
+def test_steps_ahead_of_a_simulated_device():
+    printed = run_module("pipeline_depth", "--device-ms", 1, "--sequences", 2, 5, "--rounds", 1, "--tokens", 4).stdout
+    assert [line.split("|")[1].strip() for line in printed.splitlines()[2:]] == ["2", "5"]

@@ -9,11 +9,18 @@ from engine.simulation.cost_model import CostModel
 from engine.simulation.simulator import Percentiles, SimulationConfig, simulate
 from engine.simulation.trace import Arrival, make_trace
 
+ENGINE = {"max_waiting_requests": 5000, "max_waiting_tokens": 10**7}
+
+
+@pytest.fixture(params=[1, 2], autouse=True)
+def depth(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test runs at both pipeline depths."""
+    monkeypatch.setitem(ENGINE, "pipeline_depth", request.param)
+
 
 def config(*, num_blocks: int = 1200, budget: int = 512, **engine) -> SimulationConfig:
     worker = WorkerConfig("none", max_model_len=2048, max_num_seqs=64, max_num_batched_tokens=budget, block_size=32)
-    engine = {"max_waiting_requests": 5000, "max_waiting_tokens": 10**7, **engine}
-    return SimulationConfig(EngineConfig(worker, **engine), num_blocks=num_blocks)
+    return SimulationConfig(EngineConfig(worker, **{**ENGINE, **engine}), num_blocks=num_blocks)
 
 
 def trace(**changes) -> list[Arrival]:
