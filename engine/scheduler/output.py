@@ -28,7 +28,6 @@ class ScheduledTokens:
     wants_logits: bool
     score_from: int = 0
     num_scored: int = 0
-    num_preemptions: int = 0  # of the sequence when this was scheduled: after another one the answer is out of date
 
 
 @dataclass(slots=True)

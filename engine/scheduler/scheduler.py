@@ -152,15 +152,15 @@ class Scheduler:
     def update_from_output(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> list[TokenEvent]:
         """Append tokens, cache full blocks, end what is complete; return the events.
 
-        Sequences that have ended since the step was scheduled are ignored, and so are those that were preempted: their
-        token is sampled again.
+        Sequences that have ended since the step was scheduled are ignored, and so are those that were preempted, which
+        cannot run again before this: their token is sampled again.
         """
         events = []
         row = 0
         for item in output.scheduled:
             seq, first = item.seq, row
             row += item.num_scored + item.wants_logits
-            if seq.status is not Status.RUNNING or seq.num_preemptions != item.num_preemptions:
+            if seq.status is not Status.RUNNING:
                 continue
             try:
                 event = self._update_sequence(item, result, first, now)
@@ -210,7 +210,7 @@ class Scheduler:
                 continue  # it ends with the answer to the step before
             try:
                 if start < len(seq.block_ids) * block_size or self._allocate_next_block(seq, output):
-                    scheduled.append(ScheduledTokens(seq, start, 1, seq.samples, 0, 0, seq.num_preemptions))
+                    scheduled.append(ScheduledTokens(seq, start, 1, seq.samples))
                     seq.num_computed_tokens = start + 1
             except Exception:
                 self._events.append(self._fail_after_exception(seq, "schedule", now))
@@ -250,9 +250,7 @@ class Scheduler:
             return 0
         self.kv_cache_manager.cache_blocks(seq, start + num_tokens)
         wants_logits = start + num_tokens == seq.num_tokens and seq.samples
-        output.scheduled.append(
-            ScheduledTokens(seq, start, num_tokens, wants_logits, score_from, num_scored, seq.num_preemptions)
-        )
+        output.scheduled.append(ScheduledTokens(seq, start, num_tokens, wants_logits, score_from, num_scored))
         seq.num_computed_tokens = start + num_tokens
         return num_tokens
 

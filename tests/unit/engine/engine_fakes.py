@@ -397,6 +397,7 @@ class Driver:
         scheduler = self.scheduler
         allocated = {block for _, _, block in output.new_blocks}
         assert not (output.num_preempted and output.new_rows), "blocks freed by preemption are given to a new sequence"
+        assert not (output.num_preempted and self.in_flight), "a sequence whose token is to come is preempted"
         assert len(output.scheduled) <= scheduler.max_num_seqs
         assert sum(item.num_tokens for item in output.scheduled) <= scheduler.max_num_batched_tokens
         for item in output.scheduled:

@@ -26,6 +26,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "bad words": {"bad_words": ((3,), (5, 9), *(((token, other)) for token in range(20) for other in range(0, 60, 2)))},
     "short bad words": {"bad_words": ((3,), (8,))},
     "bias": {"logit_bias": ((4, -100.0), (6, 1.5))},
+    "bias and min_tokens": {
+        "logit_bias": ((4, -100.0),),
+        "min_tokens": 4,
+        "max_tokens": 12,
+        "stop_token_ids": tuple(range(0, 64, 2)),
+    },
     "allowed": {"allowed_token_ids": tuple(range(0, 64, 3))},
     "grammar": {"grammar": Grammar("lark", "9"), "max_tokens": 20},
     "grammar that runs dry": {"grammar": Grammar("lark", "9"), "allowed_token_ids": (3, 6, 4), "max_tokens": 20},
@@ -145,8 +151,8 @@ def test_a_step_waits_for_tokens_that_a_row_needs() -> None:
     driver.check_outputs()
 
 
-def test_the_answer_to_a_step_before_a_preemption_is_not_taken_for_a_later_one() -> None:
-    """Only a failure to build preempts while an answer is to come: it withdraws what the failed request would share."""
+def test_a_request_fails_to_be_built_while_an_answer_is_to_come() -> None:
+    """The other one, which would share what it computes, is preempted, and the answer to come is not for it."""
     driver = Driver(make_config(pipeline_depth=2, block_size=2, max_num_batched_tokens=8), num_blocks=60)
     driver.add(make_request(1, range(30), max_tokens=4))
     driver.add(make_request(2, range(30), max_tokens=4))
