@@ -35,7 +35,7 @@ _CHOICES = {
     "dtype": ("auto", *ITEM_BYTES),
     "quantization": tuple(QUANTIZATIONS),
     "load_format": ("auto", "safetensors", "dummy"),
-    "attention_backend": ("auto", "cpp", "torch", "reference"),
+    "attention_backend": ("auto", "cpp", "torch", "triton", "reference"),
 }
 _MAX_BLOCK_SIZE = 1024
 

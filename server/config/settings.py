@@ -199,8 +199,8 @@ class Settings:
         "auto",
         group=_PARALLEL,
         example="reference",
-        choices=("auto", "cpp", "torch", "reference"),
-        help="reference: plain torch, slow, for comparison",
+        choices=("auto", "cpp", "torch", "triton", "reference"),
+        help="triton: on CUDA devices; reference: plain torch, slow, for comparison",
     )
     step_timeout: float | None = option(
         None,

@@ -6,10 +6,11 @@ from workers.attention.backend import AttentionBackend, KVSpec
 from workers.attention.cpp import CppBackend
 from workers.attention.reference import ReferenceBackend
 from workers.attention.torch_backend import TorchBackend
+from workers.attention.triton_backend import TritonBackend
 from workers.errors import StartupError
 
-# Fastest first. The reference supports everything.
-BACKENDS: tuple[type[AttentionBackend], ...] = (CppBackend, TorchBackend, ReferenceBackend)
+# Fastest first. The reference supports everything; what comes after it is chosen by name alone.
+BACKENDS: tuple[type[AttentionBackend], ...] = (CppBackend, TorchBackend, ReferenceBackend, TritonBackend)
 
 
 def choose(spec: KVSpec, name: str, log: Callable[[str], None]) -> AttentionBackend:

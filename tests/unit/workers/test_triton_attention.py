@@ -1,0 +1,135 @@
+"""The Triton kernels against the reference: on a CUDA device, or else on the CPU in Triton's interpreter.
+
+In the interpreter, products of bfloat16 are not those of a device, so that type is left to devices.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from tests.unit.workers.attention_cases import Case, Seq
+from workers.attention.backend import AttentionSpec, KVSpec
+from workers.attention.reference import ReferenceBackend
+from workers.attention.triton_backend import TritonBackend
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
+TOLERANCE = {torch.float32: 4e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+# Compute capability -> bytes of shared memory that one program may take.
+LIMITS = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+# All types on a device; in the interpreter, which is slow, each type with one of the numbers of multiprocessors.
+RUNS = [(dtype, processors) for dtype in TYPES for processors in (1, 16)]
+if DEVICE.type == "cpu":
+    RUNS = [(torch.float32, 16), (torch.float16, 1)]
+MIXED = [Seq(1, 1), Seq(9, 9), Seq(1, 140), Seq(5, 64), Seq(17, 80)]
+
+pytestmark = pytest.mark.slow
+
+
+def backend_of(spec: KVSpec, processors: int) -> TritonBackend:
+    """As on a device with that many multiprocessors: with more of them, keys are split more finely."""
+    backend = TritonBackend(spec)
+    backend.processors = processors
+    return backend
+
+
+def agree(spec: KVSpec, layer: AttentionSpec, seqs: list[Seq], processors: int, seed: int = 0) -> None:
+    case = Case(spec, layer, seqs, seed)
+    ours = case.run(backend_of(spec, processors))
+    for result, wanted in zip(ours, case.run(ReferenceBackend(spec)), strict=True):
+        torch.testing.assert_close(result, wanted, atol=TOLERANCE[spec.dtype], rtol=TOLERANCE[spec.dtype])
+
+
+@pytest.mark.parametrize(("dtype", "processors"), RUNS, ids=str)
+@pytest.mark.parametrize(
+    ("heads", "group", "width", "block", "window", "softcap"),
+    [
+        (1, 4, 64, 1, None, None),
+        (2, 7, 64, 16, None, None),
+        (1, 3, 80, 48, None, None),
+        (1, 1, 96, 16, None, 5.0),
+        (1, 8, 128, 128, None, None),
+        (1, 2, 256, 32, None, None),
+        (4, 2, 32, 16, 1, None),
+        (2, 4, 64, 16, 40, None),
+        (1, 5, 64, 32, 200, 30.0),
+        (1, 32, 64, 16, None, None),
+    ],
+)
+def test_it_agrees_with_the_reference(heads, group, width, block, window, softcap, dtype, processors):
+    spec = KVSpec(1, heads, width, block, dtype, DEVICE)
+    layer = AttentionSpec(0, heads * group, heads, width, width**-0.5, window, softcap)
+    agree(spec, layer, MIXED, processors)
+
+
+def random_case(seed: int) -> tuple[KVSpec, AttentionSpec, list[Seq], int]:
+    draw = random.Random(seed)
+    heads, group = draw.choice([1, 2, 3]), draw.choice([1, 2, 3, 4, 5, 7, 8])
+    width, block = draw.choice([16, 32, 64, 80, 96, 128, 256]), draw.choice([8, 16, 32, 48, 128])
+    window, softcap = draw.choice([None, None, 1, 17, 64, 130]), draw.choice([None, None, 20.0])
+    seqs = []
+    for _ in range(draw.randint(1, 4)):
+        context = draw.choice([1, 2, 15, 64, 65, draw.randint(1, 400)])
+        seqs.append(Seq(draw.choice([1, 1, context, draw.randint(1, context)]), context))
+    spec = KVSpec(1, heads, width, block, draw.choice(TYPES), DEVICE)
+    layer = AttentionSpec(0, heads * group, heads, width, draw.uniform(0.05, 0.3), window, softcap)
+    return spec, layer, seqs, draw.choice([1, 8, 100])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_ragged_shapes_at_random(seed):
+    spec, layer, seqs, processors = random_case(seed)
+    agree(spec, layer, seqs, processors, seed)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_hundreds_of_ragged_shapes():
+    for seed in range(12, 512):
+        spec, layer, seqs, processors = random_case(seed)
+        agree(spec, layer, seqs, processors, seed)
+
+
+@pytest.mark.parametrize("processors", [1, 16])
+@pytest.mark.parametrize("window", [1, 40, 130])
+def test_blocks_outside_the_window_are_never_read(window, processors):
+    spec = KVSpec(1, 2, 64, 16, torch.float32, DEVICE)
+    case = Case(spec, AttentionSpec(0, 4, 2, 64, 0.125, window), [Seq(1, 150), Seq(70, 200), Seq(1, 41), Seq(5, 5)])
+    kept = case.run(backend_of(spec, processors))
+    freed = case.run(backend_of(spec, processors), frees=True)
+    assert all(torch.equal(one, other) for one, other in zip(kept, freed, strict=True))
+    assert torch.cat(freed).isfinite().all()
+
+
+def test_long_contexts_are_split_by_processors_and_length():
+    """Few programs over long contexts occupy the device; many programs, or short contexts, are not split."""
+    spec = KVSpec(1, 2, 64, 16, torch.float16, DEVICE)
+    case = Case(spec, AttentionSpec(0, 2, 2, 64, 0.125), [Seq(1, 520), Seq(3, 300)])
+    assert backend_of(spec, 1).spans(programs=4, longest=1024, window=None, rows=16, keys=64) == (1024, 1)
+    assert backend_of(spec, 132).spans(programs=4, longest=1024, window=None, rows=16, keys=64) == (256, 4)
+    assert backend_of(spec, 132).spans(programs=4, longest=200, window=None, rows=16, keys=64) == (200, 1)
+    assert backend_of(spec, 132).spans(programs=64, longest=100_000, window=None, rows=16, keys=64) == (20_032, 5)
+    whole, split = (case.run(backend_of(spec, processors)) for processors in (1, 132))
+    for one, other in zip(whole, split, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-3, rtol=2e-3)
+
+
+def test_kernels_fit_every_kind_of_device():
+    """Compiled for each, without a device: shared memory and registers suffice, and nothing is spilled."""
+    program = [sys.executable, "-m", "tests.unit.workers.triton_resources"]
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    found = json.loads(subprocess.run(program, env=kept, capture_output=True, text=True, check=True).stdout)
+    assert len(found) == 40
+    for name, taken in found.items():
+        assert taken["shared"] <= LIMITS[int(name.split()[0])], name
+        assert taken["registers"] <= 255, name
+        assert taken["stack"] <= (8 if "float32" in name else 0), name
