@@ -151,7 +151,7 @@ def cpus_of_ranks(config: WorkerConfig) -> list[set[int]] | None:
     if len(parts) != ranks:
         raise StartupError(
             f"--cpu-affinity has {len(parts)} list(s) of CPUs, and there are {ranks} rank(s).",
-            f"Give {ranks} with | between them, or --tensor-parallel-size {len(parts)}.",
+            f"Give one list for each rank, with | between them, or --tensor-parallel-size {len(parts)}.",
         )
     return parts
 
