@@ -26,9 +26,15 @@ def runs_rank(tensor_parallel_size: int) -> bool:
 class EngineProcess:
     """A started process. The caller of `take` owns its socket and ends it; until then `discard` does."""
 
-    def __init__(self, *, runs_rank: bool, compiles: bool = False, command: Sequence[str] = ENGINE_MODULE) -> None:
-        """`runs_rank`: it will run the single rank itself, so it should import torch at once. `compiles`: where the
-        kernels for CPUs must be compiled, begin with that, since it takes longest.
+    def __init__(
+        self,
+        *,
+        runs_rank: bool,
+        compiles: tuple[str | None, str] | None = None,
+        command: Sequence[str] = ENGINE_MODULE,
+    ) -> None:
+        """`runs_rank`: it will run the single rank itself, so it should import torch at once. `compiles`: a model's
+        directory and `dtype` option; where its kernels for CPUs must be compiled, begin with that: it takes longest.
 
         The kernel ends the process together with the thread that started it. `command` is what the interpreter runs;
         the socket's number is added to it.
@@ -36,8 +42,8 @@ class EngineProcess:
         ours, theirs = socket.socketpair()
         options = ["--runs-rank"] if runs_rank else []
         with theirs, _sigint_ignored():
-            if compiles:
-                begin_compiling()
+            if compiles is not None:
+                begin_compiling(*compiles)
             process = start_python(
                 [*command, "--fd", str(theirs.fileno()), "--parent", str(os.getpid()), *options],
                 pass_fds=[theirs.fileno()],

@@ -1,41 +1,64 @@
 """Compiles the kernels of this machine's processor while the rest of a start goes on. Torch-free and light to import.
 
-python -m workers.compile_ahead
+python -m workers.compile_ahead ELEMENT_TYPE
 """
 
+import json
+import signal
 import subprocess
+import sys
 import threading
+from pathlib import Path
 
 from workers.errors import StartupError
 from workers.kernels.cpu import build, levels
+from workers.platform.dtypes import ITEM_BYTES
 from workers.python_child import start_python
 
 
-def begin_compiling() -> None:
-    """Start a process that compiles the kernels, unless they are there; ranks wait for it, by the lock of the cache.
+def begin_compiling(model: str | None, dtype: str) -> None:
+    """Start a process that compiles the kernels for a model's element type, unless they are there.
+
+    `model` and `dtype` as for `likely_element_type`. Ranks wait for the process, by the lock of the cache.
 
     It goes on when this process ends, so that the next start finds them. It says nothing where they cannot be compiled:
     who needs them tries again, and reports the reason.
     """
     try:
-        level = levels.chosen()
-        if level is None or build.existing(level) is not None:
+        level, element = levels.chosen(), likely_element_type(model, dtype)
+        if level is None or build.existing(build.for_type(level, element)) is not None:
             return
     except (StartupError, build.KernelsUnavailable):
         return
-    process = start_python(["-m", "workers.compile_ahead"], output=subprocess.DEVNULL)
+    process = start_python(["-m", "workers.compile_ahead", element], output=subprocess.DEVNULL)
     threading.Thread(target=process.wait, name="compiling", daemon=True).start()
 
 
-def _compile() -> int:
+def likely_element_type(model: str | None, dtype: str) -> str:
+    """The element type in which `model`, a directory, will be served: `dtype`, or where that is "auto" the model's own.
+
+    A guess where the model is not there yet or says nothing: a wrong one costs time alone.
+    """
+    if dtype != "auto":
+        return dtype
+    try:
+        config = json.loads((Path(model or "").expanduser() / "config.json").read_text("utf-8"))
+        declared = config.get("dtype") or config.get("torch_dtype")
+    except (OSError, ValueError, AttributeError):  # whoever loads the model says what is wrong with it
+        declared = None
+    return declared if declared in ITEM_BYTES else "bfloat16"
+
+
+def _compile(element: str) -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the compilers, too
     level = levels.chosen()
     try:
         if level is not None:
-            build.compiled(level)
+            build.compiled(build.for_type(level, element))
     except build.KernelsUnavailable:
         return 1
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(_compile())
+    raise SystemExit(_compile(sys.argv[1]))

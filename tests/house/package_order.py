@@ -80,7 +80,7 @@ ORDER: dict[str, Order] = {
         "config.py": entries("step_cost.py"),
         "step_cost.py": entries(""),
         "errors.py": entries(""),
-        "compile_ahead.py": entries("kernels errors.py python_child.py"),
+        "compile_ahead.py": entries("kernels platform errors.py python_child.py"),
         "parent_death.py": entries(""),
         "python_child.py": entries(""),
     },

@@ -89,7 +89,7 @@ def compare(name: str, source: Tensor, step: StepMetadata, rounds: int) -> None:
             def sample(sampler: Sampler = sampler, form: str = form) -> None:
                 tokens[form] = sampler.sample(logits, step)[0].numpy()
 
-            hidden = mock.patch.object(library, "provides", lambda function: False)
+            hidden = mock.patch.object(library, "provides", lambda *_: False)
             with hidden if form == "torch" else nullcontext():
                 taken = milliseconds(sample, logits, source)
             if round_number:

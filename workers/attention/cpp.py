@@ -67,7 +67,7 @@ class CppBackend:
         self._layers: dict[AttentionSpec, CAttentionLayer] = {}
         heads = spec.num_kv_heads
         self._pages = CAttentionLayer(heads, heads, spec.head_dim, spec.block_size, 0, 1.0, 0.0)
-        self.kernels = kernels = library.library()
+        self.kernels = kernels = library.library(spec.dtype)
         pointer, number = ctypes.c_void_p, ctypes.c_long
         self._attend = kernels.oarlock_attend
         self._attend.argtypes = [pointer, pointer, pointer, number, pointer, number, pointer, pointer, ctypes.c_int]
@@ -97,7 +97,7 @@ class CppBackend:
             return f"it wants a block size that is a multiple of {_GROUP}, not {spec.block_size}"
         if spec.head_dim % _GROUP or spec.head_dim > _MAX_HEAD:
             return f"it wants heads of up to {_MAX_HEAD} elements in multiples of {_GROUP}, not {spec.head_dim}"
-        return None if library.why_not() is None else "the C++ kernels are not loaded"
+        return None if library.why_not(spec.dtype) is None else "the C++ kernels are not loaded"
 
     def allocate(self, num_blocks: int) -> list[LayerKV]:
         spec = self.spec

@@ -32,7 +32,8 @@ def run(arguments: argparse.Namespace) -> int:
     _check_model_was_not_swallowed(given, settings)
     for note in arguments.notes:
         sys.stderr.write(f"note: {note}\n")
-    engine = EngineProcess(runs_rank=runs_rank(settings.tensor_parallel_size), compiles=settings.device != "cuda")
+    compiles = None if settings.device == "cuda" else (settings.model, settings.dtype)
+    engine = EngineProcess(runs_rank=runs_rank(settings.tensor_parallel_size), compiles=compiles)
     try:
         from server.entrypoints.supervisor import serve  # takes a second, while the engine's process imports as well
 

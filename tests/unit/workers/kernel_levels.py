@@ -40,6 +40,7 @@ def using(level: Level) -> Generator[None]:
     """Everything that is loaded inside uses the kernels of `level`."""
     if not is_here(level):
         library._outcomes[level] = _emulated(level)  # ty: ignore[invalid-assignment]
+    library.load(level)  # all element types, whichever comes first
     with library.using(level):
         yield
 

@@ -5,15 +5,19 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.unit.workers import kernel_levels
+from tests.unit.workers.attention_cases import Seq, batch_of, cpp_at, tables_for
+from workers.attention.backend import AttentionSpec, KVSpec
 from workers.config import WorkerConfig
 from workers.errors import StartupError
-from workers.kernels.cpu import build, in_use, levels, library, prebuild
+from workers.kernels.cpu import build, elementwise, in_use, levels, library, prebuild
+from workers.kernels.cpu.gemm import CppMatmul
 from workers.kernels.cpu.levels import LEVELS, Level
 from workers.platform.processor import may_use_tiles
 from workers.preflight import check_without_weights
@@ -96,6 +100,89 @@ assert library._loaded_openmp().name.startswith("libgomp-a34b3233")
 def test_a_machine_that_cannot_build_gives_the_reason(tmp_path: Path, variables: dict[str, str], words: str) -> None:
     refusal, _ = kernels_in_new_process(tmp_path, **variables)
     assert words in refusal
+
+
+@pytest.fixture
+def fake_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty cache, and a compiler that makes empty files."""
+    script = tmp_path / "compiler"
+    script.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\ntouch "$2"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "PREBUILT", tmp_path / "nothing")
+
+
+@pytest.mark.usefixtures("fake_compiler")
+def test_sources_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Level] = []
+    fingerprint = build.fingerprint
+
+    def counted(level: Level, facts: Sequence[str] = ()) -> str:
+        calls.append(level)
+        return fingerprint(level, facts)
+
+    monkeypatch.setattr(build, "fingerprint", counted)
+    for _ in ("compiles", "finds"):
+        calls.clear()
+        assert build.compiled(LEVELS[0]).exists() and calls == [LEVELS[0]]
+
+
+@pytest.mark.usefixtures("fake_compiler")
+def test_who_only_waits_for_another_process_does_not_say_that_it_compiled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    target = build.compiled(LEVELS[0])
+    assert [message.split()[0] for message in caplog.messages] == ["event=compiled_kernels"]
+    target.unlink()
+    # In place of waiting for the lock: meanwhile another process compiles.
+    monkeypatch.setattr(build.fcntl, "flock", lambda *_: target.touch())
+    caplog.clear()
+    assert build.compiled(LEVELS[0]) == target
+    assert [message.split()[0] for message in caplog.messages] == ["event=awaited_kernels"]
+
+
+def test_every_source_is_compiled() -> None:
+    in_units = [source for patterns in build.UNITS for source in build._sources(*patterns)]
+    assert sorted(in_units) == build._sources("**/*.cpp")
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_library_of_one_type_gives_the_bits_of_that_with_all(dtype: torch.dtype) -> None:
+    every = library.level()
+    one = levels.of_one_type(every, str(dtype).removeprefix("torch."))
+    torch.manual_seed(0)
+    weight, x = torch.randn(90, 200).to(dtype), torch.randn(40, 200).to(dtype)
+    seqs = [Seq(1, 300), Seq(40, 77)]
+    tables, blocks = tables_for(seqs, 16)
+    batch = batch_of(tables, seqs, 16, torch.device("cpu"))
+    q, kv = torch.randn(41, 4, 64).to(dtype), torch.randn(41, 2, 64).to(dtype)
+    results = []
+    for level in (every, one):
+        backend = cpp_at(level)(KVSpec(1, 2, 64, 16, dtype, torch.device("cpu")))
+        (pages,) = backend.allocate(blocks)
+        with kernel_levels.using(level):
+            product, norm = CppMatmul(weight, None)(x), elementwise.rms_norm(x, torch.ones(200), 1e-6)
+        backend.write(pages, kv, kv, batch)
+        attended = backend.attend(q, pages, backend.prepare(batch), AttentionSpec(0, 4, 2, 64, 0.1))
+        results.append((product, norm, attended))
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@needs_kernels
+def test_what_is_asked_for_first_decides_how_many_types_are_compiled(tmp_path: Path) -> None:
+    script = """
+import torch
+from workers.kernels.cpu import library
+def files(*dtypes): return [library.library(dtype)._name.rsplit("/", 1)[1].rsplit("-", 1)[0] for dtype in dtypes]
+print(*files(torch.float16, None, torch.float16), *files(torch.float32, torch.float16, None))
+"""
+    level = library.level().name
+    one, every = f"{level}_float16", level
+    assert finish(start(tmp_path, script)) == [" ".join([one] * 3 + [every] * 3)]
 
 
 def test_a_cache_of_somebody_else_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +311,7 @@ def test_the_log_names_the_level_and_the_instructions_of_each_kernel(caplog: pyt
 def test_without_kernels_one_line_has_the_reason(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(library, "why_not", lambda: "there is no C++ compiler: install g++")
+    monkeypatch.setattr(library, "why_not", lambda dtype: "there is no C++ compiler: install g++")
     in_use.log_kernels(torch.bfloat16)
     (message,) = caplog.messages
     assert "slower" in message and "install g++" in message

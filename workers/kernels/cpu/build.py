@@ -1,6 +1,7 @@
 """Compiles the C++ kernels for one level of instruction set and keeps the library under a hash of what it was made of.
 
-The library uses the OpenMP functions that torch has loaded, so it is linked without a library for them.
+A library has the kernels of every element type, or of one: a server needs those of its model alone, and its first start
+waits for them. The library uses the OpenMP functions that torch has loaded, so it is linked without a library for them.
 """
 
 import fcntl
@@ -8,20 +9,27 @@ import hashlib
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
-from workers.kernels.cpu.levels import Level
+from workers.kernels.cpu.levels import Level, of_one_type
 
 _log = logging.getLogger("oarlock.kernels")
 
 SOURCES = Path(__file__).parent / "csrc"
 PREBUILT = Path(__file__).parent / "prebuilt"
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fno-gnu-unique", "-w")
+# Sources that are compiled as one: reading what they include takes as long as compiling most of them. Two units, about
+# equally long, because a machine that compiles while a server starts has two cores at least.
+UNITS = (
+    ("attention/*.cpp", "elementwise/*.cpp", "gemm/int8.cpp"),
+    ("gemm/gemm.cpp", "gemm/pack.cpp", "layer/*.cpp", "runtime/*.cpp", "sampling/*.cpp"),
+)
 _COMPILE_TIMEOUT_S = 120
 _NO_COMPILER = "there is no C++ compiler: install g++, name one in CXX, or install a wheel of `make wheel`"
 
@@ -42,35 +50,49 @@ def why_not_obtainable(level: Level) -> str | None:
     return None
 
 
+def for_type(level: Level, element: str) -> Level:
+    """`level` for an element type alone, by its name in torch; `level` itself where all types came with the sources."""
+    return level if _carried(level) else of_one_type(level, element)
+
+
 def compiled(level: Level) -> Path:
     """The library for `level`: what came with the sources, or lies in this user's cache, or is compiled now.
 
     Raises `KernelsUnavailable`.
     """
-    if (there := existing(level)) is not None:
-        return there
+    target = _place(level)
+    if target.exists():
+        return target
     found = compiler()
-    target = _cached(level, found)
     with open(target.with_name(f"{level.name}.lock"), "w") as lock:
         started = time.monotonic()
         fcntl.flock(lock, fcntl.LOCK_EX)  # ranks start together; one compiles, the others wait and use the result
-        if not target.exists():
+        if target.exists():
+            event = "awaited_kernels"
+        else:
+            event = "compiled_kernels"
             compile_to(target, level, found)
         seconds = time.monotonic() - started
-        _log.info("event=compiled_kernels level=%s compiler=%s waited_s=%.1f", level.name, found, seconds)
+        _log.info("event=%s level=%s compiler=%s seconds=%.1f", event, level.name, found, seconds)
     return target
 
 
 def existing(level: Level) -> Path | None:
     """The library for `level`, if it need not be compiled. Raises `KernelsUnavailable` where it could not be either."""
-    if (carried := prebuilt(level)).exists():
-        return carried
-    target = _cached(level, compiler())
+    target = _place(level)
     return target if target.exists() else None
 
 
-def _cached(level: Level, compiler: str) -> Path:
-    return cache_directory() / f"{level.name}-{fingerprint(level, compiler_facts(compiler))}.so"
+def _place(level: Level) -> Path:
+    """Where the library for `level` lies or will lie: beside the sources if it came with them, else in the cache."""
+    if _carried(level):
+        return prebuilt(level)
+    facts = compiler_facts(compiler())
+    return cache_directory() / f"{level.name}-{fingerprint(level, facts)}.so"
+
+
+def _carried(level: Level) -> bool:
+    return PREBUILT.is_dir() and prebuilt(level).exists()
 
 
 def prebuilt(level: Level) -> Path:
@@ -82,24 +104,29 @@ def prebuilt(level: Level) -> Path:
 
 
 def compile_to(target: Path, level: Level, compiler: str, sources: Sequence[Path] = ()) -> None:
-    """Compile `sources` (all of the kernels') for `level` and link them into `target`. Raises `KernelsUnavailable`."""
-    # The longest takes longest, by and large. It begins first: last, it would keep one core busy and leave the others.
-    ordered = sorted(sources or _sources("*.cpp"), key=lambda source: -source.stat().st_size)
-    objects = {source: target.with_suffix(f".{source.stem}.{os.getpid()}.o") for source in ordered}
-    command = [compiler, *FLAGS, *level.flags, f"-I{SOURCES}"]
+    """Compile `sources` (all of the kernels') for `level` and link them into `target`. Raises `KernelsUnavailable`.
 
-    def compile_one(source: Path) -> None:
-        _run([*command, "-c", str(source), "-o", str(objects[source])], f"compiling {source.name}")
-
+    However this ends, no compiler is left running.
+    """
+    units = [[source] for source in sources] or [_sources(*patterns) for patterns in UNITS]
     scratch = target.with_suffix(f".{os.getpid()}.tmp")
+    objects = [scratch.with_suffix(f".{number}.o") for number in range(len(units))]
+    command = [compiler, *FLAGS, *level.flags, f"-I{SOURCES}", "-c", "-x", "c++", "-"]
+    running: list[tuple[subprocess.Popen[str], str]] = []
     try:
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for _ in pool.map(compile_one, ordered):
-                pass  # the first failure ends this, and what has not begun is not
-        _run([compiler, "-shared", "-Wl,--as-needed", *map(str, objects.values()), "-o", str(scratch)], "linking")
+        for unit, into in zip(units, objects, strict=True):
+            text = "".join(f'#include "{source}"\n' for source in unit)
+            running.append((_begin([*command, "-o", str(into)], text), f"compiling {unit[0].parent.name}"))
+        for process, what in running:
+            _finish(process, what)
+        link = _begin([compiler, "-shared", "-Wl,--as-needed", *map(str, objects), "-o", str(scratch)])
+        running.append((link, "linking"))
+        _finish(*running[-1])
         scratch.replace(target)
     finally:
-        for path in (*objects.values(), scratch):
+        for process, _ in running:
+            _end(process)
+        for path in (*objects, scratch):
             path.unlink(missing_ok=True)
 
 
@@ -111,24 +138,42 @@ def compiler() -> str:
     return found
 
 
-def _run(command: Sequence[str], what: str) -> None:
+def _begin(command: Sequence[str], text: str = "") -> subprocess.Popen[str]:
+    """A running compiler that has been given `text` to read."""
+    pipe, silent = subprocess.PIPE, subprocess.DEVNULL
+    # In a group of its own with the processes that it starts, so that all of them can be ended.
+    process = subprocess.Popen(command, stdin=pipe, stdout=silent, stderr=pipe, text=True, process_group=0)
+    assert process.stdin is not None
+    with suppress(BrokenPipeError), process.stdin:  # a compiler that reads nothing says why, or succeeds
+        process.stdin.write(text)
+    process.stdin = None
+    return process
+
+
+def _finish(process: subprocess.Popen[str], what: str) -> None:
     try:
-        process = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=_COMPILE_TIMEOUT_S, check=False)
+        _, messages = process.communicate(timeout=_COMPILE_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise KernelsUnavailable(f"{what} took more than {_COMPILE_TIMEOUT_S} s") from None
     if process.returncode:
-        errors = process.stderr.splitlines()
+        errors = messages.splitlines()
         lines = [line for line in errors if "error" in line] or errors or ["no message"]
         raise KernelsUnavailable(f"{what} failed: {lines[0].strip()[:200]}")
 
 
-def _sources(pattern: str) -> list[Path]:
-    return sorted(SOURCES.rglob(pattern))
+def _end(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def _sources(*patterns: str) -> list[Path]:
+    return [path for pattern in patterns for path in sorted(SOURCES.glob(pattern))]
 
 
 def fingerprint(level: Level, compiler: Sequence[str] = ()) -> str:
     """Changes with the sources, the flags and what identifies the compiler."""
-    sources = (*_sources("*.cpp"), *_sources("*.h"))
+    sources = (*_sources("**/*.cpp"), *_sources("**/*.h"))
     texts = [text for source in sources for text in (str(source.relative_to(SOURCES)), source.read_text("utf-8"))]
     return digest([*texts, *FLAGS, *level.flags, *compiler])
 

@@ -18,7 +18,7 @@ _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # as in `eleme
 
 def can_serve(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernels support rows of `dtype` on `device`, and could be built here."""
-    return dtype in _TYPES and device.type == "cpu" and library.provides("oarlock_rms_norm")
+    return dtype in _TYPES and device.type == "cpu" and library.provides("oarlock_rms_norm", dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, float32_output: bool = False) -> Tensor:
@@ -28,7 +28,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, float32_output: bool = Fa
     assert x.stride(-1) == 1 and (x.dim() == 2 or x.stride(1) == width)
     assert weight.dtype == torch.float32 and weight.is_contiguous()
     y = torch.empty(x.shape, dtype=torch.float32 if float32_output else x.dtype)
-    _function(library.library(), "oarlock_rms_norm")(
+    _function(library.library(x.dtype), "oarlock_rms_norm")(
         x.data_ptr(), weight.data_ptr(), y.data_ptr(),
         x.shape[0], heads, width, x.stride(0), eps, _TYPES[x.dtype], float32_output,
     )  # fmt: skip
@@ -41,7 +41,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
     assert x.dtype in (dtype, torch.float32) and x.stride(2) == 1 and x.stride(1) == width
     assert cos.is_contiguous() and sin.is_contiguous()
     y = torch.empty((rows, heads, width), dtype=dtype)
-    _function(library.library(), "oarlock_rotate")(
+    _function(library.library(dtype), "oarlock_rotate")(
         x.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr(),
         rows, heads, width, cos.shape[-1] // 2, x.stride(0), x.dtype == torch.float32, _TYPES[dtype],
     )  # fmt: skip

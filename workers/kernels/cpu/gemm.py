@@ -30,7 +30,7 @@ GATES = {"silu": Epilogue.SILU_GATE, "gelu_tanh": Epilogue.GELU_TANH_GATE}
 
 def can_serve(weight: Tensor) -> bool:
     """Whether the kernel supports this weight [N, K], and is loaded."""
-    return weight.dtype in ELEMENT_TYPES and weight.device.type == "cpu" and library.why_not() is None
+    return weight.dtype in ELEMENT_TYPES and weight.device.type == "cpu" and library.why_not(weight.dtype) is None
 
 
 class CppMatmul:
@@ -38,7 +38,7 @@ class CppMatmul:
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, float32_output: bool = False) -> None:
         """`weight` [N, K], not kept; `bias` [N]. `float32_output`: results are float32 and not rounded."""
-        self.kernels = _bound(library.library())
+        self.kernels = _bound(library.library(weight.dtype))
         self.columns, self.inputs = weight.shape
         self.dtype = weight.dtype
         self.packed = _pack(self.kernels, weight, gated=False)
@@ -76,7 +76,7 @@ class CppGatedMatmul:
     """`activation(x @ gate.T) * (x @ up.T)`, rounded once at the end. `weight` [2 * I, K]: gate above up."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, activation: str) -> None:
-        self.kernels = _bound(library.library())
+        self.kernels = _bound(library.library(weight.dtype))
         rows, self.inputs = weight.shape
         self.width = rows // 2
         self.dtype = weight.dtype

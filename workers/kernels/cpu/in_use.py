@@ -26,7 +26,7 @@ def log_kernels(dtype: torch.dtype, quantization: str = "none") -> None:
 
     `quantization`: the form of the weights; of whole numbers, unless it is "none".
     """
-    if (reason := library.why_not()) is not None:
+    if (reason := library.why_not(dtype)) is not None:
         _log.warning("event=no_kernels reason=%r effect=%r", reason, "torch's operations serve, which are slower")
         return
     level = library.level()

@@ -1,6 +1,10 @@
 """The loaded kernels: one library for each level of instruction set, and the level that this process uses.
 
-A machine that cannot have them serves without them, and a log line has the reason.
+What is asked for first decides how much is compiled: a process that asks for the kernels of one element type gets a
+library of that type alone. If it asks for another type later, it gets one of all types, and keeps both. Functions that
+know no element type, such as those for logits, are in every library.
+
+A machine that cannot have kernels serves without them, and a log line has the reason.
 """
 
 import ctypes
@@ -10,33 +14,40 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from workers.kernels.cpu import build, levels
 from workers.kernels.cpu.build import KernelsUnavailable
 from workers.kernels.cpu.levels import Level
 
+if TYPE_CHECKING:
+    import torch
+
 _forced: Level | None = None
 _outcomes: dict[Level, ctypes.CDLL | str] = {}  # the library, or the reason why there is none
+_of_one_type: dict[Level, tuple[str, Level]] = {}  # the element type that was asked for first, and its library's level
 _loading = threading.Lock()
 
 
-def why_not() -> str | None:
+def why_not(dtype: "torch.dtype | None" = None) -> str | None:
     """None when the kernels of this process's level are loaded; else the reason. Raises `StartupError` as `library`."""
     try:
-        library()
+        library(dtype)
     except KernelsUnavailable as reason:
         return str(reason)
     return None
 
 
-def library() -> ctypes.CDLL:
-    """The kernels of this process's level.
+def library(dtype: "torch.dtype | None" = None) -> ctypes.CDLL:
+    """The kernels of this process's level: those of `dtype` at least.
+
+    Without `dtype`, the functions that know no element type; all types if nothing was asked for before.
 
     Raises `KernelsUnavailable`, and `StartupError` where the environment names a level that this processor has not.
 
     Callers ask each time they pack a weight or bind a function, and keep what they got: `using` then reaches them all.
     """
-    return load(level())
+    return load(level(), dtype)
 
 
 def level() -> Level:
@@ -63,12 +74,13 @@ def _chosen() -> Level | None:
     return levels.chosen()
 
 
-def load(level: Level) -> ctypes.CDLL:
+def load(level: Level, dtype: "torch.dtype | None" = None) -> ctypes.CDLL:
     """The kernels of `level`, compiled now if this machine has not done so before. Raises `KernelsUnavailable`.
 
-    Tried once in a process: what failed is not compiled again.
+    `dtype` as for `library`. Tried once in a process: what failed is not compiled again.
     """
     with _loading:
+        level = _narrowed(level, dtype)
         if level not in _outcomes:
             try:
                 _outcomes[level] = _load(level)
@@ -80,10 +92,24 @@ def load(level: Level) -> ctypes.CDLL:
     return outcome
 
 
+def _narrowed(level: Level, dtype: "torch.dtype | None") -> Level:
+    """The level of the library that has `dtype`: that of one type, if it is the only one asked for so far."""
+    if level in _outcomes:
+        return level
+    if level not in _of_one_type:
+        if dtype is None:
+            return level
+        element = str(dtype).removeprefix("torch.")
+        _of_one_type[level] = element, build.for_type(level, element)
+    element, narrow = _of_one_type[level]
+    is_enough = dtype is None or str(dtype) == f"torch.{element}" or isinstance(_outcomes.get(narrow), str)
+    return narrow if is_enough else level
+
+
 def loaded() -> Path | None:
     """The file of this process's kernels, if something has loaded them already."""
     wanted = _forced or _chosen()
-    outcome = None if wanted is None else _outcomes.get(wanted)
+    outcome = None if wanted is None else _outcomes.get(_narrowed(wanted, None))
     return Path(outcome._name) if isinstance(outcome, ctypes.CDLL) else None
 
 
@@ -112,6 +138,6 @@ def _loaded_openmp() -> Path:
     return next((path for path in paths if {"torch", "torch.libs"} & set(path.parts)), paths[0])
 
 
-def provides(function: str) -> bool:
-    """Whether the kernels are loaded and have `function`."""
-    return why_not() is None and hasattr(library(), function)
+def provides(function: str, dtype: "torch.dtype | None" = None) -> bool:
+    """Whether the kernels are loaded and have `function`, for `dtype` if it has an element type."""
+    return why_not(dtype) is None and hasattr(library(dtype), function)

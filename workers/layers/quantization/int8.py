@@ -82,13 +82,13 @@ class Int8Weight:
         self.dtype = dtype
 
     def matmul(self, bias: Tensor | None = None, *, float32_output: bool = False) -> Matmul:
-        if library.why_not() is not None:
+        if library.why_not(self.dtype) is not None:
             return Int8Matmul(self.values, self.scales, self.dtype, bias, float32_output=float32_output)
         packed = PackedInt8(self.values, self.scales)
         return CppInt8Matmul(packed, self.dtype, bias, float32_output=float32_output)
 
     def gated_matmul(self, bias: Tensor | None, activation: str) -> GatedMatmul:
-        if library.why_not() is not None:
+        if library.why_not(self.dtype) is not None:
             return Int8GatedMatmul(self.values, self.scales, self.dtype, bias, activation)
         packed = PackedInt8(self.values, self.scales, gated=True)
         return CppInt8GatedMatmul(packed, self.dtype, bias, activation)

@@ -6,12 +6,10 @@
 template <class T>
 void attend(const AttentionStep &, const AttentionLayer &, const T *, long, T *, long, const T *, const T *) {}
 
-#define OARLOCK_STUB(T)                                                                                                \
+#define OARLOCK_ATTEND(T)                                                                                                \
   template void attend<T>(const AttentionStep &, const AttentionLayer &, const T *, long, T *, long, const T *,        \
                           const T *);
-OARLOCK_STUB(BFloat16)
-OARLOCK_STUB(Float16)
-OARLOCK_STUB(float)
+OARLOCK_FOR_EACH_TYPE(OARLOCK_ATTEND)
 
 extern "C" void oarlock_attend(const AttentionStep *, const AttentionLayer *, const void *, long, void *, long,
                                const void *, const void *, int) {}

@@ -6,11 +6,9 @@
 template <class T>
 void write_kv(const AttentionLayer &, const T *, long, const T *, long, T *, T *, const int64_t *, long) {}
 
-#define OARLOCK_STUB(T) \
+#define OARLOCK_WRITE_KV(T) \
   template void write_kv<T>(const AttentionLayer &, const T *, long, const T *, long, T *, T *, const int64_t *, long);
-OARLOCK_STUB(BFloat16)
-OARLOCK_STUB(Float16)
-OARLOCK_STUB(float)
+OARLOCK_FOR_EACH_TYPE(OARLOCK_WRITE_KV)
 
 extern "C" void oarlock_write_kv(const AttentionLayer *, const void *, long, const void *, long, void *, void *,
                                  const int64_t *, long, int) {}

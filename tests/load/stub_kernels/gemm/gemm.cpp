@@ -5,9 +5,8 @@ namespace gemm {
 
 template <class T>
 void multiply(const Product &) {}
-template void multiply<BFloat16>(const Product &);
-template void multiply<Float16>(const Product &);
-template void multiply<float>(const Product &);
+#define OARLOCK_MULTIPLY(T) template void multiply<T>(const Product &);
+OARLOCK_FOR_EACH_TYPE(OARLOCK_MULTIPLY)
 
 }  // namespace gemm
 

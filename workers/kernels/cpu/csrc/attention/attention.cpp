@@ -375,9 +375,7 @@ void attend(const AttentionStep &step, const AttentionLayer &layer, const T *q, 
 #define OARLOCK_ATTEND(T)                                                                                         \
   template void attend<T>(const AttentionStep &, const AttentionLayer &, const T *, long, T *, long, const T *,   \
                           const T *);
-OARLOCK_ATTEND(BFloat16)
-OARLOCK_ATTEND(Float16)
-OARLOCK_ATTEND(float)
+OARLOCK_FOR_EACH_TYPE(OARLOCK_ATTEND)
 
 extern "C" void oarlock_attend(const AttentionStep *step, const AttentionLayer *layer, const void *q, long q_stride,
                                void *out, long out_stride, const void *k_pages, const void *v_pages, int type) {

@@ -32,9 +32,7 @@ void write_kv(const AttentionLayer &layer, const T *k, long k_stride, const T *v
 
 #define OARLOCK_WRITE_KV(T) \
   template void write_kv<T>(const AttentionLayer &, const T *, long, const T *, long, T *, T *, const int64_t *, long);
-OARLOCK_WRITE_KV(BFloat16)
-OARLOCK_WRITE_KV(Float16)
-OARLOCK_WRITE_KV(float)
+OARLOCK_FOR_EACH_TYPE(OARLOCK_WRITE_KV)
 
 extern "C" void oarlock_write_kv(const AttentionLayer *layer, const void *k, long k_stride, const void *v,
                                  long v_stride, void *k_pages, void *v_pages, const int64_t *slots, long tokens,

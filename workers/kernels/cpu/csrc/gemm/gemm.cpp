@@ -200,9 +200,8 @@ void multiply(const Product &p) {
   }
 }
 
-template void multiply<BFloat16>(const Product &);
-template void multiply<Float16>(const Product &);
-template void multiply<float>(const Product &);
+#define OARLOCK_MULTIPLY(T) template void multiply<T>(const Product &);
+OARLOCK_FOR_EACH_TYPE(OARLOCK_MULTIPLY)
 
 }  // namespace gemm
 

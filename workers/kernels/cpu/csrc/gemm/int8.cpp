@@ -268,9 +268,8 @@ void multiply_int8(const Product &p, int kind) {
   else multiply_by<T, PlainDot>(p);
 }
 
-template void multiply_int8<BFloat16>(const Product &, int);
-template void multiply_int8<Float16>(const Product &, int);
-template void multiply_int8<float>(const Product &, int);
+#define OARLOCK_MULTIPLY_INT8(T) template void multiply_int8<T>(const Product &, int);
+OARLOCK_FOR_EACH_TYPE(OARLOCK_MULTIPLY_INT8)
 
 }  // namespace gemm
 
