@@ -51,9 +51,12 @@ def points(args: argparse.Namespace) -> dict[str, tuple[int, int, int, int]]:
 def starts(args: argparse.Namespace) -> dict[str, Callable[[Plan], System]]:
     """The systems that are asked for, in that order. `oarlock@NAME` is another checkout's."""
     chosen: dict[str, Callable[[Plan], System]] = {}
-    for name in args.systems or registry.available():
+    able = list(registry.STARTS) if args.quantization == "none" else registry.ROUNDING
+    for name in args.systems or [name for name in registry.available() if name in able]:
         if name not in registry.available():
             raise SystemExit(f"error: {name} is not installed\nfix: python -m benchmarks.setup_peers {name}")
+        if name not in able:
+            raise SystemExit(f"error: {name} has no {args.quantization} here\nfix: use --systems {' '.join(able)}")
         chosen[name] = registry.STARTS[name]
     for given in args.checkout:
         name, _, path = given.rpartition("=")
@@ -121,7 +124,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     longest = max(input_tokens + output_tokens for _, _, input_tokens, output_tokens in wanted.values())
     vocab_size = checkpoint.SHAPES[args.shape]["vocab_size"]
     most = max(c for _, c, _, _ in wanted.values())
-    plan = Plan(checkpoint.ensure(args.shape), args.dtype, args.threads, most, longest + SLACK)
+    plan = Plan(checkpoint.ensure(args.shape), args.dtype, args.threads, most, longest + SLACK, args.quantization)
     ceilings = Ceilings(args.threads, *((0.05, (24, 64, 64)) if args.shape == "quick" else ()))
     with contextlib.ExitStack() as stack:
         systems = start_all(starts(args), plan, stack)
@@ -139,7 +142,13 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         "measured": datetime.date.today().isoformat(),
         "command": shlex.join(["python", "-m", "benchmarks.peers", *args.argv]),
         "machine": machine.about(features()),
-        "model": {"shape": args.shape, "dtype": args.dtype, "parameters": parameters, "inner_parameters": inner},
+        "model": {
+            "shape": args.shape,
+            "dtype": args.dtype,
+            "quantization": args.quantization,
+            "parameters": parameters,
+            "inner_parameters": inner,
+        },
         "load": {
             "threads": args.threads,
             "input_tokens": args.input_tokens,
@@ -159,6 +168,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--shape", choices=checkpoint.SHAPES, default="0.5b")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--quantization", default="none", choices=["none", "int8"], help="of every system's weights")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--first-token", type=int, nargs="*", default=[128, 2048], help="lengths of prompts, alone")

@@ -116,7 +116,9 @@ def share_of_read(result: Result, system: str) -> Spread | None:
     """Decode at one sequence: bytes of the weights per token, as a share of streaming reads in that round."""
     if "c=1" not in result["rounds"][0]["measures"]:
         return None
-    weights = result["model"]["parameters"] * (4 if result["model"]["dtype"] == "float32" else 2) / 1e9
+    model = result["model"]
+    item = 1 if model.get("quantization") == "int8" else 4 if model["dtype"] == "float32" else 2  # bytes
+    weights = model["parameters"] * item / 1e9
     return spread(
         None if (speed := decode(turn["measures"]["c=1"][system])) is None else speed * weights / read_rate(turn)
         for turn in result["rounds"]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from benchmarks.environments import folder, python
 from benchmarks.setup_peers import llamacpp_tree
+from benchmarks.systems.system import Plan
 
 # llama.cpp recognizes a tokenizer by a digest of what it does, and one made here is none of those it knows: its rule
 # for splitting text is named instead. Its loader wants at least one merge, and the tokenizer made here has none. The
@@ -35,22 +36,24 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 _GGUF_TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 
-def openvino_weights(dtype: str) -> str:
+def openvino_weights(plan: Plan) -> str:
     """The type in which OpenVINO's file holds the weights: it has no 16-bit export but float16."""
-    return "float32" if dtype == "float32" else "float16"
+    if plan.quantization != "none":
+        return plan.quantization
+    return "float32" if plan.dtype == "float32" else "float16"
 
 
-def openvino(model: Path, dtype: str) -> Path:
+def openvino(plan: Plan) -> Path:
     """The directory with OpenVINO's form of the checkpoint."""
-    kind = {"float16": "fp16", "float32": "fp32"}[openvino_weights(dtype)]
+    model, kind = plan.model, {"float16": "fp16", "float32": "fp32", "int8": "int8"}[openvino_weights(plan)]
     command = [python("openvino").with_name("optimum-cli"), "export", "openvino", "--model", model]
     command += ["--task", "text-generation-with-past", "--weight-format", kind]
     return _made_once("openvino", f"{model.name}-{kind}", lambda out: [*command, out])
 
 
-def llamacpp(model: Path, dtype: str) -> Path:
+def llamacpp(plan: Plan) -> Path:
     """The file with llama.cpp's form of the checkpoint."""
-    kind = _GGUF_TYPES[dtype]
+    model, kind = plan.model, "q8_0" if plan.quantization == "int8" else _GGUF_TYPES[plan.dtype]
     command = [python("llamacpp"), "-c", _TO_GGUF, llamacpp_tree(), model, "--outtype", kind, "--outfile"]
     return _made_once("llamacpp", f"{model.name}-{kind}.gguf", lambda out: [*command, out])
 

@@ -42,9 +42,11 @@ def start_oarlock(plan: Plan, name: str = "oarlock", checkout: Path = ROOT, rank
     command += ["--served-model-name", SERVED_NAME, "--dtype", plan.dtype, "--device", "cpu"]
     command += ["--tensor-parallel-size", str(ranks), "--num-threads", str(max(1, plan.threads // ranks))]
     command += ["--max-model-len", str(plan.max_tokens), "--max-num-seqs", str(plan.max_concurrency)]
+    if plan.quantization != "none":
+        command += ["--quantization", plan.quantization]
     env = clean_environment(plan.threads, PYTHONPATH=str(checkout))
     del env["OMP_NUM_THREADS"]
-    about = {"version": _commit(checkout), "dtype": plan.dtype, "interface": "HTTP", "ranks": ranks}
+    about = {"version": _commit(checkout), "dtype": _form(plan), "interface": "HTTP", "ranks": ranks}
     return Oarlock(name, "Oarlock", about, [*command, "--no-enable-prefix-caching"], env, checkout)
 
 
@@ -59,23 +61,23 @@ def start_transformers(plan: Plan) -> System:
 
 
 def start_openvino(plan: Plan) -> System:
-    """Weights stored in float16, its usual 16-bit export; the library chooses the type it computes in."""
-    model = models.openvino(plan.model, plan.dtype)
+    """Weights stored in float16, its usual 16-bit export, or in int8; the library chooses the type it computes in."""
+    model = models.openvino(plan)
     script = ROOT / "benchmarks" / "systems" / "openvino_jobs.py"
     command = [str(python("openvino")), str(script), "--model", str(model), "--threads", str(plan.threads)]
     command += ["--max-concurrency", str(plan.max_concurrency)]
-    about = {"dtype": models.openvino_weights(plan.dtype), "interface": "offline, continuous batching"}
+    about = {"dtype": models.openvino_weights(plan), "interface": "offline, continuous batching"}
     return JobSystem("openvino", "OpenVINO GenAI", about, command, clean_environment(plan.threads), ROOT)
 
 
 def start_llamacpp(plan: Plan) -> System:
     """One slot per client, each with room for the longest sequence."""
-    model = models.llamacpp(plan.model, plan.dtype)
+    model = models.llamacpp(plan)
     threads, slots = str(plan.threads), plan.max_concurrency
     command = [str(folder("llamacpp") / "build" / "bin" / "llama-server"), "-m", str(model), "--alias", SERVED_NAME]
     command += ["-t", threads, "-tb", threads, "-np", str(slots), "-c", str(slots * plan.max_tokens)]
     command += ["--no-cache-prompt", "--host", "127.0.0.1", "--port", "{port}"]
-    about = {"version": LLAMACPP_ARCHIVE.replace("==", " "), "dtype": plan.dtype, "interface": "HTTP"}
+    about = {"version": LLAMACPP_ARCHIVE.replace("==", " "), "dtype": _form(plan), "interface": "HTTP"}
     return HttpSystem("llamacpp", "llama.cpp server", about, command, clean_environment(plan.threads), ROOT)
 
 
@@ -102,9 +104,18 @@ STARTS: dict[str, Callable[[Plan], System]] = {
 }
 
 
+# Those that round weights to 8 bits here: `vllm` and `transformers` need other checkpoints or libraries for it.
+ROUNDING = ("oarlock", "openvino", "llamacpp")
+
+
 def available() -> list[str]:
     """Ours, transformers, and every peer that is installed as pinned."""
     return [name for name in STARTS if name in ("oarlock", "transformers") or installed(name)]
+
+
+def _form(plan: Plan) -> str:
+    """Of the weights."""
+    return plan.dtype if plan.quantization == "none" else plan.quantization
 
 
 def _commit(checkout: Path) -> str:

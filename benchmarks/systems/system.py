@@ -31,6 +31,7 @@ class Plan:
     threads: int
     max_concurrency: int
     max_tokens: int  # of one sequence: prompt and answer
+    quantization: str = "none"  # none | int8: weights of 8 bits, in the form of each system
 
 
 class System(Protocol):
