@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "gemm/epilogue.h"
+#include "gemm/shares.h"
 #include "runtime/arena.h"
 #include "simd/int8.h"
 
@@ -165,13 +166,18 @@ struct Chunk {
 
   // Threads take panels.
   void by_panels(long panels) const {
-#pragma omp parallel for schedule(static)
-    for (long panel = 0; panel < panels; panel++) {
+    const Arena::Mark mark = arena().mark();
+    const Shares shares(panels);
+#pragma omp parallel
+    {
       alignas(64) int32_t sums[kChunk * kPanel];
-      const Panel at(p.weight, panel, p.inputs);
-      sum(at, 0, x.blocks, sums, at.first);
-      finish_rows(at, panel, sums);
+      shares.visit([&](long panel) {
+        const Panel at(p.weight, panel, p.inputs);
+        sum(at, 0, x.blocks, sums, at.first);
+        finish_rows(at, panel, sums);
+      });
     }
+    arena().release(mark);
   }
 
   // With fewer panels than threads, threads take blocks.
