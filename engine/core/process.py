@@ -60,6 +60,7 @@ def main(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole foreground group: the parent decides
     log_to_stderr()
     if start_executor is None:
+        gc.disable()  # until the loop runs: imports make nothing but objects that stay
         if arguments.runs_rank:
             threading.Thread(target=_import_rank, name="imports", daemon=True).start()
         from workers.executor import start_executor as start_ranks
@@ -153,6 +154,7 @@ def _loop(
     # Objects made while loading are kept for good: garbage collections during steps need not look through them.
     gc.collect()
     gc.freeze()
+    gc.enable()
     logger.info("event=engine_ready num_blocks=%d block_size=%d", executor.info.num_blocks, executor.info.block_size)
     invariant = "true" if executor.info.batch_invariant else "false"
     logger.info('event=determinism batch_invariant=%s reason="%s"', invariant, executor.info.batch_invariant_reason)

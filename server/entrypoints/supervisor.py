@@ -151,6 +151,7 @@ class Supervisor:
         # Objects of the start live as long as the process: the garbage collector must not pause to scan them.
         gc.collect()
         gc.freeze()
+        gc.enable()
         self.state.phase = Phase.READY
         info = engine.info
         if self._tokenizer.vocab_size > info.vocab_size:

@@ -7,6 +7,7 @@ follows from the bytes of the step, so that all ranks do the same.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -72,6 +73,7 @@ def main(argv: list[str]) -> int:
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # sent by the executor when a step hangs
     log_to_stderr(arguments.rank, arguments.config.log_level)
     control = Control.from_fd(arguments.control_fd)
+    gc.disable()  # until it serves: imports make nothing but objects that stay
     try:
         runner, tp = start(arguments, control)
     except StartupError as error:
@@ -92,6 +94,9 @@ def main(argv: list[str]) -> int:
             exit_code=3,
         )
         return 3
+    gc.collect()
+    gc.freeze()
+    gc.enable()
     try:
         serve(arguments, control, runner)
     finally:

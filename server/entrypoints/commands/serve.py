@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stderr.write(f"note: {note}\n")
     compiles = None if settings.device == "cuda" else (settings.model, settings.dtype)
     engine = EngineProcess(runs_rank=runs_rank(settings.tensor_parallel_size), compiles=compiles)
+    gc.disable()  # until the server is ready: imports make nothing but objects that stay
     try:
         from server.entrypoints.supervisor import serve  # takes a second, while the engine's process imports as well
 
