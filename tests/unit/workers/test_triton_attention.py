@@ -12,8 +12,6 @@ import sys
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from tests.unit.workers.attention_cases import Case, Seq
@@ -85,7 +83,7 @@ def random_case(seed: int) -> tuple[KVSpec, AttentionSpec, list[Seq], int]:
     return spec, layer, seqs, draw.choice([1, 8, 100])
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_ragged_shapes_at_random(seed):
     spec, layer, seqs, processors = random_case(seed)
     agree(spec, layer, seqs, processors, seed)
@@ -94,7 +92,7 @@ def test_ragged_shapes_at_random(seed):
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_hundreds_of_ragged_shapes():
-    for seed in range(12, 512):
+    for seed in range(8, 508):
         spec, layer, seqs, processors = random_case(seed)
         agree(spec, layer, seqs, processors, seed)
 
@@ -112,8 +110,8 @@ def test_blocks_outside_the_window_are_never_read(window, processors):
 
 def test_long_contexts_are_split_by_processors_and_length():
     """Few programs over long contexts occupy the device; many programs, or short contexts, are not split."""
-    spec = KVSpec(1, 2, 64, 16, torch.float16, DEVICE)
-    case = Case(spec, AttentionSpec(0, 2, 2, 64, 0.125), [Seq(1, 520), Seq(3, 300)])
+    spec = KVSpec(1, 2, 32, 64, torch.float16, DEVICE)
+    case = Case(spec, AttentionSpec(0, 2, 2, 32, 0.125), [Seq(1, 520)])
     assert backend_of(spec, 1).spans(programs=4, longest=1024, window=None, rows=16, keys=64) == (1024, 1)
     assert backend_of(spec, 132).spans(programs=4, longest=1024, window=None, rows=16, keys=64) == (256, 4)
     assert backend_of(spec, 132).spans(programs=4, longest=200, window=None, rows=16, keys=64) == (200, 1)
