@@ -4,8 +4,8 @@
 
 The weights of all layers are walked through in the order of a step, so no cache holds them from one use to the next.
 What the machine allows is measured before and after every round. `--checkout DIRECTORY` adds the kernels of another
-checkout, called by this one's Python. Each `--level` is measured in a process of its own, where torch and oneDNN keep
-to the same instructions.
+checkout, called by this one's Python, `--quantization int8 int4` products with rounded weights. Each `--level` is
+measured in a process of its own, where torch and oneDNN keep to the same instructions.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ from benchmarks.ceilings.ceilings import Ceilings
 from workers.kernels.cpu import build, levels, library
 from workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul
 from workers.layers.matmul import PackedGatedMatmul, PackedMatmul, PlainGatedMatmul, PlainMatmul, can_pack
+from workers.layers.quantization.int4 import Int4Weight
+from workers.layers.quantization.int8 import Int8Weight, round_rows
+from workers.layers.quantization.method import LinearWeight
 from workers.platform.huge_pages import huge_page_empty
 from workers.platform.processor import features
 
@@ -47,6 +50,11 @@ ACTIVATION = "silu"
 PEER_LIMITS = {
     "avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "ATEN_CPU_CAPABILITY": "avx512"},
     "avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
+}
+
+ROUNDED: dict[str, Callable[[Tensor], LinearWeight]] = {
+    "int8": lambda weight: Int8Weight(*round_rows(weight), weight.dtype),
+    "int4": Int4Weight.rounded,
 }
 
 Product = Callable[[Tensor], Tensor]
@@ -86,11 +94,21 @@ def kinds(args: argparse.Namespace) -> dict[str, tuple[Any, Any]]:
         name = f"oarlock@{Path(place).resolve().name}"
         with other_kernels(Path(place)):
             found[name] = (in_other_kernels(place, CppMatmul), in_other_kernels(place, CppGatedMatmul))
+    for name in args.quantization:
+        found[f"oarlock {name}"] = in_form(ROUNDED[name])
     if not args.ours_only:
         if can_pack(dtype, "cpu"):
             found["onednn"] = (PackedMatmul, PackedGatedMatmul)
         found["torch"] = (PlainMatmul, PlainGatedMatmul)
     return found
+
+
+def in_form(rounded: Callable[[Tensor], LinearWeight]) -> tuple[Any, Any]:
+    """The plain and the gated product with weights that are rounded."""
+    return (
+        lambda weight, bias: rounded(weight).matmul(bias),
+        lambda weight, bias, activation: rounded(weight).gated_matmul(bias, activation),
+    )
 
 
 @contextlib.contextmanager
@@ -198,6 +216,7 @@ def measure_at(level: str, args: argparse.Namespace) -> dict[str, Any]:
         out = Path(folder) / "result.json"
         flags = ["--shape", args.shape, "--dtype", args.dtype, "--rounds", args.rounds, "--seconds", args.seconds]
         flags += ["--threads", args.threads, "--rows", *args.rows, *(["--ours-only"] if args.ours_only else [])]
+        flags += ["--quantization", *args.quantization]
         flags += [word for place in args.checkout for word in ("--checkout", place)]
         command = [sys.executable, "-m", "benchmarks.products", *map(str, flags), "--json", str(out)]
         subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
@@ -214,6 +233,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--level", nargs="+", choices=[level.name for level in levels.available()], default=[])
     parser.add_argument("--checkout", action="append", default=[], metavar="DIRECTORY", help="its kernels as well")
+    parser.add_argument("--quantization", nargs="*", choices=list(ROUNDED), default=[], help="of our weights, as well")
     parser.add_argument("--ours-only", action="store_true", help="without torch and oneDNN")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
     args = parser.parse_args(argv)

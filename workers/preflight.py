@@ -44,7 +44,7 @@ def check_without_weights(config: WorkerConfig) -> None:
     """Check what can be checked with the `DESCRIPTIONS`, before the weights are there. Raises `StartupError`."""
     _check_limits(config)
     spec = describe(read_config(Path(config.model_path)))
-    _check_parallel(config.tensor_parallel_size, spec)
+    _check_parallel(config, spec)
     length, device = _resolve_length(config.max_model_len, spec), _resolve_device(config)
     if config.kv_cache_bytes is not None:
         # Imports torch, which takes seconds, so only where a size is given.
@@ -65,7 +65,7 @@ def preflight(config: WorkerConfig) -> WorkerConfig:
     _check_limits(config)
     directory = Path(config.model_path)
     spec = describe(read_config(directory))
-    _check_parallel(config.tensor_parallel_size, spec)
+    _check_parallel(config, spec)
     checkpoint = None if config.load_format == "dummy" else Checkpoint.open(directory)
     if checkpoint is not None:
         if spec.tie_word_embeddings and head_differs(checkpoint):
@@ -121,13 +121,22 @@ def _check_at_least_one(field: str, value: int) -> None:
         raise StartupError(f"{field} is {value}.", "It must be at least 1.")
 
 
-def _check_parallel(size: int, spec: DecoderSpec) -> None:
+def _check_parallel(config: WorkerConfig, spec: DecoderSpec) -> None:
+    size = config.tensor_parallel_size
     working = supported_tp_sizes(spec.num_heads, spec.num_kv_heads, spec.intermediate_size)
     if size not in working:
         raise StartupError(
             f"tensor_parallel_size {size} does not fit this model: {spec.num_heads} heads, {spec.num_kv_heads} "
             f"key-value heads, intermediate size {spec.intermediate_size}.",
             f"Sizes that work: {', '.join(map(str, working))}.",
+        )
+    form, cut = QUANTIZATIONS[config.quantization], (spec.num_heads * spec.head_dim, spec.intermediate_size)
+    if not all(form.cuts(inputs, size) for inputs in cut):
+        working = [other for other in working if all(form.cuts(inputs, other) for inputs in cut)]
+        raise StartupError(
+            f"quantization {config.quantization} has groups of {form.group} inputs, and tensor_parallel_size {size} "
+            f"cuts the {cut[0]} inputs of attention's output or the {cut[1]} of the MLP's within one.",
+            f"Sizes that work: {', '.join(map(str, working))}. Or use --quantization int8.",
         )
 
 

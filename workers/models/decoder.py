@@ -80,12 +80,13 @@ class Decoder:
         self.place = place = Placement(tp, dtype, device, quantization)
         vocab, hidden = spec.vocab_size, spec.hidden_size
         # An embedding is read row by row: unless it is the head's weight as well, rounding it would save no time.
-        rows = place if spec.tie_word_embeddings else replace(place, quantization=NONE)
+        words = replace(place, quantization=quantization.of_head)
+        rows = words if spec.tie_word_embeddings else replace(place, quantization=NONE)
         self.embedding = VocabParallelEmbedding("model.embed_tokens", vocab, hidden, rows, spec.embedding_scale)
         block = PostNormDecoderLayer if spec.post_norms else DecoderLayer
         self.layers = [block(f"model.layers.{i}", spec, i, place) for i in range(spec.num_layers)]
         self.norm = RMSNorm("model.norm", hidden, spec.rms_norm_eps, place, spec.norm_offset)
-        self.head = VocabParallelHead("lm_head", vocab, hidden, place, spec.logit_softcap)
+        self.head = VocabParallelHead("lm_head", vocab, hidden, words, spec.logit_softcap)
         ropes = [spec.rope_of(i) for i in range(spec.num_layers)]
         self.rotary = {rope: RotaryTable(rope, device) for rope in ropes}  # one, or two where windows have their own
         self.rotary_of = [list(self.rotary).index(rope) for rope in ropes]

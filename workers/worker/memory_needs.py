@@ -10,7 +10,7 @@ from workers.layers.decoder_spec import tensor_shapes
 from workers.layers.quantization.registry import QUANTIZATIONS
 from workers.platform.dtypes import ITEM_BYTES
 from workers.platform.host_memory import free_host_bytes, human_bytes
-from workers.weights.tied import EMBEDDING
+from workers.weights.tied import EMBEDDING, HEAD
 
 if TYPE_CHECKING:
     from workers.config import WorkerConfig
@@ -35,7 +35,7 @@ def weight_bytes(spec: DecoderSpec, dtype: str, quantization: str = "none") -> i
     for name, shape in tensor_shapes(spec).items():
         is_looked_up = name == EMBEDDING and not spec.tie_word_embeddings
         if len(shape) == 2 and not is_looked_up:
-            total += form.weight_bytes(*shape, item)
+            total += (form.of_head if name in (EMBEDDING, HEAD) else form).weight_bytes(*shape, item)
         else:
             total += math.prod(shape) * item
     return total
@@ -97,5 +97,6 @@ def form_name(config: WorkerConfig, dtype: str) -> str:
 
 def _smaller(config: WorkerConfig, dtype: str, first: str) -> str:
     sixteen = ", or --dtype bfloat16, which is half as large" if dtype == "float32" else ""
-    eight = ", or --quantization int8" if config.quantization == "none" and config.device != "cuda" else ""
-    return f"{first}, use a smaller model{sixteen}{eight}"
+    fewer = {"none": "int8 or int4", "int8": "int4"}.get(config.quantization)
+    rounded = f", or --quantization {fewer}" if fewer and config.device != "cuda" else ""
+    return f"{first}, use a smaller model{sixteen}{rounded}"

@@ -223,6 +223,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "device": ({"device": "tpu"}, "device is 'tpu'.*auto, cpu, cuda"),
     "dtype": ({"dtype": "int8"}, "dtype is 'int8'"),
     "quantization": ({"quantization": "int3"}, "quantization is 'int3'.*none, int8"),
+    "groups": (
+        {"quantization": "int4", "tensor_parallel_size": 4},
+        "int4 has groups of 32 inputs, and tensor_parallel_size 4 cuts the .* Sizes that work: 1.*int8",
+    ),
     "format": ({"load_format": "gguf"}, "load_format is 'gguf'"),
     "attention": ({"attention_backend": "fast"}, "attention_backend is 'fast'"),
 }

@@ -2,6 +2,7 @@
 
 import ctypes
 from functools import cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -62,12 +63,35 @@ class PackedInt8:
         )  # fmt: skip
         return y
 
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows `ids` int64 [T] times their scales: [T, inputs]. Not of a gated weight."""
+        out = torch.empty((len(ids), self.inputs), dtype=dtype)
+        self.kernels.oarlock_int8_rows(
+            self.memory.data_ptr(), ids.contiguous().data_ptr(), out.data_ptr(), len(ids), self.inputs,
+            ELEMENT_TYPES[dtype],
+        )  # fmt: skip
+        return out
+
+
+class PackedRounded(Protocol):
+    """A packed weight [columns, inputs] of few bits."""
+
+    kernels: ctypes.CDLL
+    kind: int
+    columns: int
+    inputs: int
+    memory: Tensor
+
+    def multiply(self, x: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor, epilogue: int) -> Tensor: ...
+
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor: ...
+
 
 class CppInt8Matmul:
     """`x @ weight.T + bias (+ residual)` with rows of x rounded to 8 bits: [T, K] -> [T, N]."""
 
     def __init__(
-        self, weight: PackedInt8, dtype: torch.dtype, bias: Tensor | None, *, float32_output: bool = False
+        self, weight: PackedRounded, dtype: torch.dtype, bias: Tensor | None, *, float32_output: bool = False
     ) -> None:
         """`dtype` of x, `bias` [N] and results. `float32_output`: results are float32 and not rounded."""
         self.weight = weight
@@ -86,19 +110,13 @@ class CppInt8Matmul:
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows `ids` int64 [T] of the weight, times their scales: [T, inputs]."""
-        weight = self.weight
-        out = torch.empty((len(ids), weight.inputs), dtype=self.dtype)
-        weight.kernels.oarlock_int8_rows(
-            weight.memory.data_ptr(), ids.contiguous().data_ptr(), out.data_ptr(), len(ids), weight.inputs,
-            ELEMENT_TYPES[self.dtype],
-        )  # fmt: skip
-        return out
+        return self.weight.rows(ids, self.dtype)
 
 
 class CppInt8GatedMatmul:
     """`activation(x @ gate.T) * (x @ up.T)` with rows of x rounded to 8 bits; the result is rounded once."""
 
-    def __init__(self, weight: PackedInt8, dtype: torch.dtype, bias: Tensor | None, activation: str) -> None:
+    def __init__(self, weight: PackedRounded, dtype: torch.dtype, bias: Tensor | None, activation: str) -> None:
         """`weight` is packed as `gated`; `bias` [2 * I]."""
         self.weight = weight
         self.dtype = dtype

@@ -20,11 +20,25 @@ class Quantization:
     method: Callable[[], LinearMethod]
     bits: int | None = None  # of one weight; None: those of the dtype that the model computes in
     bytes_per_row: int = 0  # beside the weights, for each output
+    group: int = 1  # inputs that are stored together; shards begin where a group does, and rows are filled up to one
+    bytes_per_group: int = 0  # beside the weights
+    head: Quantization | None = None  # of the output head and an embedding that is its weight; None: this one
+
+    @property
+    def of_head(self) -> Quantization:
+        """The form of the head's weight."""
+        return self.head or self
 
     def weight_bytes(self, rows: int, inputs: int, item_bytes: int) -> int:
         """Of a weight [rows, inputs] whose model computes in a dtype of `item_bytes`."""
-        row = inputs * item_bytes if self.bits is None else -(-inputs * self.bits // 8)
-        return rows * (row + self.bytes_per_row)
+        groups = -(-inputs // self.group)
+        stored = groups * self.group
+        row = stored * item_bytes if self.bits is None else -(-stored * self.bits // 8)
+        return rows * (row + groups * self.bytes_per_group + self.bytes_per_row)
+
+    def cuts(self, inputs: int, parts: int) -> bool:
+        """Whether `inputs` can be cut into so many equal parts."""
+        return parts == 1 or (inputs // parts) % self.group == 0
 
 
 def _unquantized() -> LinearMethod:
@@ -39,8 +53,17 @@ def _int8() -> LinearMethod:
     return Int8LinearMethod()
 
 
+def _int4() -> LinearMethod:
+    from workers.layers.quantization.int4 import Int4LinearMethod
+
+    return Int4LinearMethod()
+
+
 NONE = Quantization(_unquantized)
+_INT8 = Quantization(_int8, bits=8, bytes_per_row=8)  # a scale, and the sum that the kernel begins with
 QUANTIZATIONS = {
     "none": NONE,
-    "int8": Quantization(_int8, bits=8, bytes_per_row=8),  # a scale, and the sum that the kernel begins with
+    "int8": _INT8,
+    # A scale in bfloat16. The head in 4 bits would add more to the perplexity than all layers do (docs/accuracy.md).
+    "int4": Quantization(_int4, bits=4, group=32, bytes_per_group=2, head=_INT8),
 }

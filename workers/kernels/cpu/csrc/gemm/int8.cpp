@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "gemm/epilogue.h"
+#include "gemm/rounded_rows.h"
 #include "gemm/shares.h"
 #include "runtime/arena.h"
 #include "simd/int8.h"
@@ -23,13 +24,9 @@
 namespace gemm {
 namespace {
 
-constexpr long kBlock = 1024;          // inputs whose weights of one panel stay in the first-level cache
-constexpr long kRowBytes = kBlock + 64;  // from a row of x to the next: a cache line more, or rows would share few sets
 constexpr long kChunk = 240;           // rows whose sums of one panel stay in the caches
-constexpr long kSerialRows = 1 << 14;  // elements of x that one thread rounds sooner than it wakes another
 constexpr long kFetchAhead = 2048;     // bytes of weights fetched ahead while they are read
 constexpr long kStepBytes = 4 * kPanel;
-constexpr float kSmallest = 1e-30f;    // a row without a larger number is all zeros: its scale has no inverse
 
 long padded(long inputs) { return (inputs + 3) / 4 * 4; }
 long panel_bytes(long inputs) { return kPanel * (sizeof(float) + sizeof(int32_t) + padded(inputs)); }
@@ -45,55 +42,6 @@ struct Panel {
     first = reinterpret_cast<const int32_t *>(at + kPanel * sizeof(float));
     weights = reinterpret_cast<const uint8_t *>(first + kPanel);
   }
-};
-
-// Up to kChunk rows of x, in strips of about equal size: [strips][blocks][rows of the strip][kRowBytes].
-template <class Dot>
-struct Rows {
-  uint8_t *packed;
-  float *scales;  // [rows]
-  long rows, strips, inputs, blocks;
-
-  Rows(long rows, long inputs)
-      : rows(rows), strips((rows + Dot::kRows - 1) / Dot::kRows), inputs(inputs), blocks((inputs + kBlock - 1) / kBlock) {}
-  long begin(long strip) const { return rows * strip / strips; }
-  long count(long strip) const { return begin(strip + 1) - begin(strip); }
-  long size() const { return rows * blocks * kRowBytes; }
-  uint8_t *at(long strip, long block) const {
-    return packed + (begin(strip) * blocks + count(strip) * block) * kRowBytes;
-  }
-
-  template <class T>
-  void pack(const T *x, long stride) {
-#pragma omp parallel for if (size() > kSerialRows)
-    for (long strip = 0; strip < strips; strip++)
-      for (long r = 0; r < count(strip); r++) pack_row(x + (begin(strip) + r) * stride, strip, r);
-  }
-
-  template <class T>
-  void pack_row(const T *x, long strip, long r) {
-    Vec most = zero(), broken = zero();  // broken: NaN if an element is NaN or infinite
-    for (long k = 0; k < inputs; k += kLanes) {
-      const Vec value = load(x + k, inputs - k);
-      most = max(most, abs(value));
-      broken = fma(value, zero(), broken);
-    }
-    const float size = largest(most);
-    const Vec inverse = broadcast(size > kSmallest ? 127.0f / size : 0.0f);
-    scales[begin(strip) + r] = size / 127.0f + sum(broken);
-    for (long block = 0; block < blocks; block++) {
-      uint8_t *to = at(strip, block) + r * kRowBytes;
-      const T *from = x + block * kBlock;
-      const long count = std::min(kBlock, inputs - block * kBlock);
-      for (long k = 0; k < count; k += kLanes) store_bytes(to + k, load(from + k, count - k) * inverse, Dot::kOffset);
-    }
-  }
-};
-
-// What a tile fetches into the caches while it computes: from `from` on, `step` bytes for each step of the loop.
-struct Fetch {
-  const char *from;
-  long step;
 };
 
 // sums [R][kPanel] += x w over 4 * steps inputs; with `first` [kPanel] they begin there.
@@ -134,7 +82,7 @@ constexpr auto kIntTiles = tile_table<Dot>(std::make_integer_sequence<int, Dot::
 template <class T, class Dot>
 struct Chunk {
   const Product &p;
-  const Rows<Dot> &x;
+  const RoundedRows<Dot::kRows, Dot::kOffset> &x;
   long first_row;
 
   // sums [rows][kPanel] of one panel, over blocks `begin` to `end`; `first` [kPanel] is where they begin.
@@ -211,7 +159,7 @@ template <class T, class Dot>
 void multiply_by(const Product &p) {
   const long panels = (p.columns + kPanel - 1) / kPanel;
   for (long row = 0; row < p.rows; row += kChunk) {
-    Rows<Dot> x(std::min(kChunk, p.rows - row), p.inputs);
+    RoundedRows<Dot::kRows, Dot::kOffset> x(std::min(kChunk, p.rows - row), p.inputs);
     const Arena::Mark mark = arena().mark();
     x.packed = arena().take<uint8_t>(x.size());
     x.scales = arena().take<float>(x.rows);

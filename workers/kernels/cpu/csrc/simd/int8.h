@@ -2,7 +2,8 @@
 // bytes are added.
 //
 // Two forms: PlainDot has the instructions of its level alone. Dot has one more, which the processor may not know: it is
-// written in assembly, so that a level need not be compiled twice. Both are exact for values from -127 to 127.
+// written in assembly, so that a level need not be compiled twice. `add` is exact for values from -127 to 127;
+// `add_unsigned` takes weights from 0 to 127 as they are, and rows without an offset.
 #pragma once
 #include "simd/simd.h"
 
@@ -19,6 +20,9 @@ inline Ints broadcast_four(const uint8_t *from) {
   memcpy(&word, from, sizeof word);
   return _mm512_set1_epi32(word);
 }
+inline Ints broadcast_int(int32_t x) { return _mm512_set1_epi32(x); }
+inline Ints low_nibbles(Ints x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+inline Ints high_nibbles(Ints x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
 inline Vec to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
 // The nearest whole numbers plus `offset`, as bytes.
 inline void store_bytes(uint8_t *to, Vec x, int offset) {
@@ -37,7 +41,10 @@ struct PlainDot {
   static Weight prepare(Ints w) { return {_mm512_abs_epi8(w), _mm512_movepi8_mask(w)}; }
   static Ints add(Ints acc, Weight w, Ints x) {
     const Ints turned = _mm512_mask_sub_epi8(x, w.negative, _mm512_setzero_si512(), x);
-    const Ints pairs = _mm512_maddubs_epi16(w.size, turned);
+    return add_unsigned(acc, w.size, turned);
+  }
+  static Ints add_unsigned(Ints acc, Ints w, Ints x) {
+    const Ints pairs = _mm512_maddubs_epi16(w, x);
     return _mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
   }
 };
@@ -51,6 +58,7 @@ struct Dot {
     asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(x), "v"(w));
     return acc;
   }
+  static Ints add_unsigned(Ints acc, Ints w, Ints x) { return add(acc, x, w); }
 };
 
 #elif defined(__AVX2__)
@@ -64,6 +72,9 @@ inline Ints broadcast_four(const uint8_t *from) {
   memcpy(&word, from, sizeof word);
   return _mm256_set1_epi32(word);
 }
+inline Ints broadcast_int(int32_t x) { return _mm256_set1_epi32(x); }
+inline Ints low_nibbles(Ints x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+inline Ints high_nibbles(Ints x) { return low_nibbles(_mm256_srli_epi16(x, 4)); }
 inline Vec to_floats(Ints x) { return _mm256_cvtepi32_ps(x); }
 inline void store_bytes(uint8_t *to, Vec x, int offset) {
   const Ints whole = add(_mm256_cvtps_epi32(x), _mm256_set1_epi32(offset));
@@ -82,7 +93,10 @@ struct PlainDot {
   };
   static Weight prepare(Ints w) { return {_mm256_abs_epi8(w), w}; }
   static Ints add(Ints acc, Weight w, Ints x) {
-    const Ints pairs = _mm256_maddubs_epi16(w.size, _mm256_sign_epi8(x, w.sign));
+    return add_unsigned(acc, w.size, _mm256_sign_epi8(x, w.sign));
+  }
+  static Ints add_unsigned(Ints acc, Ints w, Ints x) {
+    const Ints pairs = _mm256_maddubs_epi16(w, x);
     return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
   }
 };
@@ -96,6 +110,7 @@ struct Dot {
     asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(x), "x"(w));
     return acc;
   }
+  static Ints add_unsigned(Ints acc, Ints w, Ints x) { return add(acc, x, w); }
 };
 
 #else  // NEON
@@ -109,6 +124,9 @@ inline Ints broadcast_four(const uint8_t *from) {
   memcpy(&word, from, sizeof word);
   return vdupq_n_s32(word);
 }
+inline Ints broadcast_int(int32_t x) { return vdupq_n_s32(x); }
+inline Ints low_nibbles(Ints x) { return vandq_s32(x, vdupq_n_s32(0x0f0f0f0f)); }
+inline Ints high_nibbles(Ints x) { return vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(x), 4)); }
 inline Vec to_floats(Ints x) { return vcvtq_f32_s32(x); }
 inline void store_bytes(uint8_t *to, Vec x, int offset) {
   const int32x4_t whole = vaddq_s32(vcvtnq_s32_f32(x), vdupq_n_s32(offset));
@@ -127,6 +145,7 @@ struct PlainDot {
     const int32x4_t high = vpaddlq_s16(vmull_s8(vget_high_s8(a), vget_high_s8(b)));
     return vaddq_s32(acc, vpaddq_s32(low, high));
   }
+  static Ints add_unsigned(Ints acc, Ints w, Ints x) { return add(acc, w, x); }
 };
 
 // The dot product extension of ARMv8.2; both factors are signed. The assembler is told of what all levels have together.
@@ -138,6 +157,7 @@ struct Dot {
     asm(".arch armv8.2-a+bf16+dotprod\n\tsdot %0.4s, %1.16b, %2.16b" : "+w"(acc) : "w"(w), "w"(x));
     return acc;
   }
+  static Ints add_unsigned(Ints acc, Ints w, Ints x) { return add(acc, w, x); }
 };
 
 #endif

@@ -1,0 +1,68 @@
+// Rows of x rounded to whole numbers from -127 to 127, each with a scale of its own: what weights of few bits multiply.
+//
+// They are stored kOffset higher, for instructions that take unsigned numbers.
+#pragma once
+#include <algorithm>
+
+#include "simd/element_types.h"
+#include "simd/int8.h"
+
+namespace gemm {
+
+using namespace simd;
+
+constexpr long kBlock = 1024;            // inputs whose weights of one panel stay in the first-level cache
+constexpr long kRowBytes = kBlock + 64;  // from a row of x to the next: a cache line more, or rows would share few sets
+constexpr long kSerialRows = 1 << 14;    // elements of x that one thread rounds sooner than it wakes another
+constexpr float kSmallest = 1e-30f;      // a row without a larger number is all zeros: its scale has no inverse
+
+// Rows of x in strips of at most kStrip and of about equal size: [strips][blocks][rows of the strip][kRowBytes].
+template <int kStrip, int kOffset>
+struct RoundedRows {
+  uint8_t *packed;
+  float *scales;  // [rows]
+  long rows, strips, inputs, blocks;
+
+  RoundedRows(long rows, long inputs)
+      : rows(rows), strips((rows + kStrip - 1) / kStrip), inputs(inputs), blocks((inputs + kBlock - 1) / kBlock) {}
+  long begin(long strip) const { return rows * strip / strips; }
+  long count(long strip) const { return begin(strip + 1) - begin(strip); }
+  long size() const { return rows * blocks * kRowBytes; }
+  uint8_t *at(long strip, long block) const {
+    return packed + (begin(strip) * blocks + count(strip) * block) * kRowBytes;
+  }
+
+  template <class T>
+  void pack(const T *x, long stride) {
+#pragma omp parallel for if (size() > kSerialRows)
+    for (long strip = 0; strip < strips; strip++)
+      for (long r = 0; r < count(strip); r++) pack_row(x + (begin(strip) + r) * stride, strip, r);
+  }
+
+  template <class T>
+  void pack_row(const T *x, long strip, long r) {
+    Vec most = zero(), broken = zero();  // broken: NaN if an element is NaN or infinite
+    for (long k = 0; k < inputs; k += kLanes) {
+      const Vec value = load(x + k, inputs - k);
+      most = max(most, abs(value));
+      broken = fma(value, zero(), broken);
+    }
+    const float size = largest(most);
+    const Vec inverse = broadcast(size > kSmallest ? 127.0f / size : 0.0f);
+    scales[begin(strip) + r] = size / 127.0f + sum(broken);
+    for (long block = 0; block < blocks; block++) {
+      uint8_t *to = at(strip, block) + r * kRowBytes;
+      const T *from = x + block * kBlock;
+      const long count = std::min(kBlock, inputs - block * kBlock);
+      for (long k = 0; k < count; k += kLanes) store_bytes(to + k, load(from + k, count - k) * inverse, kOffset);
+    }
+  }
+};
+
+// What a tile fetches into the caches while it computes: from `from` on, `step` bytes for each step of the loop.
+struct Fetch {
+  const char *from;
+  long step;
+};
+
+}  // namespace gemm
