@@ -77,6 +77,7 @@ class TritonBackend:
         self.spec = spec
         self._kernels: Any = paged_attention  # a kernel's call compiles it: no annotation describes its arguments
         self.processors = 1
+        self.least_span = _LEAST_SPAN
         if spec.device.type == "cuda":
             self.processors = torch.cuda.get_device_properties(spec.device).multi_processor_count
 
@@ -156,7 +157,7 @@ class TritonBackend:
         number of sequences alone leaves most of it idle when a few of them are long.
         """
         seen = longest if window is None else min(longest, window + rows)
-        parts = max(1, min(-(-_WAVES * self.processors // programs), seen // _LEAST_SPAN))
+        parts = max(1, min(-(-_WAVES * self.processors // programs), seen // self.least_span))
         if parts == 1:
             return longest, 1
         span = -(-seen // (parts * keys)) * keys
