@@ -24,7 +24,8 @@ from engine.sampling_params import Grammar
 from engine.structured_output.compiler import Compiler, GrammarError
 from workers.parent_death import die_with_parent
 
-DEADLINE_S = 1.0  # for one trial
+DEADLINE_S = 1.0  # of the processor's time, for one trial
+_PATIENCE_S = 10.0  # for the same by the clock, where other programs take the processor
 _MAX_MEMORY_BYTES = 512 << 20  # beyond what the tokenizer took
 _STACK_BYTES = 2 << 20  # a quarter of what the engine's threads have
 _NICENESS = 5  # requests that are being answered come first
@@ -78,12 +79,12 @@ def _try(compiler: Compiler, grammar: Grammar) -> str | None:
         _attempt(compiler, grammar, write)
     os.close(write)
     try:
-        answer = _read_until(read, time.monotonic() + DEADLINE_S)
+        answer = _read_until(read, time.monotonic() + _PATIENCE_S)
     finally:
         os.close(read)
         os.kill(child, signal.SIGKILL)  # it has ended, or it is too late
-        os.waitpid(child, 0)
-    if answer is None:
+        _, status = os.waitpid(child, 0)
+    if answer is None or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF):
         return TOO_LONG
     return json.loads(answer)["problem"] if answer else TOO_MUCH
 
@@ -120,6 +121,8 @@ def _attempt(compiler: Compiler, grammar: Grammar, write: int) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a library that aborts writes to stderr
         threading.stack_size(_STACK_BYTES)
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, DEADLINE_S)  # then this process ends
         worker = threading.Thread(target=compile_it)
         worker.start()
         worker.join()

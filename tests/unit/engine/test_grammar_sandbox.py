@@ -1,0 +1,30 @@
+"""What a trial of a grammar may take: processor time counts, and not the time for which others have the processor."""
+
+import time
+
+from engine.sampling_params import Grammar
+from engine.structured_output import sandbox
+
+
+class Waiting:
+    def compile(self, grammar: Grammar) -> None:
+        time.sleep(1.5 * sandbox.DEADLINE_S)
+
+
+class Endless:
+    def compile(self, grammar: Grammar) -> None:
+        while True:
+            pass
+
+
+def problem_with(compiler: object) -> str | None:
+    return sandbox._try(compiler, Grammar("regex", "a"))  # type: ignore[arg-type]
+
+
+def test_a_trial_that_waits_for_the_processor_is_not_refused():
+    assert problem_with(Waiting()) is None
+
+
+def test_a_trial_that_computes_for_too_long_is_ended(monkeypatch):
+    monkeypatch.setattr(sandbox, "_PATIENCE_S", 3600.0)  # so that nothing else ends it
+    assert problem_with(Endless()) == sandbox.TOO_LONG
