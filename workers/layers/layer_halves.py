@@ -180,17 +180,19 @@ class _Parts:
     def weight(self, product: Product | GatedProduct) -> CPackedWeight:
         if isinstance(product, CppInt8Matmul | CppInt8GatedMatmul):
             weight = self.take(product, "weight", PackedInt8, PackedInt4)
-            packed, columns, kind = weight.memory, weight.columns, weight.kind
+            packed, columns, kind, slices = weight.memory, weight.columns, weight.kind, weight.slices
         else:
             weight, kind = product, _DENSE
+            slices = product.slices if isinstance(product, CppMatmul) else 1
             packed = self.take(product, "packed", Tensor)
             columns = 2 * product.width if isinstance(product, CppGatedMatmul) else product.columns
         if weight.kernels is not self.kernels or product.dtype != self.dtype:
             raise CannotPrepare("a weight is packed for other kernels or another type")
         bias = self.take_optional(product, "bias", Tensor)
         return CPackedWeight(
-            packed.data_ptr(), None if bias is None else bias.data_ptr(), columns, weight.inputs, product.epilogue, kind
-        )
+            packed.data_ptr(), None if bias is None else bias.data_ptr(), columns, weight.inputs, product.epilogue,
+            kind, slices,
+        )  # fmt: skip
 
     def are_unchanged(self) -> bool:
         return all(owner.get(name) is part for owner, name, part in self._taken)

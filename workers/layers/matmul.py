@@ -9,7 +9,7 @@ with oneDNN from two rows on. Whether one row alone differs is measured for each
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Protocol, runtime_checkable
@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from workers.distributed.tree_sum import tree_sum
 from workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul, can_serve
 from workers.layers.row_invariance import PairedRows, needs_second_row
 
@@ -101,6 +102,26 @@ class PackedMatmul:
         return y if residual is None else y.add_(residual)
 
 
+class SlicedMatmul:
+    """A product with its inputs cut into slices, whose results are added as in `tree_sum`, in float32."""
+
+    def __init__(
+        self, slices: Sequence[Matmul], bias: Tensor | None, dtype: torch.dtype, *, float32_output: bool = False
+    ) -> None:
+        """`slices`: a product with each slice of the weight, without bias. `dtype` of `bias` [N] and results."""
+        self.slices = slices
+        self.bias = bias
+        self.dtype = torch.float32 if float32_output else dtype
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        inputs = x.chunk(len(self.slices), 1)
+        y = tree_sum([product(part).float() for product, part in zip(self.slices, inputs, strict=True)])
+        for addend in (self.bias, residual):
+            if addend is not None:
+                y = y + addend.float()
+        return y.to(self.dtype)
+
+
 class PlainGatedMatmul:
     """One product with gate and up stacked, then the activation."""
 
@@ -137,13 +158,17 @@ class PackedGatedMatmul:
         return pointwise.binary(x, gate, self.up.blocks[0], self.up.bias, "mul")
 
 
-def matmul(weight: Tensor, bias: Tensor | None = None, *, float32_output: bool = False) -> Matmul:
+def matmul(weight: Tensor, bias: Tensor | None = None, *, float32_output: bool = False, slices: int = 1) -> Matmul:
     """The fastest product for `weight` [N, K] and `bias` [N]; the caller should not keep `weight`.
 
-    `float32_output`: results stay float32 where the kernel sums in float32 and would round them.
+    `float32_output`: results stay float32 where the kernel sums in float32 and would round them. `slices`: see
+    `LinearWeight.matmul`.
     """
     if can_serve(weight):
-        return CppMatmul(weight, bias, float32_output=float32_output)
+        return CppMatmul(weight, bias, float32_output=float32_output, slices=slices)
+    if slices > 1:
+        parts = [matmul(part) for part in weight.chunk(slices, 1)]
+        return SlicedMatmul(parts, bias, weight.dtype, float32_output=float32_output)
     kind = PackedMatmul if can_pack(weight.dtype, weight.device.type) else PlainMatmul
     product = kind(weight, bias)
     return PairedRows(product) if _needs_pairs(product, weight, kind, bias is None, adds=True) else product

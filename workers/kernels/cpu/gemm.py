@@ -36,8 +36,13 @@ def can_serve(weight: Tensor) -> bool:
 class CppMatmul:
     """`x @ weight.T + bias (+ residual)`, summed in float32 and rounded once: [T, K] -> [T, N]."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, float32_output: bool = False) -> None:
-        """`weight` [N, K], not kept; `bias` [N]. `float32_output`: results are float32 and not rounded."""
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, float32_output: bool = False, slices: int = 1) -> None:
+        """`weight` [N, K], not kept; `bias` [N]. `float32_output`: results are float32 and not rounded.
+
+        `slices`: see `LinearWeight.matmul`.
+        """
+        assert slices == 1, "the kernel does not add slices up yet"
+        self.slices = slices
         self.kernels = _bound(library.library(weight.dtype))
         self.columns, self.inputs = weight.shape
         self.dtype = weight.dtype

@@ -23,8 +23,15 @@ def kind_for(level: Level) -> int:
 class PackedInt4:
     """A weight [N, K] of whole numbers from -8 to 7 with a scale for each `GROUP` inputs, in the kernel's order."""
 
-    def __init__(self, values: Tensor, scales: Tensor, *, gated: bool = False, kind: int | None = None) -> None:
-        """`values` int8 [N, K] and `scales` bfloat16 [N, groups] are not kept. `kind`: None for the fastest."""
+    def __init__(
+        self, values: Tensor, scales: Tensor, *, gated: bool = False, kind: int | None = None, slices: int = 1
+    ) -> None:
+        """`values` int8 [N, K] and `scales` bfloat16 [N, groups] are not kept. `kind`: None for the fastest.
+
+        `slices`: see `LinearWeight.matmul`.
+        """
+        assert slices == 1, "the kernel does not add slices up yet"
+        self.slices = slices
         assert values.dtype == torch.int8 and values.stride(1) == 1
         assert scales.dtype == torch.bfloat16 and scales.is_contiguous()
         self.columns, self.inputs = values.shape

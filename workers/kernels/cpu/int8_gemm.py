@@ -39,8 +39,15 @@ def instructions(level: Level) -> str:
 class PackedInt8:
     """A weight [N, K] of whole numbers from -127 to 127 with a scale for each row, in the kernel's order."""
 
-    def __init__(self, values: Tensor, scales: Tensor, *, gated: bool = False, kind: int | None = None) -> None:
-        """`values` int8 [N, K] and `scales` float32 [N] are not kept. `kind`: None for the fastest."""
+    def __init__(
+        self, values: Tensor, scales: Tensor, *, gated: bool = False, kind: int | None = None, slices: int = 1
+    ) -> None:
+        """`values` int8 [N, K] and `scales` float32 [N] are not kept. `kind`: None for the fastest.
+
+        `slices`: see `LinearWeight.matmul`.
+        """
+        assert slices == 1, "the kernel does not add slices up yet"
+        self.slices = slices
         assert values.dtype == torch.int8 and values.stride(1) == 1 and values.shape[1] <= MOST_INPUTS
         assert scales.dtype == torch.float32 and scales.is_contiguous() and len(scales) == len(values)
         self.kernels = _bound(library.library())
@@ -80,6 +87,7 @@ class PackedRounded(Protocol):
     kind: int
     columns: int
     inputs: int
+    slices: int
     memory: Tensor
 
     def multiply(self, x: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor, epilogue: int) -> Tensor: ...

@@ -16,6 +16,7 @@ class CPackedWeight(ctypes.Structure):
         ("inputs", _number),
         ("epilogue", _flag),
         ("kind", _flag),
+        ("slices", _flag),
     )
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from workers.distributed.tree_sum import tree_sum
 from workers.kernels.cpu import library
 from workers.kernels.cpu.int4_gemm import GROUP, PackedInt4
 from workers.kernels.cpu.int8_gemm import CppInt8GatedMatmul, CppInt8Matmul
@@ -45,30 +46,49 @@ class Int4Matmul:
     """`x @ weight.T + bias (+ residual)` with torch's operations: [T, K] -> [T, N]."""
 
     def __init__(
-        self, values: Tensor, scales: Tensor, dtype: torch.dtype, bias: Tensor | None, *, float32_output: bool = False
+        self,
+        values: Tensor,
+        scales: Tensor,
+        dtype: torch.dtype,
+        bias: Tensor | None,
+        *,
+        float32_output: bool = False,
+        slices: int = 1,
     ) -> None:
-        """`values` int8 [N, K], `scales` bfloat16 [N, groups]; `dtype` of x, bias and results."""
+        """`values` int8 [N, K], `scales` bfloat16 [N, groups]; `dtype` of x, bias and results.
+
+        `slices`: see `LinearWeight.matmul`.
+        """
         self.values = values
         self.scales = scales
         self.dtype = torch.float32 if float32_output else dtype
         self.bias = bias  # [N]
+        self.slices = slices
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         return self.sums(x, residual).to(self.dtype)
 
     def sums(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """The result before it is rounded: float32 [T, N]."""
-        rows, row_scales = round_rows(x)
-        y = torch.zeros(len(x), len(self.values))
-        for group, scales in enumerate(self.scales.float().unbind(1)):
-            inputs = slice(group * GROUP, (group + 1) * GROUP)
-            whole = rows[:, inputs].float() @ self.values[:, inputs].float().T  # [T, N], exact: below 2 ** 24
-            y = y + whole * scales
-        y = y * row_scales.unsqueeze(1)
+        length = x.shape[1] // self.slices
+        y = tree_sum([self._slice(x, start, start + length) for start in range(0, x.shape[1], length)])
         for addend in (self.bias, residual):
             if addend is not None:
                 y = y + addend.float()
         return y
+
+    def _slice(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """The sum over some inputs; groups are cut where they begin and end."""
+        rows, row_scales = round_rows(x[:, start:stop])
+        y = torch.zeros(len(x), len(self.values))
+        for group, scales in enumerate(self.scales.float().unbind(1)):
+            first, last = max(start, group * GROUP), min(stop, (group + 1) * GROUP)
+            if first >= last:
+                continue
+            weights = self.values[:, first:last].float()
+            whole = rows[:, first - start : last - start].float() @ weights.T  # [T, N], exact: below 2 ** 24
+            y = y + whole * scales
+        return y * row_scales.unsqueeze(1)
 
 
 class Int4GatedMatmul:
@@ -106,10 +126,10 @@ class Int4Weight:
             values[part], scales[part] = round_groups(weight[part])
         return cls(values, scales, weight.dtype)
 
-    def matmul(self, bias: Tensor | None = None, *, float32_output: bool = False) -> Matmul:
+    def matmul(self, bias: Tensor | None = None, *, float32_output: bool = False, slices: int = 1) -> Matmul:
         if library.why_not(self.dtype) is not None:
-            return Int4Matmul(self.values, self.scales, self.dtype, bias, float32_output=float32_output)
-        packed = PackedInt4(self.values, self.scales)
+            return Int4Matmul(self.values, self.scales, self.dtype, bias, float32_output=float32_output, slices=slices)
+        packed = PackedInt4(self.values, self.scales, slices=slices)
         return CppInt8Matmul(packed, self.dtype, bias, float32_output=float32_output)
 
     def gated_matmul(self, bias: Tensor | None, activation: str) -> GatedMatmul:

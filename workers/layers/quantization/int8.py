@@ -7,6 +7,7 @@ bits do not depend on the order of additions: `Int8Matmul` is the reference, and
 import torch
 from torch import Tensor
 
+from workers.distributed.tree_sum import tree_sum
 from workers.kernels.cpu import library
 from workers.kernels.cpu.int8_gemm import CppInt8GatedMatmul, CppInt8Matmul, PackedInt8
 from workers.layers.matmul import ACTIVATIONS, GatedMatmul, Matmul
@@ -35,26 +36,41 @@ class Int8Matmul:
     """`x @ weight.T + bias (+ residual)` with torch's operations: [T, K] -> [T, N]."""
 
     def __init__(
-        self, values: Tensor, scales: Tensor, dtype: torch.dtype, bias: Tensor | None, *, float32_output: bool = False
+        self,
+        values: Tensor,
+        scales: Tensor,
+        dtype: torch.dtype,
+        bias: Tensor | None,
+        *,
+        float32_output: bool = False,
+        slices: int = 1,
     ) -> None:
-        """`values` int8 [N, K], `scales` float32 [N]; `dtype` of x, bias and results."""
+        """`values` int8 [N, K], `scales` float32 [N]; `dtype` of x, bias and results.
+
+        `slices`: see `LinearWeight.matmul`.
+        """
         self.values = values
         self.scales = scales
         self.dtype = torch.float32 if float32_output else dtype
         self.bias = bias  # [N]
+        self.slices = slices
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         return self.sums(x, residual).to(self.dtype)
 
     def sums(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """The result before it is rounded: float32 [T, N]."""
-        rows, scales = round_rows(x)
-        whole = rows.double() @ self.values.double().T  # [T, N], exact
-        y = whole.float() * self.scales * scales.unsqueeze(1)
+        slices = zip(x.chunk(self.slices, 1), self.values.chunk(self.slices, 1), strict=True)
+        y = tree_sum([self._slice(part, values) for part, values in slices])
         for addend in (self.bias, residual):
             if addend is not None:
                 y = y + addend.float()
         return y
+
+    def _slice(self, x: Tensor, values: Tensor) -> Tensor:
+        rows, scales = round_rows(x)
+        whole = rows.double() @ values.double().T  # [T, N], exact
+        return whole.float() * self.scales * scales.unsqueeze(1)
 
 
 class Int8GatedMatmul:
@@ -81,10 +97,10 @@ class Int8Weight:
         self.scales = scales
         self.dtype = dtype
 
-    def matmul(self, bias: Tensor | None = None, *, float32_output: bool = False) -> Matmul:
+    def matmul(self, bias: Tensor | None = None, *, float32_output: bool = False, slices: int = 1) -> Matmul:
         if library.why_not(self.dtype) is not None:
-            return Int8Matmul(self.values, self.scales, self.dtype, bias, float32_output=float32_output)
-        packed = PackedInt8(self.values, self.scales)
+            return Int8Matmul(self.values, self.scales, self.dtype, bias, float32_output=float32_output, slices=slices)
+        packed = PackedInt8(self.values, self.scales, slices=slices)
         return CppInt8Matmul(packed, self.dtype, bias, float32_output=float32_output)
 
     def gated_matmul(self, bias: Tensor | None, activation: str) -> GatedMatmul:

@@ -15,8 +15,13 @@ from workers.weights.source import WeightSource
 class LinearWeight(Protocol):
     """A rank's weight [N, K] in memory. It should be dropped after making a product, which may keep another form."""
 
-    def matmul(self, bias: Tensor | None = None, *, float32_output: bool = False) -> Matmul:
-        """`float32_output`: results stay float32 where the kernel sums in float32 and would round them."""
+    def matmul(self, bias: Tensor | None = None, *, float32_output: bool = False, slices: int = 1) -> Matmul:
+        """`float32_output`: results stay float32 where the kernel sums in float32 and would round them.
+
+        `slices`: of equal length into which the inputs are cut, a power of two. Each is summed by itself, in float32 in
+        the order of inputs, and the slices are added as in `tree_sum`; then come the bias, the residual and one
+        rounding. What a form stores or rounds in groups of inputs, such as rows of x, begins anew at each slice.
+        """
 
     def gated_matmul(self, bias: Tensor | None, activation: str) -> GatedMatmul:
         """Of a weight with the gate's rows first, then as many of up's."""

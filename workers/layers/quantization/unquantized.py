@@ -14,8 +14,8 @@ class DenseWeight:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor  # [N, K]
 
-    def matmul(self, bias: Tensor | None = None, *, float32_output: bool = False) -> Matmul:
-        return matmul(self.tensor, bias, float32_output=float32_output)
+    def matmul(self, bias: Tensor | None = None, *, float32_output: bool = False, slices: int = 1) -> Matmul:
+        return matmul(self.tensor, bias, float32_output=float32_output, slices=slices)
 
     def gated_matmul(self, bias: Tensor | None, activation: str) -> GatedMatmul:
         return gated_matmul(self.tensor, bias, activation)

@@ -15,6 +15,7 @@ struct Product {
   void *y;               // [rows, columns] (gated: [rows, columns / 2]), rows `y_stride` apart
   long rows, columns, inputs, x_stride, y_stride;
   int epilogue;
+  long slices = 1;  // of equal length along the inputs, which are added up as slices.h says: a power of two
 };
 
 constexpr int kPanel = 2 * simd::kLanes;  // outputs side by side in a packed weight: two registers

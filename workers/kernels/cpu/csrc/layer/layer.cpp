@@ -14,7 +14,7 @@ constexpr long kSpan = 960;  // rows at a time between the products of an MLP, s
 constexpr long kMaxHead = 256;
 
 gemm::Product product(const PackedWeight &w, const void *x, void *y, long rows, long y_stride) {
-  return {x, w.weight, w.bias, nullptr, y, rows, w.columns, w.inputs, w.inputs, y_stride, w.epilogue};
+  return {x, w.weight, w.bias, nullptr, y, rows, w.columns, w.inputs, w.inputs, y_stride, w.epilogue, w.slices};
 }
 
 template <class T>

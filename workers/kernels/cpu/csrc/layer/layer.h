@@ -12,7 +12,8 @@ struct PackedWeight {
   const void *weight, *bias;  // as in gemm::Product
   long columns, inputs;
   int epilogue;
-  int kind;  // a gemm::WeightKind
+  int kind;    // a gemm::WeightKind
+  int slices;  // as in gemm::Product
 };
 
 struct LayerHalf {
