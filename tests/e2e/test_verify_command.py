@@ -36,6 +36,20 @@ def test_the_demo_model_on_two_ranks(tmp_path: Path, foreign: Path) -> None:
     assert all(len(entry["ranks"]) == 2 for entry in report["tensors"])
 
 
+def test_rounded_weights(tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    result = verify(DEMO, "-tp", 2, "--quantization", "int4", "--output", out)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("oarlock-demo (Qwen2ForCausalLM), int4 in ")
+    losses = lines.index("layer  weights  hidden")
+    assert [line.split()[0] for line in lines[losses + 1 : losses + 10]] == [*map(str, range(8)), "logits"]
+    assert lines[-1] == "result: ok"
+    report = json.loads(out.read_text())
+    assert report["quantization"] == "int4"
+    assert 0.08 < report["rounding_loss"]["layers"][0]["weights"] < 0.1
+
+
 MISTAKES = {
     "wrong path": (["{folder}/nowhere/at/all"], "is neither a directory nor a hub id"),
     "no number": (["{model}", "-tp", "two"], "--tensor-parallel-size is 'two'"),

@@ -63,7 +63,10 @@ def verify(arguments: argparse.Namespace) -> Report:
     spec = read_spec(config.model_path)
     with tempfile.TemporaryDirectory(prefix="oarlock-verify-") as name:
         folder = Path(name)
-        Request(config.model_path, config.dtype, config.device, prompts, NEW_TOKENS).write(folder)
+        request = Request(
+            config.model_path, config.dtype, config.device, prompts, NEW_TOKENS, quantization=config.quantization
+        )
+        request.write(folder)
         say("transformers: starting")
         run_reference(folder, say)
         say(f"our {config.tensor_parallel_size} rank(s): starting")
@@ -73,10 +76,11 @@ def verify(arguments: argparse.Namespace) -> Report:
         from workers.verify.causes import explain
         from workers.verify.compare import compare
         from workers.verify.report import Report
+        from workers.verify.rounded_weights import RoundingLoss
 
         size = config.tensor_parallel_size
         comparison = compare(folder, spec, size, config.dtype)
-        causes = explain(comparison, folder, Path(config.model_path), spec, size)
+        causes = explain(comparison, folder, Path(config.model_path), spec, size, config.quantization)
         return Report(
             model=Path(config.model_path).name,
             architecture=spec.architecture,
@@ -87,6 +91,8 @@ def verify(arguments: argparse.Namespace) -> Report:
             causes=causes,
             versions={package: version(package) for package in ("torch", "transformers")},
             seconds=time.monotonic() - started,
+            quantization=config.quantization,
+            loss=RoundingLoss.read(folder),
         )
 
 
@@ -111,6 +117,7 @@ def checked(arguments: argparse.Namespace) -> tuple[WorkerConfig, list[list[int]
             str(model),
             device=arguments.device,
             dtype=arguments.dtype,
+            quantization=arguments.quantization,
             tensor_parallel_size=arguments.tensor_parallel_size,
             block_size=BLOCK_SIZE,
             log_level="WARNING",
@@ -145,6 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--parent", type=int, help="the process that must be alive for this one to be")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantization", default="none")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--output", type=Path)

@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from workers.layers.decoder_spec import DecoderSpec
+from workers.layers.quantization.registry import QUANTIZATIONS
 from workers.layers.sharding import shard_vocab
 from workers.verify.compare import Comparison, Recorded, Row, part_of
 from workers.verify.halves import same_bits
 from workers.verify.request import Text
-from workers.weights.checkpoint import Checkpoint
+from workers.verify.rounded_weights import weight_meant
+from workers.verify.scales import wrong_scales
 
 # Tensors computed from the same inputs: when the first of a group is wrong, the others may be wrong independently.
 _TOGETHER = ({"q", "k", "v"}, {"q_rope", "k_rope"})
@@ -34,6 +35,7 @@ class _Fault:
     model: Path
     spec: DecoderSpec
     size: int
+    quantization: str
 
     @property
     def module(self) -> str:
@@ -52,6 +54,10 @@ class _Fault:
         """float64 [T, columns of `rank`, perhaps padding behind them]. `suffix`: of a diagnostic tensor's name."""
         return Recorded(self.folder).ours(rank, self.row.name + suffix).double()
 
+    def partial(self, rank: int) -> Tensor:
+        """A rank's result before the sum over ranks: float64 [T, hidden]."""
+        return self.ours(rank, "_partial" if self.size > 1 else "")
+
     def error(self, rank: int) -> Tensor:
         """[T, columns of `rank`]."""
         truth = self.truth(rank)
@@ -67,7 +73,9 @@ class _Fault:
         return all(_is_constant(self.error(rank)) for rank in self.row.wrong_ranks)
 
 
-def explain(comparison: Comparison, folder: Path, model: Path, spec: DecoderSpec, size: int) -> list[str]:
+def explain(
+    comparison: Comparison, folder: Path, model: Path, spec: DecoderSpec, size: int, quantization: str = "none"
+) -> list[str]:
     """One sentence per likely cause of the first fault; empty when there is none.
 
     `folder` holds what was recorded, `model` the checkpoint.
@@ -91,7 +99,7 @@ def explain(comparison: Comparison, folder: Path, model: Path, spec: DecoderSpec
     for row in rows:
         if row.wrong_ranks:
             is_infinite = any(math.isinf(error.ratio) for error in row.errors)
-            cause = _cause(_Fault(row, folder, model, spec, size))
+            cause = _cause(_Fault(row, folder, model, spec, size, quantization))
             causes.append(f"{cause}; the numbers there are NaN or infinite" if is_infinite else cause)
         elif not row.ranks_agree:
             ours = [Recorded(folder).ours(rank, row.name) for rank in range(size)]
@@ -149,8 +157,20 @@ def _projection(fault: _Fault) -> str:
             f"{name}.bias: the rows of {fault.ranks} (the error is the same for every token: a bias lost, doubled, or "
             "another's)"
         )
-    moved = _moved_heads(fault, fault.row.wrong_ranks[0])
+    rank = fault.row.wrong_ranks[0]
+    moved = _moved_heads(fault, rank) or _scales(fault, rank, f"{name}.weight")
     return f"{name}.weight: the rows of {fault.ranks}{f' ({moved})' if moved else ''}"
+
+
+def _scales(fault: _Fault, rank: int, weight: str) -> str:
+    """Of the rows of a column-parallel weight that a rank holds, in a model whose weights have scales."""
+    if fault.quantization == "none":
+        return ""
+    part = part_of(fault.row.tensor, fault.spec, rank, fault.size)
+    inputs = Recorded(fault.folder).truth(f"{fault.row.layer}.input_norm")
+    rows = weight_meant(fault.model, fault.spec, fault.quantization, weight)[part.start : part.stop]
+    group = QUANTIZATIONS[fault.quantization].group
+    return wrong_scales(inputs, rows, fault.ours(rank), group if group > 1 else inputs.shape[1]) or ""
 
 
 def _moved_heads(fault: _Fault, rank: int) -> str:
@@ -204,26 +224,24 @@ def _row_parallel(fault: _Fault, projection: str, inputs: str) -> str:
     name = f"{fault.module}.{projection}"
     if fault.is_constant():
         return f"{name}.bias (the error is the same for every token: lost, or added by more than one rank)"
-    if fault.size == 1:
-        return f"{name}.weight"
-    wrong = _wrong_shares(fault, f"{name}.weight", inputs)
-    if wrong:
-        return f"{name}.weight: the columns of {_ranks(wrong)}"
-    return f"the sum over ranks (all-reduce) after {name}"
+    shares = _shares(fault, f"{name}.weight", inputs)
+    wrong = tuple(rank for rank, (x, w) in enumerate(shares) if not _distance(fault.partial(rank), x @ w.T) < _CLOSE)
+    if not wrong and fault.size > 1:
+        return f"the sum over ranks (all-reduce) after {name}"
+    which = f"{name}.weight: the columns of {_ranks(wrong)}" if fault.size > 1 else f"{name}.weight"
+    scales = None
+    if wrong and fault.quantization != "none":
+        group = QUANTIZATIONS[fault.quantization].group
+        (x, w), ours = shares[wrong[0]], fault.partial(wrong[0])
+        scales = wrong_scales(x, w, ours, group if group > 1 else x.shape[1])
+    return f"{which} ({scales})" if scales else which
 
 
-def _wrong_shares(fault: _Fault, weight: str, inputs: str) -> tuple[int, ...]:
-    """The ranks whose result, before the sum over ranks, is not their columns of the weight times their inputs."""
-    entry = Checkpoint.open(fault.model).find(weight)
-    assert entry is not None, "the ranks have loaded it"
-    with safe_open(entry.path, "pt") as file:
-        columns = file.get_tensor(weight).double().tensor_split(fault.size, 1)  # of [hidden, inputs], one per rank
-    parts = Recorded(fault.folder).truth(f"{fault.row.layer}.{inputs}").tensor_split(fault.size, 1)  # of [T, inputs]
-    return tuple(
-        rank
-        for rank in range(fault.size)
-        if not _distance(fault.ours(rank, "_partial"), parts[rank] @ columns[rank].T) < _CLOSE
-    )
+def _shares(fault: _Fault, weight: str, inputs: str) -> list[tuple[Tensor, Tensor]]:
+    """The inputs [T, local] and the columns of the weight [hidden, local] that each rank should have."""
+    columns = weight_meant(fault.model, fault.spec, fault.quantization, weight).tensor_split(fault.size, 1)
+    parts = Recorded(fault.folder).truth(f"{fault.row.layer}.{inputs}").tensor_split(fault.size, 1)
+    return list(zip(parts, columns, strict=True))
 
 
 def _residual(fault: _Fault, post_norm: str, projection: str) -> str:

@@ -9,8 +9,8 @@ It is a process of its own, so that all its memory is free again when our ranks 
 
 import signal
 import sys
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from workers.models.registry import read_spec
 from workers.parent_death import die_with_parent
 from workers.verify.compare import file_of, tensor_names
 from workers.verify.request import Request, Text
+from workers.verify.rounded_weights import LayerLoss, RoundedWeights, RoundingLoss
 
 _ROWS = 8192  # of a weight that are widened to float64 at once
 
@@ -40,11 +41,25 @@ def record_reference(request: Request, folder: Path, say: Say) -> Text:
         torch.set_num_threads(request.num_threads)
     say(f"loading {request.model} in {request.dtype}")
     model = load_model(request.model, request.dtype, request.device)
+    spec, dtype = read_spec(request.model), getattr(torch, request.dtype)
     with torch.inference_mode():
-        text = generate(model, request, say)
-        text.write(folder)
-        if request.record:
-            _record(model, read_spec(request.model), text, request, folder, say)
+        rounded = None
+        if request.quantization != "none":
+            say(f"rounding the weights to {request.quantization}")
+            rounded = RoundedWeights(model, spec, request.quantization, dtype)
+        with rounded.products_round() if rounded else nullcontext():
+            text = generate(model, request, say)
+            text.write(folder)
+            if not request.record:
+                return text
+            say(f"every layer in {request.dtype}")
+            theirs = _run(model, spec, text, dtype)
+        truth = _record(model, spec, text, theirs, request, folder, say)
+        if rounded:
+            say("every layer in float64, with weights that are not rounded")
+            with rounded.not_rounded(), in_float64(model):
+                before = _run(model, spec, text, torch.float64)
+            _loss(rounded.errors(model.model.layers), truth, before).write(folder)
     return text
 
 
@@ -73,10 +88,17 @@ def generate(model: PreTrainedModel, request: Request, say: Say) -> Text:
     return Text(request.prompts, outputs)
 
 
-def _record(model: PreTrainedModel, spec: DecoderSpec, text: Text, request: Request, folder: Path, say: Say) -> None:
+def _record(
+    model: PreTrainedModel,
+    spec: DecoderSpec,
+    text: Text,
+    theirs: dict[str, Tensor],
+    request: Request,
+    folder: Path,
+    say: Say,
+) -> dict[str, Tensor]:
+    """Run the text in float64 and write that and the errors of `theirs`; the truth is returned."""
     truth_dtype = torch.float64 if request.dtype == "float32" else torch.float32
-    say(f"every layer in {request.dtype}")
-    theirs = _run(model, spec, text, getattr(torch, request.dtype))
     say("every layer in float64")
     with in_float64(model):
         truth = _run(model, spec, text, truth_dtype)
@@ -93,6 +115,17 @@ def _record(model: PreTrainedModel, spec: DecoderSpec, text: Text, request: Requ
             errors[f"{name}.square"] = error.square().sum(0)
         save_file(exact, folder / f"truth-{file}.safetensors")
         save_file(errors, folder / f"theirs-{file}.safetensors")
+    return truth
+
+
+def _loss(weights: Iterable[float], rounded: dict[str, Tensor], before: dict[str, Tensor]) -> RoundingLoss:
+    """`weights`: by layer, as `RoundedWeights.errors`. Tensors by name, with and without rounding."""
+
+    def distance(name: str) -> float:
+        return ((rounded[name].double() - before[name]).norm() / before[name].norm()).item()
+
+    layers = [LayerLoss(layer, error, distance(f"{layer}.residual")) for layer, error in enumerate(weights)]
+    return RoundingLoss(layers, distance("logits"))
 
 
 def _run(model: PreTrainedModel, spec: DecoderSpec, text: Text, keep: torch.dtype) -> dict[str, Tensor]:

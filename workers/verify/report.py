@@ -1,11 +1,12 @@
 """A verification's findings as a table for people and as JSON for programs."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from workers.verify.compare import LARGEST_LIMIT, LIMIT, REPLICATED, Comparison, Row
 from workers.verify.halves import Halves
+from workers.verify.rounded_weights import RoundingLoss
 
 _HEADINGS = ("layer", "tensor", "rank", "max error", "/ theirs", "rms / theirs", "result")
 _LEFT_ALIGNED = ("layer", "tensor", "result")
@@ -24,10 +25,17 @@ class Report:
     causes: list[str]
     versions: dict[str, str]
     seconds: float
+    quantization: str = "none"
+    loss: RoundingLoss | None = None
 
     @property
     def result(self) -> str:
         return "ok" if self.comparison.ok else "differs"
+
+    @property
+    def form(self) -> str:
+        """Of the weights, in words."""
+        return "this dtype" if self.quantization == "none" else f"{self.quantization}, whose products round inputs"
 
     def to_json(self) -> dict[str, Any]:
         first = self.comparison.first_fault
@@ -36,7 +44,8 @@ class Report:
             "architecture": self.architecture,
             "dtype": self.dtype,
             "tensor_parallel_size": self.size,
-            "truth": "transformers in float64, on the weights as they are in this dtype",
+            "quantization": self.quantization,
+            "truth": f"transformers in float64, on the weights as they are in {self.form}",
             "limits": {"rms": LIMIT, "head_rms": LIMIT, "largest": LARGEST_LIMIT, "largest_of_logits": LIMIT},
             "tokens_compared": self.tokens,
             "ok": self.comparison.ok,
@@ -62,13 +71,15 @@ class Report:
                     for one in self.comparison.halves.differences
                 ],
             },
+            "rounding_loss": None if self.loss is None else asdict(self.loss),
             "versions": self.versions,
             "seconds": round(self.seconds, 1),
         }  # fmt: skip
 
     def to_text(self) -> str:
         comparison = self.comparison
-        head = f"{self.model} ({self.architecture}), {self.dtype}, tensor-parallel size {self.size}"
+        form = self.dtype if self.quantization == "none" else f"{self.quantization} in {self.dtype}"
+        head = f"{self.model} ({self.architecture}), {form}, tensor-parallel size {self.size}"
         lines = [f"{head}: {self.tokens} tokens through every layer, compared with transformers in float64", ""]
         lines += [*table(shown(comparison)), ""]
         if self.size > 1:
@@ -76,6 +87,8 @@ class Report:
         if comparison.halves is not None:
             lines.append(_halves_line(comparison.halves))
         lines.append(_greedy_line(comparison))
+        if self.loss is not None:
+            lines += ["", *_loss_lines(self.loss, self.quantization), ""]
         if comparison.first_fault is not None:
             lines.append(f"first difference: {comparison.first_fault.where}")
         lines += [f"likely cause: {cause}" for cause in self.causes]
@@ -112,6 +125,14 @@ def table(rows: list[Row]) -> list[str]:
         ).rstrip()
         for line in lines
     ]
+
+
+def _loss_lines(loss: RoundingLoss, quantization: str) -> list[str]:
+    """How far the model is from the one that was stored."""
+    lines = [f"what {quantization} costs: distance from the weights as stored and from their answers in float64"]
+    lines.append("layer  weights  hidden")
+    lines += [f"{one.layer:5}  {one.weights:7.2%}  {one.hidden:6.2%}" for one in loss.layers]
+    return [*lines, f"logits{'':9}{loss.logits:6.2%}"]
 
 
 def _ranks_line(comparison: Comparison) -> str:

@@ -32,6 +32,7 @@ class Request:
     prompts: list[list[int]]
     new_tokens: int
     record: bool = True  # tensors as well as tokens
+    quantization: str = "none"  # of the weights, at load
     num_threads: int | None = None  # of the reference; None: torch's own choice
 
     def write(self, folder: Path) -> None:

@@ -21,6 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", metavar="TYPE", default="auto",
         help="auto, float32, bfloat16 or float16; float32 is the sharpest check (default auto: the model's own)",
     )  # fmt: skip
+    parser.add_argument(
+        "--quantization", metavar="FORM", default="none",
+        help="none, int8 or int4: as the server rounds weights; also shows what that costs, layer by layer",
+    )  # fmt: skip
     parser.add_argument("--device", metavar="DEVICE", default="auto", help="auto, cpu or cuda (default auto)")
     parser.add_argument("--prompts", metavar="FILE", help="one prompt per line (default: a few built-in ones)")
     parser.add_argument("--output", metavar="FILE.json", help="write the whole report, every tensor of every layer")
@@ -39,15 +43,16 @@ def run(arguments: argparse.Namespace) -> int:
         raise StartupError(f"--tensor-parallel-size is {size!r}.", "Give a whole number of ranks, at least 1.")
     # A server's settings: a hub id is checked against them before it is fetched.
     values = {"model": arguments.model, "tensor_parallel_size": int(size)}
-    settings = make_settings(values | {"dtype": arguments.dtype, "device": arguments.device})
+    options = {name: getattr(arguments, name) for name in ("dtype", "quantization", "device")}
+    settings = make_settings(values | options)
     progress = Progress()
     try:
         model = asyncio.run(resolve(settings, progress))
     finally:
         progress.finish()
-    options = [f"--tensor-parallel-size={size}"]
-    for name in ("dtype", "device", "prompts", "output"):
+    words = [f"--tensor-parallel-size={size}", *(f"--{name}={value}" for name, value in options.items())]
+    for name in ("prompts", "output"):
         value = getattr(arguments, name)
         if value is not None:
-            options.append(f"--{name}={value}")
-    return run_program("workers.verify", [*options, "--", model])
+            words.append(f"--{name}={value}")
+    return run_program("workers.verify", [*words, "--", model])

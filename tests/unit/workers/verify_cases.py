@@ -38,14 +38,16 @@ class VerifyCase:
         prompts: list[list[int]] = PROMPTS,
         max_model_len: int = 64,
         block_size: int = 8,
+        quantization: str = "none",
     ) -> None:
         self.model = model
+        self.quantization = quantization
         self.block_size = block_size
         self.folder = folder
         self.dtype = dtype
         self.max_model_len = max_model_len
         folder.mkdir()
-        request = Request(str(model), dtype, "cpu", prompts, new_tokens, num_threads=1)
+        request = Request(str(model), dtype, "cpu", prompts, new_tokens, num_threads=1, quantization=quantization)
         request.write(folder)
         record_reference(request, folder, lambda line: None)
 
@@ -56,6 +58,7 @@ class VerifyCase:
                 str(model or self.model),
                 device="cpu",
                 dtype=self.dtype,
+                quantization=self.quantization,
                 tensor_parallel_size=size,
                 max_model_len=self.max_model_len,
                 max_num_seqs=8,
@@ -78,7 +81,7 @@ class VerifyCase:
     def compared(self, size: int) -> tuple[Comparison, list[str]]:
         spec = read_spec(str(self.model))
         comparison = compare(self.folder, spec, size, self.dtype)
-        return comparison, explain(comparison, self.folder, self.model, spec, size)
+        return comparison, explain(comparison, self.folder, self.model, spec, size, self.quantization)
 
 
 def altered(model: Path, into: Path, name: str, change: Callable[[Tensor], Tensor]) -> Path:

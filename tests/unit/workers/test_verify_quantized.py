@@ -1,0 +1,94 @@
+"""Verification of weights that are rounded at load: right ones pass, and a scale that is cut wrongly is named."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.golden.tiny_models import make_tiny
+from tests.unit.workers.verify_cases import VerifyCase
+from workers.layers.placement import Placement
+from workers.verify.rounded_weights import RoundingLoss
+from workers.verify.scales import wrong_scales
+
+FORMS = ("int8", "int4")
+LAYER = "model.layers.1"
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., VerifyCase]:
+    """By family and form; each reference is run when it is first asked for."""
+    made: dict[tuple[str, str], VerifyCase] = {}
+
+    def case(family: str, form: str) -> VerifyCase:
+        if (family, form) not in made:
+            folder = tmp_path_factory.mktemp(family)
+            model = make_tiny(folder, family, seed=5, hidden_size=128, head_dim=16, intermediate_size=256)
+            made[family, form] = VerifyCase(model, folder / "verify", quantization=form)
+        return made[family, form]
+
+    return case
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "phi3"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_right_model_is_right(cases: Callable[..., VerifyCase], form: str, family: str, size: int) -> None:
+    comparison, causes = cases(family, form).run(size)
+    assert comparison.ok, comparison.first_fault
+    assert causes == []
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_rounding_costs_is_told_by_layer(cases: Callable[..., VerifyCase], form: str) -> None:
+    case = cases("qwen2", form)
+    loss = RoundingLoss.read(case.folder)
+    assert loss is not None
+    assert [layer.layer for layer in loss.layers] == list(range(len(loss.layers)))
+    step, answers = (0.0065, 0.05) if form == "int8" else (0.085, 0.5)  # of such weights, normally distributed
+    assert [layer.weights for layer in loss.layers] == [pytest.approx(step, rel=0.2)] * len(loss.layers)
+    assert all(layer.weights < layer.hidden < answers for layer in loss.layers)
+    assert 0 < loss.logits < answers
+    assert json.loads((case.folder / "rounding.json").read_text())["logits"] == loss.logits
+
+
+WRONG = [("self_attn.qkv_proj", "self_attn.q_proj.weight: the rows of rank 1"), ("mlp.down_proj", "mlp.down_proj")]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("layer", "cause"), WRONG, ids=[name for name, _ in WRONG])
+def test_a_scale_cut_wrongly_is_named(
+    cases: Callable[..., VerifyCase], monkeypatch: pytest.MonkeyPatch, form: str, layer: str, cause: str
+) -> None:
+    """Rank 1 has each output's scales from the output before."""
+    case = cases("qwen2", form)
+    load = Placement.load
+
+    def shifted(place: Placement, shard, weights):
+        weight = load(place, shard, weights)
+        name = shard.fused or shard.parts[0].name
+        if place.tp.rank == 1 and name == f"{LAYER}.{layer}":
+            weight.scales = weight.scales.roll(1, 0).contiguous()
+        return weight
+
+    monkeypatch.setattr(Placement, "load", shifted)
+    comparison, causes = case.run(2)
+    assert not comparison.ok
+    assert f"{LAYER}.{cause}" in causes[0]
+    assert "rank 1" in causes[0]
+    assert "wrong scales" in causes[0]
+
+
+def test_scales_are_found_by_what_they_do() -> None:
+    torch.manual_seed(0)
+    inputs, weight = torch.randn(40, 64).double(), torch.randn(5, 64).double()
+    bias = torch.randn(5).double()
+    wrong = weight.clone()
+    wrong[3, 32:] *= 0.5
+    assert wrong_scales(inputs, weight, inputs @ weight.T + bias, 32) is None
+    found = wrong_scales(inputs, weight, inputs @ wrong.T + bias, 32)
+    assert found == "wrong scales: that of its output 3, inputs 32 to 63 is 0.5 times the right one"
+    wrong[3, 40] += 30.0  # no factor of a group does that
+    assert wrong_scales(inputs, weight, inputs @ wrong.T, 32) is None
+    assert wrong_scales(inputs[:5], weight, inputs[:5] @ weight.T, 32) is None  # too few tokens to tell

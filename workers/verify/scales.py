@@ -1,0 +1,34 @@
+"""Whether a wrong product is one of the right whole numbers with wrong scales: a scale was cut wrongly."""
+
+import torch
+from torch import Tensor
+
+_CLOSE = 0.1  # relative distance below which outputs are explained
+_WRONG = 0.1  # a scale is wrong if it is off by so much of itself
+
+
+def wrong_scales(inputs: Tensor, weight: Tensor, outputs: Tensor, group: int) -> str | None:
+    """The scales that explain `outputs`, in words; None where no scales do, or there are too few tokens to tell.
+
+    `inputs` [T, K], `weight` [N, K] as it should be, `outputs` [T, N] as they are, with or without a bias; all float64.
+    `group`: inputs that share a scale. Solves, for each output, the least squares problem of a factor for each group.
+    """
+    tokens, width = inputs.shape
+    starts = range(0, width, group)
+    if tokens < 2 * (len(starts) + 1):
+        return None
+    shares = torch.stack(
+        [inputs[:, start : start + group] @ weight[:, start : start + group].T for start in starts], dim=-1
+    )  # [T, N, groups]
+    terms = torch.cat((shares, shares.new_ones(tokens, len(weight), 1)), dim=-1).transpose(0, 1)  # and a constant
+    wanted = outputs.T.unsqueeze(2)  # [N, T, 1]
+    factors = torch.linalg.lstsq(terms, wanted, driver="gelsd").solution  # [N, groups + 1, 1]
+    unexplained = (terms @ factors - wanted).norm(dim=1) / wanted.norm(dim=1).clamp_min(1e-30)  # [N, 1]
+    wrong = ((factors[:, :-1, 0] - 1).abs() > _WRONG).nonzero()  # [count, 2]
+    if unexplained.max() > _CLOSE or len(wrong) == 0:
+        return None
+    output, first = wrong[0].tolist()
+    factor = factors[output, first, 0].item()
+    inputs_of = "" if len(starts) == 1 else f", inputs {first * group} to {min(first * group + group, width) - 1}"
+    more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    return f"wrong scales: that of its output {output}{inputs_of} is {factor:.2g} times the right one{more}"
