@@ -79,10 +79,8 @@ class Decoder:
         self.spec = spec
         self.place = place = Placement(tp, dtype, device, quantization)
         vocab, hidden = spec.vocab_size, spec.hidden_size
-        # An embedding is read row by row: unless it is the head's weight as well, rounding it would save no time.
         words = replace(place, quantization=quantization.of_head)
-        rows = words if spec.tie_word_embeddings else replace(place, quantization=NONE)
-        self.embedding = VocabParallelEmbedding("model.embed_tokens", vocab, hidden, rows, spec.embedding_scale)
+        self.embedding = VocabParallelEmbedding("model.embed_tokens", vocab, hidden, words, spec.embedding_scale)
         block = PostNormDecoderLayer if spec.post_norms else DecoderLayer
         self.layers = [block(f"model.layers.{i}", spec, i, place) for i in range(spec.num_layers)]
         self.norm = RMSNorm("model.norm", hidden, spec.rms_norm_eps, place, spec.norm_offset)

@@ -168,7 +168,7 @@ def _scales(fault: _Fault, rank: int, weight: str) -> str:
         return ""
     part = part_of(fault.row.tensor, fault.spec, rank, fault.size)
     inputs = Recorded(fault.folder).truth(f"{fault.row.layer}.input_norm")
-    rows = weight_meant(fault.model, fault.spec, fault.quantization, weight)[part.start : part.stop]
+    rows = weight_meant(fault.model, fault.quantization, weight)[part.start : part.stop]
     group = QUANTIZATIONS[fault.quantization].group
     return wrong_scales(inputs, rows, fault.ours(rank), group if group > 1 else inputs.shape[1]) or ""
 
@@ -239,7 +239,7 @@ def _row_parallel(fault: _Fault, projection: str, inputs: str) -> str:
 
 def _shares(fault: _Fault, weight: str, inputs: str) -> list[tuple[Tensor, Tensor]]:
     """The inputs [T, local] and the columns of the weight [hidden, local] that each rank should have."""
-    columns = weight_meant(fault.model, fault.spec, fault.quantization, weight).tensor_split(fault.size, 1)
+    columns = weight_meant(fault.model, fault.quantization, weight).tensor_split(fault.size, 1)
     parts = Recorded(fault.folder).truth(f"{fault.row.layer}.{inputs}").tensor_split(fault.size, 1)
     return list(zip(parts, columns, strict=True))
 

@@ -46,7 +46,7 @@ def record_reference(request: Request, folder: Path, say: Say) -> Text:
         rounded = None
         if request.quantization != "none":
             say(f"rounding the weights to {request.quantization}")
-            rounded = RoundedWeights(model, spec, request.quantization, dtype)
+            rounded = RoundedWeights(model, request.quantization, dtype)
         with rounded.products_round() if rounded else nullcontext():
             text = generate(model, request, say)
             text.write(folder)

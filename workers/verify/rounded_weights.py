@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from workers.layers.decoder_spec import DecoderSpec
 from workers.layers.quantization import int4, int8
 from workers.layers.quantization.registry import QUANTIZATIONS
 from workers.weights.checkpoint import Checkpoint
@@ -22,25 +21,20 @@ from workers.weights.checkpoint import Checkpoint
 _ROWS = 8192  # of a weight that are rounded at once
 
 
-def weight_meant(model: Path, spec: DecoderSpec, quantization: str, name: str) -> Tensor:
+def weight_meant(model: Path, quantization: str, name: str) -> Tensor:
     """What the weight `name` of a checkpoint stands for in the form that it is served in: float64 [N, K]."""
     entry = Checkpoint.open(model).find(name)
     assert entry is not None, "the ranks have loaded it"
     with safe_open(entry.path, "pt") as file:
         stored = file.get_tensor(name)
-    form = _form_of(name.removesuffix(".weight"), spec, quantization)
-    return stored.double() if form is None else _MEANING[form](stored).double()
+    return _MEANING[_form_of(name.removesuffix(".weight"), quantization)](stored).double()
 
 
-def _form_of(name: str, spec: DecoderSpec, quantization: str) -> str | None:
-    """The form of the weight of the module `name`, None where it is not rounded."""
+def _form_of(name: str, quantization: str) -> str:
+    """The form of the weight of the module `name`."""
     form = QUANTIZATIONS[quantization]
     of_head = next(other for other, its in QUANTIZATIONS.items() if its is form.of_head)
-    if name == "lm_head":
-        return of_head
-    if name == "model.embed_tokens":
-        return of_head if spec.tie_word_embeddings else None
-    return quantization
+    return of_head if name in ("lm_head", "model.embed_tokens") else quantization
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +69,15 @@ class RoundingLoss:
 class RoundedWeights:
     """A transformers model whose weights of products are replaced, in float32, by what their rounded forms mean."""
 
-    def __init__(self, model: nn.Module, spec: DecoderSpec, quantization: str, dtype: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, quantization: str, dtype: torch.dtype) -> None:
         """`quantization`: one of `QUANTIZATIONS` that rounds. `dtype`: what the model computes in."""
         self._model = model
         self._dtype = dtype
         self._original: dict[Tensor, Tensor] = {}
         self._rounded: dict[Tensor, Tensor] = {}
         for name, module in model.named_modules():
-            if isinstance(module, nn.Linear | nn.Embedding) and (form := _form_of(name, spec, quantization)):
-                self._add(module, form)
+            if isinstance(module, nn.Linear | nn.Embedding):
+                self._add(module, _form_of(name, quantization))
         for module in model.modules():
             if isinstance(module, nn.Embedding) and hasattr(module, "embed_scale"):
                 # part of what the model means: rounded as the model's own weights were
@@ -159,4 +153,4 @@ def _int4(weight: Tensor) -> Tensor:
 
 
 # What the rounded form of a weight [N, K] stands for, float32.
-_MEANING: dict[str, Callable[[Tensor], Tensor]] = {"int8": _int8, "int4": _int4}
+_MEANING: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda weight: weight, "int8": _int8, "int4": _int4}

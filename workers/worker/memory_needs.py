@@ -33,8 +33,7 @@ def weight_bytes(spec: DecoderSpec, dtype: str, quantization: str = "none") -> i
     """Bytes of the weights of the whole model, over all ranks."""
     form, item, total = QUANTIZATIONS[quantization], ITEM_BYTES[dtype], 0
     for name, shape in tensor_shapes(spec).items():
-        is_looked_up = name == EMBEDDING and not spec.tie_word_embeddings
-        if len(shape) == 2 and not is_looked_up:
+        if len(shape) == 2:
             total += (form.of_head if name in (EMBEDDING, HEAD) else form).weight_bytes(*shape, item)
         else:
             total += math.prod(shape) * item

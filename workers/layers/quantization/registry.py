@@ -22,7 +22,7 @@ class Quantization:
     bytes_per_row: int = 0  # beside the weights, for each output
     group: int = 1  # inputs that are stored together; shards begin where a group does, and rows are filled up to one
     bytes_per_group: int = 0  # beside the weights
-    head: Quantization | None = None  # of the output head and an embedding that is its weight; None: this one
+    head: Quantization | None = None  # of the output head and the embedding; None: this one
 
     @property
     def of_head(self) -> Quantization:
