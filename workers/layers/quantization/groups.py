@@ -1,0 +1,32 @@
+"""Where the groups of a weight's inputs begin, for products that are cut into slices.
+
+Torch-free, so that memory can be counted before any rank starts.
+"""
+
+import math
+
+
+def kernel_group(group: int) -> int:
+    """Inputs that products with grouped weights add up before they multiply by a scale: 32, or 16 where it must be."""
+    return 32 if group % 32 == 0 else 16
+
+
+def group_in_slices(inputs: int, group: int, slices: int) -> int:
+    """How many inputs have one scale, if groups begin anew at each of `slices` equal parts of `inputs`.
+
+    The greatest common divisor, so that a rank that holds some of the slices, and may begin within a stored group, cuts
+    its inputs as a rank that holds them all.
+    """
+    return group if slices == 1 else math.gcd(group, inputs // slices)
+
+
+def pieces_of(inputs: int, group: int, slices: int, most: int) -> list[list[tuple[int, int]]]:
+    """Of each slice, the inputs that are added up at a time: [start, stop) within a group, at most `most` of them."""
+    length = inputs // slices
+    assert slices * length == inputs, f"{inputs} inputs cannot be cut into {slices} slices"
+    group = group_in_slices(inputs, group, slices)
+    found = []
+    for first in range(0, inputs, length):
+        runs = [(start, min(start + group, first + length)) for start in range(first, first + length, group)]
+        found.append([(at, min(at + most, stop)) for start, stop in runs for at in range(start, stop, most)])
+    return found
