@@ -1,10 +1,17 @@
 """Products whose inputs are cut into slices: what ranks compute with theirs adds up to the same bits."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import Tensor
 
+from tests.unit.workers.kernel_levels import PARAMETERS, is_here, using
 from workers.distributed.tree_sum import tree_sum
+from workers.kernels.cpu.gemm import CppMatmul
+from workers.kernels.cpu.int8_gemm import INT8, INT8_DOT, CppInt8Matmul, PackedInt8, kind_for
+from workers.kernels.cpu.levels import Level
 from workers.layers.matmul import Matmul, PlainMatmul, SlicedMatmul
 from workers.layers.quantization.int4 import Int4Matmul, round_groups
 from workers.layers.quantization.int8 import Int8Matmul, round_rows
@@ -66,3 +73,90 @@ def test_ranks_add_up_to_the_same_bits(form, slices: int, ranks: int) -> None:
         return Int8Matmul(mine, scales, torch.float32, None, slices=slices // ranks)(here)
 
     assert torch.equal(tree_sum([share(rank) for rank in range(ranks)]) + bias, whole)
+
+
+def exact_slices(slices: int, length: int, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A weight and inputs whose sum over a slice is exact in any order, and whose slices add up to other bits in any
+    other tree: whole numbers, those of each slice times another power of two."""
+    weight = torch.randint(-7, 8, (OUTPUTS, slices, length))
+    x = torch.randint(-7, 8, (rows, slices, length))
+    powers = torch.randint(0, 8, (2, slices, 1))
+    return (weight << powers[0]).flatten(1).to(dtype), (x << powers[1]).flatten(1).to(dtype)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+each_level = pytest.mark.parametrize("level", PARAMETERS)
+each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+each_cut = pytest.mark.parametrize(
+    ("slices", "length"), [(2, 36), (2, 1500), (4, 300), (8, 21), (8, 256)], ids=lambda value: str(value)
+)
+
+
+@each_level
+@each_dtype
+@each_cut
+def test_the_dense_kernel_adds_slices_up_in_the_tree(
+    level: Level, dtype: torch.dtype, slices: int, length: int
+) -> None:
+    """Bit by bit as torch's operations do, where the sum of a slice is exact."""
+    torch.manual_seed(0)
+    weight, x = exact_slices(slices, length, 300, dtype)
+    bias, residual = torch.randn(OUTPUTS).to(dtype), torch.randn(300, OUTPUTS).to(dtype)
+    expected = plain(weight.float(), bias.float(), slices)
+    with using(level):
+        wide = CppMatmul(weight, bias, float32_output=True, slices=slices)
+        rounded = CppMatmul(weight, bias, slices=slices)
+    for count in (1, 8):  # with more threads than panels of outputs, threads take parts of the inputs
+        with threads(count):
+            for rows in (1, 2, 13, 300):
+                here, added = x[:rows], residual[:rows]
+                assert torch.equal(wide(here), expected(here.float()))
+                assert torch.equal(rounded(here, added), expected(here.float(), added.float()).to(dtype))
+
+
+@each_level
+@each_dtype
+@each_cut
+def test_the_dense_kernel_computes_a_slice_as_a_weight_by_itself(
+    level: Level, dtype: torch.dtype, slices: int, length: int
+) -> None:
+    """So do ranks, with any numbers."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(OUTPUTS, slices * length).to(dtype), torch.randn(300, slices * length).to(dtype)
+    with using(level):
+        whole = CppMatmul(weight, None, float32_output=True, slices=slices)
+        alone = [CppMatmul(part.contiguous(), None, float32_output=True) for part in weight.chunk(slices, 1)]
+    for count, rows in ((1, 1), (1, 300), (8, 1), (8, 14)):
+        with threads(count):
+            parts = [product(part) for product, part in zip(alone, x[:rows].chunk(slices, 1), strict=True)]
+            assert torch.equal(whole(x[:rows]), tree_sum(parts))
+
+
+@each_level
+@each_dtype
+@each_cut
+def test_the_kernel_for_8_bits_equals_the_reference(level: Level, dtype: torch.dtype, slices: int, length: int) -> None:
+    torch.manual_seed(0)
+    values, scales = round_rows(torch.randn(OUTPUTS, slices * length))
+    x, bias, residual = (
+        torch.randn(*shape).to(dtype) for shape in ((300, slices * length), (OUTPUTS,), (300, OUTPUTS))
+    )
+    x[:, :length] *= 30  # each slice of a row has a scale of its own
+    expected = Int8Matmul(values, scales, dtype, bias, slices=slices)
+    kinds = [INT8, INT8_DOT] if not is_here(level) or kind_for(level) == INT8_DOT else [INT8]
+    for kind in kinds:
+        with using(level):
+            product = CppInt8Matmul(PackedInt8(values, scales, kind=kind, slices=slices), dtype, bias)
+        for count, rows in ((1, 1), (1, 300), (8, 1), (8, 14)):
+            with threads(count):
+                assert torch.equal(product(x[:rows]), expected(x[:rows]))
+                assert torch.equal(product(x[:rows], residual[:rows]), expected(x[:rows], residual[:rows]))

@@ -41,12 +41,11 @@ class CppMatmul:
 
         `slices`: see `LinearWeight.matmul`.
         """
-        assert slices == 1, "the kernel does not add slices up yet"
-        self.slices = slices
         self.kernels = _bound(library.library(weight.dtype))
         self.columns, self.inputs = weight.shape
         self.dtype = weight.dtype
-        self.packed = _pack(self.kernels, weight, gated=False)
+        self.slices = slices
+        self.packed = _pack(self.kernels, weight, gated=False, slices=slices)
         self.bias = bias
         self.output_dtype = torch.float32 if float32_output else weight.dtype
         self.epilogue = Epilogue.FLOAT if float32_output else Epilogue.PLAIN
@@ -63,12 +62,13 @@ class CppMatmul:
         self.kernels.oarlock_gemm(
             x.data_ptr(), self.packed.data_ptr(), self._bias_at, None if residual is None else residual.data_ptr(),
             y.data_ptr(), rows, self.columns, self.inputs, x.stride(0), self.columns, epilogue,
-            ELEMENT_TYPES[self.dtype],
+            ELEMENT_TYPES[self.dtype], self.slices,
         )  # fmt: skip
         return y
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows `ids` int64 [T] of the weight before packing: [T, inputs]."""
+        """Rows `ids` int64 [T] of the weight before packing: [T, inputs]. Not of one in slices."""
+        assert self.slices == 1
         out = torch.empty((len(ids), self.inputs), dtype=self.dtype)
         self.kernels.oarlock_unpack_rows(
             self.packed.data_ptr(), ids.contiguous().data_ptr(), out.data_ptr(), len(ids), self.inputs,
@@ -96,19 +96,25 @@ class CppGatedMatmul:
         y = torch.empty((rows, self.width), dtype=self.dtype)
         self.kernels.oarlock_gemm(
             x.data_ptr(), self.packed.data_ptr(), self._bias_at, None, y.data_ptr(),
-            rows, 2 * self.width, self.inputs, x.stride(0), self.width, self.epilogue, ELEMENT_TYPES[self.dtype],
+            rows, 2 * self.width, self.inputs, x.stride(0), self.width, self.epilogue, ELEMENT_TYPES[self.dtype], 1,
         )  # fmt: skip
         return y
 
 
-def _pack(kernels: ctypes.CDLL, weight: Tensor, gated: bool) -> Tensor:
+def _pack(kernels: ctypes.CDLL, weight: Tensor, *, gated: bool, slices: int = 1) -> Tensor:
     assert weight.stride(1) == 1
     columns, inputs = weight.shape
+    check_slices(inputs, slices)
     kind = ELEMENT_TYPES[weight.dtype]
-    count = kernels.oarlock_packed_size(columns, inputs, gated, kind)
+    count = kernels.oarlock_packed_size(columns, inputs, gated, kind, slices)
     packed = huge_page_empty((count,), weight.dtype)
-    kernels.oarlock_pack(weight.data_ptr(), packed.data_ptr(), columns, inputs, weight.stride(0), gated, kind)
+    kernels.oarlock_pack(weight.data_ptr(), packed.data_ptr(), columns, inputs, weight.stride(0), gated, kind, slices)
     return packed
+
+
+def check_slices(inputs: int, slices: int) -> None:
+    """Whether kernels can cut `inputs` into so many: a power of two, up to `kMostSlices` in csrc/gemm/slices.h."""
+    assert slices in (1, 2, 4, 8) and inputs % slices == 0, f"{inputs} inputs in {slices} slices"
 
 
 def interleaved(kernels: ctypes.CDLL, bias: Tensor) -> Tensor:
@@ -124,9 +130,9 @@ def _bound(kernels: ctypes.CDLL) -> ctypes.CDLL:
     """The library, with the types of its functions for products declared."""
     pointer, number, flag = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
     for name, result, arguments in (
-        ("oarlock_gemm", None, [*[pointer] * 5, *[number] * 5, flag, flag]),
-        ("oarlock_pack", None, [pointer, pointer, *[number] * 3, flag, flag]),
-        ("oarlock_packed_size", number, [number, number, flag, flag]),
+        ("oarlock_gemm", None, [*[pointer] * 5, *[number] * 5, flag, flag, number]),
+        ("oarlock_pack", None, [pointer, pointer, *[number] * 3, flag, flag, number]),
+        ("oarlock_packed_size", number, [number, number, flag, flag, number]),
         ("oarlock_unpack_rows", None, [*[pointer] * 3, number, number, flag]),
         ("oarlock_panel", number, []),
     ):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from workers.kernels.cpu import library
 from workers.kernels.cpu.element_types import ELEMENT_TYPES
-from workers.kernels.cpu.gemm import GATES, Epilogue, interleaved
+from workers.kernels.cpu.gemm import GATES, Epilogue, check_slices, interleaved
 from workers.kernels.cpu.levels import Level
 from workers.platform.huge_pages import huge_page_empty
 from workers.platform.processor import features
@@ -46,18 +46,18 @@ class PackedInt8:
 
         `slices`: see `LinearWeight.matmul`.
         """
-        assert slices == 1, "the kernel does not add slices up yet"
-        self.slices = slices
         assert values.dtype == torch.int8 and values.stride(1) == 1 and values.shape[1] <= MOST_INPUTS
         assert scales.dtype == torch.float32 and scales.is_contiguous() and len(scales) == len(values)
         self.kernels = _bound(library.library())
         self.kind = kind_for(library.level()) if kind is None else kind
         self.columns, self.inputs = values.shape
-        size = self.kernels.oarlock_int8_size(self.columns, self.inputs, gated)
+        self.slices = slices
+        check_slices(self.inputs, slices)
+        size = self.kernels.oarlock_int8_size(self.columns, self.inputs, gated, slices)
         self.memory = huge_page_empty((size,), torch.uint8)
         self.kernels.oarlock_int8_pack(
             values.data_ptr(), scales.data_ptr(), self.memory.data_ptr(), self.columns, self.inputs, values.stride(0),
-            gated, self.kind,
+            gated, self.kind, slices,
         )  # fmt: skip
 
     def multiply(self, x: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor, epilogue: int) -> Tensor:
@@ -66,12 +66,13 @@ class PackedInt8:
         self.kernels.oarlock_int8_gemm(
             x.data_ptr(), self.memory.data_ptr(), None if bias is None else bias.data_ptr(),
             None if residual is None else residual.data_ptr(), y.data_ptr(), x.shape[0], self.columns, self.inputs,
-            x.stride(0), y.shape[1], epilogue, ELEMENT_TYPES[x.dtype], self.kind,
+            x.stride(0), y.shape[1], epilogue, ELEMENT_TYPES[x.dtype], self.kind, self.slices,
         )  # fmt: skip
         return y
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows `ids` int64 [T] times their scales: [T, inputs]. Not of a gated weight."""
+        """Rows `ids` int64 [T] times their scales: [T, inputs]. Not of a weight that is gated or in slices."""
+        assert self.slices == 1
         out = torch.empty((len(ids), self.inputs), dtype=dtype)
         self.kernels.oarlock_int8_rows(
             self.memory.data_ptr(), ids.contiguous().data_ptr(), out.data_ptr(), len(ids), self.inputs,
@@ -142,9 +143,9 @@ def _bound(kernels: ctypes.CDLL) -> ctypes.CDLL:
     """The library, with the types of its functions for these products declared."""
     pointer, number, flag = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
     for name, result, arguments in (
-        ("oarlock_int8_size", number, [number, number, flag]),
-        ("oarlock_int8_pack", None, [*[pointer] * 3, *[number] * 3, flag, flag]),
-        ("oarlock_int8_gemm", None, [*[pointer] * 5, *[number] * 5, flag, flag, flag]),
+        ("oarlock_int8_size", number, [number, number, flag, number]),
+        ("oarlock_int8_pack", None, [*[pointer] * 3, *[number] * 3, flag, flag, number]),
+        ("oarlock_int8_gemm", None, [*[pointer] * 5, *[number] * 5, flag, flag, flag, number]),
         ("oarlock_int8_rows", None, [*[pointer] * 3, number, number, flag]),
         ("oarlock_panel", number, []),
     ):

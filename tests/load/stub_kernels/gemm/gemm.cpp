@@ -11,4 +11,4 @@ OARLOCK_FOR_EACH_TYPE(OARLOCK_MULTIPLY)
 }  // namespace gemm
 
 extern "C" void oarlock_gemm(const void *, const void *, const void *, const void *, void *, long, long, long, long, long,
-                             int, int) {}
+                             int, int, long) {}

@@ -1,8 +1,9 @@
 // y = epilogue(x w^T + bias), every weight read once from memory for up to kChunk rows.
 //
-// An output is the sum, in order, of its sums over blocks of inputs, each taken input by input in float32. That
-// order depends on the number of inputs alone: the bits of a row do not depend on the other rows of the batch, on their
-// number, or on the number of threads.
+// An output is the sum, in order, of its sums over blocks of inputs, each taken input by input in float32; of a weight
+// in slices, each slice is summed so and the slices are added up in a tree (slices.h). That order depends on the number of
+// inputs and slices alone: the bits of a row do not depend on the other rows of the batch, on their number, or on the
+// number of threads.
 //
 // A gated product packs a register of gate outputs beside a register of up outputs in each panel, so one tile holds both
 // factors.
@@ -15,6 +16,7 @@
 
 #include "gemm/epilogue.h"
 #include "gemm/shares.h"
+#include "gemm/slices.h"
 #include "gemm/tile.h"
 #if defined(__AMX_BF16__) || defined(OARLOCK_EMULATE_AMX)
 #include "gemm/amx.h"
@@ -51,10 +53,12 @@ struct Rows {
   using S = typename TypeOf<T>::Tiles;
   using X = typename S::X;
   X *packed;
-  long rows, strips, inputs, blocks;
+  long rows, strips;
+  Slices inputs;
+  long blocks;
 
-  Rows(long rows, long inputs)
-      : rows(rows), strips((rows + S::kRows - 1) / S::kRows), inputs(inputs), blocks((inputs + S::kBlock - 1) / S::kBlock) {}
+  Rows(long rows, const Slices &inputs)
+      : rows(rows), strips((rows + S::kRows - 1) / S::kRows), inputs(inputs), blocks(inputs.all_blocks()) {}
   long begin(long strip) const { return rows * strip / strips; }
   long count(long strip) const { return begin(strip + 1) - begin(strip); }
   long size() const { return rows * blocks * kRowStride<S>; }
@@ -65,7 +69,7 @@ struct Rows {
     for (long strip = 0; strip < strips; strip++)
       for (long block = 0; block < blocks; block++)
         for (long r = 0; r < count(strip); r++)
-          copy(x + (begin(strip) + r) * stride + block * S::kBlock, std::min(S::kBlock, inputs - block * S::kBlock),
+          copy(x + (begin(strip) + r) * stride + inputs.first_input(block), inputs.inputs_of(block),
                at(strip, block) + r * kRowStride<S>);
   }
 
@@ -102,16 +106,13 @@ struct Chunk {
   const Rows<T> &x;
   long first_row;
 
+  static long padded(long inputs) { return (inputs + S::kStep - 1) / S::kStep * S::kStep; }
   const T *weights(long panel, long block) const {
-    const long padded = (p.inputs + S::kStep - 1) / S::kStep * S::kStep;
-    return static_cast<const T *>(p.weight) + (panel * padded + block * S::kBlock) * kPanel;
-  }
-  long inputs_of(long block) const {
-    const long rest = p.inputs - block * S::kBlock;
-    return rest >= S::kBlock ? S::kBlock : (rest + S::kStep - 1) / S::kStep * S::kStep;
+    const long slice = block / x.inputs.blocks, in_slice = block % x.inputs.blocks * S::kBlock;
+    return static_cast<const T *>(p.weight) + ((panel * p.slices + slice) * padded(x.inputs.length) + in_slice) * kPanel;
   }
 
-  // totals [rows][kPanel] of one panel, over blocks `begin` to `end`.
+  // totals [rows][kPanel] of one panel, over blocks `begin` to `end` of one slice.
   void sum(long panel, long begin, long end, float *totals) const {
     // Widening costs as much as two rows: for one strip it is done in registers.
     constexpr bool kWidens = sizeof(T) != sizeof(typename S::X);
@@ -119,7 +120,7 @@ struct Chunk {
     for (long block = begin; block < end; block++) {
       const bool first = block == begin;
       const T *w = weights(panel, block);
-      const long count = inputs_of(block);
+      const long count = padded(x.inputs.inputs_of(block));
       const char *here = reinterpret_cast<const char *>(w);
       if (x.strips == 1) {
         kTiles<S>[x.rows](x.at(0, block), w, count, totals, first, {here + ahead(x.rows), kStepBytes<S>});
@@ -149,16 +150,21 @@ struct Chunk {
     const Shares shares(panels);
 #pragma omp parallel
     {
-      alignas(64) float totals[kChunk * kPanel];
+      alignas(64) float totals[kPending * kChunk * kPanel];
+      const long size = x.rows * kPanel;
       shares.visit([&](long panel) {
-        sum(panel, 0, x.blocks, totals);
+        for (long slice = 0; slice < p.slices; slice++) {
+          const long begin = slice * x.inputs.blocks;
+          sum(panel, begin, begin + x.inputs.blocks, totals + pending_before(slice) * size);
+          add_slice(totals, slice, size);
+        }
         finish_rows(panel, totals);
       });
     }
     arena().release(mark);
   }
 
-  // With fewer panels than threads, threads take blocks, and what each block gave is added in the order of blocks.
+  // With fewer panels than threads, threads take blocks, and what each block gave is added in the same order.
   void by_blocks(long panels) const {
     const Arena::Mark mark = arena().mark();
     const long size = x.rows * kPanel;
@@ -173,8 +179,14 @@ struct Chunk {
 #pragma omp for schedule(static)
       for (long panel = 0; panel < panels; panel++) {
         float *totals = sums + panel * x.blocks * size;
-        for (long block = 1; block < x.blocks; block++)
-          for (long at = 0; at < size; at += kLanes) store(totals + at, load(totals + at) + load(totals + block * size + at));
+        const auto add = [&](long to, long from) {
+          for (long at = 0; at < size; at += kLanes)
+            store(totals + to * size + at, load(totals + to * size + at) + load(totals + from * size + at));
+        };
+        for (long block = 0; block < x.blocks; block++)
+          if (block % x.inputs.blocks) add(block / x.inputs.blocks * x.inputs.blocks, block);
+        for (long span = x.inputs.blocks; span < x.blocks; span *= 2)
+          for (long block = 0; block < x.blocks; block += 2 * span) add(block, block + span);
         finish_rows(panel, totals);
       }
     }
@@ -188,8 +200,9 @@ template <class T>
 void multiply(const Product &p) {
   const long columns_per_panel = kPanel;
   const long panels = (p.columns + columns_per_panel - 1) / columns_per_panel;
+  const Slices inputs(p.inputs, p.slices, TypeOf<T>::Tiles::kBlock);
   for (long row = 0; row < p.rows; row += kChunk) {
-    Rows<T> x(std::min(kChunk, p.rows - row), p.inputs);
+    Rows<T> x(std::min(kChunk, p.rows - row), inputs);
     const Arena::Mark mark = arena().mark();
     x.packed = arena().take<typename Rows<T>::X>(x.size());
     x.pack(static_cast<const T *>(p.x) + row * p.x_stride, p.x_stride);
@@ -206,7 +219,8 @@ OARLOCK_FOR_EACH_TYPE(OARLOCK_MULTIPLY)
 }  // namespace gemm
 
 extern "C" void oarlock_gemm(const void *x, const void *weight, const void *bias, const void *residual, void *y, long rows,
-                             long columns, long inputs, long x_stride, long y_stride, int epilogue, int type) {
-  const gemm::Product p{x, weight, bias, residual, y, rows, columns, inputs, x_stride, y_stride, epilogue};
+                             long columns, long inputs, long x_stride, long y_stride, int epilogue, int type,
+                             long slices) {
+  const gemm::Product p{x, weight, bias, residual, y, rows, columns, inputs, x_stride, y_stride, epilogue, slices};
   with_type(type, [&](auto *of) { gemm::multiply<std::remove_pointer_t<decltype(of)>>(p); });
 }

@@ -3,10 +3,11 @@
 // Each row of x is rounded to such numbers as well, with a scale of its own, and the products of whole numbers are added
 // up exactly. So no order of additions matters: the bits of a row do not depend on the other rows, on threads or on the
 // level of instruction set. An element of the result is (sum * scale of the output) * scale of the row, both products
-// rounded to float32, and then what the epilogue adds.
+// rounded to float32, and then what the epilogue adds. Of a weight in slices, each slice is rounded and multiplied so, and
+// the results are added up in a tree (slices.h).
 //
-// A packed weight is a row of panels, each: [kPanel] scales, [kPanel] first summands, [inputs / 4][kPanel][4] weights. The
-// first summands undo what is added to x where the instruction takes unsigned numbers.
+// A packed weight is a row of panels, each: [kPanel] scales, [slices][kPanel] first summands, [slices][inputs of a slice / 4]
+// [kPanel][4] weights. The first summands undo what is added to x where the instruction takes unsigned numbers.
 #include "gemm/int8.h"
 
 #include <omp.h>
@@ -29,18 +30,20 @@ constexpr long kFetchAhead = 2048;     // bytes of weights fetched ahead while t
 constexpr long kStepBytes = 4 * kPanel;
 
 long padded(long inputs) { return (inputs + 3) / 4 * 4; }
-long panel_bytes(long inputs) { return kPanel * (sizeof(float) + sizeof(int32_t) + padded(inputs)); }
+long panel_bytes(long inputs, long slices) {
+  return kPanel * (sizeof(float) + slices * (sizeof(int32_t) + padded(inputs / slices)));
+}
 
 struct Panel {
   const float *scales;   // [kPanel]
-  const int32_t *first;  // [kPanel]
+  const int32_t *first;  // [slices][kPanel]
   const uint8_t *weights;
 
-  Panel(const void *packed, long panel, long inputs) {
-    const char *at = static_cast<const char *>(packed) + panel * panel_bytes(inputs);
+  Panel(const void *packed, long panel, long inputs, long slices) {
+    const char *at = static_cast<const char *>(packed) + panel * panel_bytes(inputs, slices);
     scales = reinterpret_cast<const float *>(at);
     first = reinterpret_cast<const int32_t *>(at + kPanel * sizeof(float));
-    weights = reinterpret_cast<const uint8_t *>(first + kPanel);
+    weights = reinterpret_cast<const uint8_t *>(first + slices * kPanel);
   }
 };
 
@@ -85,11 +88,12 @@ struct Chunk {
   const RoundedRows<Dot::kRows, Dot::kOffset> &x;
   long first_row;
 
-  // sums [rows][kPanel] of one panel, over blocks `begin` to `end`; `first` [kPanel] is where they begin.
+  // sums [rows][kPanel] of one panel, over blocks `begin` to `end` of a slice; `first` [kPanel] is where they begin.
   void sum(const Panel &panel, long begin, long end, int32_t *sums, const int32_t *first) const {
     for (long block = begin; block < end; block++) {
-      const uint8_t *w = panel.weights + block * kBlock * kPanel;
-      const long steps = padded(std::min(kBlock, p.inputs - block * kBlock)) / 4;
+      const long slice = block / x.slices.blocks, in_slice = block % x.slices.blocks * kBlock;
+      const uint8_t *w = panel.weights + (slice * padded(x.slices.length) + in_slice) * kPanel;
+      const long steps = padded(x.slices.inputs_of(block)) / 4;
       const char *here = reinterpret_cast<const char *>(w);
       for (long strip = 0; strip < x.strips; strip++) {
         // While the strips compute, each of them fetches its share of the next block.
@@ -102,14 +106,23 @@ struct Chunk {
     }
   }
 
-  void finish_rows(const Panel &at, long panel, const int32_t *sums) const {
+  // totals [kPending][rows][kPanel]: sums [rows][kPanel] of one slice times their scales, added to those of slices before.
+  void add_scaled(const Panel &at, long slice, const int32_t *sums, float *totals) const {
     const Vec left = load(at.scales), right = load(at.scales + kLanes);
-    for (long r = 0; r < x.rows; r++) {
-      const Vec scale = broadcast(x.scales[r]);
+    float *to = totals + pending_before(slice) * x.rows * kPanel;
+    for (long r = 0; r < x.rows; r++, to += kPanel) {
+      const Vec scale = broadcast(x.scales[r * p.slices + slice]);
       const Vec low = rounded_product(to_floats(load_ints(sums + r * kPanel)), left);
       const Vec high = rounded_product(to_floats(load_ints(sums + r * kPanel + kLanes)), right);
-      finish<T>(p, first_row + r, panel, rounded_product(low, scale), rounded_product(high, scale));
+      store(to, rounded_product(low, scale));
+      store(to + kLanes, rounded_product(high, scale));
     }
+    add_slice(totals, slice, x.rows * kPanel);
+  }
+
+  void finish_rows(long panel, const float *totals) const {
+    for (long r = 0; r < x.rows; r++)
+      finish<T>(p, first_row + r, panel, load(totals + r * kPanel), load(totals + r * kPanel + kLanes));
   }
 
   // Threads take panels.
@@ -119,10 +132,15 @@ struct Chunk {
 #pragma omp parallel
     {
       alignas(64) int32_t sums[kChunk * kPanel];
+      alignas(64) float totals[kPending * kChunk * kPanel];
       shares.visit([&](long panel) {
-        const Panel at(p.weight, panel, p.inputs);
-        sum(at, 0, x.blocks, sums, at.first);
-        finish_rows(at, panel, sums);
+        const Panel at(p.weight, panel, p.inputs, p.slices);
+        for (long slice = 0; slice < p.slices; slice++) {
+          const long begin = slice * x.slices.blocks;
+          sum(at, begin, begin + x.slices.blocks, sums, at.first + slice * kPanel);
+          add_scaled(at, slice, sums, totals);
+        }
+        finish_rows(panel, totals);
       });
     }
     arena().release(mark);
@@ -138,17 +156,22 @@ struct Chunk {
     {
 #pragma omp for schedule(static)
       for (long unit = 0; unit < panels * x.blocks; unit++) {
-        const Panel at(p.weight, unit / x.blocks, p.inputs);
-        const long block = unit % x.blocks;
-        sum(at, block, block + 1, sums + unit * size, block == 0 ? at.first : zeros);
+        const Panel at(p.weight, unit / x.blocks, p.inputs, p.slices);
+        const long block = unit % x.blocks, slice = block / x.slices.blocks;
+        sum(at, block, block + 1, sums + unit * size, block % x.slices.blocks ? zeros : at.first + slice * kPanel);
       }
+      alignas(64) float totals[kPending * kChunk * kPanel];
 #pragma omp for schedule(static)
       for (long panel = 0; panel < panels; panel++) {
-        int32_t *total = sums + panel * x.blocks * size;
-        for (long block = 1; block < x.blocks; block++)
-          for (long i = 0; i < size; i += kLanes)
-            store_ints(total + i, add(load_ints(total + i), load_ints(total + block * size + i)));
-        finish_rows(Panel(p.weight, panel, p.inputs), panel, total);
+        const Panel at(p.weight, panel, p.inputs, p.slices);
+        for (long slice = 0; slice < p.slices; slice++) {
+          int32_t *total = sums + (panel * x.blocks + slice * x.slices.blocks) * size;
+          for (long block = 1; block < x.slices.blocks; block++)
+            for (long i = 0; i < size; i += kLanes)
+              store_ints(total + i, add(load_ints(total + i), load_ints(total + block * size + i)));
+          add_scaled(at, slice, total, totals);
+        }
+        finish_rows(panel, totals);
       }
     }
     arena().release(mark);
@@ -159,10 +182,10 @@ template <class T, class Dot>
 void multiply_by(const Product &p) {
   const long panels = (p.columns + kPanel - 1) / kPanel;
   for (long row = 0; row < p.rows; row += kChunk) {
-    RoundedRows<Dot::kRows, Dot::kOffset> x(std::min(kChunk, p.rows - row), p.inputs);
+    RoundedRows<Dot::kRows, Dot::kOffset> x(std::min(kChunk, p.rows - row), p.inputs, p.slices);
     const Arena::Mark mark = arena().mark();
     x.packed = arena().take<uint8_t>(x.size());
-    x.scales = arena().take<float>(x.rows);
+    x.scales = arena().take<float>(x.rows * p.slices);
     x.pack(static_cast<const T *>(p.x) + row * p.x_stride, p.x_stride);
     const Chunk<T, Dot> chunk{p, x, row};
     if (panels < omp_get_max_threads() && x.blocks > 1) chunk.by_blocks(panels);
@@ -172,28 +195,31 @@ void multiply_by(const Product &p) {
 }
 
 // The panels of weight [columns, inputs], rows `stride` apart, with scales [columns]. The last panel and the last four
-// inputs are filled with zeros.
+// inputs of each slice are filled with zeros.
 void pack(const int8_t *weight, const float *scales, char *packed, long columns, long inputs, long stride, bool gated,
-          int offset) {
+          int offset, long slices) {
   const long width = gated ? kLanes : kPanel, outputs = gated ? columns / 2 : columns;
-  const long panels = (outputs + width - 1) / width;
+  const long panels = (outputs + width - 1) / width, length = inputs / slices;
 #pragma omp parallel for schedule(static)
   for (long panel = 0; panel < panels; panel++) {
-    char *at = packed + panel * panel_bytes(inputs);
+    char *at = packed + panel * panel_bytes(inputs, slices);
     float *scale = reinterpret_cast<float *>(at);
     int32_t *first = reinterpret_cast<int32_t *>(scale + kPanel);
-    int8_t *to = reinterpret_cast<int8_t *>(first + kPanel);
+    int8_t *weights = reinterpret_cast<int8_t *>(first + slices * kPanel);
     for (int output = 0; output < kPanel; output++) {
       const long row = row_of(panel, output, columns, gated);
       const int8_t *from = row < 0 ? nullptr : weight + row * stride;
       scale[output] = row < 0 ? 0.0f : scales[row];
-      int32_t total = 0;
-      for (long k = 0; k < padded(inputs); k++) {
-        const int8_t value = from && k < inputs ? from[k] : 0;
-        to[k / 4 * kStepBytes + output * 4 + k % 4] = value;
-        total += value;
+      for (long slice = 0; slice < slices; slice++) {
+        int8_t *to = weights + slice * padded(length) * kPanel;
+        int32_t total = 0;
+        for (long k = 0; k < padded(length); k++) {
+          const int8_t value = from && k < length ? from[slice * length + k] : 0;
+          to[k / 4 * kStepBytes + output * 4 + k % 4] = value;
+          total += value;
+        }
+        first[slice * kPanel + output] = -offset * total;
       }
-      first[output] = -offset * total;
     }
   }
 }
@@ -202,7 +228,7 @@ template <class T>
 void dequantise_rows(const void *packed, const int64_t *ids, T *rows, long count, long inputs) {
 #pragma omp parallel for if (count >= 16)
   for (long i = 0; i < count; i++) {
-    const Panel at(packed, ids[i] / kPanel, inputs);
+    const Panel at(packed, ids[i] / kPanel, inputs, 1);
     const long output = ids[i] % kPanel;
     const int8_t *from = reinterpret_cast<const int8_t *>(at.weights) + output * 4;
     alignas(64) float values[kBlock];
@@ -228,25 +254,26 @@ OARLOCK_FOR_EACH_TYPE(OARLOCK_MULTIPLY_INT8)
 }  // namespace gemm
 
 // `packed` holds so many bytes.
-extern "C" long oarlock_int8_size(long columns, long inputs, int gated) {
+extern "C" long oarlock_int8_size(long columns, long inputs, int gated, long slices) {
   const long width = gated ? simd::kLanes : gemm::kPanel, outputs = gated ? columns / 2 : columns;
-  return (outputs + width - 1) / width * gemm::panel_bytes(inputs);
+  return (outputs + width - 1) / width * gemm::panel_bytes(inputs, slices);
 }
 
 extern "C" void oarlock_int8_pack(const int8_t *weight, const float *scales, void *packed, long columns, long inputs,
-                                  long stride, int gated, int kind) {
+                                  long stride, int gated, int kind, long slices) {
   const int offset = kind == gemm::kInt8Dot ? simd::Dot::kOffset : simd::PlainDot::kOffset;
-  gemm::pack(weight, scales, static_cast<char *>(packed), columns, inputs, stride, gated != 0, offset);
+  gemm::pack(weight, scales, static_cast<char *>(packed), columns, inputs, stride, gated != 0, offset,
+             slices);
 }
 
 extern "C" void oarlock_int8_gemm(const void *x, const void *weight, const void *bias, const void *residual, void *y,
                                   long rows, long columns, long inputs, long x_stride, long y_stride, int epilogue,
-                                  int type, int kind) {
-  const gemm::Product p{x, weight, bias, residual, y, rows, columns, inputs, x_stride, y_stride, epilogue};
+                                  int type, int kind, long slices) {
+  const gemm::Product p{x, weight, bias, residual, y, rows, columns, inputs, x_stride, y_stride, epilogue, slices};
   with_type(type, [&](auto *of) { gemm::multiply_int8<std::remove_pointer_t<decltype(of)>>(p, kind); });
 }
 
-// Rows `ids` of a weight that was packed (not gated), times their scales: [count, inputs].
+// Rows `ids` of a weight that was packed (neither gated nor in slices), times their scales: [count, inputs].
 extern "C" void oarlock_int8_rows(const void *packed, const int64_t *ids, void *rows, long count, long inputs, int type) {
   with_type(type, [&](auto *of) {
     gemm::dequantise_rows(packed, ids, static_cast<std::remove_pointer_t<decltype(of)> *>(rows), count, inputs);

@@ -1,5 +1,6 @@
 // Weights [columns, inputs] in the order that the products of gemm.h read them: [panels][inputs][kPanel], bfloat16
-// [panels][inputs / 2][kPanel][2]. The last panel and an odd last input are filled with zeros.
+// [panels][inputs / 2][kPanel][2]. The last panel and an odd last input are filled with zeros. In slices: [panels][slices]
+// [inputs of a slice]…, each filled up by itself.
 #include <algorithm>
 #include <type_traits>
 
@@ -19,17 +20,17 @@ long padded(long inputs) {
 }
 
 template <class T>
-void pack(const T *weight, T *packed, long columns, long inputs, long stride, bool gated) {
+void pack(const T *weight, T *packed, long columns, long inputs, long stride, bool gated, long slices) {
   const long width = gated ? simd::kLanes : kPanel, outputs = gated ? columns / 2 : columns;
-  const long panels = (outputs + width - 1) / width, steps = padded<T>(inputs) / kStep<T>;
+  const long panels = (outputs + width - 1) / width, length = inputs / slices, steps = padded<T>(length) / kStep<T>;
   constexpr long kAtOnce = 64 / (kStep<T> * sizeof(T));  // steps in one cache line of a row
 #pragma omp parallel for schedule(static)
-  for (long panel = 0; panel < panels; panel++) {
-    T *to = packed + panel * steps * kStep<T> * kPanel;
+  for (long part = 0; part < panels * slices; part++) {
+    T *to = packed + part * steps * kStep<T> * kPanel;
     const T *rows[kPanel];
     for (int output = 0; output < kPanel; output++) {
-      const long row = row_of(panel, output, columns, gated);
-      rows[output] = row < 0 ? nullptr : weight + row * stride;
+      const long row = row_of(part / slices, output, columns, gated);
+      rows[output] = row < 0 ? nullptr : weight + row * stride + part % slices * length;
     }
     // A line of every row at a time: each is read from memory once.
     for (long begin = 0; begin < steps; begin += kAtOnce) {
@@ -38,13 +39,13 @@ void pack(const T *weight, T *packed, long columns, long inputs, long stride, bo
         for (long s = begin; s < end; s++)
           for (long i = 0; i < kStep<T>; i++) {
             const long k = s * kStep<T> + i;
-            to[(s * kPanel + output) * kStep<T> + i] = rows[output] && k < inputs ? rows[output][k] : T{};
+            to[(s * kPanel + output) * kStep<T> + i] = rows[output] && k < length ? rows[output][k] : T{};
           }
     }
   }
 }
 
-// Rows `ids` of a weight that was packed (not gated): an embedding that shares the head's memory.
+// Rows `ids` of a weight that was packed (neither gated nor in slices): an embedding that shares the head's memory.
 template <class T>
 void unpack_rows(const T *packed, const int64_t *ids, T *rows, long count, long inputs) {
   const long size = padded<T>(inputs) * kPanel;
@@ -60,15 +61,17 @@ void unpack_rows(const T *packed, const int64_t *ids, T *rows, long count, long 
 extern "C" long oarlock_panel() { return kPanel; }
 
 // `packed` holds oarlock_packed_size elements. Rows of `weight` are `stride` elements apart.
-extern "C" long oarlock_packed_size(long columns, long inputs, int gated, int type) {
+extern "C" long oarlock_packed_size(long columns, long inputs, int gated, int type, long slices) {
   const long width = gated ? simd::kLanes : kPanel, outputs = gated ? columns / 2 : columns;
-  return (outputs + width - 1) / width * kPanel * (type == kBFloat16 ? padded<BFloat16>(inputs) : inputs);
+  const long length = inputs / slices;
+  return (outputs + width - 1) / width * kPanel * slices * (type == kBFloat16 ? padded<BFloat16>(length) : length);
 }
 
-extern "C" void oarlock_pack(const void *weight, void *packed, long columns, long inputs, long stride, int gated, int type) {
+extern "C" void oarlock_pack(const void *weight, void *packed, long columns, long inputs, long stride, int gated, int type,
+                             long slices) {
   with_type(type, [&](auto *of) {
     using T = std::remove_pointer_t<decltype(of)>;
-    pack(static_cast<const T *>(weight), static_cast<T *>(packed), columns, inputs, stride, gated != 0);
+    pack(static_cast<const T *>(weight), static_cast<T *>(packed), columns, inputs, stride, gated != 0, slices);
   });
 }
 

@@ -1,9 +1,11 @@
 // Rows of x rounded to whole numbers from -127 to 127, each with a scale of its own: what weights of few bits multiply.
+// Each slice of a row has a scale of its own as well (slices.h), so that it does not matter who else has which slices.
 //
 // They are stored kOffset higher, for instructions that take unsigned numbers.
 #pragma once
 #include <algorithm>
 
+#include "gemm/slices.h"
 #include "simd/element_types.h"
 #include "simd/int8.h"
 
@@ -20,11 +22,14 @@ constexpr float kSmallest = 1e-30f;      // a row without a larger number is all
 template <int kStrip, int kOffset>
 struct RoundedRows {
   uint8_t *packed;
-  float *scales;  // [rows]
-  long rows, strips, inputs, blocks;
+  float *scales;  // [rows][slices]
+  long rows, strips, inputs;
+  Slices slices;
+  long blocks;  // of all slices
 
-  RoundedRows(long rows, long inputs)
-      : rows(rows), strips((rows + kStrip - 1) / kStrip), inputs(inputs), blocks((inputs + kBlock - 1) / kBlock) {}
+  RoundedRows(long rows, long inputs, long slices = 1)
+      : rows(rows), strips((rows + kStrip - 1) / kStrip), inputs(inputs), slices(inputs, slices, kBlock),
+        blocks(this->slices.all_blocks()) {}
   long begin(long strip) const { return rows * strip / strips; }
   long count(long strip) const { return begin(strip + 1) - begin(strip); }
   long size() const { return rows * blocks * kRowBytes; }
@@ -36,24 +41,27 @@ struct RoundedRows {
   void pack(const T *x, long stride) {
 #pragma omp parallel for if (size() > kSerialRows)
     for (long strip = 0; strip < strips; strip++)
-      for (long r = 0; r < count(strip); r++) pack_row(x + (begin(strip) + r) * stride, strip, r);
+      for (long r = 0; r < count(strip); r++)
+        for (long slice = 0; slice < slices.count; slice++)
+          pack_row(x + (begin(strip) + r) * stride + slice * slices.length, strip, r, slice);
   }
 
+  // x [inputs of a slice].
   template <class T>
-  void pack_row(const T *x, long strip, long r) {
+  void pack_row(const T *x, long strip, long r, long slice) {
     Vec most = zero(), broken = zero();  // broken: NaN if an element is NaN or infinite
-    for (long k = 0; k < inputs; k += kLanes) {
-      const Vec value = load(x + k, inputs - k);
+    for (long k = 0; k < slices.length; k += kLanes) {
+      const Vec value = load(x + k, slices.length - k);
       most = max(most, abs(value));
       broken = fma(value, zero(), broken);
     }
     const float size = largest(most);
     const Vec inverse = broadcast(size > kSmallest ? 127.0f / size : 0.0f);
-    scales[begin(strip) + r] = size / 127.0f + sum(broken);
-    for (long block = 0; block < blocks; block++) {
-      uint8_t *to = at(strip, block) + r * kRowBytes;
+    scales[(begin(strip) + r) * slices.count + slice] = size / 127.0f + sum(broken);
+    for (long block = 0; block < slices.blocks; block++) {
+      uint8_t *to = at(strip, slice * slices.blocks + block) + r * kRowBytes;
       const T *from = x + block * kBlock;
-      const long count = std::min(kBlock, inputs - block * kBlock);
+      const long count = slices.inputs_of(block);
       for (long k = 0; k < count; k += kLanes) store_bytes(to + k, load(from + k, count - k) * inverse, kOffset);
     }
   }
