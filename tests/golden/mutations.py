@@ -161,13 +161,14 @@ def gate_and_up_cut_as_one(patch: MonkeyPatch) -> None:
 
 
 def row_parallel_bias_on_every_rank(patch: MonkeyPatch) -> None:
-    original = RowParallelLinear.__init__
+    original = RowParallelLinear.load
 
-    def patched(self: RowParallelLinear, name: str, inputs: int, outputs: int, bias: bool, place: Any) -> None:
-        original(self, name, inputs, outputs, bias, place)
-        self.bias, self.bias_elsewhere = bias, False
+    def patched(self: RowParallelLinear, weights: Any) -> None:
+        original(self, weights)
+        if self.bias is not None:
+            self.bias *= self.place.tp.size
 
-    patch.setattr(RowParallelLinear, "__init__", patched)
+    patch.setattr(RowParallelLinear, "load", patched)
 
 
 def sum_over_ranks_left_out(patch: MonkeyPatch) -> None:

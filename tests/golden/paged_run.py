@@ -17,6 +17,7 @@ from workers.attention.backend import AttentionBackend, KVSpec
 from workers.attention.forward_batch import ForwardBatch
 from workers.attention.reference import ReferenceBackend
 from workers.distributed.parallel_state import TensorParallel
+from workers.distributed.tree_sum import tree_sum
 from workers.layers.quantization.registry import QUANTIZATIONS
 from workers.models.decoder import Decoder
 from workers.models.registry import read_spec
@@ -41,7 +42,7 @@ class RankThreads:
 
 
 class ThreadRank(TensorParallel):
-    """A rank whose peers are threads. Adds in rank order, as real ranks do."""
+    """A rank whose peers are threads. Adds in the same tree as real ranks do."""
 
     def __init__(self, rank: int, threads: RankThreads) -> None:
         super().__init__(rank, threads.size)
@@ -56,10 +57,7 @@ class ThreadRank(TensorParallel):
         return parts
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        total, *rest = self._exchange(x)
-        for part in rest:
-            total = total + part
-        return total
+        return tree_sum(self._exchange(x))
 
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.stack(self._exchange(x))

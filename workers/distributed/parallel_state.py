@@ -18,11 +18,12 @@ from torch import Tensor
 from workers.distributed.rendezvous import RendezvousInfo
 from workers.distributed.shm_all_reduce import SharedMemoryGroup
 from workers.distributed.shm_layout import Flags
+from workers.distributed.tree_sum import tree_sum
 from workers.errors import StartupError
 
 
 class TensorParallel:
-    """`rank` of `size` identical processes. Reductions add in rank order, so every rank ends with the same bits."""
+    """`rank` of `size` identical processes. Sums on the CPU run over a tree (`tree_sum.py`): all get the same bits."""
 
     def __init__(
         self, rank: int = 0, size: int = 1, shared: SharedMemoryGroup | None = None, flags: Flags | None = None
@@ -43,6 +44,8 @@ class TensorParallel:
         """The sum over ranks of `x` (any shape), bitwise the same on every rank. May reuse `x`'s memory."""
         if self.size > 1:
             if self._shared is None:
+                if x.device.type == "cpu":
+                    return tree_sum([part.float() for part in self.all_gather(x)]).to(x.dtype)
                 self._count_collective()
                 dist.all_reduce(x)
             else:

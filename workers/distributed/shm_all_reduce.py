@@ -13,7 +13,7 @@ Between the C++ layers' halves the kernels do the same on the same memory (`csrc
 return to Python; this form is what they are compared with.
 
 Relies on stores becoming visible in program order (`memory_order.py`), so `supported()` is false outside x86, and the
-caller uses gloo. Sums run in rank order in float32 on every rank: all ranks end with the same bits.
+caller uses gloo. Sums run over a tree (`tree_sum.py`) in float32 on every rank: all ranks end with the same bits.
 """
 
 import ctypes
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from workers.distributed.memory_order import STORES_KEEP_ORDER
 from workers.distributed.shm_layout import LINE, RankGroup, data_offset, total_bytes
+from workers.distributed.tree_sum import tree_sum
 
 _SPINS_BEFORE_YIELD = 2_000  # about 100 us: longer than ranks differ while each has a core of its own
 _SPIN_S = 30e-6  # of the kernels, likewise
@@ -86,10 +87,7 @@ class SharedMemoryGroup:
             if self.size == 2:
                 torch.add(inputs[0], inputs[1], out=part)
             else:
-                total = inputs[0].to(torch.float32, copy=True)
-                for peer in inputs[1:]:
-                    total += peer
-                part.copy_(total)
+                part.copy_(tree_sum([peer.float() for peer in inputs]))
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ Torch-free. Knows no Hugging Face key names (`models/hf_*.py` do) and no tensor-
 
 from dataclasses import dataclass, replace
 
+from workers.layers.sharding import slices_for
+
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
@@ -74,6 +76,11 @@ class DecoderSpec:
     @property
     def attention_scale(self) -> float:
         return (self.query_scalar or self.head_dim) ** -0.5
+
+    @property
+    def slices(self) -> int:
+        """Of inputs that are cut among ranks: see `slices_for`."""
+        return slices_for(self.num_heads, self.num_kv_heads, self.intermediate_size)
 
     def rope_of(self, layer: int) -> RopeSpec:
         return self.local_rope if self.local_rope is not None and self.windows[layer] is not None else self.rope

@@ -14,7 +14,7 @@ from workers.weights.source import WeightSource
 
 
 class VocabParallelEmbedding:
-    """ids int64 [T] -> [T, hidden]. A rank looks up the ids of its shard; other rows are zero until the all-reduce."""
+    """ids int64 [T] -> [T, hidden]. A rank looks up ids of its shard; others are minus zero until the all-reduce."""
 
     def __init__(self, name: str, vocab_size: int, hidden: int, place: Placement, scale: float = 1.0) -> None:
         """`scale` multiplies every row; rounded to the weights' dtype first, as models are trained with it."""
@@ -49,7 +49,8 @@ class VocabParallelEmbedding:
         local = ids - self.start
         elsewhere = (local < 0) | (local >= self.local)
         rows = self.look_up(local.masked_fill_(elsewhere, 0))
-        return self.place.tp.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(1), 0.0))
+        # Minus zero changes no number it is added to, while zero would change the sign of a weight that is minus zero.
+        return self.place.tp.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(1), -0.0))
 
 
 class VocabParallelHead:

@@ -142,10 +142,12 @@ class PreparedLayers:
         self, norm: RMSNorm, into: Product | GatedProduct, out: RowParallelLinear, post_norm: RMSNorm | None
     ) -> CLayerHalf:
         parts = self._parts
-        product = parts.take(out, "product", *_PRODUCTS)
+        leaving = parts.weight(parts.take(out, "product", *_PRODUCTS))
+        bias = parts.take_optional(out, "bias", Tensor)  # with several ranks it is not the product's
+        leaving.bias = None if bias is None else bias.data_ptr()
         return CLayerHalf(
-            _scale(parts, norm, norm.eps), _scale(parts, post_norm, norm.eps), parts.weight(into),
-            parts.weight(product), norm.eps, ELEMENT_TYPES[parts.dtype],
+            _scale(parts, norm, norm.eps), _scale(parts, post_norm, norm.eps), parts.weight(into), leaving,
+            norm.eps, ELEMENT_TYPES[parts.dtype],
         )  # fmt: skip
 
     def _call(self, function: str, half: CAttentionHalf | CLayerHalf) -> None:

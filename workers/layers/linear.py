@@ -84,27 +84,28 @@ class RowParallelLinear:
         self.place = place
         local = shard_evenly(name, "input size", inputs, place.tp.size)
         self.weight_shard = WeightShard((StoredRows(name, outputs, 0, outputs),), inputs, place.tp.rank * local, local)
-        # The ranks' results are added, so only one rank adds the bias.
-        self.bias = bias and place.tp.rank == 0
-        self.bias_elsewhere = bias and place.tp.rank != 0
+        self.has_bias = bias
 
     @property
     def weight_bytes(self) -> int:
-        return self.place.weight_bytes(self.weight_shard, self.bias)
+        return self.place.weight_bytes(self.weight_shard, self.has_bias)
 
     def load(self, weights: WeightSource) -> None:
         weight = self.place.load(self.weight_shard, weights)
-        bias = self.weight_shard.take_bias(weights, self.place.empty) if self.bias else None
-        if self.bias_elsewhere:
-            weights.take(f"{self.name}.bias", self.place.empty(0), shape=(self.weight_shard.rows,))
+        self.bias = self.weight_shard.take_bias(weights, self.place.empty) if self.has_bias else None
         # Partial sums are exchanged in float32 where the product supports it: rounding each of them would add an error
-        # that a single rank does not have.
-        self.product = weight.matmul(bias, float32_output=self.place.tp.size > 1)
+        # that a single rank does not have. What a single rank adds to the sum before it rounds is then added here.
+        alone = self.place.tp.size == 1
+        self.product = weight.matmul(
+            self.bias if alone else None, float32_output=not alone, slices=self.place.local_slices
+        )
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
         if self.place.tp.size == 1:
             return self.product(x, residual)  # rounded once, after the addition
-        total = self.place.tp.all_reduce(self.product(x))
-        if residual is not None:
-            total = total.add_(residual)
+        partial = self.product(x)
+        total = self.place.tp.all_reduce(partial.float() if self.place.slices > 1 else partial)
+        for addend in (self.bias, residual):
+            if addend is not None:
+                total = total + addend
         return total.to(x.dtype)

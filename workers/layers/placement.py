@@ -21,7 +21,13 @@ class Placement:
     dtype: torch.dtype
     device: torch.device
     quantization: Quantization = NONE
+    slices: int = 1  # of inputs that are cut among ranks, over all ranks (`slices_for`)
     staging: StagingMemory = field(default_factory=StagingMemory)
+
+    @property
+    def local_slices(self) -> int:
+        """Those of one rank. With a number of ranks that does not divide them, a rank's inputs are one slice."""
+        return self.slices // self.tp.size if self.slices % self.tp.size == 0 else 1
 
     def empty(self, *shape: int) -> Tensor:
         """An uninitialised tensor for weights, which may be kept or packed and dropped."""

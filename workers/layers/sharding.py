@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from workers.errors import StartupError
 
 _LARGEST_TP = 1024
+_SLICES = (8, 4, 2, 1)  # as many as kernels add up (`kMostSlices` in csrc/gemm/slices.h)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,15 @@ def supported_tp_sizes(num_heads: int, num_kv_heads: int, intermediate_size: int
         for size in range(1, min(num_heads, _LARGEST_TP) + 1)
         if heads_divide(num_heads, num_kv_heads, size) and intermediate_size % size == 0
     ]
+
+
+def slices_for(num_heads: int, num_kv_heads: int, intermediate_size: int) -> int:
+    """Into how many slices the inputs of products are cut whose inputs ranks share: the output projection and the MLP's
+    second one. The largest power of two up to 8 that is a tensor-parallel size of this model: ranks of every smaller
+    power of two hold whole slices, and get the same bits (`LinearWeight.matmul`).
+    """
+    sizes = supported_tp_sizes(num_heads, num_kv_heads, intermediate_size)
+    return next(count for count in _SLICES if count in sizes)
 
 
 def shard_heads(layer: str, num_heads: int, num_kv_heads: int, rank: int, size: int) -> HeadShard:

@@ -77,7 +77,9 @@ class Decoder:
         quantization: Quantization = NONE,
     ) -> None:
         self.spec = spec
-        self.place = place = Placement(tp, dtype, device, quantization)
+        # Elsewhere sums over ranks are left to libraries, and slices would only cost time.
+        slices = spec.slices if device.type == "cpu" and quantization.group == 1 else 1
+        self.place = place = Placement(tp, dtype, device, quantization, slices)
         vocab, hidden = spec.vocab_size, spec.hidden_size
         words = replace(place, quantization=quantization.of_head)
         self.embedding = VocabParallelEmbedding("model.embed_tokens", vocab, hidden, words, spec.embedding_scale)

@@ -168,7 +168,8 @@ class RecordingDecoder:
         self._diagnostics = diagnostics
         self.steps: list[dict[str, Tensor]] = []
         self._undo: list[Callable[[], None]] = []
-        self._summing: str | None = None  # the tensor that the next sum over ranks results in
+        # The tensor that the next sum over ranks results in, and the bias that is then added.
+        self._summing: tuple[str, Tensor | None] | None = None
         self._install()
 
     @property
@@ -242,7 +243,7 @@ class RecordingDecoder:
         setattr(owner, name, _Hooked(original, before, after))
 
     def _hook_row_parallel(self, owner: Any, name: str, output: str, inputs: str | None = None) -> None:
-        """The layer adds the residual before it returns, so its sum over ranks is recorded inside `all_reduce`."""
+        """The layer adds bias and residual before it returns, so its sum is recorded inside `all_reduce`."""
         layer = getattr(owner, name)
 
         def before(x: Tensor) -> None:
@@ -251,18 +252,19 @@ class RecordingDecoder:
             if self.decoder.place.tp.size == 1:  # the product may add the residual itself: compute it without
                 self._record(output, layer.product(x))
             else:
-                self._summing = output
+                self._summing = output, layer.bias
 
         self._hook(owner, name, before=before)
 
     def _recording_all_reduce(self, all_reduce: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         def recording(x: Tensor) -> Tensor:
-            if self._diagnostics and self._summing is not None:
-                self._record(f"{self._summing}_partial", x)
+            if self._summing is None:
+                return all_reduce(x)
+            (name, bias), self._summing = self._summing, None
+            if self._diagnostics:
+                self._record(f"{name}_partial", x)
             total = all_reduce(x)
-            if self._summing is not None:
-                self._record(self._summing, total)
-                self._summing = None
+            self._record(name, total if bias is None else total + bias)
             return total
 
         return recording

@@ -83,8 +83,9 @@ def test_mlp_partials_sum_to_the_whole_with_the_bias_once(size: int, with_bias: 
         out = down(both(x), residual)
         if isinstance(where.tp, RecordingRank):
             assert len(where.tp.sent) == 1, "one sum per half-block"
-            total += where.tp.sent[0]
-            torch.testing.assert_close(out, where.tp.sent[0] + residual)
+            bias = scale * tensors["m.down_proj.bias"]
+            torch.testing.assert_close(out, where.tp.sent[0] + bias + residual)
+            total += where.tp.sent[0] + bias / size
         else:
             total += out - residual
         weights.finish(lambda name: not with_bias and name.endswith("bias"))

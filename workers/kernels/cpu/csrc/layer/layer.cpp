@@ -30,8 +30,8 @@ T *hidden_at(const LayerHalf &half, const LayerStep &step, long row) {
 }
 
 // to += x: [count], rounded once.
-template <class T, class From>
-void add(T *to, const From *x, long count) {
+template <class T>
+void add(T *to, const T *x, long count) {
   using namespace simd;
   for (long d = 0; d < count; d += kLanes) store(to + d, load(x + d, count - d) + load(to + d, count - d), count - d);
 }
@@ -66,6 +66,7 @@ void leave(const LayerHalf &half, const LayerStep &step, long first, long rows, 
   gemm::Product p = product(half.out, x, hidden_at<T>(half, step, first), rows, width);
   if (half.out.epilogue == gemm::kFloat) {
     p.y = step.partial + first * width;
+    p.bias = nullptr;
     multiply<T>(half.out, p);
   } else if (!half.post_norm) {
     p.residual = p.y;  // each element is read once, just before it is written
@@ -139,15 +140,18 @@ void add_total(const LayerHalf &half, const LayerStep &step, const float *total)
   const long width = half.out.columns;
   const Arena::Mark mark = arena().mark();
   T *x = half.post_norm ? arena().take<T>(step.rows * width) : nullptr;
+  const T *bias = static_cast<const T *>(half.out.bias);
 #pragma omp parallel for if (step.rows * width > kSerial)
   for (long row = 0; row < step.rows; row++) {
     const float *from = total + row * width;
-    if (!x) {
-      add(hidden_at<T>(half, step, row), from, width);
-      continue;
+    // In the order of a single rank's epilogue. A norm of the result reads what its product would be: rounded.
+    T *to = x ? x + row * width : hidden_at<T>(half, step, row);
+    for (long d = 0; d < width; d += kLanes) {
+      Vec sum = load(from + d, width - d);
+      if (bias) sum = sum + load(bias + d, width - d);
+      if (!x) sum = sum + load(to + d, width - d);
+      store(to + d, sum, width - d);
     }
-    T *to = x + row * width;  // the norm reads what a single rank's product would be: rounded
-    for (long d = 0; d < width; d += kLanes) store(to + d, load(from + d, width - d), width - d);
   }
   if (x) add_rows(half, step, 0, step.rows, x);
   arena().release(mark);

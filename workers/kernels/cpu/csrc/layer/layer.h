@@ -20,7 +20,7 @@ struct LayerHalf {
   const float *norm;       // [hidden size]   scale of the RMSNorm before the half
   const float *post_norm;  // [hidden size]   of the one on its result, before the residual is added; or null
   PackedWeight in;         // q, k and v; or gate and up
-  PackedWeight out;        // epilogue kFloat: the products of all ranks are to be added up first
+  PackedWeight out;        // epilogue kFloat: the products of all ranks are to be added up first, without its bias
   float eps;               // of all norms
   int type;                // an ElementType: of weights, pages and `hidden`
 };
@@ -55,5 +55,5 @@ struct LayerStep {
 extern "C" int oarlock_attention_half(const AttentionHalf *attention, const LayerStep *step);
 extern "C" int oarlock_mlp_half(const LayerHalf *mlp, const LayerStep *step);
 
-// Adds `total` [T, hidden size], the sum of all ranks' shares of a half.
+// Adds `total` [T, hidden size], the sum of all ranks' shares of a half, and the bias.
 extern "C" void oarlock_add_total(const LayerHalf *half, const LayerStep *step, const float *total);

@@ -61,6 +61,27 @@ bool wait_for(const RankGroup &group, long rank) {
   return true;
 }
 
+constexpr long kStretch = 1024;  // of a sum, which stays in the first-level cache
+
+// to [count] = the inputs of ranks `first` to `first + ranks`, from `at` on, in the order of `tree_sum.py`: the sum of the
+// largest power of two of them that leaves some, plus the sum of those.
+void add_up(const RankGroup &group, long first, long ranks, long at, long count, float *to) {
+  const float *one = input(group, first) + at;
+  if (ranks == 1) {
+    std::copy(one, one + count, to);
+  } else if (ranks == 2) {
+    const float *other = input(group, first + 1) + at;
+    for (long i = 0; i < count; i++) to[i] = one[i] + other[i];
+  } else {
+    long half = 1;
+    while (2 * half < ranks) half *= 2;
+    float rest[kStretch];
+    add_up(group, first, half, at, count, to);
+    add_up(group, first + half, ranks - half, at, count, rest);
+    for (long i = 0; i < count; i++) to[i] += rest[i];
+  }
+}
+
 // One piece, which fits a buffer.
 int reduce_piece(RankGroup &group, float *x, long count) {
   group.collective++;
@@ -70,17 +91,9 @@ int reduce_piece(RankGroup &group, float *x, long count) {
   __atomic_store_n(flag(group, group.rank), group.collective, __ATOMIC_RELEASE);
   for (long rank = 0; rank < group.size; rank++)
     if (!wait_for(group, rank)) return static_cast<int>(rank);
-  constexpr long kStretch = 4096;
 #pragma omp parallel for if (count > kSerial)
-  for (long first = 0; first < count; first += kStretch) {
-    const long end = std::min(count, first + kStretch);
-    const float *a = input(group, 0), *b = input(group, 1);
-    for (long i = first; i < end; i++) x[i] = a[i] + b[i];
-    for (long rank = 2; rank < group.size; rank++) {
-      const float *peer = input(group, rank);
-      for (long i = first; i < end; i++) x[i] += peer[i];
-    }
-  }
+  for (long at = 0; at < count; at += kStretch)
+    add_up(group, 0, group.size, at, std::min(kStretch, count - at), x + at);
   return kAllCame;
 }
 

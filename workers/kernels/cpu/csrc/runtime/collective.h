@@ -15,8 +15,8 @@ struct RankGroup {
 
 constexpr int kAllCame = -1;
 
-// x [count] = the sum of all ranks' x, added in rank order: the same bits on each. Returns kAllCame, or the rank that did
-// not reach the collective in time.
+// x [count] = the sum of all ranks' x, added in a tree: the same bits on each, and at the numbers of ranks that have the
+// branches of the tree whole (gemm/slices.h). Returns kAllCame, or the rank that did not reach the collective in time.
 int all_reduce(RankGroup &group, float *x, long count);
 
 extern "C" int oarlock_all_reduce(RankGroup *group, float *x, long count);
