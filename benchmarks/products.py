@@ -34,7 +34,7 @@ from benchmarks.ceilings.ceilings import Ceilings
 from workers.kernels.cpu import build, levels, library
 from workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul
 from workers.layers.matmul import PackedGatedMatmul, PackedMatmul, PlainGatedMatmul, PlainMatmul, can_pack
-from workers.layers.quantization.int4 import Int4Weight
+from workers.layers.quantization import int4
 from workers.layers.quantization.int8 import Int8Weight, round_rows
 from workers.layers.quantization.method import LinearWeight
 from workers.platform.huge_pages import huge_page_empty
@@ -54,7 +54,7 @@ PEER_LIMITS = {
 
 ROUNDED: dict[str, Callable[[Tensor], LinearWeight]] = {
     "int8": lambda weight: Int8Weight(*round_rows(weight), weight.dtype),
-    "int4": Int4Weight.rounded,
+    "int4": int4.rounded,
 }
 
 Product = Callable[[Tensor], Tensor]

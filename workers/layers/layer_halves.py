@@ -19,7 +19,7 @@ from workers.distributed.parallel_state import TensorParallel
 from workers.kernels.cpu.collective import ALL_CAME
 from workers.kernels.cpu.element_types import ELEMENT_TYPES
 from workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul
-from workers.kernels.cpu.int4_gemm import PackedInt4
+from workers.kernels.cpu.grouped_gemm import PackedGrouped
 from workers.kernels.cpu.int8_gemm import CppInt8GatedMatmul, CppInt8Matmul, PackedInt8
 from workers.kernels.cpu.layer_halves import CAttentionHalf, CLayerHalf, CLayerStep, CPackedWeight, bound
 from workers.layers.attention import Attention
@@ -181,7 +181,7 @@ class _Parts:
 
     def weight(self, product: Product | GatedProduct) -> CPackedWeight:
         if isinstance(product, CppInt8Matmul | CppInt8GatedMatmul):
-            weight = self.take(product, "weight", PackedInt8, PackedInt4)
+            weight = self.take(product, "weight", PackedInt8, PackedGrouped)
             packed, columns, kind, slices = weight.memory, weight.columns, weight.kind, weight.slices
         else:
             weight, kind = product, _DENSE

@@ -1,11 +1,22 @@
-"""Weights of few bits with scales and offsets for groups of inputs: what is kept of them, and what products give."""
+"""Weights of few bits with scales and offsets for groups of inputs: what is kept of them, and what products give.
+
+The kernel equals the reference bit by bit.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor
 
-from workers.layers.quantization.grouped import GroupedWeight, stored_groups
-from workers.layers.quantization.groups import group_in_slices, pieces_of
+from tests.unit.workers.kernel_levels import NO_KERNELS, PARAMETERS, is_here, using
+from workers.kernels.cpu.grouped_gemm import GROUPED, GROUPED_DOT, kind_for
+from workers.kernels.cpu.int8_gemm import CppInt8GatedMatmul, CppInt8Matmul
+from workers.kernels.cpu.levels import Level
+from workers.layers.matmul import ACTIVATIONS
+from workers.layers.quantization.grouped import GroupedGatedMatmul, GroupedMatmul, GroupedWeight, stored_groups
+from workers.layers.quantization.groups import group_in_slices, packed_bytes, pieces_of
 
 
 def made(
@@ -122,3 +133,198 @@ def test_inputs_in_another_order() -> None:
     x, ids = torch.randn(5, 96), torch.tensor([1, 20])
     assert torch.equal(weight.matmul()(x), plain.matmul()(x[:, order]))
     assert torch.equal(weight.embed(ids)[:, order], plain.embed(ids))
+
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+# (outputs, inputs, stored group, slices): around panels, registers, blocks of inputs, groups and four inputs at a time.
+SHAPES = [
+    (48, 64, 32, 1), (33, 50, 64, 1), (200, 256, 128, 2), (70, 3000, 32, 1), (5, 21, 16, 1), (96, 1024, 1024, 4),
+    (40, 288, 32, 8), (34, 4 * 1216, 128, 4),
+]  # fmt: skip
+FORMS = [(4, False), (4, True), (8, False), (8, True)]  # bits, and whether there are offsets
+
+each_level = pytest.mark.parametrize("level", PARAMETERS)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+each_form = pytest.mark.parametrize(("bits", "offsets"), FORMS)
+
+
+def kinds(level: Level) -> list[int]:
+    """Of packed weights, that run here; the emulated processors have every instruction."""
+    return [GROUPED, GROUPED_DOT] if not is_here(level) or kind_for(level) == GROUPED_DOT else [GROUPED]
+
+
+def weight_of(
+    outputs: int, inputs: int, group: int, dtype: torch.dtype, bits: int, offsets: bool, order: Tensor | None = None
+) -> GroupedWeight:
+    values, scales, shift = made(outputs, inputs, group, bits, offsets=offsets, whole=False)
+    return GroupedWeight(values, scales, group, dtype, offsets=shift, bits=bits, order=order)
+
+
+def reference(weight: GroupedWeight, bias: Tensor | None, *, wide: bool = False, slices: int = 1) -> GroupedMatmul:
+    return GroupedMatmul(weight.weight, weight.order, weight.dtype, bias, float32_output=wide, slices=slices)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@each_level
+@each_form
+@each_dtype
+@pytest.mark.parametrize(("outputs", "inputs", "group", "slices"), SHAPES)
+def test_the_kernel_equals_the_reference_bit_by_bit(
+    level: Level, dtype: torch.dtype, bits: int, offsets: bool, outputs: int, inputs: int, group: int, slices: int
+) -> None:
+    torch.manual_seed(0)
+    weight = weight_of(outputs, inputs, group, dtype, bits, offsets)
+    x, bias, residual = (torch.randn(*n).to(dtype) for n in ((300, inputs), (outputs,), (300, outputs)))
+    x[0] *= 40  # each row has a scale of its own, and each slice of it
+    x[:, : inputs // slices] *= 3
+    x[12, 1:] = 0
+    plain = reference(weight, None, wide=True, slices=slices)(x)
+    added = reference(weight, bias, slices=slices)(x, residual)
+    for kind in kinds(level):
+        with using(level):
+            packed = weight.packed(slices=slices, kind=kind)
+        for rows in (1, 2, 13, 64, 300):
+            here = slice(0, rows)
+            assert torch.equal(CppInt8Matmul(packed, dtype, None, float32_output=True)(x[here]), plain[here])
+            assert torch.equal(CppInt8Matmul(packed, dtype, None)(x[here]), plain[here].to(dtype))
+            assert torch.equal(CppInt8Matmul(packed, dtype, bias)(x[here], residual[here]), added[here])
+
+
+@each_level
+@each_form
+@pytest.mark.parametrize("slices", [1, 4])
+def test_the_kernel_reads_inputs_in_another_order(level: Level, bits: int, offsets: bool, slices: int) -> None:
+    torch.manual_seed(0)
+    weight = weight_of(50, 1280, 64, torch.bfloat16, bits, offsets, torch.randperm(1280))
+    x, ids = torch.randn(40, 1280, dtype=torch.bfloat16), torch.randint(0, 50, (20,))
+    expected = reference(weight, None, slices=slices)(x)
+    for kind in kinds(level):
+        with using(level):
+            product = CppInt8Matmul(weight.packed(slices=slices, kind=kind), torch.bfloat16, None)
+        for rows in (1, 40):
+            assert torch.equal(product(x[:rows]), expected[:rows])
+        assert torch.equal(product.rows(ids), weight.embed(ids))
+
+
+@each_level
+def test_an_input_may_come_again_where_the_weight_is_zero(level: Level) -> None:
+    torch.manual_seed(0)
+    values, scales, _ = made(40, 96, 32, 4, offsets=False)
+    values[:, 40:64] = 0
+    order = torch.cat([torch.randperm(72)[:40], torch.zeros(24, dtype=torch.int64), torch.arange(40, 72)])
+    weight = GroupedWeight(values, scales, 32, torch.float32, bits=4, order=order)
+    x = torch.randn(5, 72)
+    for kind in kinds(level):
+        with using(level):
+            product = CppInt8Matmul(weight.packed(kind=kind), torch.float32, None)
+        assert torch.equal(product(x), reference(weight, None)(x))
+
+
+@pytest.mark.parametrize(("bits", "offsets"), FORMS)
+def test_memory_is_as_it_is_counted(bits: int, offsets: bool) -> None:
+    if NO_KERNELS is not None:
+        pytest.skip(NO_KERNELS)
+    for inputs, group in ((256, 64), (100, 16), (5, 32), (48, 48)):
+        weight = weight_of(64, inputs, group, torch.float32, bits, offsets)
+        assert len(weight.packed().memory) - 64 == packed_bytes(64, inputs, bits, group, offsets=offsets)
+
+
+@each_level
+@each_form
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_gate_equals_the_reference(
+    level: Level, dtype: torch.dtype, bits: int, offsets: bool, activation: str
+) -> None:
+    """Up to the last bits of exp, and each row has the same bits in every batch and with any number of threads."""
+    torch.manual_seed(0)
+    weight = weight_of(2 * 40, 1100, 32, dtype, bits, offsets)
+    bias = torch.randn(2 * 40).to(dtype)
+    x = torch.randn(300, 1100).to(dtype)
+    truth = GroupedGatedMatmul(weight.weight, None, dtype, bias, activation)(x)
+    limit = {torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype] * truth.abs().max()
+    whole = []
+    for kind in kinds(level):
+        with using(level):
+            product = CppInt8GatedMatmul(weight.packed(gated=True, kind=kind), dtype, bias, activation)
+        for count in (1, 2, 8):
+            with threads(count):
+                whole.append(product(x))
+                for rows in (1, 12, 64):
+                    assert torch.equal(product(x[300 - rows :]), whole[0][300 - rows :])
+    assert all(torch.equal(y, whole[0]) for y in whole)
+    assert (whole[0] - truth).abs().max() <= limit
+
+
+@each_level
+@each_form
+def test_the_largest_sums_of_a_group_are_exact(level: Level, bits: int, offsets: bool) -> None:
+    """All numbers at their limits: what would saturate 16 bits, or 32 if sums were not of one group."""
+    most = 1 << bits - 1
+    for inputs in (8, 1024, 100_000):
+        values = torch.full((34, inputs), most - 1, dtype=torch.int8)
+        values[::2] = -most
+        scales = torch.ones((34, -(-inputs // 32)))
+        shift = scales * most if offsets else None
+        weight = GroupedWeight(values, scales, 32, torch.float32, offsets=shift, bits=bits)
+        x = torch.full((3, inputs), 5.0)
+        x[1] = -5.0
+        x[2, ::2] = -5.0
+        expected = reference(weight, None)(x)
+        for kind in kinds(level):
+            with using(level):
+                assert torch.equal(CppInt8Matmul(weight.packed(kind=kind), torch.float32, None)(x), expected)
+
+
+@each_level
+@each_form
+def test_the_number_of_threads_changes_no_bit(level: Level, bits: int, offsets: bool) -> None:
+    """Of many inputs, and with more threads than panels."""
+    torch.manual_seed(0)
+    weight = weight_of(40, 3700, 32, torch.bfloat16, bits, offsets)
+    x = torch.randn(14, 3700).to(torch.bfloat16)
+    expected = reference(weight, None)(x)
+    for kind in kinds(level):
+        with using(level):
+            product = CppInt8Matmul(weight.packed(kind=kind), torch.bfloat16, None)
+        for count in (1, 2, 8):
+            with threads(count):
+                assert torch.equal(product(x), expected) and torch.equal(product(x[:1]), expected[:1])
+
+
+@each_level
+@each_form
+@each_dtype
+def test_rows_come_back_out_of_the_packed_weight(level: Level, dtype: torch.dtype, bits: int, offsets: bool) -> None:
+    torch.manual_seed(0)
+    weight = weight_of(77, 1030, 32, dtype, bits, offsets)
+    ids = torch.randint(0, 77, (40,))
+    for kind in kinds(level):
+        with using(level):
+            rows = CppInt8Matmul(weight.packed(kind=kind), dtype, None).rows(ids)
+        assert torch.equal(rows, weight.embed(ids))
+
+
+@each_level
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_stays_in_its_own_row(level: Level, broken: float) -> None:
+    weight = weight_of(64, 100, 32, torch.float32, 4, True)
+    for kind in kinds(level):
+        with using(level):
+            product = CppInt8Matmul(weight.packed(kind=kind), torch.float32, None)
+        for at in (0, 50, 99):
+            x = torch.randn(4, 100)
+            clean = product(x)
+            x[1, at] = broken
+            y = product(x)
+            assert y[1].isnan().all() and reference(weight, None)(x)[1].isnan().all()
+            assert torch.equal(y[[0, 2, 3]], clean[[0, 2, 3]])

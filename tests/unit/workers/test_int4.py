@@ -1,7 +1,5 @@
-"""Weights of 4 bits: the kernel equals the reference bit by bit, and every number of ranks has the same weights."""
+"""Weights rounded to 4 bits at load: how they are rounded, and every number of ranks has the same ones."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,156 +10,18 @@ from torch import Tensor
 from tests.golden.paged_run import PagedRun, load_decoder, on_ranks
 from tests.golden.tiny_models import make_tiny
 from tests.house.rules import ROOT
-from tests.unit.workers.kernel_levels import NO_KERNELS, PARAMETERS, is_here, using
+from tests.unit.workers.kernel_levels import NO_KERNELS
 from tests.unit.workers.weights_in_memory import MemoryWeights, place, random_weights
 from workers.config import WorkerConfig
 from workers.distributed.parallel_state import TensorParallel
-from workers.kernels.cpu.int4_gemm import GROUP, INT4, INT4_DOT, PackedInt4, kind_for
-from workers.kernels.cpu.int8_gemm import CppInt8GatedMatmul, CppInt8Matmul
-from workers.kernels.cpu.levels import Level
-from workers.layers.matmul import ACTIVATIONS
-from workers.layers.quantization.int4 import Int4GatedMatmul, Int4Matmul, Int4Weight, dequantised, round_groups
+from workers.layers.quantization.grouped import GroupedWeight
+from workers.layers.quantization.int4 import GROUP, dequantised, round_groups, rounded
 from workers.layers.quantization.registry import QUANTIZATIONS
 from workers.layers.quantization.shard import StoredRows, WeightShard
 from workers.preflight import preflight
 from workers.worker.model_runner import ModelRunner
 
 DEMO = ROOT / "models" / "oarlock-demo"
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-# Around panels, registers, blocks of inputs, groups and four inputs at a time.
-SHAPES = [(48, 64), (33, 50), (200, 256), (70, 3000), (5, 21), (96, 1024)]
-COUNTS = (1, 2, 5, 13, 64, 300)
-
-each_level = pytest.mark.parametrize("level", PARAMETERS)
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-def kinds(level: Level) -> list[int]:
-    """Of packed weights, that run here; the emulated processors have every instruction."""
-    return [INT4, INT4_DOT] if not is_here(level) or kind_for(level) == INT4_DOT else [INT4]
-
-
-def rounded(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return round_groups((torch.randn(outputs, inputs) / inputs**0.5).to(dtype))
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@each_level
-@each_dtype
-@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-def test_the_kernel_equals_the_reference_bit_by_bit(
-    level: Level, dtype: torch.dtype, outputs: int, inputs: int
-) -> None:
-    torch.manual_seed(0)
-    values, scales = rounded(outputs, inputs, dtype)
-    bias = torch.randn(outputs).to(dtype)
-    with using(level):
-        packed = [PackedInt4(values, scales, kind=kind) for kind in kinds(level)]
-    for rows in COUNTS:
-        x, residual = torch.randn(rows, inputs).to(dtype), torch.randn(rows, outputs).to(dtype)
-        x[0] *= 40  # each row has a scale of its own
-        x[-1, 1:] = 0
-        for addend in (None, bias):
-            wide = Int4Matmul(values, scales, dtype, addend, float32_output=True)(x)
-            added = Int4Matmul(values, scales, dtype, addend)(x, residual)
-            for weight in packed:
-                ours = CppInt8Matmul(weight, dtype, addend)
-                assert torch.equal(CppInt8Matmul(weight, dtype, addend, float32_output=True)(x), wide)
-                assert torch.equal(ours(x), wide.to(dtype))
-                assert torch.equal(ours(x, residual), added)
-
-
-@each_level
-@each_dtype
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_the_gate_equals_the_reference(level: Level, dtype: torch.dtype, activation: str, with_bias: bool) -> None:
-    """Up to the last bits of exp, and each row has the same bits in every batch and with any number of threads."""
-    torch.manual_seed(0)
-    values, scales = rounded(2 * 40, 1100, dtype)
-    bias = torch.randn(2 * 40).to(dtype) if with_bias else None
-    reference = Int4GatedMatmul(values, scales, dtype, bias, activation)
-    x = torch.randn(300, 1100).to(dtype)
-    truth = reference(x)
-    limit = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}[dtype] * truth.abs().max()
-    whole = []
-    for kind in kinds(level):
-        with using(level):
-            product = CppInt8GatedMatmul(PackedInt4(values, scales, gated=True, kind=kind), dtype, bias, activation)
-        for count in (1, 2, 8):
-            with threads(count):
-                whole.append(product(x))
-                for rows in (1, 3, 12, 64):
-                    assert torch.equal(product(x[300 - rows :]), whole[0][300 - rows :])
-    assert all(torch.equal(y, whole[0]) for y in whole)
-    assert (whole[0] - truth).abs().max() <= limit
-
-
-@each_level
-def test_the_largest_sums_of_a_group_are_exact(level: Level) -> None:
-    """All numbers at their limits: what would saturate 16 bits, or 32 if sums were not of one group."""
-    for inputs in (8, 1024, 100_000):
-        values = torch.full((34, inputs), 7, dtype=torch.int8)
-        values[::2] = -8
-        scales = torch.ones((34, -(-inputs // GROUP)), dtype=torch.bfloat16)
-        x = torch.full((3, inputs), 5.0)
-        x[1] = -5.0
-        x[2, ::2] = -5.0
-        expected = Int4Matmul(values, scales, torch.float32, None)(x)
-        for kind in kinds(level):
-            with using(level):
-                ours = CppInt8Matmul(PackedInt4(values, scales, kind=kind), torch.float32, None)(x)
-            assert torch.equal(ours, expected)
-
-
-@each_level
-@each_dtype
-def test_the_number_of_threads_changes_no_bit(level: Level, dtype: torch.dtype) -> None:
-    """Of many inputs, and with more threads than panels."""
-    values, scales = rounded(40, 3700, dtype)
-    x = torch.randn(14, 3700).to(dtype)
-    expected = Int4Matmul(values, scales, dtype, None)(x)
-    for kind in kinds(level):
-        with using(level):
-            product = CppInt8Matmul(PackedInt4(values, scales, kind=kind), dtype, None)
-        for count in (1, 2, 8):
-            with threads(count):
-                assert torch.equal(product(x), expected) and torch.equal(product(x[:1]), expected[:1])
-
-
-@each_level
-@each_dtype
-def test_rows_come_back_out_of_the_packed_weight(level: Level, dtype: torch.dtype) -> None:
-    values, scales = rounded(77, 1030, dtype)
-    ids = torch.randint(0, 77, (40,))
-    with using(level):
-        rows = CppInt8Matmul(PackedInt4(values, scales), dtype, None).rows(ids)
-    assert torch.equal(rows, Int4Weight(values, scales, dtype).embed(ids))
-
-
-@each_level
-@pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_stays_in_its_own_row(level: Level, broken: float) -> None:
-    values, scales = rounded(64, 100, torch.float32)
-    for kind in kinds(level):
-        with using(level):
-            product = CppInt8Matmul(PackedInt4(values, scales, kind=kind), torch.float32, None)
-        for at in (0, 50, 99):
-            x = torch.randn(4, 100)
-            clean = product(x)
-            x[1, at] = broken
-            y = product(x)
-            assert y[1].isnan().all() and Int4Matmul(values, scales, torch.float32, None)(x)[1].isnan().all()
-            assert torch.equal(y[[0, 2, 3]], clean[[0, 2, 3]])
 
 
 def test_rounding_is_to_the_nearest_of_16_numbers() -> None:
@@ -177,15 +37,21 @@ def test_rounding_is_to_the_nearest_of_16_numbers() -> None:
     assert (error <= torch.where(values == 7, 1.05, 0.55)).all()  # a scale has 8 bits: 8 steps of it err by 0.03
 
 
+def test_a_product_keeps_what_was_rounded() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(300, 100) * torch.logspace(-3, 3, 300).unsqueeze(1)
+    assert torch.equal(rounded(weight).weight.dequantised(), dequantised(*round_groups(weight)))
+
+
 def test_groups_are_as_the_registry_counts_them() -> None:
     assert QUANTIZATIONS["int4"].group == GROUP
-    assert QUANTIZATIONS["int4"].weight_bytes(10, 64, 2) == 10 * 2 * (16 + 2)
-    assert QUANTIZATIONS["int4"].weight_bytes(10, 65, 2) == 10 * 3 * (16 + 2)
+    assert QUANTIZATIONS["int4"].weight_bytes(10, 64, 2) == 10 * (2 * (16 + 2) + 4)
+    assert QUANTIZATIONS["int4"].weight_bytes(10, 65, 2) == 10 * (3 * (16 + 2) + 4)
 
 
-def whole_weight(shards: list[Int4Weight], dim: int) -> Tensor:
+def whole_weight(shards: list[GroupedWeight], dim: int) -> Tensor:
     """Of all ranks, dequantised."""
-    return torch.cat([dequantised(shard.values, shard.scales) for shard in shards], dim)
+    return torch.cat([shard.weight.dequantised() for shard in shards], dim)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -204,7 +70,7 @@ def test_every_number_of_ranks_has_the_same_weights(fused: bool) -> None:
             row = WeightShard((StoredRows("b", 24, 0, 24),), 128, rank * 128 // size, 128 // size)
             columns.append(method.load(column, weights, place().empty))
             rows.append(method.load(row, weights, place().empty))
-            assert isinstance(columns[-1], Int4Weight) and isinstance(rows[-1], Int4Weight)
+            assert isinstance(columns[-1], GroupedWeight) and isinstance(rows[-1], GroupedWeight)
         stacked = [whole_weight([shard], 0).chunk(2) for shard in columns]
         found = [torch.cat([part[which] for part in stacked]) for which in (0, 1)]
         found.append(whole_weight(rows, 1))

@@ -13,7 +13,8 @@ from workers.kernels.cpu.gemm import CppMatmul
 from workers.kernels.cpu.int8_gemm import INT8, INT8_DOT, CppInt8Matmul, PackedInt8, kind_for
 from workers.kernels.cpu.levels import Level
 from workers.layers.matmul import Matmul, PlainMatmul, SlicedMatmul
-from workers.layers.quantization.int4 import Int4Matmul, round_groups
+from workers.layers.quantization.grouped import GroupedMatmul, stored_groups
+from workers.layers.quantization.int4 import GROUP, round_groups
 from workers.layers.quantization.int8 import Int8Matmul, round_rows
 
 INPUTS, OUTPUTS = 8 * 36, 24  # groups of 32 inputs are cut at the border of every slice
@@ -31,7 +32,8 @@ def int8(weight: Tensor, bias: Tensor | None, slices: int, *, float32_output: bo
 
 def int4(weight: Tensor, bias: Tensor | None, slices: int, *, float32_output: bool = False) -> Matmul:
     values, scales = round_groups(weight)
-    return Int4Matmul(values, scales, weight.dtype, bias, float32_output=float32_output, slices=slices)
+    stored = stored_groups(values, scales.float(), None, GROUP)
+    return GroupedMatmul(stored, None, weight.dtype, bias, float32_output=float32_output, slices=slices)
 
 
 def test_the_order_of_the_tree() -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from tests.golden.tiny_models import make_tiny
 from tests.unit.workers.verify_cases import VerifyCase
 from workers.layers.placement import Placement
+from workers.layers.quantization.grouped import GroupedWeight
 from workers.verify.rounded_weights import RoundingLoss
 from workers.verify.scales import wrong_scales
 
@@ -69,7 +71,11 @@ def test_a_scale_cut_wrongly_is_named(
         weight = load(place, shard, weights)
         name = shard.fused or shard.parts[0].name
         if place.tp.rank == 1 and name == f"{LAYER}.{layer}":
-            weight.scales = weight.scales.roll(1, 0).contiguous()
+            if isinstance(weight, GroupedWeight):
+                scales, factors = (part.roll(1, 0) for part in (weight.weight.scales, weight.weight.factors))
+                weight.weight = replace(weight.weight, scales=scales, factors=factors)
+            else:
+                weight.scales = weight.scales.roll(1, 0).contiguous()
         return weight
 
     monkeypatch.setattr(Placement, "load", shifted)

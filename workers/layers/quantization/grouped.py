@@ -1,7 +1,8 @@
 """Weights of few bits with a scale, and perhaps an offset, for each group of an output's inputs, as in checkpoints.
 
 Every product rounds each row of its inputs to 8 bits, as for weights of 8 bits per output. The sum of a group is of
-whole numbers, which is exact, and groups are added up in float32 in the order of inputs.
+whole numbers, which is exact, and groups are added up in float32 in the order of inputs. `GroupedMatmul` is the
+reference, and the kernel equals it bit by bit.
 
 A scale is kept as a float16 times a power of two of its output. Scales that are float16 or bfloat16 in a checkpoint are
 kept exactly; others, such as the products of two scales of Q4_K, lose at most a relative 2**-11. An offset is kept as
@@ -15,6 +16,9 @@ import torch
 from torch import Tensor
 
 from workers.distributed.tree_sum import tree_sum
+from workers.kernels.cpu import library
+from workers.kernels.cpu.grouped_gemm import PackedGrouped
+from workers.kernels.cpu.int8_gemm import CppInt8GatedMatmul, CppInt8Matmul
 from workers.layers.matmul import ACTIVATIONS, GatedMatmul, Matmul
 from workers.layers.quantization.groups import group_in_slices, kernel_group, pieces_of
 from workers.layers.quantization.int8 import round_rows
@@ -155,7 +159,7 @@ class GroupedWeight:
 
         `values` int8 [N, K], from -8 to 7 for 4 `bits` or from -128 to 127 for 8; `scales` and `offsets` float32
         [N, ceil(K / group)]; `group` a multiple of 16. `order` int64 [K]: input number k of the values is input
-        order[k] of x. `dtype` is the one that the model computes in.
+        order[k] of x; one may come again where the weight is zero. `dtype` is the one that the model computes in.
         """
         assert bits in (4, 8) and values.dtype == torch.int8 and group % 16 == 0
         groups = (len(values), -(-values.shape[1] // group))
@@ -166,10 +170,35 @@ class GroupedWeight:
         self.dtype = dtype
 
     def matmul(self, bias: Tensor | None = None, *, float32_output: bool = False, slices: int = 1) -> Matmul:
-        return GroupedMatmul(self.weight, self.order, self.dtype, bias, float32_output=float32_output, slices=slices)
+        if library.why_not(self.dtype) is not None:
+            return GroupedMatmul(
+                self.weight, self.order, self.dtype, bias, float32_output=float32_output, slices=slices
+            )
+        return CppInt8Matmul(self.packed(slices=slices), self.dtype, bias, float32_output=float32_output)
 
     def gated_matmul(self, bias: Tensor | None, activation: str) -> GatedMatmul:
-        return GroupedGatedMatmul(self.weight, self.order, self.dtype, bias, activation)
+        if library.why_not(self.dtype) is not None:
+            return GroupedGatedMatmul(self.weight, self.order, self.dtype, bias, activation)
+        return CppInt8GatedMatmul(self.packed(gated=True), self.dtype, bias, activation)
+
+    def packed(self, *, slices: int = 1, gated: bool = False, kind: int | None = None) -> PackedGrouped:
+        """In the form that the kernel reads; `kind`: None for the fastest."""
+        weight = self.weight
+        inputs = weight.values.shape[1]
+        unit = kernel_group(group_in_slices(inputs, weight.group, slices))
+        return PackedGrouped(
+            weight.values,
+            weight.scales,
+            weight.zeros,
+            weight.factors,
+            weight.group,
+            bits=self.bits,
+            pieces=pieces_of(inputs, weight.group, slices, unit),
+            kernel_group=unit,
+            order=self.order,
+            gated=gated,
+            kind=kind,
+        )
 
     def embed(self, ids: Tensor) -> Tensor:
         rows = self.weight.rows(ids).dequantised()

@@ -11,6 +11,12 @@ def kernel_group(group: int) -> int:
     return 32 if group % 32 == 0 else 16
 
 
+def packed_bytes(rows: int, inputs: int, bits: int, group: int, *, offsets: bool) -> int:
+    """What a `GroupedWeight` [rows, inputs] takes in memory: numbers, 16 bits for a scale, as many for an offset."""
+    unit = kernel_group(group)
+    return rows * (-(-inputs // unit) * (unit * bits // 8 + 2 * (1 + offsets)) + 4)  # and a factor for each output
+
+
 def group_in_slices(inputs: int, group: int, slices: int) -> int:
     """How many inputs have one scale, if groups begin anew at each of `slices` equal parts of `inputs`.
 

@@ -64,6 +64,7 @@ _INT8 = Quantization(_int8, bits=8, bytes_per_row=8)  # a scale, and the sum tha
 QUANTIZATIONS = {
     "none": NONE,
     "int8": _INT8,
-    # A scale in bfloat16. The head in 4 bits would add more to the perplexity than all layers do (docs/accuracy.md).
-    "int4": Quantization(_int4, bits=4, group=32, bytes_per_group=2, head=_INT8),
+    # A factor for each output, and a scale for each group. The head in 4 bits would add more to the perplexity than all
+    # layers do (docs/accuracy.md).
+    "int4": Quantization(_int4, bits=4, group=32, bytes_per_row=4, bytes_per_group=2, head=_INT8),
 }

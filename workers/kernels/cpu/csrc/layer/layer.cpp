@@ -21,7 +21,7 @@ template <class T>
 void multiply(const PackedWeight &w, const gemm::Product &p) {
   if (w.kind == gemm::kDense) gemm::multiply<T>(p);
   else if (w.kind == gemm::kInt8 || w.kind == gemm::kInt8Dot) gemm::multiply_int8<T>(p, w.kind);
-  else gemm::multiply_int4<T>(p, w.kind);
+  else gemm::multiply_grouped<T>(p, w.kind);
 }
 
 template <class T>

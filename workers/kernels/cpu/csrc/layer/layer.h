@@ -6,7 +6,7 @@
 #pragma once
 #include "attention/attention.h"
 #include "runtime/collective.h"
-#include "gemm/int4.h"
+#include "gemm/grouped.h"
 
 struct PackedWeight {
   const void *weight, *bias;  // as in gemm::Product

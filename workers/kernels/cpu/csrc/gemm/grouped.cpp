@@ -1,0 +1,157 @@
+// y = epilogue(x w^T + bias) with w of the form that grouped_form.h describes.
+//
+// Each row of x is rounded to whole numbers from -127 to 127, with a scale of its own for each slice. The products of a
+// group are added up exactly; the sum, plus the zero point times the sum of the row's numbers, times the group's scale is
+// rounded to float32 and added to the sum of the groups before: in the order of inputs, whatever the rows, threads and
+// tiles. So the bits of a row depend on that row alone, at every level of instruction set. The sum of a slice times its
+// output's factor and times the row's scale is rounded to float32, slices are added up in a tree (slices.h), and then comes
+// what the epilogue adds.
+#include "gemm/grouped.h"
+
+#include "gemm/epilogue.h"
+#include "gemm/grouped_tile.h"
+#include "gemm/shares.h"
+#include "gemm/slices.h"
+#include "runtime/arena.h"
+
+namespace gemm {
+namespace grouped {
+namespace {
+
+constexpr long kChunk = 240;        // rows whose sums of one panel stay in the caches
+constexpr long kFetchAhead = 2048;  // bytes of weights fetched ahead while they are read
+static_assert(kBlock % 32 == 0, "a block has whole groups");
+
+using Rows = RoundedRows<kStrip, 0>;
+
+// Of each group of each row of x: the sum of its numbers, and where sums with a weight begin. [rows][groups of all slices].
+struct GroupSums {
+  const PackedForm &form;
+  long stride;
+  int32_t *starts;
+  float *totals;  // null if the weight has no zeros
+
+  GroupSums(const PackedForm &form, long rows)
+      : form(form), stride(form.slices * form.groups()), starts(arena().take<int32_t>(rows * stride)),
+        totals(form.has_zeros ? arena().take<float>(rows * stride) : nullptr) {}
+
+  long at(long row, long block, const Slices &slices) const {
+    return row * stride + block / slices.blocks * form.groups() + block % slices.blocks * (kBlock / form.group);
+  }
+
+  void compute(const Rows &x, int base) {
+#pragma omp parallel for if (x.size() > kSerialRows)
+    for (long strip = 0; strip < x.strips; strip++)
+      for (long r = 0; r < x.count(strip); r++)
+        for (long block = 0; block < x.blocks; block++) {
+          const long count = x.slices.inputs_of(block), groups = (count + form.group - 1) / form.group;
+          uint8_t *row = x.at(strip, block) + r * kRowBytes;
+          memset(row + count, 0, groups * form.group - count);
+          if (form.group == 32) compute_groups<32>(row, groups, base, at(x.begin(strip) + r, block, x.slices));
+          else compute_groups<16>(row, groups, base, at(x.begin(strip) + r, block, x.slices));
+        }
+  }
+
+  template <int kGroup>
+  void compute_groups(const uint8_t *row, long groups, int base, long first) {
+    for (long group = 0; group < groups; group++) {
+      int32_t total = 0;
+      for (int k = 0; k < kGroup; k++) total += static_cast<int8_t>(row[group * kGroup + k]);
+      starts[first + group] = -base * total;
+      if (totals) totals[first + group] = total;
+    }
+  }
+};
+
+// sums [rows][kPanel] of one panel and slice, whose weights are at `from`.
+void sum(const PackedForm &form, const char *from, long slice, const Rows &x, const GroupSums &of,
+         const MultiplyTile *tiles, float *sums) {
+  const long bytes = form.group_bytes();
+  for (long block = slice * x.slices.blocks; block < (slice + 1) * x.slices.blocks; block++) {
+    const long groups = (x.slices.inputs_of(block) + form.group - 1) / form.group;
+    for (long strip = 0; strip < x.strips; strip++) {
+      // While the strips compute, each of them fetches its share of the next block.
+      const bool is_alone = x.strips == 1;
+      const Fetch next{is_alone ? from + kFetchAhead : from + groups * bytes * (x.strips + strip) / x.strips,
+                       bytes / x.strips};
+      const long at = of.at(x.begin(strip), block, x.slices);
+      tiles[x.count(strip)]({x.at(strip, block), from, groups, bytes, of.starts + at, of.totals ? of.totals + at : nullptr,
+                             of.stride, block % x.slices.blocks == 0, sums + x.begin(strip) * kPanel, next});
+    }
+    from += groups * bytes;
+  }
+}
+
+// Rows of x with their inputs in the order of the packed weight, and zeros where it has none.
+template <class T>
+const T *in_order(const T *x, long stride, long rows, const int32_t *order, long count) {
+  T *moved = arena().take<T>(rows * count);
+#pragma omp parallel for if (rows * count > kSerialRows)
+  for (long row = 0; row < rows; row++)
+    for (long k = 0; k < count; k++) moved[row * count + k] = order[k] < 0 ? T{} : x[row * stride + order[k]];
+  return moved;
+}
+
+// Threads take panels: a sum of groups is not cut among threads, so that its order stays the same.
+template <class T, class Dot>
+void multiply(const Product &p) {
+  const PackedForm &form = *static_cast<const PackedForm *>(p.weight);
+  const MultiplyTile *tiles = tiles_for<Dot>(form);
+  const long inputs = form.slices * form.length;
+  for (long first = 0; first < p.rows; first += kChunk) {
+    const Arena::Mark mark = arena().mark();
+    Rows x(std::min(kChunk, p.rows - first), inputs, form.slices);
+    const T *from = static_cast<const T *>(p.x) + first * p.x_stride;
+    const int32_t *order = form.order();
+    if (order) from = in_order(from, p.x_stride, x.rows, order, inputs);
+    x.packed = arena().take<uint8_t>(x.size());
+    x.scales = arena().take<float>(x.rows * form.slices);
+    x.pack(from, order ? inputs : p.x_stride);
+    GroupSums of(form, x.rows);
+    of.compute(x, base_of<Dot>(form.bits));
+    const Shares shares(form.panels());
+#pragma omp parallel
+    {
+      alignas(64) float sums[kPending * kChunk * kPanel];
+      shares.visit([&](long panel) {
+        const float *factors = reinterpret_cast<const float *>(form.panel(panel));
+        const char *weights = reinterpret_cast<const char *>(factors + kPanel);
+        const Vec left = load(factors), right = load(factors + kLanes);
+        for (long slice = 0; slice < form.slices; slice++) {
+          float *here = sums + pending_before(slice) * x.rows * kPanel;
+          sum(form, weights + slice * form.slice_bytes(), slice, x, of, tiles, here);
+          for (long r = 0; r < x.rows; r++, here += kPanel) {
+            const Vec scale = broadcast(x.scales[r * form.slices + slice]);
+            store(here, rounded_product(rounded_product(load(here), left), scale));
+            store(here + kLanes, rounded_product(rounded_product(load(here + kLanes), right), scale));
+          }
+          add_slice(sums, slice, x.rows * kPanel);
+        }
+        for (long r = 0; r < x.rows; r++)
+          finish<T>(p, first + r, panel, load(sums + r * kPanel), load(sums + r * kPanel + kLanes));
+      });
+    }
+    arena().release(mark);
+  }
+}
+
+}  // namespace
+}  // namespace grouped
+
+template <class T>
+void multiply_grouped(const Product &p, int kind) {
+  if (kind == kGroupedDot) grouped::multiply<T, Dot>(p);
+  else grouped::multiply<T, PlainDot>(p);
+}
+
+#define OARLOCK_MULTIPLY_GROUPED(T) template void multiply_grouped<T>(const Product &, int);
+OARLOCK_FOR_EACH_TYPE(OARLOCK_MULTIPLY_GROUPED)
+
+}  // namespace gemm
+
+extern "C" void oarlock_grouped_gemm(const void *x, const void *weight, const void *bias, const void *residual, void *y,
+                                     long rows, long columns, long inputs, long x_stride, long y_stride, int epilogue,
+                                     int type, int kind, long slices) {
+  const gemm::Product p{x, weight, bias, residual, y, rows, columns, inputs, x_stride, y_stride, epilogue, slices};
+  with_type(type, [&](auto *of) { gemm::multiply_grouped<std::remove_pointer_t<decltype(of)>>(p, kind); });
+}

@@ -1,0 +1,126 @@
+// Weights of 4 or 8 bits with scales for groups of inputs: packed as grouped_form.h says, and read out of that form.
+#include <type_traits>
+
+#include "gemm/grouped_form.h"
+#include "gemm/int8.h"
+#include "runtime/parallel.h"
+#include "simd/element_types.h"
+
+// A weight as it is before packing, and the form that it gets.
+struct GroupedSource {
+  const int8_t *values;    // [columns, inputs], rows `stride` apart
+  const Float16 *scales;   // [columns, scales_per_row]
+  const Float16 *zeros;    // the same, or null
+  const float *factors;    // [columns]
+  const int32_t *places;   // [slices * length]  the input of the values at each place of the packed weight: -1 for none
+  const int32_t *order;    // the same of x; null where x is read as it is, up to the end of a slice
+  long columns, stride, scales_per_row, stored_group;
+  long slices, length;     // inputs of a slice
+  int bits, group, is_gated, kind;
+};
+
+namespace gemm {
+namespace grouped {
+namespace {
+
+PackedForm form_of(const GroupedSource &from) {
+  PackedForm form{from.columns, from.is_gated, from.bits, from.group, from.zeros != nullptr, from.slices, from.length, 0};
+  form.order_at = from.order ? form.bytes() : 0;
+  return form;
+}
+
+int base_for(int kind, long bits) { return kind == kGroupedDot ? base_of<Dot>(bits) : base_of<PlainDot>(bits); }
+
+// Where value `i` of a group lies: the byte, and by how many bits it is shifted there.
+struct Place {
+  long byte;
+  int shift;
+  Place(const PackedForm &form, int output, long i) {
+    const int lane = form.bits == 4 ? output % kLanes : output;
+    byte = form.values_at() + i / 4 * form.step_bytes() + lane * 4 + i % 4;
+    shift = form.bits == 4 && output >= kLanes ? 4 : 0;
+  }
+};
+
+void pack_panel(const PackedForm &form, const GroupedSource &from, long panel, int base, char *to) {
+  float *factors = reinterpret_cast<float *>(to);
+  to += kPanel * sizeof(float);
+  for (long slice = 0; slice < form.slices; slice++)
+    for (long group = 0; group < form.groups(); group++, to += form.group_bytes()) {
+      const long first = group * form.group, count = std::min<long>(form.group, form.length - first);
+      const int32_t *places = from.places + slice * form.length + first;
+      Float16 *scales = reinterpret_cast<Float16 *>(to);
+      for (int output = 0; output < kPanel; output++) {
+        const long row = row_of(panel, output, form.columns, form.is_gated);
+        factors[output] = row < 0 ? 0.0f : from.factors[row];
+        const long stored = row * from.scales_per_row + places[0] / from.stored_group;
+        scales[output] = row < 0 ? Float16{} : from.scales[stored];
+        if (form.has_zeros) scales[kPanel + output] = row < 0 ? Float16{} : from.zeros[stored];
+        for (long i = 0; i < form.group; i++) {
+          const int value = row >= 0 && i < count && places[i] >= 0 ? from.values[row * from.stride + places[i]] : 0;
+          const Place place(form, output, i);
+          to[place.byte] |= ((value + base) & (form.bits == 4 ? 15 : 255)) << place.shift;
+        }
+      }
+    }
+}
+
+// Output `id`: [inputs], each where x has it.
+template <class T>
+void read_row(const PackedForm &form, long id, int base, T *row) {
+  const char *at = form.panel(id / kPanel);
+  const int output = id % kPanel;
+  const float factor = reinterpret_cast<const float *>(at)[output];
+  at += kPanel * sizeof(float);
+  for (long slice = 0; slice < form.slices; slice++)
+    for (long group = 0; group < form.groups(); group++, at += form.group_bytes()) {
+      const Float16 *scales = reinterpret_cast<const Float16 *>(at);
+      const float scale = to_float(scales[output]), zero = form.has_zeros ? to_float(scales[kPanel + output]) : 0.0f;
+      for (long i = 0; i < form.group; i++) {
+        const long k = group * form.group + i, input = slice * form.length + k;
+        if (k >= form.length || (form.order_at && form.order()[input] < 0)) continue;
+        const Place place(form, output, i);
+        const uint8_t byte = at[place.byte];
+        const int value = form.bits == 4 ? (byte >> place.shift & 15) - base : static_cast<int8_t>(byte - base);
+        const float number = (value + zero) * scale * factor;
+        alignas(64) float lanes[kLanes] = {number};
+        store(row + (form.order_at ? form.order()[input] : input), load(lanes), 1);
+      }
+    }
+}
+
+}  // namespace
+}  // namespace grouped
+}  // namespace gemm
+
+// `packed` holds so many bytes.
+extern "C" long oarlock_grouped_size(const GroupedSource *from) {
+  const gemm::grouped::PackedForm form = gemm::grouped::form_of(*from);
+  return form.bytes() + (from->order ? form.slices * form.length * sizeof(int32_t) : 0);
+}
+
+// `packed` begins at a cache line.
+extern "C" void oarlock_grouped_pack(const GroupedSource *from, char *packed) {
+  using namespace gemm::grouped;
+  const PackedForm form = form_of(*from);
+  memset(packed, 0, oarlock_grouped_size(from));
+  memcpy(packed, &form, sizeof form);
+  if (from->order) memcpy(packed + form.order_at, from->order, form.slices * form.length * sizeof(int32_t));
+  const int base = base_for(from->kind, form.bits);
+#pragma omp parallel for schedule(static)
+  for (long panel = 0; panel < form.panels(); panel++)
+    pack_panel(form, *from, panel, base, packed + sizeof form + panel * form.panel_bytes());
+}
+
+// Rows `ids` of a weight that was packed (not gated), with their scales: [count, inputs].
+extern "C" void oarlock_grouped_rows(const void *packed, const int64_t *ids, void *rows, long count, long inputs, int type,
+                                     int kind) {
+  using namespace gemm::grouped;
+  const PackedForm &form = *static_cast<const PackedForm *>(packed);
+  with_type(type, [&](auto *of) {
+    using T = std::remove_pointer_t<decltype(of)>;
+#pragma omp parallel for if (count >= 16)
+    for (long i = 0; i < count; i++)
+      read_row(form, ids[i], base_for(kind, form.bits), static_cast<T *>(rows) + i * inputs);
+  });
+}

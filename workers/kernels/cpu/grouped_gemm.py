@@ -1,0 +1,151 @@
+"""Products with a weight of 4 or 8 bits and a scale for each group of inputs, packed for `csrc/gemm/grouped.cpp`."""
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from workers.kernels.cpu import int8_gemm, library
+from workers.kernels.cpu.element_types import ELEMENT_TYPES
+from workers.kernels.cpu.levels import Level
+from workers.platform.huge_pages import huge_page_empty
+
+GROUPED, GROUPED_DOT = 3, 4  # kinds of packed weights: `WeightKind` in csrc/gemm/int8.h
+_NOTHING = -1  # the input of a place that only fills a group up
+
+_pointer, _number, _flag = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
+
+
+class _GroupedSource(ctypes.Structure):
+    """`GroupedSource` in csrc/gemm/grouped_pack.cpp."""
+
+    _fields_ = (
+        ("values", _pointer),
+        ("scales", _pointer),
+        ("zeros", _pointer),
+        ("factors", _pointer),
+        ("places", _pointer),
+        ("order", _pointer),
+        ("columns", _number),
+        ("stride", _number),
+        ("scales_per_row", _number),
+        ("stored_group", _number),
+        ("slices", _number),
+        ("length", _number),
+        ("bits", _flag),
+        ("group", _flag),
+        ("is_gated", _flag),
+        ("kind", _flag),
+    )
+
+
+def kind_for(level: Level) -> int:
+    """The fastest form that this processor multiplies: it multiplies bytes, as for weights of 8 bits per output."""
+    return GROUPED_DOT if int8_gemm.kind_for(level) == int8_gemm.INT8_DOT else GROUPED
+
+
+class PackedGrouped:
+    """A weight [N, K] of whole numbers with scales, and perhaps zero points, for groups of inputs."""
+
+    def __init__(
+        self,
+        values: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        factors: Tensor,
+        group: int,
+        *,
+        bits: int,
+        pieces: Sequence[Sequence[tuple[int, int]]],
+        kernel_group: int,
+        order: Tensor | None = None,
+        gated: bool = False,
+        kind: int | None = None,
+    ) -> None:
+        """weight[n, k] = (values[n, k] + zeros[n, k // group]) * scales[n, k // group] * factors[n]; none is kept.
+
+        `values` int8 [N, K] of 4 or 8 `bits`, `scales` and `zeros` float16 [N, groups], `factors` float32 [N].
+        `pieces`: of each slice, the inputs [start, stop) that are added up at a time, at most `kernel_group`, which is
+        16 or 32. `order` int64 [K]: input number k of the values is input order[k] of x. `kind`: None for the fastest.
+        """
+        assert values.dtype == torch.int8 and values.stride(1) == 1 and kernel_group in (16, 32) and bits in (4, 8)
+        assert scales.dtype == torch.float16 and factors.dtype == torch.float32
+        self.columns = len(values)
+        self.inputs = values.shape[1] if order is None else int(order.max()) + 1
+        self.slices = len(pieces)
+        self.kernels = _bound(library.library())
+        self.kind = kind_for(library.level()) if kind is None else kind
+        scales, factors = scales.contiguous(), factors.contiguous()
+        zeros = None if zeros is None else zeros.contiguous()
+        places = _places(pieces, kernel_group)
+        moves = order is not None or places.numel() != values.shape[1]
+        x_places = _x_places(places, order) if moves else None
+        source = _GroupedSource(
+            values.data_ptr(), scales.data_ptr(), _at(zeros), factors.data_ptr(), places.data_ptr(), _at(x_places),
+            self.columns, values.stride(0), scales.shape[1], group, self.slices, places.shape[1],
+            bits, kernel_group, gated, self.kind,
+        )  # fmt: skip
+        self.memory = huge_page_empty((self.kernels.oarlock_grouped_size(ctypes.byref(source)),), torch.uint8)
+        self.kernels.oarlock_grouped_pack(ctypes.byref(source), self.memory.data_ptr())
+
+    def multiply(self, x: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor, epilogue: int) -> Tensor:
+        """y [T, N], or with the epilogue of a gate [T, N / 2], from x [T, K]."""
+        assert x.stride(1) == 1 and x.shape[1] == self.inputs
+        self.kernels.oarlock_grouped_gemm(
+            x.data_ptr(), self.memory.data_ptr(), _at(bias), _at(residual), y.data_ptr(), x.shape[0], self.columns,
+            self.inputs, x.stride(0), y.shape[1], epilogue, ELEMENT_TYPES[x.dtype], self.kind, self.slices,
+        )  # fmt: skip
+        return y
+
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows `ids` int64 [T] of the weight: [T, inputs]. Not of a gated weight."""
+        out = torch.empty((len(ids), self.inputs), dtype=dtype)
+        self.kernels.oarlock_grouped_rows(
+            self.memory.data_ptr(), ids.contiguous().data_ptr(), out.data_ptr(), len(ids), self.inputs,
+            ELEMENT_TYPES[dtype], self.kind,
+        )  # fmt: skip
+        return out
+
+
+def _places(pieces: Sequence[Sequence[tuple[int, int]]], kernel_group: int) -> Tensor:
+    """int32 [slices, inputs of a slice as packed]: which input of the values lies at each place.
+
+    Pieces that are shorter than a group of the kernel are filled up, but for the last one of a slice.
+    """
+    slices = []
+    for slice_pieces in pieces:
+        found: list[int] = []
+        for start, stop in slice_pieces:
+            found += [_NOTHING] * (-len(found) % kernel_group)
+            found += range(start, stop)
+        slices.append(found)
+    return torch.tensor(slices, dtype=torch.int32)
+
+
+def _x_places(places: Tensor, order: Tensor | None) -> Tensor:
+    """The same for the inputs of x."""
+    if order is None:
+        return places
+    moved = order.to(torch.int32)[places.clamp(min=0)]
+    return torch.where(places == _NOTHING, _NOTHING, moved)
+
+
+def _at(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+@cache
+def _bound(kernels: ctypes.CDLL) -> ctypes.CDLL:
+    """The library, with the types of its functions for these products declared."""
+    for name, result, arguments in (
+        ("oarlock_grouped_size", _number, [_pointer]),
+        ("oarlock_grouped_pack", None, [_pointer, _pointer]),
+        ("oarlock_grouped_gemm", None, [*[_pointer] * 5, *[_number] * 5, _flag, _flag, _flag, _number]),
+        ("oarlock_grouped_rows", None, [*[_pointer] * 3, _number, _number, _flag, _flag]),
+        ("oarlock_panel", _number, []),
+    ):
+        function = getattr(kernels, name)
+        function.restype, function.argtypes = result, arguments
+    return kernels
