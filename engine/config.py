@@ -16,6 +16,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     max_waiting_requests: int = 512  # beyond: QueueFullError
     max_waiting_tokens: int = 1_000_000  # prompt tokens in the queue; beyond: QueueFullError
+    max_step_s: float | None = None  # of a step in which answers go on; None: a few times one without prompts
     heartbeat_interval_s: float = 2.0  # how often an idle engine checks that every rank answers
     pipeline_depth: int | None = None  # steps in flight at most; 2: each is scheduled while the one before runs.
     # None: what is fastest with these ranks on this machine

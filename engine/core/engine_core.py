@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.config import EngineConfig
+from engine.core.step_times import StepTimes
 from engine.errors import INTERNAL, WorkerError
 from engine.input_batch.input_batch import BuiltStep, InputBatch
 from engine.scheduler.output import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
@@ -48,6 +49,7 @@ class EngineCore:
             block_size=info.block_size,
             vocab_size=info.vocab_size,
         )
+        self._step_times = StepTimes(info.step_cost, config.max_step_s)
         self._clock = clock
         self._events: list[TokenEvent] = []
         self._depth = min(config.pipeline_depth or executor.best_in_flight, executor.max_in_flight)
@@ -72,7 +74,9 @@ class EngineCore:
         """
         assert not self.is_full
         now = self._clock()
-        output = self.scheduler.schedule(now, ahead=self.num_in_flight > 0)
+        output = self.scheduler.schedule(
+            now, ahead=self.num_in_flight > 0, most_prompt_tokens=self._step_times.most_prompt_tokens
+        )
         built = None if output is None else self._build(output, now)
         if output is None or built is None:
             return None
@@ -96,7 +100,9 @@ class EngineCore:
                 f"it answered step {answer.step_id} with {len(answer.token_ids)} rows instead of {num_rows}",
             )
         now = self._clock()
-        self.scheduler.stats.step_time_s.observe(now - max(begun_s, self._finished_s))
+        seconds = now - max(begun_s, self._finished_s)
+        self.scheduler.stats.step_time_s.observe(seconds)
+        self._step_times.observe(output.num_decodes, output.num_prompt_tokens, seconds)
         self._finished_s = now
         return self.scheduler.update_from_output(output, _as_lists(answer), now)
 

@@ -39,6 +39,8 @@ class SchedulerOutput:
     new_blocks: list[tuple[int, int, int]] = field(default_factory=list)  # (row, column of its table, block id)
     new_rows: list[Sequence] = field(default_factory=list)  # sequences that have got their row in this step
     num_preempted: int = 0
+    num_decodes: int = 0  # running sequences that get their one token
+    num_prompt_tokens: int = 0  # of all others
 
     def add_blocks(self, seq: Sequence, first_column: int) -> None:
         """The table of `seq` has new blocks from `first_column` on."""

@@ -8,7 +8,9 @@ arrays, devices, processes or text.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from engine.config import EngineConfig
 from engine.errors import INTERNAL, NO_TOKEN, NOT_FINITE, QueueFullError, RequestError
@@ -18,6 +20,7 @@ from engine.scheduler.ahead import must_wait
 from engine.scheduler.kv_cache_manager import KVCacheManager
 from engine.scheduler.output import ModelRunnerOutput, ScheduledTokens, SchedulerOutput, Scores
 from engine.scheduler.preemption import choose_victim, may_be_passed, reserved_blocks
+from engine.scheduler.prefill_order import admit_in_order, share_among_prompts
 from engine.scheduler.request_queue import RequestQueue
 from engine.scheduler.sequence import GrammarMatcherProtocol, Sequence, Status
 from engine.scheduler.window_blocks import allocate_within_window, free_out_of_window
@@ -125,28 +128,32 @@ class Scheduler:
 
     # -- one step
 
-    def schedule(self, now: float, *, ahead: bool = False) -> SchedulerOutput | None:
+    def schedule(
+        self, now: float, *, ahead: bool = False, most_prompt_tokens: Callable[[int, int], int] | None = None
+    ) -> SchedulerOutput | None:
         """Decide the next step: decodes first, then prefills under way, then the queue. None when nothing can run, or
-        when with `ahead`, which says that the answer to the step before is still to come, it must come first."""
+        when with `ahead`, which says that the answer to the step before is still to come, it must come first.
+        `most_prompt_tokens(decodes, budget)` may lower the tokens that are left beside so many decodes."""
         if ahead and must_wait(self._running, len(self._running), self.kv_cache_manager.num_available):
             return None
         output = SchedulerOutput(self._step_id + 1, [])
         behind = self._schedule_decodes(output, now)
-        budget = self.max_num_batched_tokens - len(output.scheduled)  # tokens
-        for seq in behind:
-            if seq.status is Status.RUNNING:
-                try:
-                    budget -= self._schedule_tokens(seq, output, budget)
-                except Exception:
-                    self._events.append(self._fail_after_exception(seq, "schedule", now))
+        output.num_decodes = len(output.scheduled)
+        whole = self.max_num_batched_tokens - output.num_decodes  # tokens
+        if most_prompt_tokens is not None:
+            whole = most_prompt_tokens(output.num_decodes, whole)
+        behind = [seq for seq in behind if seq.status is Status.RUNNING]
+        run = partial(self._schedule_prompt, output, now)
+        budget = share_among_prompts(behind, self._waiting, whole, run)
         # A sequence that was just preempted must not get back at once the blocks that it gave up.
         if not output.num_preempted:
-            budget = self._schedule_waiting(output, budget, now)
+            budget = admit_in_order(self._waiting, budget, run, self._may_be_passed)
+        output.num_prompt_tokens = whole - budget
         if not output.scheduled:
             return None
         self._step_id += 1
         self.stats.step_id = self._step_id
-        self.stats.iteration_tokens.observe(self.max_num_batched_tokens - budget)
+        self.stats.iteration_tokens.observe(output.num_decodes + output.num_prompt_tokens)
         return output
 
     def update_from_output(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> list[TokenEvent]:
@@ -254,29 +261,23 @@ class Scheduler:
         seq.num_computed_tokens = start + num_tokens
         return num_tokens
 
-    def _schedule_waiting(self, output: SchedulerOutput, budget: int, now: float) -> int:
-        """Admit waiting sequences in order; return what is left of the budget.
+    def _schedule_prompt(self, output: SchedulerOutput, now: float, seq: Sequence, budget: int) -> int:
+        """As `_schedule_tokens`, of a sequence that is admitted first if it waits; it fails alone."""
+        try:
+            if seq.status is Status.WAITING and (output.num_preempted or not self._start_running(seq, output, now)):
+                return 0
+            return self._schedule_tokens(seq, output, budget)
+        except Exception:
+            self._events.append(self._fail_after_exception(seq, "schedule", now))
+            return 0
 
-        One that does not fit blocks those behind it, so that long prompts are served; `may_be_passed` is the exception.
-        """
-        passed: list[Sequence] = []
-        while len(passed) < len(self._waiting) and self._free_rows and budget > 0:
-            seq = self._waiting[len(passed)]
-            try:
-                if self._start_running(seq, output, now):
-                    budget -= self._schedule_tokens(seq, output, budget)
-                    for other in passed:
-                        other.num_passed += 1
-                else:
-                    passed.append(seq)
-            except Exception:
-                self._events.append(self._fail_after_exception(seq, "admit", now))
-            if not all(may_be_passed(other, len(self._running), self.kv_cache_manager) for other in passed):
-                break
-        return budget
+    def _may_be_passed(self, seq: Sequence) -> bool:
+        return may_be_passed(seq, len(self._running), self.kv_cache_manager)
 
     def _start_running(self, seq: Sequence, output: SchedulerOutput, now: float) -> bool:
-        """Give a waiting sequence its row, and blocks for all its tokens. False when there are too few blocks."""
+        """Give a waiting sequence its row, and blocks for all its tokens. False when there are too few."""
+        if not self._free_rows:
+            return False
         reserve = reserved_blocks(len(self._running), seq.num_preemptions)
         num_cached = self.kv_cache_manager.allocate(seq, seq.num_skippable_tokens, reserve)
         if num_cached is None:

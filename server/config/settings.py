@@ -223,6 +223,15 @@ class Settings:
         help="tokens of one step, prompts included; without it 2048, or fewer where such a step is measured to take "
         "more than 3 seconds",
     )
+    max_step_ms: float | None = option(
+        None,
+        group=_SCHEDULE,
+        example="60",
+        minimum=1,
+        maximum=600_000,
+        help="milliseconds of a step while answers are under way: prompts are computed in chunks that fit (default: "
+        "2.5 times a step without prompts, as measured)",
+    )
     max_waiting_requests: int = option(
         512, group=_SCHEDULE, example="1024", minimum=1, maximum=2**20, help="beyond: 429 with Retry-After"
     )
@@ -301,6 +310,7 @@ class Settings:
             worker=worker,
             enable_prefix_caching=self.enable_prefix_caching,
             max_waiting_requests=self.max_waiting_requests,
+            max_step_s=None if self.max_step_ms is None else self.max_step_ms / 1000,
             record_path=self.record,
             record_limit_bytes=self.record_limit,
         )

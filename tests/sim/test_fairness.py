@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 from itertools import count, takewhile
 
+import numpy as np
 import pytest
 
 from engine.config import EngineConfig, WorkerConfig
@@ -78,15 +79,54 @@ def first_token_s(arrivals: list[Arrival], settings: SimulationConfig, number: i
     return watch.first_s[number] - watch.arrived_s[number]
 
 
-@pytest.mark.parametrize("tokens", [CONTEXT - 50, CONTEXT // 2, 10])
-def test_a_stream_without_end_delays_no_earlier_request(tokens: int) -> None:
-    """A prompt of any length in an overloaded engine gets its first token as if no later request had come."""
+@pytest.mark.parametrize("tokens", [CONTEXT - 50, CONTEXT // 2])
+def test_a_stream_without_end_hardly_delays_an_earlier_request(tokens: int) -> None:
+    """A long prompt in an overloaded engine: shorter ones that come later get half of each step at most."""
     before = [replace(a, time_s=0.1 * n) for n, a in enumerate(chat(60, 100, 100))]
     probe = Arrival(6.0, tuple(range(tokens)), 20)
     after = [replace(a, time_s=6.01 + 0.1 * n) for n, a in enumerate(chat(150, 60, 60, seed=2))]
     undisturbed = first_token_s([*before, probe], config(), 61)
     assert undisturbed > 1.0  # there was a queue
-    assert first_token_s([*before, probe, *after], config(), 61) <= undisturbed * 1.1
+    assert first_token_s([*before, probe, *after], config(), 61) <= undisturbed * 1.25
+
+
+@pytest.mark.parametrize("num_long", [1, 2, 4])
+def test_a_short_prompt_does_not_wait_for_long_ones(num_long: int) -> None:
+    """It is computed in the step after the one that runs when it comes, beside the long ones."""
+    long = [Arrival(0.001 * n, tuple(range(n, n + CONTEXT // 2)), 400) for n in range(num_long)]
+    short = Arrival(0.7, tuple(range(9000, 9040)), 20)
+    settings = config(num_blocks=8 * POOL)
+    alone = first_token_s([replace(short, time_s=0.0)], settings, 1)
+    assert first_token_s([*long, short], settings, num_long + 1) <= alone + 2 * settings.cost.token_s * 512
+
+
+def streams_beside(prompts: list[int], max_step_s: float | None) -> tuple[Watch, float]:
+    """Eight answers that go on while `prompts` of these lengths come, two seconds apart; and the time that all take."""
+    watch = Watch()
+    streams = [Arrival(0.0, (n,), 4000) for n in range(1, 9)]
+    long = [
+        Arrival(10.0 + 2 * n, tuple(k % 32_000 for k in range(n, n + tokens)), 1) for n, tokens in enumerate(prompts)
+    ]
+    worker = WorkerConfig("none", max_model_len=40_000, max_num_seqs=16, max_num_batched_tokens=2048, block_size=BLOCK)
+    settings = SimulationConfig(EngineConfig(worker, max_step_s=max_step_s), num_blocks=8192)
+    return watch, simulate([*streams, *long], settings, watch).duration_s
+
+
+@pytest.mark.parametrize("prompts", [[4096], [4096] * 8, [32_768], [32_768, 4096, 4096]], ids=str)
+def test_prompts_hold_up_no_answer_for_long(prompts: list[int]) -> None:
+    """Chunks are as large as the measured time of steps allows, which costs hardly any throughput."""
+    idle, _ = streams_beside([], None)
+    unlimited, fastest_s = streams_beside(prompts, 1e9)
+    limited, duration_s = streams_beside(prompts, None)
+    assert max(unlimited.itl_s) > 20 * np.median(idle.itl_s)
+    assert np.percentile(limited.itl_s, 99) <= 3 * np.percentile(idle.itl_s, 50)
+    assert max(limited.itl_s) <= 4 * max(idle.itl_s)  # the first chunks come before a token's time is known
+    assert duration_s <= 1.1 * fastest_s
+
+
+def test_a_given_limit_of_steps_is_kept() -> None:
+    watch, _ = streams_beside([4096], 0.1)
+    assert 0.08 < max(watch.itl_s) <= 0.11
 
 
 def test_a_preempted_request_ends_about_as_soon_as_without_later_requests() -> None:

@@ -184,7 +184,7 @@ def test_a_lost_rank_ends_every_request_with_one_event(faults: Faults, code: int
 
 def test_an_exception_in_the_loop_ends_every_request(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     harness.ask(make_request(1, [1], max_tokens=9))
-    monkeypatch.setattr(harness.loop.scheduler, "schedule", lambda now, ahead: 1 / 0)
+    monkeypatch.setattr(harness.loop.scheduler, "schedule", lambda *args, **named: 1 / 0)
     assert harness.loop.run() == EXIT_BUG
     assert harness.ends()[1].finish_reason is FinishReason.ERROR
     assert "ZeroDivisionError" in messages.read_dead(harness.frames[0])[0]

@@ -1,0 +1,75 @@
+"""How prompts share the tokens of a step: the first in line goes on, and shorter ones need not wait for its end."""
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+from engine.scheduler.request_queue import RequestQueue
+from engine.scheduler.sequence import Sequence, Status
+
+_LOOKED_AT = 64  # waiting sequences
+
+
+def share_among_prompts(
+    under_way: list[Sequence], waiting: RequestQueue, budget: int, run: Callable[[Sequence, int], int]
+) -> int:
+    """Give a step's budget of tokens to the prompts `under_way`, oldest first; return what is left of it.
+
+    `run(seq, most)` schedules at most so many tokens of a sequence, which it admits if it waits, and returns how many.
+    Up to half goes to others than the oldest: to those under way with the fewest tokens left, then to waiting ones that
+    are shorter by half. So a short prompt is answered soon behind a long one, and the long one takes at most twice as
+    long; prompts of about one length follow one another, which serves them sooner on average.
+    """
+    if not under_way:
+        return budget
+    oldest, *others = under_way
+    share = budget // 2
+    for seq in sorted(others, key=_num_left):
+        share -= run(seq, share)
+    for seq in _shorter_by_half(oldest, waiting):
+        if share == 0:
+            break
+        taken = run(seq, share)
+        if taken == 0:
+            break
+        share -= taken
+    budget -= budget // 2 - share
+    return budget - run(oldest, budget)
+
+
+def admit_in_order(
+    waiting: RequestQueue, budget: int, run: Callable[[Sequence, int], int], may_be_passed: Callable[[Sequence], bool]
+) -> int:
+    """Admit waiting sequences in order, and run them as above; return what is left of the budget.
+
+    One that cannot be admitted blocks those behind it, so that long prompts are served, unless it `may_be_passed`.
+    """
+    passed: list[Sequence] = []
+    while len(passed) < len(waiting) and budget > 0:
+        seq = waiting[len(passed)]
+        budget -= run(seq, budget)
+        if seq.status is Status.RUNNING:
+            for other in passed:
+                other.num_passed += 1
+        elif seq.status is Status.WAITING:
+            passed.append(seq)
+        if not all(may_be_passed(other) for other in passed):
+            break
+    return budget
+
+
+def _num_left(seq: Sequence) -> int:
+    """Tokens that are known and not computed."""
+    return len(seq.token_ids) - seq.num_computed_tokens
+
+
+def _shorter_by_half(first: Sequence, waiting: RequestQueue) -> Iterator[Sequence]:
+    """Waiting sequences of at most half of what `first` has left, in order.
+
+    None behind one that was refused blocks: those that become free are for it.
+    """
+    most = _num_left(first) // 2
+    for seq in list(islice(waiting, _LOOKED_AT)):
+        if seq.shortage is not None:
+            return
+        if len(seq.token_ids) <= most:
+            yield seq
