@@ -1,0 +1,59 @@
+"""AWQ: words of 32 bits packed along the outputs, a scale and a zero for each group of inputs (AutoAWQ's GEMM layout)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from workers.layers.quantization.formats.form import SCALES, StoredTensor, check_divides, stored
+from workers.layers.quantization.formats.settings import Settings
+from workers.layers.quantization.formats.sizes import grouped_bytes
+
+if TYPE_CHECKING:
+    from workers.layers.quantization.method import LinearMethod
+
+_IN_WORD = 8  # numbers of 4 bits
+
+
+@dataclass(frozen=True, slots=True)
+class AWQForm:
+    """`StoredForm`, and the `Scheme` of every module."""
+
+    group: int | None  # inputs; None: all
+
+    @property
+    def description(self) -> str:
+        return f"awq (4 bits, {'one group' if self.group is None else f'groups of {self.group}'})"
+
+    def form_of(self, module: str) -> AWQForm:
+        return self
+
+    def method(self) -> LinearMethod:
+        from workers.layers.quantization.readers.awq import AWQReader
+        from workers.layers.quantization.readers.grouped_method import GroupedLinearMethod
+
+        return GroupedLinearMethod(AWQReader(self))
+
+    def tensors(self, rows: int, inputs: int) -> Mapping[str, StoredTensor]:
+        groups = inputs // (self.group or inputs)
+        return {
+            "qweight": stored("I32", inputs, rows // _IN_WORD),
+            "qzeros": stored("I32", groups, rows // _IN_WORD),
+            "scales": stored(SCALES, groups, rows),
+        }
+
+    def check(self, module: str, rows: int, inputs: int) -> None:
+        check_divides(module, "groups", inputs, self.group or inputs)
+        check_divides(module, "words", rows, _IN_WORD)
+
+    def weight_bytes(self, rows: int, inputs: int, item_bytes: int) -> int:
+        return grouped_bytes(rows, inputs, 4, self.group or inputs, offsets=True)
+
+
+def awq(settings: Settings) -> AWQForm:
+    """Raises `StartupError` for what is not served. The second names of keys are those of AutoAWQ's own file."""
+    settings.one_of(("bits", "w_bit"), 4, (4,))
+    settings.one_of(("version", "format"), "gemm", ("gemm",))
+    settings.one_of(("zero_point",), True, (True,))
+    return AWQForm(settings.group_size(("group_size", "q_group_size"), 128))

@@ -1,0 +1,87 @@
+"""The form of one weight: what it takes in memory and the method that reads it; and which tensors a stored one is. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from workers.errors import StartupError
+
+if TYPE_CHECKING:
+    from workers.layers.quantization.method import LinearMethod
+
+SCALES = ("F16", "BF16", "F32")  # what scales are stored in
+
+
+class Form(Protocol):
+    """The form of a weight [rows, inputs] in memory."""
+
+    @property
+    def method(self) -> Callable[[], LinearMethod]: ...
+
+    def weight_bytes(self, rows: int, inputs: int, item_bytes: int) -> int:
+        """In memory, of a model that computes in a dtype of `item_bytes`."""
+
+
+class WeightForms(Protocol):
+    """The forms of all weights of a model."""
+
+    @property
+    def of_head(self) -> WeightForms:
+        """The forms for the output head, and for an embedding that is its weight."""
+
+    def form_of(self, module: str) -> Form:
+        """Of the weight of a linear module, by its name in a checkpoint that does not fuse modules."""
+
+    def ignores(self, name: str) -> bool:
+        """Whether a tensor of the checkpoint may stay unused."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a stored weight: the shapes and safetensors' dtypes that it may have."""
+
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int | None, ...], ...]  # None: any length
+    required: bool = True
+
+    def accepts(self, shape: tuple[int, ...]) -> bool:
+        return any(
+            len(shape) == len(wanted) and all(w in (None, length) for w, length in zip(wanted, shape, strict=True))
+            for wanted in self.shapes
+        )
+
+
+def stored(dtypes: tuple[str, ...] | str, *shape: int | None, required: bool = True) -> StoredTensor:
+    """A tensor of one shape."""
+    return StoredTensor((dtypes,) if isinstance(dtypes, str) else dtypes, (shape,), required)
+
+
+class StoredForm(Form, Protocol):
+    """How a checkpoint stores the weight of one linear module."""
+
+    def tensors(self, rows: int, inputs: int) -> Mapping[str, StoredTensor]:
+        """By what follows the module's name and a dot."""
+
+    def check(self, module: str, rows: int, inputs: int) -> None:
+        """Raise `StartupError` where a weight of these lengths cannot be stored so."""
+
+
+class Scheme(Protocol):
+    """What a checkpoint's settings say about its weights."""
+
+    @property
+    def description(self) -> str:
+        """In a few words, for people."""
+
+    def form_of(self, module: str) -> StoredForm | None:
+        """None: the settings leave the module as it was."""
+
+
+def check_divides(module: str, what: str, length: int, part: int) -> None:
+    if length % part:
+        raise StartupError(
+            f"{module}: {what} of {part} do not divide its {length}.",
+            "Use a checkpoint that was quantised for this shape, or the model's unquantised one.",
+        )

@@ -1,0 +1,19 @@
+"""The methods by which checkpoints are quantised, by the names in their settings. A new one is a file and a line. Torch-free."""
+
+from collections.abc import Callable
+
+from workers.layers.quantization.formats.awq import awq
+from workers.layers.quantization.formats.bitsandbytes import bitsandbytes
+from workers.layers.quantization.formats.compressed_tensors import compressed_tensors
+from workers.layers.quantization.formats.form import Scheme
+from workers.layers.quantization.formats.fp8 import fp8
+from workers.layers.quantization.formats.gptq import gptq
+from workers.layers.quantization.formats.settings import Settings
+
+STORED: dict[str, Callable[[Settings], Scheme]] = {
+    "awq": awq,
+    "bitsandbytes": bitsandbytes,
+    "compressed-tensors": compressed_tensors,
+    "fp8": fp8,
+    "gptq": gptq,
+}
