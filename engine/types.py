@@ -138,5 +138,6 @@ class EngineInfo:
     batch_invariant_reason: str = "it was not tested"
     rank_pids: tuple[int, ...] = field(default=())
     numbers_digest: str = ""  # changes with everything that decides a number
+    quantization: str = "none"  # of the weights, in a few words
     step_timeout_s: float = 120.0  # a step that takes longer is a hung rank
     max_silence_s: float = math.inf  # the longest time without a frame from a working engine

@@ -27,7 +27,7 @@ class WorkerConfig:
     model_path: str  # local directory in the Hugging Face layout
     device: str = "auto"  # auto | cpu | cuda
     dtype: str = "auto"  # auto | bfloat16 | float16 | float32
-    quantization: str = "none"  # a name of `workers.layers.quantization.registry`
+    quantization: str = "none"  # none | int8 | int4, or the method of a quantised checkpoint
     tensor_parallel_size: int = 1
     load_format: str = "auto"  # auto | safetensors | dummy
     tie_word_embeddings: bool | None = None  # None: as config.json says, unless the stored head is another matrix
@@ -79,6 +79,7 @@ class WorkerInfo:
     weight_bytes_per_rank: int
     kv_bytes_per_token_per_rank: int
     load_seconds: float
+    quantization: str = "none"  # of the weights, in a few words
     sliding_window: int | None = None  # tokens; the longest, if every layer has one: earlier tokens are never read
     kernels: str = ""  # what computes: see `workers.kernels.cpu.in_use`
     batch_invariant: bool = False  # a request's numbers do not depend on its batch or on how its prompt is cut

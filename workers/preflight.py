@@ -14,9 +14,18 @@ from workers.config import WorkerConfig
 from workers.errors import StartupError
 from workers.kernels.cpu import build, levels
 from workers.layers.decoder_spec import FUSED_TENSORS, DecoderSpec, is_ignorable, tensor_shapes
-from workers.layers.quantization.registry import QUANTIZATIONS
+from workers.layers.quantization.formats.checkpoint_forms import CheckpointForms
+from workers.layers.quantization.formats.form import StoredTensor, WeightForms, stored
+from workers.layers.quantization.formats.registry import STORED
+from workers.layers.quantization.registry import NONE, QUANTIZATIONS
 from workers.layers.sharding import supported_tp_sizes
-from workers.models.registry import QUANTISATION_FILES, describe, read_config
+from workers.models.hf_quantization import (
+    QUANTISATION_FILES,
+    StoredQuantization,
+    stored_quantization,
+    weight_forms,
+)
+from workers.models.registry import describe, read_config
 from workers.platform import processor
 from workers.platform.dtypes import ITEM_BYTES, SAFETENSORS_DTYPES
 from workers.platform.host_memory import free_host_bytes, human_bytes
@@ -33,7 +42,7 @@ DESCRIPTIONS = ("config.json", *QUANTISATION_FILES)  # the files that `check_wit
 _CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "dtype": ("auto", *ITEM_BYTES),
-    "quantization": tuple(QUANTIZATIONS),
+    "quantization": (*QUANTIZATIONS, *STORED),
     "load_format": ("auto", "safetensors", "dummy"),
     "attention_backend": ("auto", "cpp", "torch", "triton", "reference"),
 }
@@ -43,8 +52,7 @@ _MAX_BLOCK_SIZE = 1024
 def check_without_weights(config: WorkerConfig) -> None:
     """Check what can be checked with the `DESCRIPTIONS`, before the weights are there. Raises `StartupError`."""
     _check_limits(config)
-    spec = describe(read_config(Path(config.model_path)))
-    _check_parallel(config, spec)
+    config, spec, _ = _described(config)
     length, device = _resolve_length(config.max_model_len, spec), _resolve_device(config)
     if config.kv_cache_bytes is not None:
         # Imports torch, which takes seconds, so only where a size is given.
@@ -53,7 +61,8 @@ def check_without_weights(config: WorkerConfig) -> None:
         least = "bfloat16"  # of the types there are; the weights may say that it is more
         dtype = config.dtype
         if dtype == "auto":
-            dtype = _served_dtype(spec.dtype or least, device, config.quantization, spec, this_cpu())
+            forms = QUANTIZATIONS.get(config.quantization, NONE)  # of a quantised checkpoint: more than there will be
+            dtype = _served_dtype(spec.dtype or least, device, forms, spec, this_cpu())
         check_given_size(config.with_(max_model_len=length, device=device, dtype=dtype), spec)
 
 
@@ -63,10 +72,9 @@ def preflight(config: WorkerConfig) -> WorkerConfig:
     Initialises the CUDA driver, after which a fork of this process cannot use CUDA: ranks must be spawned.
     """
     _check_limits(config)
-    directory = Path(config.model_path)
-    spec = describe(read_config(directory))
-    _check_parallel(config, spec)
-    checkpoint = None if config.load_format == "dummy" else Checkpoint.open(directory)
+    config, spec, quantized = _described(config)
+    checkpoint = None if config.load_format == "dummy" else Checkpoint.open(Path(config.model_path))
+    forms = weight_forms(config.quantization, quantized, checkpoint)
     if checkpoint is not None:
         if spec.tie_word_embeddings and head_differs(checkpoint):
             logger.warning(
@@ -75,11 +83,11 @@ def preflight(config: WorkerConfig) -> WorkerConfig:
                 "config.json ties it to the embedding, but the checkpoint holds another matrix: that is the head",
             )
             spec = replace(spec, tie_word_embeddings=False)
-        _check_tensors(checkpoint, spec)
+        _check_tensors(checkpoint, spec, forms)
     device = _resolve_device(config)
-    dtype = _resolve_dtype(config, device, spec, checkpoint, this_cpu())
+    dtype = _resolve_dtype(config, device, spec, checkpoint, forms, this_cpu())
     if device == "cpu":
-        check_weights_fit(config, spec, dtype)
+        check_weights_fit(config, spec, dtype, forms)
     return with_cpus(config, device).with_(
         device=device,
         dtype=dtype,
@@ -87,6 +95,35 @@ def preflight(config: WorkerConfig) -> WorkerConfig:
         tie_word_embeddings=spec.tie_word_embeddings,
         max_model_len=_resolve_length(config.max_model_len, spec),
     )
+
+
+def _described(config: WorkerConfig) -> tuple[WorkerConfig, DecoderSpec, StoredQuantization | None]:
+    """`config` with the form of the weights resolved, and what the model's settings say."""
+    directory = Path(config.model_path)
+    hf_config = read_config(directory)
+    spec, quantized = describe(hf_config), stored_quantization(directory, hf_config)
+    asked = config.quantization
+    if quantized is None:
+        if asked in STORED:
+            raise StartupError(
+                f"quantization {asked} is a form of checkpoints, and this one is not quantised.",
+                f"Leave --quantization out, or choose one of {', '.join(QUANTIZATIONS)}.",
+            )
+    elif asked not in ("none", quantized.method):
+        raise StartupError(
+            f"quantization {asked} rounds weights at load, but the checkpoint is quantised already: "
+            f"{quantized.scheme.description}.",
+            "Leave --quantization out, or use the model's unquantised checkpoint.",
+        )
+    elif config.load_format == "dummy":
+        raise StartupError(
+            f"load_format dummy has no weights for a quantised checkpoint: {quantized.scheme.description}.",
+            "Leave --load-format out, or take the settings of the quantisation out of config.json.",
+        )
+    else:
+        config = config.with_(quantization=quantized.method)
+    _check_parallel(config, spec)
+    return config, spec, quantized
 
 
 def _check_limits(config: WorkerConfig) -> None:
@@ -130,7 +167,7 @@ def _check_parallel(config: WorkerConfig, spec: DecoderSpec) -> None:
             f"key-value heads, intermediate size {spec.intermediate_size}.",
             f"Sizes that work: {', '.join(map(str, working))}.",
         )
-    form, cut = QUANTIZATIONS[config.quantization], (spec.num_heads * spec.head_dim, spec.intermediate_size)
+    form, cut = QUANTIZATIONS.get(config.quantization, NONE), (spec.num_heads * spec.head_dim, spec.intermediate_size)
     if not all(form.cuts(inputs, size) for inputs in cut):
         working = [other for other in working if all(form.cuts(inputs, other) for inputs in cut)]
         raise StartupError(
@@ -140,28 +177,30 @@ def _check_parallel(config: WorkerConfig, spec: DecoderSpec) -> None:
         )
 
 
-def _check_tensors(checkpoint: Checkpoint, spec: DecoderSpec) -> None:
+def _check_tensors(checkpoint: Checkpoint, spec: DecoderSpec, forms: WeightForms) -> None:
     """Every tensor of the model is there in its shape, and no other. Ranks check again as they load."""
     left = dict(checkpoint.tensors)
-    for name, shape in _wanted(checkpoint, spec).items():
+    for name, wanted in _wanted(checkpoint, spec, forms).items():
         found = left.pop(name, None)
         if found is None:
+            if not wanted.required:
+                continue
             raise StartupError(
                 f"{checkpoint.directory} holds no tensor {name!r}, which {spec.architecture} needs.",
                 "Use a complete checkpoint whose config.json names its true architecture.",
             )
-        if found.entry.shape != shape:
+        if not wanted.accepts(found.entry.shape):
             raise StartupError(
                 f"{found.path}: tensor {name!r} has shape {list(found.entry.shape)}, "
-                f"but config.json makes it {list(shape)}.",
+                f"but config.json makes it {' or '.join(str(list(shape)) for shape in wanted.shapes)}.",
                 "Use the config.json that belongs to these weights.",
             )
-        if found.entry.dtype not in SAFETENSORS_DTYPES:
+        if found.entry.dtype not in wanted.dtypes:
             raise StartupError(
                 f"{found.path}: tensor {name!r} is {found.entry.dtype}, which is not supported.",
                 "Use the model's bfloat16, float16 or float32 checkpoint.",
             )
-    extra = sorted(name for name in left if not is_ignorable(spec, name))
+    extra = sorted(name for name in left if not is_ignorable(spec, name) and not forms.ignores(name))
     if extra:
         raise StartupError(
             f"{left[extra[0]].path} holds tensor {extra[0]!r}, which {spec.architecture} has no place for"
@@ -170,18 +209,33 @@ def _check_tensors(checkpoint: Checkpoint, spec: DecoderSpec) -> None:
         )
 
 
-def _wanted(checkpoint: Checkpoint, spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
+def _wanted(checkpoint: Checkpoint, spec: DecoderSpec, forms: WeightForms) -> dict[str, StoredTensor]:
     """The model's tensors, with fused ones in place of their parts where the checkpoint has them fused."""
-    wanted = tensor_shapes(spec)
+    shapes = tensor_shapes(spec)
     for layer in range(spec.num_layers):
         for fused, parts in FUSED_TENSORS.items():
             for kind in ("weight", "bias"):
                 names = [f"model.layers.{layer}.{part}.{kind}" for part in parts]
                 fused_name = f"model.layers.{layer}.{fused}.{kind}"
-                if fused_name in checkpoint.tensors and names[0] in wanted:
-                    shapes = [wanted.pop(name) for name in names]
-                    wanted[fused_name] = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+                if _holds(checkpoint, fused_name, forms) and names[0] in shapes:
+                    parts_of = [shapes.pop(name) for name in names]
+                    shapes[fused_name] = (sum(shape[0] for shape in parts_of), *parts_of[0][1:])
+    wanted: dict[str, StoredTensor] = {}
+    for name, shape in shapes.items():
+        module = name.removesuffix(".weight")
+        form = forms.stored_form(module) if isinstance(forms, CheckpointForms) and len(shape) == 2 else None
+        if form is None:
+            wanted[name] = stored(tuple(SAFETENSORS_DTYPES), *shape)
+        else:
+            form.check(module, *shape)
+            wanted |= {f"{module}.{kind}": tensor for kind, tensor in form.tensors(*shape).items()}
     return wanted
+
+
+def _holds(checkpoint: Checkpoint, fused: str, forms: WeightForms) -> bool:
+    module, _, kind = fused.rpartition(".")
+    stored_so = isinstance(forms, CheckpointForms) and kind == "weight" and forms.has(module)
+    return stored_so or fused in checkpoint.tensors
 
 
 def _resolve_length(asked: int | None, spec: DecoderSpec) -> int:
@@ -196,14 +250,19 @@ def _resolve_length(asked: int | None, spec: DecoderSpec) -> int:
 
 
 def _resolve_dtype(
-    config: WorkerConfig, device: str, spec: DecoderSpec, checkpoint: Checkpoint | None, cpu: processor.Processor
+    config: WorkerConfig,
+    device: str,
+    spec: DecoderSpec,
+    checkpoint: Checkpoint | None,
+    forms: WeightForms,
+    cpu: processor.Processor,
 ) -> str:
     """The dtype that was asked for, else what config.json declares, else that of the stored embedding.
 
     Where a CPU would emulate a 16-bit type, a model of that type runs in float32 unless the type is asked for. The C++
     kernels emulate none: they widen 16-bit numbers as they read them, at every level of instruction set.
     """
-    asked, quantization = config.dtype, config.quantization
+    asked = config.dtype
     if asked != "auto":
         if device == "cpu" and not cpu.multiplies(asked):
             logger.warning(
@@ -216,11 +275,11 @@ def _resolve_dtype(
     found = checkpoint.find("model.embed_tokens.weight") if checkpoint is not None else None
     stored = "float32" if found is None else SAFETENSORS_DTYPES[found.entry.dtype]
     declared = spec.dtype or stored
-    chosen = _served_dtype(declared, device, quantization, spec, cpu)
+    chosen = _served_dtype(declared, device, forms, spec, cpu)
     if device != "cpu" or cpu.multiplies(declared):
         return chosen
     slow = f"{declared} products are slow here ({cpu.name})"
-    wide, narrow = (human_bytes(weight_bytes(spec, dtype, quantization)) for dtype in ("float32", declared))
+    wide, narrow = (human_bytes(weight_bytes(spec, dtype, forms)) for dtype in ("float32", declared))
     if chosen == declared:
         reason = f"{slow}, but float32 weights take {wide} and there is less"
         logger.warning("event=dtype_chosen dtype=%s reason=%r", chosen, reason)
@@ -230,11 +289,11 @@ def _resolve_dtype(
     return chosen
 
 
-def _served_dtype(declared: str, device: str, quantization: str, spec: DecoderSpec, cpu: processor.Processor) -> str:
+def _served_dtype(declared: str, device: str, forms: WeightForms, spec: DecoderSpec, cpu: processor.Processor) -> str:
     """The dtype for a model that declares `declared`, where the operator has not chosen one."""
     if device != "cpu" or cpu.multiplies(declared):
         return declared
-    wide, narrow = (weight_bytes(spec, dtype, quantization) for dtype in ("float32", declared))
+    wide, narrow = (weight_bytes(spec, dtype, forms) for dtype in ("float32", declared))
     does_not_fit = wide > free_host_bytes() > narrow
     return declared if does_not_fit else "float32"
 
@@ -253,7 +312,7 @@ def _resolve_device(config: WorkerConfig) -> str:
     if device == "cuda" and config.quantization != "none":
         raise StartupError(
             f"quantization {config.quantization} has products for CPUs only.",
-            "Use --device cpu, or leave --quantization out.",
+            "Use --device cpu, or the model's unquantised checkpoint and no --quantization.",
         )
     if device == "cpu":
         levels.chosen()  # raises where the environment names a level of the kernels that this processor has not

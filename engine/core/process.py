@@ -186,6 +186,7 @@ def engine_info(config: EngineConfig, executor: "Executor") -> EngineInfo:
         batch_invariant_reason=info.batch_invariant_reason,
         rank_pids=executor.rank_pids,
         numbers_digest=numbers_digest(worker, info),
+        quantization=info.quantization,
         step_timeout_s=worker.step_timeout_s,
         max_silence_s=config.heartbeat_interval_s + worker.step_timeout_s,
     )

@@ -71,13 +71,14 @@ def banner(
     users = _plural(tokens // context, "user")
     label = "4k" if context == _TYPICAL_CONTEXT else f"{context} tokens"
     phases = ", ".join(f"{phase} {took:.1f} s" for phase, took in seconds.items() if took >= 0.05)
+    form = "" if info.quantization == "none" else f" as {info.quantization}"
     compute = f"{info.dtype} on {info.device} x {info.tensor_parallel_size}"
     per_rank = format_size(info.weight_bytes_per_rank)
     total = sum(seconds.values())
     lines = [
         f"  URL      {url}",
         f"  model    {', '.join(names)} ({info.architecture}, {_count(info.num_parameters)} parameters)",
-        f"  compute  {compute}, attention {info.attention_backend}, weights {per_rank} per rank",
+        f"  compute  {compute}, attention {info.attention_backend}, weights{form} {per_rank} per rank",
         f"  KV       {blocks} blocks of {info.block_size} = {tokens} tokens = {users} at {label}",
         f"  steps    of up to {info.max_num_batched_tokens} tokens, called hung after {info.step_timeout_s:g} s",
         f"  started  in {total:.1f} s{f' ({phases})' if phases else ''}",

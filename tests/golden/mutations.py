@@ -141,7 +141,7 @@ def row_parallel_cut_along_the_output(patch: MonkeyPatch) -> None:
 
 def _cut_as_one(patch: MonkeyPatch, wanted: str) -> None:
     """A fused tensor in one piece per rank, as if its parts were not each cut apart."""
-    apart = WeightShard._sources
+    apart = WeightShard.sources
 
     def sources(self: WeightShard, weights: Any, kind: str, into: Tensor) -> list:
         if self.fused is None or not self.fused.endswith(wanted):
@@ -149,7 +149,7 @@ def _cut_as_one(patch: MonkeyPatch, wanted: str) -> None:
         rank, rows = self.parts[0].first // self.parts[0].count, sum(part.rows for part in self.parts)
         return [(self.fused, rows, rank * len(into), into)]
 
-    patch.setattr(WeightShard, "_sources", sources)
+    patch.setattr(WeightShard, "sources", sources)
 
 
 def qkv_cut_as_one(patch: MonkeyPatch) -> None:

@@ -18,9 +18,9 @@ from workers.attention.forward_batch import ForwardBatch
 from workers.attention.reference import ReferenceBackend
 from workers.distributed.parallel_state import TensorParallel
 from workers.distributed.tree_sum import tree_sum
-from workers.layers.quantization.registry import QUANTIZATIONS
 from workers.models.decoder import Decoder
-from workers.models.registry import read_spec
+from workers.models.hf_quantization import stored_quantization, weight_forms
+from workers.models.registry import read_config, read_spec
 from workers.protocol import StepMetadata
 from workers.weights.checkpoint import Checkpoint
 from workers.weights.reader import WeightReader
@@ -97,9 +97,10 @@ def load_decoder(
     max_model_len: int | None = None,
     quantization: str = "none",
 ) -> Decoder:
-    spec, form = read_spec(str(path), max_model_len), QUANTIZATIONS[quantization]
-    decoder = Decoder(spec, tp, dtype, torch.device("cpu"), form)
-    with WeightReader(Checkpoint.open(path)) as weights:
+    checkpoint = Checkpoint.open(path)
+    forms = weight_forms(quantization, stored_quantization(path, read_config(path)), checkpoint)
+    decoder = Decoder(read_spec(str(path), max_model_len), tp, dtype, torch.device("cpu"), forms)
+    with WeightReader(checkpoint) as weights:
         decoder.load(weights, lambda share: None)
     return decoder
 

@@ -31,6 +31,8 @@ class ConstantWeights:
     def has(self, name: str) -> bool:
         return False
 
+    def shape_of(self, name: str) -> None: ...
+
     def take(self, name: str, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0) -> None:
         into.fill_(0.01)
 

@@ -45,6 +45,8 @@ class NoWeights:
     def has(self, name: str) -> bool:
         return False
 
+    def shape_of(self, name: str) -> None: ...
+
     def take(self, name: str, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0) -> None:
         pass
 

@@ -92,6 +92,8 @@ class WholeStateDict:
     def has(self, name: str) -> bool:
         return name in self.tensors
 
+    def shape_of(self, name: str) -> None: ...
+
     def take(self, name: str, into, *, shape: Sequence[int], dim: int = 0, start: int = 0) -> None:
         into.copy_(self.tensors[name].narrow(dim, start, into.shape[dim]))
 

@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from workers.distributed.parallel_state import TensorParallel
+from workers.layers.quantization.formats.form import Form, WeightForms
 from workers.layers.quantization.method import LinearWeight
-from workers.layers.quantization.registry import NONE, Quantization
+from workers.layers.quantization.registry import NONE
 from workers.layers.quantization.shard import WeightShard
+from workers.layers.quantization.stacked import StackedWeight
 from workers.platform.huge_pages import StagingMemory
 from workers.weights.source import WeightSource
 
@@ -20,7 +22,7 @@ class Placement:
     tp: TensorParallel
     dtype: torch.dtype
     device: torch.device
-    quantization: Quantization = NONE
+    quantization: WeightForms = NONE
     slices: int = 1  # of inputs that are cut among ranks, over all ranks (`slices_for`)
     staging: StagingMemory = field(default_factory=StagingMemory)
 
@@ -36,10 +38,25 @@ class Placement:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def load(self, shard: WeightShard, weights: WeightSource) -> LinearWeight:
-        """One rank's weight of a product."""
-        return self.quantization.method().load(shard, weights, self.empty)
+        """One rank's weight of a product. Parts that a checkpoint stores in different forms are loaded one by one."""
+        forms = self._forms(shard)
+        if all(form == forms[0] for form in forms):
+            return forms[0].method().load(shard, weights, self.empty)
+        assert not shard.padding, "only a weight of one part is filled up"
+        parts = zip(forms, shard.separate(), strict=True)
+        loaded = [form.method().load(part, weights, self.empty) for form, part in parts]
+        return StackedWeight(loaded, [part.count for part in shard.parts])
 
     def weight_bytes(self, shard: WeightShard, bias: bool) -> int:
         """Bytes of what `load` gives, and of its bias."""
-        item = self.dtype.itemsize
-        return self.quantization.weight_bytes(shard.rows, shard.local_inputs, item) + bias * shard.rows * item
+        item, forms = self.dtype.itemsize, self._forms(shard)
+        if all(form == forms[0] for form in forms):
+            need = forms[0].weight_bytes(shard.rows, shard.local_inputs, item)
+        else:
+            parts = zip(forms, shard.parts, strict=True)
+            need = sum(form.weight_bytes(part.count, shard.local_inputs, item) for form, part in parts)
+        return need + bias * shard.rows * item
+
+    def _forms(self, shard: WeightShard) -> list[Form]:
+        """Of each part."""
+        return [self.quantization.form_of(part.name) for part in shard.parts]

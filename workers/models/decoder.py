@@ -6,7 +6,6 @@ Keeps no state between calls: the step and the KV memory are arguments. Knows no
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +21,8 @@ from workers.layers.layer_halves import CannotPrepare, PreparedLayers
 from workers.layers.mlp import GatedMLP
 from workers.layers.norm import RMSNorm
 from workers.layers.placement import Placement
-from workers.layers.quantization.registry import NONE, Quantization
+from workers.layers.quantization.formats.form import WeightForms
+from workers.layers.quantization.registry import NONE
 from workers.layers.rotary import RotaryTable
 from workers.models.post_norm_layer import PostNormDecoderLayer
 from workers.weights.source import WeightSource
@@ -74,7 +74,7 @@ class Decoder:
         tp: TensorParallel,
         dtype: torch.dtype,
         device: torch.device,
-        quantization: Quantization = NONE,
+        quantization: WeightForms = NONE,
     ) -> None:
         self.spec = spec
         # Elsewhere sums over ranks are left to libraries, and slices would only cost time.
@@ -137,7 +137,7 @@ class Decoder:
             self.head.tie(self.embedding)
         else:
             self.head.load(weights)
-        weights.finish(partial(is_ignorable, self.spec))
+        weights.finish(lambda name: is_ignorable(self.spec, name) or self.place.quantization.ignores(name))
         self.place.staging.release()
         on_progress(1.0)
 

@@ -29,11 +29,6 @@ FAMILIES: dict[str, Callable[[Fields], DecoderSpec]] = {
     "Qwen3ForCausalLM": describe_qwen3,
 }
 
-# where config.json can say that the weights are quantised; the second key is one of compressed-tensors
-_QUANTISED = ("quantization_config", "compression_config")
-# Older quantised checkpoints say so in a file of its own only: its name -> the method.
-QUANTISATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
-
 
 def describe(hf_config: dict[str, Any]) -> DecoderSpec:
     """`config.json`, parsed -> the decoder it means. Raises `StartupError` for what is not served."""
@@ -44,27 +39,11 @@ def describe(hf_config: dict[str, Any]) -> DecoderSpec:
     if family is None:
         what = f"architecture {shown(name)} is not supported" if name else "config.json names no architecture"
         raise StartupError(f"{what}.", f"Supported: {supported}.")
-    for key in _QUANTISED:
-        settings = hf_config.get(key)
-        if settings is None:
-            continue
-        method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else "unknown"
-        raise _quantised(method, key)
     return family(Fields(hf_config))
 
 
-def _quantised(method: object, where: str) -> StartupError:
-    return StartupError(
-        f"the checkpoint is quantised ({shown(method)} in {where}), which is not supported.",
-        "Use the model's bfloat16, float16 or float32 checkpoint.",
-    )
-
-
 def read_config(directory: Path) -> dict[str, Any]:
-    """`config.json` of a model directory, parsed.
-
-    Raises `StartupError` when there is none that can be read, and when another file shows that the model is quantised.
-    """
+    """`config.json` of a model directory, parsed. Raises `StartupError` when there is none that can be read."""
     if not directory.is_dir():
         raise StartupError(f"model directory {directory} does not exist.", "Check the path, or download the model.")
     path = directory / "config.json"
@@ -78,9 +57,6 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise StartupError(f"{path} cannot be read: {error}.", "Download config.json again.") from error
     if not isinstance(config, dict):
         raise StartupError(f"{path} is not a table of settings.", "Download config.json again.")
-    for name, method in QUANTISATION_FILES.items():
-        if (directory / name).exists():
-            raise _quantised(method, name)
     return config
 
 

@@ -30,6 +30,9 @@ class DummyWeights:
         """False: this is only used for alternative (fused) layouts, and dummy weights have the ordinary one."""
         return False
 
+    def shape_of(self, name: str) -> None:
+        """Every shape is drawn."""
+
     def take(self, name: str, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0) -> None:
         check_slice(name, into, shape, dim, start)
         assert len(shape) <= 2, f"{name}: only vectors and matrices are drawn"

@@ -27,6 +27,7 @@ _DTYPES = {
     "F16": torch.float16,
     "F32": torch.float32,
     "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
     "I8": torch.int8,
     "U8": torch.uint8,
     "I16": torch.int16,
@@ -74,6 +75,10 @@ class WeightReader:
     def has(self, name: str) -> bool:
         return self._checkpoint.find(name) is not None
 
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        found = self._checkpoint.find(name)
+        return None if found is None else found.entry.shape
+
     def take(self, name: str, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0) -> None:
         found = self._checkpoint.find(name)
         if found is None:
@@ -81,7 +86,7 @@ class WeightReader:
                 f"{self._checkpoint.directory} holds no tensor {name!r}, which the model needs.",
                 "Use a complete checkpoint whose config.json names its true architecture.",
             )
-        if found.entry.shape != tuple(shape):
+        if found.entry.shape != tuple(shape) and (found.entry.shape, tuple(shape)) != ((), (1,)):
             raise wrong_shape(name, found.path.name, found.entry.shape, shape)
         check_slice(name, into, shape, dim, start)
         self._taken.add(name)
@@ -100,7 +105,7 @@ class WeightReader:
 
     def _pieces(self, name: str, found: Located, into: Tensor, dim: int, start: int) -> Iterator[_Piece]:
         """Begin to read the slice, piece by piece. At most `READS_AHEAD` + 1 of them may be unfinished."""
-        shape, begin = found.entry.shape, found.entry.begin
+        shape, begin = found.entry.shape or (1,), found.entry.begin  # a number alone is a row of one
         dtype = _DTYPES.get(found.entry.dtype)
         if dtype is None:
             raise StartupError(
@@ -174,9 +179,14 @@ def first_not_finite(x: Tensor) -> tuple[int, ...] | None:
     A NaN or an infinity anywhere makes the sum of the tensor one too, and a sum runs at the speed of memory; testing
     every element takes thirty times as long. Finite values can overflow a sum as well, so then every element is tested.
     """
-    if math.isfinite(float(x.sum())):
+    if x.dtype == torch.float8_e4m3fn:  # has no infinity, and a NaN with each sign
+        bad = x.view(torch.uint8).bitwise_and(0x7F) == 0x7F
+        if not bad.any():
+            return None
+    elif math.isfinite(float(x.sum())):
         return None
-    bad = torch.isfinite(x).logical_not_()
+    else:
+        bad = torch.isfinite(x).logical_not_()
     place = int(bad.flatten().int().argmax())
     if not bad.flatten()[place]:
         return None  # large numbers whose sum overflowed

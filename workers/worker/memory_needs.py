@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from workers.errors import StartupError
 from workers.layers.decoder_spec import tensor_shapes
-from workers.layers.quantization.registry import QUANTIZATIONS
+from workers.layers.quantization.registry import NONE
 from workers.platform.dtypes import ITEM_BYTES
 from workers.platform.host_memory import free_host_bytes, human_bytes
 from workers.weights.tied import EMBEDDING, HEAD
@@ -15,6 +15,7 @@ from workers.weights.tied import EMBEDDING, HEAD
 if TYPE_CHECKING:
     from workers.config import WorkerConfig
     from workers.layers.decoder_spec import DecoderSpec
+    from workers.layers.quantization.formats.form import WeightForms
 
 OUT_OF_MEMORY = 4  # exit code
 # Parts of the messages of torch's CPU and CUDA allocators and of the system.
@@ -29,12 +30,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | OSError | ImportError) and any(message in text for message in _MESSAGES)
 
 
-def weight_bytes(spec: DecoderSpec, dtype: str, quantization: str = "none") -> int:
+def weight_bytes(spec: DecoderSpec, dtype: str, forms: WeightForms = NONE) -> int:
     """Bytes of the weights of the whole model, over all ranks."""
-    form, item, total = QUANTIZATIONS[quantization], ITEM_BYTES[dtype], 0
+    item, total = ITEM_BYTES[dtype], 0
     for name, shape in tensor_shapes(spec).items():
         if len(shape) == 2:
-            total += (form.of_head if name in (EMBEDDING, HEAD) else form).weight_bytes(*shape, item)
+            own = forms.of_head if name in (EMBEDDING, HEAD) else forms
+            total += own.form_of(name.removesuffix(".weight")).weight_bytes(*shape, item)
         else:
             total += math.prod(shape) * item
     return total
@@ -50,9 +52,9 @@ def step_bytes(config: WorkerConfig, spec: DecoderSpec) -> int:
     return config.max_num_batched_tokens * row * item + rows_of_logits * spec.vocab_size // size * 4
 
 
-def check_weights_fit(config: WorkerConfig, spec: DecoderSpec, dtype: str) -> None:
+def check_weights_fit(config: WorkerConfig, spec: DecoderSpec, dtype: str, forms: WeightForms) -> None:
     """On the CPU, where all ranks share the memory. Raises `StartupError` (exit code 4) with the arithmetic."""
-    need, free = weight_bytes(spec, dtype, config.quantization), free_host_bytes()
+    need, free = weight_bytes(spec, dtype, forms), free_host_bytes()
     if need > free:
         raise StartupError(
             f"Not enough memory for the weights: {spec.num_parameters:,} parameters in {form_name(config, dtype)} need "
@@ -63,10 +65,10 @@ def check_weights_fit(config: WorkerConfig, spec: DecoderSpec, dtype: str) -> No
 
 
 def out_of_memory(
-    config: WorkerConfig, spec: DecoderSpec, doing: str, kv_bytes: int | None, free_bytes: int
+    config: WorkerConfig, spec: DecoderSpec, forms: WeightForms, doing: str, kv_bytes: int | None, free_bytes: int
 ) -> StartupError:
     """The error for an allocation that failed while `doing`. `kv_bytes`: of KV memory, once it is known."""
-    weights = weight_bytes(spec, config.dtype, config.quantization) // config.tensor_parallel_size
+    weights = weight_bytes(spec, config.dtype, forms) // config.tensor_parallel_size
     parts = [
         f"{human_bytes(weights)} of weights ({form_name(config, config.dtype)})",
         f"about {human_bytes(step_bytes(config, spec))} for a step of {config.max_num_batched_tokens} tokens",

@@ -20,9 +20,9 @@ from workers.attention.selector import choose
 from workers.config import WorkerConfig, WorkerInfo
 from workers.distributed.parallel_state import TensorParallel
 from workers.kernels.cpu.in_use import kernels_in_use, log_kernels
-from workers.layers.quantization.registry import QUANTIZATIONS
 from workers.models.decoder import Decoder
-from workers.models.registry import read_spec
+from workers.models.hf_quantization import stored_quantization, weight_forms
+from workers.models.registry import read_config, read_spec
 from workers.protocol import StepMetadata, StepOutput
 from workers.sampling.sampler import Sampler
 from workers.step_cost import StepCost
@@ -52,6 +52,11 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.spec = read_spec(config.model_path, config.max_model_len, tied=config.tie_word_embeddings)
+        directory = Path(config.model_path)
+        self._checkpoint = None if config.load_format == "dummy" else Checkpoint.open(directory)
+        stored = stored_quantization(directory, read_config(directory))
+        self.forms = weight_forms(config.quantization, stored, self._checkpoint)
+        self._quantization = config.quantization if stored is None else stored.scheme.description
         self._load_seconds = 0.0
         self.step_cost: StepCost | None = None
         self.num_blocks: int | None = None
@@ -77,14 +82,12 @@ class ModelRunner:
             done = fraction
             on_progress(fraction)
 
-        quantization = QUANTIZATIONS[self.config.quantization]
-        self.model = Decoder(self.spec, self.tp, self.dtype, self.device, quantization)
-        if self.config.load_format == "dummy":
+        self.model = Decoder(self.spec, self.tp, self.dtype, self.device, self.forms)
+        if self._checkpoint is None:
             self.model.load(DummyWeights(self.config.seed), report)
         else:
-            checkpoint = Checkpoint.open(Path(self.config.model_path))
             with WeightReader(
-                checkpoint, check_finite=self.config.check_weights, on_read=lambda: on_progress(done)
+                self._checkpoint, check_finite=self.config.check_weights, on_read=lambda: on_progress(done)
             ) as weights:
                 self.model.load(weights, report)
         self.kv_spec = self.model.kv_spec(self.config.block_size, self.device)
@@ -148,7 +151,7 @@ class ModelRunner:
             if not is_out_of_memory(error):
                 raise
             kv_bytes = None if self.num_blocks is None else self.num_blocks * self.kv_spec.bytes_per_block
-            raise out_of_memory(self.config, self.spec, doing, kv_bytes, free_bytes(self.device)) from error
+            raise out_of_memory(self.config, self.spec, self.forms, doing, kv_bytes, free_bytes(self.device)) from error
 
     def _largest_of_all(self, number: float) -> float:
         mine = torch.tensor([number], dtype=torch.float64, device=self.device)
@@ -166,6 +169,7 @@ class ModelRunner:
             tensor_parallel_size=self.tp.size,
             device=self.device.type,
             dtype=config.dtype,
+            quantization=self._quantization,
             attention_backend=self.backend.name,
             architecture=self.spec.architecture,
             num_parameters=self.model.num_parameters,

@@ -210,11 +210,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "long_factor must be a positive number, got 'x'",
     ),
     "longrope factors elsewhere": ({"rope_scaling": {"type": "default", "long_factor": [1.0]}}, "long_factor"),
-    "quantised": ({"quantization_config": {"quant_method": "gptq"}}, r"quantised \('gptq' in quantization_config\)"),
-    "quantised, by the other key": (
-        {"compression_config": {"quant_method": "compressed-tensors"}},
-        r"quantised \('compressed-tensors' in compression_config\)",
-    ),
 }
 
 

@@ -265,10 +265,10 @@ MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     "config not text": (lambda m: (m / "config.json").write_bytes(b"\xff\xfe{"), "config.json cannot be read"),
     "architecture": (lambda m: edit_config(m, architectures=["BertModel"]), "'BertModel'.*Qwen3ForCausalLM"),
     "quantised, by a file of its own": (
-        lambda m: (m / "quantize_config.json").write_text('{"bits": 4, "group_size": 128}'),
-        r"quantised \('gptq' in quantize_config\.json\)",
+        lambda m: (m / "quantize_config.json").write_text('{"bits": 3, "group_size": 128}'),
+        r"quantize_config\.json\.bits = 3",
     ),
-    "quantised": (lambda m: edit_config(m, quantization_config={"quant_method": "awq"}), r"quantised \('awq'"),
+    "quantised": (lambda m: edit_config(m, quantization_config={"quant_method": "aqlm"}), r"quantised \('aqlm'"),
     "truncated": (truncate, "model.safetensors is truncated"),
     "missing tensor": (lambda m: drop(m, "model.norm.weight"), "no tensor 'model.norm.weight'.*Qwen2ForCausalLM"),
     "another size": (

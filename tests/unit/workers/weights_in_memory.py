@@ -21,6 +21,9 @@ class MemoryWeights:
     def has(self, name: str) -> bool:
         return name in self.tensors
 
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        return tuple(self.tensors[name].shape) if name in self.tensors else None
+
     def take(self, name: str, into: Tensor, *, shape: Sequence[int], dim: int = 0, start: int = 0) -> None:
         whole = self.tensors[name]
         assert list(whole.shape) == list(shape), f"{name}: {list(whole.shape)} is not {list(shape)}"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """One form of weights."""
+    """One form of weights that are stored in floating point: a `Form`, and the `WeightForms` of a model."""
 
     method: Callable[[], LinearMethod]
     bits: int | None = None  # of one weight; None: those of the dtype that the model computes in
@@ -28,6 +28,14 @@ class Quantization:
     def of_head(self) -> Quantization:
         """The form of the head's weight."""
         return self.head or self
+
+    def form_of(self, module: str) -> Quantization:
+        """That of every module."""
+        return self
+
+    def ignores(self, name: str) -> bool:
+        """No tensor of a checkpoint that is rounded at load."""
+        return False
 
     def weight_bytes(self, rows: int, inputs: int, item_bytes: int) -> int:
         """Of a weight [rows, inputs] whose model computes in a dtype of `item_bytes`."""

@@ -1,7 +1,7 @@
 """One rank's part of a weight, and the names under which a checkpoint stores it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -31,17 +31,27 @@ class WeightShard:
     local_inputs: int
     fused: str | None = None  # under which a checkpoint may store all parts as one matrix
     padding: int = 0  # rows of zeros after the last part
+    slices: int = 1  # of this rank's inputs: see `LinearWeight.matmul`
 
     @property
     def rows(self) -> int:
         return sum(part.count for part in self.parts) + self.padding
+
+    @property
+    def all_slices(self) -> int:
+        """Of the whole model's inputs."""
+        return self.slices * (self.inputs // self.local_inputs)
+
+    def separate(self) -> "list[WeightShard]":
+        """Each part by itself."""
+        return [replace(self, parts=(part,), fused=None) for part in self.parts]
 
     def take(self, weights: WeightSource, empty: Empty, *, whole_rows: bool = False) -> Tensor:
         """The weight as it is stored: [rows, local_inputs], or with `whole_rows` [rows, inputs]."""
         cut = not whole_rows and self.local_inputs != self.inputs
         into = empty(self.rows, self.local_inputs if cut else self.inputs)
         into[self.rows - self.padding :] = 0.0
-        for name, rows, start, view in self._sources(weights, "weight", into):
+        for name, rows, start, view in self.sources(weights, "weight", into):
             shape = (rows, self.inputs)
             if cut:
                 assert (start, len(view)) == (0, rows), f"{name} is cut along both dimensions"
@@ -54,12 +64,15 @@ class WeightShard:
         """[rows]."""
         into = empty(self.rows)
         into[self.rows - self.padding :] = 0.0
-        for name, rows, start, view in self._sources(weights, "bias", into):
+        for name, rows, start, view in self.sources(weights, "bias", into):
             weights.take(f"{name}.bias", view, shape=(rows,), start=start)
         return into
 
-    def _sources(self, weights: WeightSource, kind: str, into: Tensor) -> list[tuple[str, int, int, Tensor]]:
-        """(name, rows of the stored tensor, first row wanted, where they go) of each part, separate or fused."""
+    def sources(self, weights: WeightSource, kind: str, into: Tensor) -> list[tuple[str, int, int, Tensor]]:
+        """(name, rows of the stored matrix, first row wanted, where they go) of each part, separate or fused.
+
+        `kind`: by which a fused weight or bias is known, what follows the module's name and a dot.
+        """
         fused = self.fused if self.fused and weights.has(f"{self.fused}.{kind}") else None
         all_rows = sum(part.rows for part in self.parts)
         found = []

@@ -1,1 +1,1 @@
-"""How quantised checkpoints store weights, as plain values read from their settings: one file for each method. Torch-free."""
+"""How quantised checkpoints store weights, as their settings say it: one file for each method. Torch-free."""

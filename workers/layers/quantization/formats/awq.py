@@ -1,4 +1,7 @@
-"""AWQ: words of 32 bits packed along the outputs, a scale and a zero for each group of inputs (AutoAWQ's GEMM layout)."""
+"""AWQ: words of 32 bits packed along the outputs, a scale and a zero for each group of inputs.
+
+As AutoAWQ writes it in its GEMM layout.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +32,15 @@ class AWQForm:
     def form_of(self, module: str) -> AWQForm:
         return self
 
+    @property
+    def spare(self) -> tuple[str, ...]:
+        return ()
+
     def method(self) -> LinearMethod:
         from workers.layers.quantization.readers.awq import AWQReader
         from workers.layers.quantization.readers.grouped_method import GroupedLinearMethod
 
-        return GroupedLinearMethod(AWQReader(self))
+        return GroupedLinearMethod(AWQReader(self.group))
 
     def tensors(self, rows: int, inputs: int) -> Mapping[str, StoredTensor]:
         groups = inputs // (self.group or inputs)

@@ -39,10 +39,14 @@ class BitsAndBytesForm:
     def form_of(self, module: str) -> BitsAndBytesForm:
         return self
 
+    @property
+    def spare(self) -> tuple[str, ...]:
+        return ()
+
     def method(self) -> LinearMethod:
         from workers.layers.quantization.readers.bitsandbytes import BitsAndBytesLinearMethod
 
-        return BitsAndBytesLinearMethod(self)
+        return BitsAndBytesLinearMethod(self.state, BLOCK, NESTED_BLOCK if self.nested else None)
 
     def tensors(self, rows: int, inputs: int) -> Mapping[str, StoredTensor]:
         blocks = -(-rows * inputs // BLOCK)

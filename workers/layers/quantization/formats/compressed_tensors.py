@@ -33,11 +33,15 @@ class IntegerForm:
     group: int | None  # inputs that share a scale; None: all
     symmetric: bool
 
+    @property
+    def spare(self) -> tuple[str, ...]:
+        return ("weight_shape", "weight_g_idx")
+
     def method(self) -> LinearMethod:
         from workers.layers.quantization.readers.compressed_tensors import IntegerReader
         from workers.layers.quantization.readers.grouped_method import GroupedLinearMethod
 
-        return GroupedLinearMethod(IntegerReader(self))
+        return GroupedLinearMethod(IntegerReader(self.bits, self.packed, self.group, self.symmetric))
 
     def tensors(self, rows: int, inputs: int) -> Mapping[str, StoredTensor]:
         in_word = 32 // self.bits
@@ -69,6 +73,10 @@ class FloatForm:
 
     strategy: str  # channel | group
     group: int | None
+
+    @property
+    def spare(self) -> tuple[str, ...]:
+        return ()
 
     def method(self) -> LinearMethod:
         from workers.layers.quantization.readers.fp8 import FP8LinearMethod

@@ -1,4 +1,4 @@
-"""The form of one weight: what it takes in memory and the method that reads it; and which tensors a stored one is. Torch-free."""
+"""The form of one weight: its memory, the method that reads it, and the tensors of a stored one. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class Form(Protocol):
     """The form of a weight [rows, inputs] in memory."""
 
     @property
-    def method(self) -> Callable[[], LinearMethod]: ...
+    def method(self) -> Callable[[], LinearMethod]:
+        """Makes the method that reads it."""
 
     def weight_bytes(self, rows: int, inputs: int, item_bytes: int) -> int:
         """In memory, of a model that computes in a dtype of `item_bytes`."""
@@ -60,6 +61,10 @@ def stored(dtypes: tuple[str, ...] | str, *shape: int | None, required: bool = T
 
 class StoredForm(Form, Protocol):
     """How a checkpoint stores the weight of one linear module."""
+
+    @property
+    def spare(self) -> tuple[str, ...]:
+        """Tensors that may be there and need not be read, by what follows the module's name and a dot."""
 
     def tensors(self, rows: int, inputs: int) -> Mapping[str, StoredTensor]:
         """By what follows the module's name and a dot."""

@@ -1,4 +1,4 @@
-"""FP8: weights in float8 (e4m3) with a scale for the tensor or for each block of it, as DeepSeek and Qwen3 publish them."""
+"""FP8: weights in float8 (e4m3) with a scale for the tensor or for each block, as DeepSeek and Qwen3 publish them."""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ class FP8Form:
 
     def form_of(self, module: str) -> FP8Form:
         return self
+
+    @property
+    def spare(self) -> tuple[str, ...]:
+        return ()
 
     def method(self) -> LinearMethod:
         from workers.layers.quantization.readers.fp8 import FP8LinearMethod

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from workers.layers.quantization.formats.form import SCALES, StoredTensor, check_divides, stored
-from workers.layers.quantization.formats.sizes import grouped_bytes
 from workers.layers.quantization.formats.settings import USE_ANOTHER, Settings
+from workers.layers.quantization.formats.sizes import grouped_bytes
 
 if TYPE_CHECKING:
     from workers.layers.quantization.method import LinearMethod
@@ -28,11 +28,15 @@ class GPTQForm:
     ordered: bool  # inputs have their group in `g_idx`
     zeros_less_one: bool
 
+    @property
+    def spare(self) -> tuple[str, ...]:
+        return ("g_idx",)
+
     def method(self) -> LinearMethod:
         from workers.layers.quantization.readers.gptq import GPTQReader
         from workers.layers.quantization.readers.grouped_method import GroupedLinearMethod
 
-        return GroupedLinearMethod(GPTQReader(self))
+        return GroupedLinearMethod(GPTQReader(self.bits, self.group, self.symmetric, self.zeros_less_one))
 
     def tensors(self, rows: int, inputs: int) -> Mapping[str, StoredTensor]:
         groups = inputs // (self.group or inputs)

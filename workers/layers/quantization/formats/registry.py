@@ -1,4 +1,7 @@
-"""The methods by which checkpoints are quantised, by the names in their settings. A new one is a file and a line. Torch-free."""
+"""The methods by which checkpoints are quantised, by the names in their settings. Torch-free.
+
+A new one is a file beside this one, its reader in `readers/`, and one line here.
+"""
 
 from collections.abc import Callable
 

@@ -1,0 +1,154 @@
+"""Every stored form: what the ranks have, put together, is exactly what was stored, at every number of ranks."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.golden.quantised import CASES, Quantised, write
+from tests.golden.tiny_models import make_tiny
+from tests.unit.workers.weights_in_memory import RecordingRank
+from workers.config import WorkerConfig
+from workers.distributed.parallel_state import TensorParallel
+from workers.layers.embedding import vocab_shard
+from workers.layers.quantization.fp8 import Fp8Weight
+from workers.layers.quantization.grouped import GroupedWeight
+from workers.layers.quantization.method import LinearWeight
+from workers.layers.quantization.readers.regroup import regroup
+from workers.layers.quantization.shard import WeightShard
+from workers.layers.quantization.stacked import StackedWeight
+from workers.layers.quantization.unquantized import DenseWeight
+from workers.models.decoder import Decoder
+from workers.models.hf_quantization import stored_quantization, weight_forms
+from workers.models.registry import read_config, read_spec
+from workers.preflight import preflight
+from workers.verify.dequantise import dequantised
+from workers.weights.checkpoint import Checkpoint
+from workers.weights.reader import WeightReader
+
+# Inputs of down_proj: 96 for each of four ranks, which cuts groups of 64 and 128.
+SHAPE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2}
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Quantised]:
+    @cache
+    def made(name: str) -> Quantised:
+        case, folder = CASES[name], tmp_path_factory.mktemp(name)
+        return write(make_tiny(folder, "phi3" if case.fused else "qwen2", **SHAPE), folder, case)
+
+    return made
+
+
+def in_order(weight: LinearWeight, inputs: int) -> Tensor:
+    """Any form's weight as numbers, each at its own input: float64 [N, K]."""
+    if isinstance(weight, StackedWeight):
+        return torch.cat([in_order(part, inputs) for part in weight.parts])
+    if isinstance(weight, DenseWeight):
+        return weight.tensor.double()
+    if isinstance(weight, Fp8Weight):
+        group = torch.arange(inputs) // weight.group
+        return weight.values.double() * weight.scales.double()[:, group]
+    assert isinstance(weight, GroupedWeight)
+    numbers = weight.weight.dequantised().double()
+    if weight.order is None:
+        return numbers
+    return torch.zeros(len(numbers), inputs, dtype=torch.float64).index_add_(1, weight.order, numbers)
+
+
+def shards_of(decoder: Decoder) -> list[WeightShard]:
+    layers = [(layer.attention.qkv, layer.attention.output, *layer.mlp.parts) for layer in decoder.layers]
+    return [part.weight_shard for layer in layers for part in layer] + [vocab_shard(decoder.head)]
+
+
+def from_ranks(path: Path, size: int) -> dict[str, Tensor]:
+    """module -> the weight, of which each rank has loaded its part: float64 [N, K]."""
+    checkpoint = Checkpoint.open(path)
+    forms = weight_forms("none", stored_quantization(path, read_config(path)), checkpoint)
+    found: dict[str, Tensor] = {}
+    for rank in range(size):
+        tp = TensorParallel.solo() if size == 1 else RecordingRank(rank, size)
+        decoder = Decoder(read_spec(str(path)), tp, torch.float32, torch.device("cpu"), forms)
+        with WeightReader(checkpoint) as weights:
+            for shard in shards_of(decoder):
+                numbers = in_order(decoder.place.load(shard, weights), shard.local_inputs)
+                assert len(numbers) == shard.rows
+                columns = slice(shard.first_input, shard.first_input + shard.local_inputs)
+                *own_rows, _ = numbers.split([part.count for part in shard.parts] + [shard.padding])
+                for part, own in zip(shard.parts, own_rows, strict=True):
+                    whole = found.setdefault(part.name, torch.full((part.rows, shard.inputs), torch.nan).double())
+                    whole[part.first : part.first + part.count, columns] = own
+                assert not numbers[shard.rows - shard.padding :].any()
+    return found
+
+
+def by_part(weights: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Fused weights in their parts, as long as those that the ranks have."""
+    parts = dict(weights)
+    for name in weights:
+        above, _, module = name.rpartition(".")
+        for fused, names in (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))):
+            if module == fused:
+                names = [f"{above}.{part}" for part in names]
+                parts |= dict(zip(names, parts.pop(name).split([len(found[part]) for part in names]), strict=True))
+    return parts
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_the_ranks_have_the_stored_numbers(quantised: Callable[[str], Quantised], name: str, size: int) -> None:
+    made = quantised(name)
+    found = from_ranks(made.path, size)
+    expected = by_part(made.weights, found)
+    assert expected
+    for module, weight in expected.items():
+        assert torch.equal(found[module].float(), weight.float()), f"{module} at {size} ranks"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_plain_reader_has_them_too(quantised: Callable[[str], Quantised], name: str) -> None:
+    made = quantised(name)
+    for module, weight in made.weights.items():
+        found = dequantised(made.path, module)
+        assert found.dtype == torch.float64 and torch.equal(found, weight), module
+    for left in CASES[name].left:
+        module = next(m for m in (f"model.layers.{left}", f"model.{left}") if m not in made.weights)
+        assert dequantised(made.path, module).dim() == 2
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_preflight_accepts_it_and_names_it(quantised: Callable[[str], Quantised], name: str) -> None:
+    config = preflight(WorkerConfig(str(quantised(name).path), device="cpu"))
+    assert config.quantization == CASES[name].settings["quant_method"]
+    assert preflight(config) == config
+
+
+@pytest.mark.parametrize(("inputs", "size", "slices"), [(96, 32, 4), (96, 96, 4), (192, 64, 8), (256, 32, 1)])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_inputs_are_regrouped_alike_by_all_ranks(inputs: int, size: int, slices: int, mixed: bool) -> None:
+    """Whatever does not divide: each rank's pieces are those that one rank has at the same place."""
+    groups = torch.arange(inputs) // size
+    if mixed:
+        groups = groups[torch.randperm(inputs, generator=torch.Generator().manual_seed(0))]
+    whole = regroup(groups, slices, slice(0, inputs))
+    assert whole.group % 16 == 0
+    per_slice = len(whole.group_of) // slices
+    for ranks in (1, 2, 4, 8):
+        if slices % ranks:
+            continue
+        for rank in range(ranks):
+            here = slice(rank * inputs // ranks, (rank + 1) * inputs // ranks)
+            mine = regroup(groups, slices, here)
+            pieces = slice(rank * slices // ranks * per_slice, (rank + 1) * slices // ranks * per_slice)
+            assert mine.group == whole.group and torch.equal(mine.group_of, whole.group_of[pieces])
+            own = torch.arange(inputs // ranks) if mine.inputs is None else mine.inputs
+            there = own >= 0
+            assert torch.equal(own[there].sort().values, torch.arange(inputs // ranks)), "each input once"
+            stored = groups[here][own.clamp(min=0)]
+            assert torch.equal(stored[there], mine.group_of.repeat_interleave(mine.group)[: len(own)][there])
+            if whole.inputs is not None:
+                expected = whole.inputs.view(slices, -1)[rank * slices // ranks : (rank + 1) * slices // ranks]
+                assert torch.equal(own, torch.where(expected < 0, -1, expected - here.start).flatten())

@@ -1,0 +1,62 @@
+"""How the weights of a model directory are quantised, as its settings say, and what they are read as. Torch-free."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workers.errors import StartupError
+from workers.layers.quantization.formats.checkpoint_forms import CheckpointForms
+from workers.layers.quantization.formats.form import Scheme, WeightForms
+from workers.layers.quantization.formats.registry import STORED
+from workers.layers.quantization.formats.settings import USE_ANOTHER, Settings
+from workers.layers.quantization.registry import QUANTIZATIONS
+from workers.models.hf_fields import shown
+from workers.weights.checkpoint import Checkpoint
+
+# Where config.json has the settings, and the method of those that do not name it.
+_KEYS = {"quantization_config": None, "compression_config": "compressed-tensors"}
+# Older quantised checkpoints have their settings in a file of their own only: its name -> the method.
+QUANTISATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredQuantization:
+    """What the settings of a quantised checkpoint say."""
+
+    method: str  # a name of `formats.registry.STORED`
+    scheme: Scheme
+
+
+def stored_quantization(directory: Path, hf_config: dict[str, Any]) -> StoredQuantization | None:
+    """None: the weights are not quantised. Raises `StartupError` for a quantisation that is not served."""
+    for key, usual in _KEYS.items():
+        settings = hf_config.get(key)
+        if settings is not None:
+            return _parsed(settings, key, usual)
+    for name, usual in QUANTISATION_FILES.items():
+        path = directory / name
+        if path.exists():
+            try:
+                return _parsed(json.loads(path.read_text("utf-8")), name, usual)
+            except (OSError, ValueError, RecursionError) as error:
+                raise StartupError(f"{path} cannot be read: {error}.", "Download it again.") from error
+    return None
+
+
+def _parsed(settings: object, where: str, usual: str | None) -> StoredQuantization:
+    method = settings.get("quant_method", usual) if isinstance(settings, dict) else None
+    if not isinstance(settings, dict) or not isinstance(method, str) or method not in STORED:
+        raise StartupError(
+            f"the checkpoint is quantised ({shown(method or 'unknown')} in {where}), which is not supported.",
+            f"Supported: {', '.join(STORED)}. {USE_ANOTHER}",
+        )
+    return StoredQuantization(method, STORED[method](Settings(settings, where)))
+
+
+def weight_forms(quantization: str, stored: StoredQuantization | None, checkpoint: Checkpoint | None) -> WeightForms:
+    """Of a model. `quantization`: as resolved by preflight; `checkpoint`: None for dummy weights."""
+    if stored is None:
+        return QUANTIZATIONS[quantization]
+    assert checkpoint is not None, "preflight refuses dummy weights of a quantised checkpoint"
+    return CheckpointForms(stored.scheme, checkpoint)
