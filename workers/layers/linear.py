@@ -83,7 +83,8 @@ class RowParallelLinear:
         self.name = name
         self.place = place
         local = shard_evenly(name, "input size", inputs, place.tp.size)
-        self.weight_shard = WeightShard((StoredRows(name, outputs, 0, outputs),), inputs, place.tp.rank * local, local)
+        rows = (StoredRows(name, outputs, 0, outputs),)
+        self.weight_shard = WeightShard(rows, inputs, place.tp.rank * local, local, slices=place.local_slices)
         self.has_bias = bias
 
     @property

@@ -22,7 +22,7 @@ from workers.layers.mlp import GatedMLP
 from workers.layers.norm import RMSNorm
 from workers.layers.placement import Placement
 from workers.layers.quantization.formats.form import WeightForms
-from workers.layers.quantization.registry import NONE
+from workers.layers.quantization.registry import NONE, Quantization
 from workers.layers.rotary import RotaryTable
 from workers.models.post_norm_layer import PostNormDecoderLayer
 from workers.weights.source import WeightSource
@@ -78,7 +78,8 @@ class Decoder:
     ) -> None:
         self.spec = spec
         # Elsewhere sums over ranks are left to libraries, and slices would only cost time.
-        slices = spec.slices if device.type == "cpu" and quantization.group == 1 else 1
+        in_groups = isinstance(quantization, Quantization) and quantization.group > 1
+        slices = spec.slices if device.type == "cpu" and not in_groups else 1
         self.place = place = Placement(tp, dtype, device, quantization, slices)
         vocab, hidden = spec.vocab_size, spec.hidden_size
         words = replace(place, quantization=quantization.of_head)
