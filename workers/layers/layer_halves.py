@@ -18,6 +18,7 @@ from workers.attention.forward_batch import ForwardBatch
 from workers.distributed.parallel_state import TensorParallel
 from workers.kernels.cpu.collective import ALL_CAME
 from workers.kernels.cpu.element_types import ELEMENT_TYPES
+from workers.kernels.cpu.fp8_gemm import PackedFp8
 from workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul
 from workers.kernels.cpu.grouped_gemm import PackedGrouped
 from workers.kernels.cpu.int8_gemm import CppInt8GatedMatmul, CppInt8Matmul, PackedInt8
@@ -181,7 +182,7 @@ class _Parts:
 
     def weight(self, product: Product | GatedProduct) -> CPackedWeight:
         if isinstance(product, CppInt8Matmul | CppInt8GatedMatmul):
-            weight = self.take(product, "weight", PackedInt8, PackedGrouped)
+            weight = self.take(product, "weight", PackedInt8, PackedGrouped, PackedFp8)
             packed, columns, kind, slices = weight.memory, weight.columns, weight.kind, weight.slices
         else:
             weight, kind = product, _DENSE

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,13 @@ from workers.distributed.shm_ring import anonymous_memory
 from workers.kernels.cpu import library
 from workers.kernels.cpu.levels import Level
 from workers.layers.norm import RMSNorm
-from workers.layers.quantization.registry import QUANTIZATIONS
+from workers.layers.quantization.fp8 import Fp8Weight
+from workers.layers.quantization.grouped import GroupedWeight
+from workers.layers.quantization.method import LinearWeight
+from workers.layers.quantization.registry import QUANTIZATIONS, Quantization
+from workers.layers.quantization.shard import Empty, WeightShard
 from workers.models.decoder import Decoder
+from workers.weights.source import WeightSource
 
 pytestmark = pytest.mark.skipif(NO_KERNELS is not None, reason=f"no kernels here: {NO_KERNELS}")
 
@@ -106,6 +112,44 @@ def test_both_forms_give_the_same_bits_with_rounded_weights(
         tmp_path, family, **{**CHECKPOINTS[family], "intermediate_size": 128}
     )  # every rank has whole groups of inputs
     check_equal(path, size, dtype, quantization)
+
+
+def as_stored_in_fp8(weight: Tensor) -> LinearWeight:
+    values = (weight.float() * 64).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return Fp8Weight(values, torch.full((len(weight), -(-weight.shape[1] // 32)), 1 / 64), 32, weight.dtype)
+
+
+def as_stored_in_groups(weight: Tensor) -> LinearWeight:
+    """With zero points, and inputs in another order."""
+    inputs = weight.shape[1]
+    order = torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))
+    values = (weight[:, order].float() * 200 - 3).round().clamp(-128, 127).to(torch.int8)
+    scales = torch.full((len(weight), -(-inputs // 16)), 1 / 200)
+    return GroupedWeight(values, scales, 16, weight.dtype, offsets=scales * 3, bits=8, order=order)
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A `LinearMethod` that makes weights of another form from dense ones."""
+
+    change: Callable[[Tensor], LinearWeight]
+
+    def load(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> LinearWeight:
+        return self.change(shard.take(weights, empty))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("change", [as_stored_in_fp8, as_stored_in_groups])
+def test_both_forms_give_the_same_bits_with_weights_of_checkpoints(
+    checkpoints: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    size: int,
+    change: Callable[[Tensor], LinearWeight],
+) -> None:
+    monkeypatch.setitem(QUANTIZATIONS, "changed", Quantization(lambda: Changed(change)))
+    check_equal(checkpoints["gemma3_text"], size, dtype, "changed")
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])

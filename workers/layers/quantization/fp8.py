@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 
 from workers.distributed.tree_sum import tree_sum
+from workers.kernels.cpu import library
+from workers.kernels.cpu.fp8_gemm import PackedFp8
+from workers.kernels.cpu.int8_gemm import CppInt8GatedMatmul, CppInt8Matmul
 from workers.layers.matmul import ACTIVATIONS, GatedMatmul, Matmul
-from workers.layers.quantization.groups import pieces_of
+from workers.layers.quantization.groups import group_in_slices, pieces_of
 
-MOST_AT_ONCE = 128  # inputs that are added up before they are multiplied by their scale
+MOST_AT_ONCE = 128  # inputs that are added up before they are multiplied by their scale: also in csrc/gemm/fp8.cpp
 
 
 class Fp8Matmul:
@@ -89,12 +92,21 @@ class Fp8Weight:
         self.dtype = dtype
 
     def matmul(self, bias: Tensor | None = None, *, float32_output: bool = False, slices: int = 1) -> Matmul:
-        return Fp8Matmul(
-            self.values, self.scales, self.group, self.dtype, bias, float32_output=float32_output, slices=slices
-        )
+        if library.why_not(self.dtype) is not None:
+            return Fp8Matmul(
+                self.values, self.scales, self.group, self.dtype, bias, float32_output=float32_output, slices=slices
+            )
+        return CppInt8Matmul(self.packed(slices=slices), self.dtype, bias, float32_output=float32_output)
 
     def gated_matmul(self, bias: Tensor | None, activation: str) -> GatedMatmul:
-        return Fp8GatedMatmul(self.values, self.scales, self.group, self.dtype, bias, activation)
+        if library.why_not(self.dtype) is not None:
+            return Fp8GatedMatmul(self.values, self.scales, self.group, self.dtype, bias, activation)
+        return CppInt8GatedMatmul(self.packed(gated=True), self.dtype, bias, activation)
+
+    def packed(self, *, slices: int = 1, gated: bool = False) -> PackedFp8:
+        """In the form that the kernel reads."""
+        group = group_in_slices(self.values.shape[1], self.group, slices)
+        return PackedFp8(self.values, self.scales, self.group, group_in_slices=group, gated=gated, slices=slices)
 
     def embed(self, ids: Tensor) -> Tensor:
         group_of = torch.arange(self.values.shape[1]) // self.group

@@ -21,6 +21,7 @@ template <class T>
 void multiply(const PackedWeight &w, const gemm::Product &p) {
   if (w.kind == gemm::kDense) gemm::multiply<T>(p);
   else if (w.kind == gemm::kInt8 || w.kind == gemm::kInt8Dot) gemm::multiply_int8<T>(p, w.kind);
+  else if (w.kind == gemm::kFloat8) gemm::multiply_fp8<T>(p);
   else gemm::multiply_grouped<T>(p, w.kind);
 }
 

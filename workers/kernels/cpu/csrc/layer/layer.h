@@ -6,6 +6,7 @@
 #pragma once
 #include "attention/attention.h"
 #include "runtime/collective.h"
+#include "gemm/fp8.h"
 #include "gemm/grouped.h"
 
 struct PackedWeight {

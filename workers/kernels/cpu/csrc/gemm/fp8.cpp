@@ -1,0 +1,262 @@
+// y = epilogue(x w^T + bias) with w = scale * (e4m3 numbers), a scale for each group of inputs of an output.
+//
+// Numbers are widened to float32, which is exact, and x is not rounded. A piece is at most kMostAtOnce inputs of a group:
+// its products are added up input by input in float32, and the sum times the scale is added to that of the pieces before,
+// in the order of inputs; slices are added up in a tree (slices.h). That order depends on the weight alone: the bits of a
+// row do not depend on the other rows, on their number, or on the number of threads.
+//
+// A packed weight begins with what its form is (Float8Form), and is a row of panels, each a row of slices, each a row of
+// pieces: [kPanel] scales in float32, [inputs][kPanel] numbers.
+#include "gemm/fp8.h"
+
+#include <array>
+#include <type_traits>
+#include <utility>
+
+#include "gemm/epilogue.h"
+#include "gemm/shares.h"
+#include "gemm/slices.h"
+#include "runtime/arena.h"
+#include "simd/float8.h"
+
+namespace gemm {
+namespace fp8 {
+
+using namespace simd;
+
+constexpr long kMostAtOnce = 128;  // inputs; also in workers/layers/quantization/fp8.py
+
+// 64 bytes, so that panels begin at a cache line.
+struct Float8Form {
+  int64_t columns, is_gated, slices, length;  // inputs of a slice
+  int64_t group, unused[3];                   // inputs of a group, which begin anew at each slice
+
+  long pieces_of(long inputs) const { return (inputs + kMostAtOnce - 1) / kMostAtOnce; }
+  long pieces() const {  // of a slice
+    return length / group * pieces_of(group) + pieces_of(length % group);
+  }
+  // A piece of a slice: where it begins and where it ends.
+  long begin(long piece) const {
+    const long each = pieces_of(group);
+    return piece / each * group + piece % each * kMostAtOnce;
+  }
+  long end(long piece) const {
+    const long first = begin(piece), next_group = (first / group + 1) * group;
+    return std::min({first + kMostAtOnce, next_group, static_cast<long>(length)});
+  }
+  long piece_at(long piece) const { return piece * kPanel * sizeof(float) + begin(piece) * kPanel; }  // bytes
+  long slice_bytes() const { return kPanel * (pieces() * sizeof(float) + length); }
+  long panel_bytes() const { return slices * slice_bytes(); }
+  long panels() const {
+    const long width = is_gated ? kLanes : kPanel, outputs = is_gated ? columns / 2 : columns;
+    return (outputs + width - 1) / width;
+  }
+  long bytes() const { return sizeof(Float8Form) + panels() * panel_bytes(); }
+  const char *slice(long panel, long index) const {
+    return reinterpret_cast<const char *>(this) + sizeof(Float8Form) + panel * panel_bytes() + index * slice_bytes();
+  }
+};
+static_assert(sizeof(Float8Form) == 64);
+
+namespace {
+
+constexpr long kChunk = 240;               // rows whose sums of one panel stay in the caches
+constexpr long kFetchAhead = 4096;         // bytes of weights fetched ahead while one strip of rows reads them
+constexpr long kSerialRows = 1 << 14;      // elements of x that one thread packs sooner than it wakes another
+constexpr long kPieceStride = kMostAtOnce + 16;  // from a row of x to the next: a cache line more than a piece
+
+// Rows of x in float32, in strips of at most kTileRows and of about equal size: [strips][pieces of all slices][rows of the
+// strip][kPieceStride].
+struct FloatRows {
+  const Float8Form &form;
+  float *packed;
+  long rows, strips, pieces;
+
+  FloatRows(const Float8Form &form, long rows)
+      : form(form), rows(rows), strips((rows + kTileRows - 1) / kTileRows), pieces(form.slices * form.pieces()) {}
+  long begin(long strip) const { return rows * strip / strips; }
+  long count(long strip) const { return begin(strip + 1) - begin(strip); }
+  long size() const { return rows * pieces * kPieceStride; }
+  float *at(long strip, long piece) const {
+    return packed + (begin(strip) * pieces + count(strip) * piece) * kPieceStride;
+  }
+
+  template <class T>
+  void pack(const T *x, long stride) {
+#pragma omp parallel for if (size() > kSerialRows)
+    for (long strip = 0; strip < strips; strip++)
+      for (long slice = 0; slice < form.slices; slice++)
+        for (long piece = 0; piece < form.pieces(); piece++)
+          for (long r = 0; r < count(strip); r++) {
+            const long first = form.begin(piece), length = form.end(piece) - first;
+            const T *from = x + (begin(strip) + r) * stride + slice * form.length + first;
+            float *to = at(strip, slice * form.pieces() + piece) + r * kPieceStride;
+            for (long k = 0; k < length; k += kLanes) store(to + k, load(from + k, length - k));
+          }
+  }
+};
+
+// Widened numbers of one piece, or the packed ones.
+inline Vec weights(const float *from) { return load(from); }
+inline Vec weights(const Float8 *from) { return load_scaled(from); }
+
+// sums [R][kPanel] += scale * (x w) over `count` inputs of one piece, or = where it is the first of its slice.
+template <class W, int R>
+void multiply_piece(const float *x, const void *numbers, const float *scales, long count, bool is_first, float *sums,
+                    const char *fetch) {
+  const W *w = static_cast<const W *>(numbers);
+  Vec low[R], high[R];
+  for (int r = 0; r < R; r++) low[r] = high[r] = zero();
+  for (long k = 0; k < count; k++, w += kPanel, fetch += kPanel) {
+    if (k % (64 / kPanel) == 0) prefetch(fetch);
+    const Vec left = weights(w), right = weights(w + kLanes);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++) {
+      const Vec value = broadcast(x[r * kPieceStride + k]);
+      low[r] = fma(left, value, low[r]);
+      high[r] = fma(right, value, high[r]);
+    }
+  }
+  const Vec wide = broadcast(kFloat8Scale);
+  const Vec left = load(scales) * wide, right = load(scales + kLanes) * wide;
+  for (int r = 0; r < R; r++) {
+    float *to = sums + r * kPanel;
+    store(to, fma(low[r], left, is_first ? zero() : load(to)));
+    store(to + kLanes, fma(high[r], right, is_first ? zero() : load(to + kLanes)));
+  }
+}
+
+using Multiply = void (*)(const float *x, const void *numbers, const float *scales, long count, bool is_first,
+                          float *sums, const char *fetch);
+
+template <class W, int... R>
+constexpr auto table(std::integer_sequence<int, R...>) {
+  return std::array<Multiply, sizeof...(R) + 1>{nullptr, multiply_piece<W, R + 1>...};
+}
+// Of R rows: kMultiply<W>[R].
+template <class W>
+constexpr auto kMultiply = table<W>(std::make_integer_sequence<int, kTileRows>());
+
+// sums [rows][kPanel] of one panel and slice.
+void sum(const FloatRows &x, long panel, long slice, float *sums) {
+  const Float8Form &form = x.form;
+  alignas(64) float wide[kMostAtOnce * kPanel];
+  for (long piece = 0; piece < form.pieces(); piece++) {
+    const char *at = form.slice(panel, slice) + form.piece_at(piece);
+    const float *scales = reinterpret_cast<const float *>(at);
+    const Float8 *numbers = reinterpret_cast<const Float8 *>(scales + kPanel);
+    const long count = form.end(piece) - form.begin(piece), of_x = slice * form.pieces() + piece;
+    if (x.strips == 1) {
+      kMultiply<Float8>[x.rows](x.at(0, of_x), numbers, scales, count, piece == 0, sums, at + kFetchAhead);
+      continue;
+    }
+    // Widening costs as much as a few rows: for several strips it is done once.
+    for (long i = 0; i < count * kPanel; i += kLanes) store(wide + i, load_scaled(numbers + i));
+    for (long strip = 0; strip < x.strips; strip++)
+      kMultiply<float>[x.count(strip)](x.at(strip, of_x), wide, scales, count, piece == 0, sums + x.begin(strip) * kPanel,
+                                       at + kFetchAhead);
+  }
+}
+
+// Threads take panels.
+template <class T>
+void multiply(const Product &p) {
+  const Float8Form &form = *static_cast<const Float8Form *>(p.weight);
+  for (long first = 0; first < p.rows; first += kChunk) {
+    const Arena::Mark mark = arena().mark();
+    FloatRows x(form, std::min(kChunk, p.rows - first));
+    x.packed = arena().take<float>(x.size());
+    x.pack(static_cast<const T *>(p.x) + first * p.x_stride, p.x_stride);
+    const Shares shares(form.panels());
+#pragma omp parallel
+    {
+      alignas(64) float sums[kPending * kChunk * kPanel];
+      const long size = x.rows * kPanel;
+      shares.visit([&](long panel) {
+        for (long slice = 0; slice < form.slices; slice++) {
+          sum(x, panel, slice, sums + pending_before(slice) * size);
+          add_slice(sums, slice, size);
+        }
+        for (long r = 0; r < x.rows; r++)
+          finish<T>(p, first + r, panel, load(sums + r * kPanel), load(sums + r * kPanel + kLanes));
+      });
+    }
+    arena().release(mark);
+  }
+}
+
+// The panels of `values` [columns, inputs], with scales [columns, scales_per_row], one for each `stored_group` inputs.
+void pack(const Float8Form &form, const Float8 *values, const float *scales, long stride, long scales_per_row,
+          long stored_group) {
+#pragma omp parallel for schedule(static)
+  for (long panel = 0; panel < form.panels(); panel++)
+    for (long slice = 0; slice < form.slices; slice++)
+      for (long piece = 0; piece < form.pieces(); piece++) {
+        float *to = reinterpret_cast<float *>(const_cast<char *>(form.slice(panel, slice)) + form.piece_at(piece));
+        Float8 *numbers = reinterpret_cast<Float8 *>(to + kPanel);
+        for (int output = 0; output < kPanel; output++) {
+          const long row = row_of(panel, output, form.columns, form.is_gated), at = slice * form.length;
+          to[output] = row < 0 ? 0.0f : scales[row * scales_per_row + (at + form.begin(piece)) / stored_group];
+          for (long k = form.begin(piece); k < form.end(piece); k++)
+            numbers[(k - form.begin(piece)) * kPanel + output] = row < 0 ? Float8{} : values[row * stride + at + k];
+        }
+      }
+}
+
+// Output `id` of a weight that was packed (not gated), times its scales: [inputs].
+template <class T>
+void read_row(const Float8Form &form, long id, T *row) {
+  for (long slice = 0; slice < form.slices; slice++)
+    for (long piece = 0; piece < form.pieces(); piece++) {
+      const float *scales = reinterpret_cast<const float *>(form.slice(id / kPanel, slice) + form.piece_at(piece));
+      const Float8 *numbers = reinterpret_cast<const Float8 *>(scales + kPanel) + id % kPanel;
+      const long begin = form.begin(piece), count = form.end(piece) - begin;
+      alignas(64) float values[kMostAtOnce];
+      for (long k = 0; k < count; k++) values[k] = to_float(numbers[k * kPanel]) * scales[id % kPanel];
+      T *to = row + slice * form.length + begin;
+      for (long k = 0; k < count; k += kLanes) store(to + k, load(values + k), count - k);
+    }
+}
+
+}  // namespace
+}  // namespace fp8
+
+template <class T>
+void multiply_fp8(const Product &p) {
+  fp8::multiply<T>(p);
+}
+
+#define OARLOCK_MULTIPLY_FP8(T) template void multiply_fp8<T>(const Product &);
+OARLOCK_FOR_EACH_TYPE(OARLOCK_MULTIPLY_FP8)
+
+}  // namespace gemm
+
+// `packed` holds so many bytes. `group`: inputs of a group within a slice, whose length is `inputs / slices`.
+extern "C" long oarlock_fp8_size(long columns, long inputs, int gated, long slices, long group) {
+  return gemm::fp8::Float8Form{columns, gated, slices, inputs / slices, group}.bytes();
+}
+
+// `packed` begins at a cache line.
+extern "C" void oarlock_fp8_pack(const simd::Float8 *values, const float *scales, void *packed, long columns, long inputs,
+                                 long stride, int gated, long slices, long group, long scales_per_row, long stored_group) {
+  const gemm::fp8::Float8Form form{columns, gated, slices, inputs / slices, group};
+  memcpy(packed, &form, sizeof form);
+  gemm::fp8::pack(*static_cast<gemm::fp8::Float8Form *>(packed), values, scales, stride, scales_per_row, stored_group);
+}
+
+extern "C" void oarlock_fp8_gemm(const void *x, const void *weight, const void *bias, const void *residual, void *y,
+                                 long rows, long columns, long inputs, long x_stride, long y_stride, int epilogue, int type,
+                                 long slices) {
+  const gemm::Product p{x, weight, bias, residual, y, rows, columns, inputs, x_stride, y_stride, epilogue, slices};
+  with_type(type, [&](auto *of) { gemm::multiply_fp8<std::remove_pointer_t<decltype(of)>>(p); });
+}
+
+// Rows `ids` of a weight that was packed (not gated), times their scales: [count, inputs].
+extern "C" void oarlock_fp8_rows(const void *packed, const int64_t *ids, void *rows, long count, long inputs, int type) {
+  const auto &form = *static_cast<const gemm::fp8::Float8Form *>(packed);
+  with_type(type, [&](auto *of) {
+    using T = std::remove_pointer_t<decltype(of)>;
+#pragma omp parallel for if (count >= 16)
+    for (long i = 0; i < count; i++) gemm::fp8::read_row(form, ids[i], static_cast<T *>(rows) + i * inputs);
+  });
+}
