@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from workers.attention.forward_batch import ForwardBatch
+from workers.attention.kv_format import FORMATS, ROUNDED, KVFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +18,27 @@ class KVSpec:
     num_kv_heads: int  # local to the rank
     head_dim: int
     block_size: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the model
     device: torch.device
+    cache_dtype: str = "auto"  # a name of `FORMATS`; auto: `dtype`
+
+    @property
+    def form(self) -> KVFormat:
+        return FORMATS[self.cache_dtype]
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether pages hold other numbers than the model computes."""
+        return self.cache_dtype in ROUNDED
+
+    @property
+    def bytes_per_row(self) -> int:
+        """Of one KV head's key, or value, of one token in one layer."""
+        return self.form.elements(self.head_dim) * self.form.dtype(self.dtype).itemsize
 
     @property
     def bytes_per_token(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return 2 * self.num_layers * self.num_kv_heads * self.bytes_per_row
 
     @property
     def bytes_per_block(self) -> int:

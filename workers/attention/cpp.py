@@ -20,6 +20,7 @@ from workers.platform.huge_pages import huge_page_empty
 _GROUP = 16  # positions that lie side by side in a page
 _MAX_HEAD = 256
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_ROUNDED = {"int8": 1, "fp8": 2}  # `Pages` of `attention.h`
 
 
 class CAttentionStep(ctypes.Structure):
@@ -45,6 +46,7 @@ class CAttentionLayer(ctypes.Structure):
         ("window", ctypes.c_long),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
+        ("pages", ctypes.c_int),
     )
 
 
@@ -57,7 +59,8 @@ class CppPlan:
 
 
 class CppBackend:
-    """Pages are allocated as `[blocks, kv_heads, block_size, head_dim]`; the kernel has its own order inside a page."""
+    """Pages are allocated as `[blocks, kv_heads, block_size, elements of a row]`; the kernel has its own order inside a
+    page."""
 
     name: ClassVar[str] = "cpp"
 
@@ -65,8 +68,9 @@ class CppBackend:
         self.spec = spec
         self.type = _TYPES[spec.dtype]
         self._layers: dict[AttentionSpec, CAttentionLayer] = {}
+        self.pages = _ROUNDED.get(spec.cache_dtype, 0)
         heads = spec.num_kv_heads
-        self._pages = CAttentionLayer(heads, heads, spec.head_dim, spec.block_size, 0, 1.0, 0.0)
+        self._pages = CAttentionLayer(heads, heads, spec.head_dim, spec.block_size, 0, 1.0, 0.0, self.pages)
         self.kernels = kernels = library.library(spec.dtype)
         pointer, number = ctypes.c_void_p, ctypes.c_long
         self._attend = kernels.oarlock_attend
@@ -101,11 +105,9 @@ class CppBackend:
 
     def allocate(self, num_blocks: int) -> list[LayerKV]:
         spec = self.spec
-        shape = (num_blocks, spec.num_kv_heads, spec.block_size, spec.head_dim)
-        return [
-            LayerKV(huge_page_empty(shape, spec.dtype), huge_page_empty(shape, spec.dtype))
-            for _ in range(spec.num_layers)
-        ]
+        shape = (num_blocks, spec.num_kv_heads, spec.block_size, spec.form.elements(spec.head_dim))
+        dtype = spec.form.dtype(spec.dtype)
+        return [LayerKV(huge_page_empty(shape, dtype), huge_page_empty(shape, dtype)) for _ in range(spec.num_layers)]
 
     def prepare(self, batch: ForwardBatch) -> CppPlan:
         tables, starts, lens = (
@@ -122,7 +124,7 @@ class CppBackend:
         if made is None:
             made = self._layers[layer] = CAttentionLayer(
                 layer.num_heads, self.spec.num_kv_heads, layer.head_dim, self.spec.block_size,
-                layer.sliding_window or 0, layer.scale, layer.softcap or 0.0,
+                layer.sliding_window or 0, layer.scale, layer.softcap or 0.0, self.pages,
             )  # fmt: skip
         return made
 

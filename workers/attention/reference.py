@@ -11,6 +11,7 @@ from torch import Tensor
 
 from workers.attention.backend import AttentionSpec, KVSpec, LayerKV
 from workers.attention.forward_batch import ForwardBatch
+from workers.attention.kv_format import dequantized
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class _Sequence:
 
 
 class ReferenceBackend:
-    """Pages are `[blocks, block_size, kv_heads, head_dim]`: a slot is a row of the first two taken as one."""
+    """Pages are `[blocks, block_size, kv_heads, elements of a row]`: a slot is a row of the first two taken as one."""
 
     name: ClassVar[str] = "reference"
 
@@ -37,10 +38,10 @@ class ReferenceBackend:
 
     def allocate(self, num_blocks: int) -> list[LayerKV]:
         spec = self.spec
-        shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.form.elements(spec.head_dim))
 
         def pages() -> Tensor:
-            return torch.zeros(shape, dtype=spec.dtype, device=spec.device)
+            return torch.zeros(shape, dtype=spec.form.dtype(spec.dtype), device=spec.device)
 
         return [LayerKV(pages(), pages()) for _ in range(spec.num_layers)]
 
@@ -56,15 +57,16 @@ class ReferenceBackend:
         return plan
 
     def write(self, kv: LayerKV, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
-        kv.k.flatten(0, 1).index_copy_(0, batch.slot_mapping, k)
-        kv.v.flatten(0, 1).index_copy_(0, batch.slot_mapping, v)
+        form = self.spec.form
+        kv.k.flatten(0, 1).index_copy_(0, batch.slot_mapping, form.rounded(k))
+        kv.v.flatten(0, 1).index_copy_(0, batch.slot_mapping, form.rounded(v))
 
     def attend(self, q: Tensor, kv: LayerKV, plan: list[_Sequence], layer: AttentionSpec) -> Tensor:
-        out = torch.empty_like(q)
+        out, form = torch.empty_like(q), self.spec.form
         for seq in plan:
             slots = seq.slots[_first_seen(seq, layer.sliding_window) :]
-            k = kv.k.flatten(0, 1)[slots].float()  # [C, kv_heads, D]
-            v = kv.v.flatten(0, 1)[slots].float()
+            k = dequantized(form, kv.k.flatten(0, 1)[slots])  # [C, kv_heads, D]
+            v = dequantized(form, kv.v.flatten(0, 1)[slots])
             out[seq.start : seq.stop] = _attend_one(q[seq.start : seq.stop].float(), k, v, layer).to(q.dtype)
         return out.flatten(1)
 

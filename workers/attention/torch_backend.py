@@ -39,6 +39,9 @@ _MAX_SCORES = 1 << 19
 _GROUP_COST = 100_000
 _MAX_VIEWS = 256
 
+# Keys or values [pairs, N, D], and the scales [pairs, N] that they are to be multiplied by, if pages have any.
+_Numbers = tuple[Tensor, Tensor | None]
+
 
 @dataclass(frozen=True, slots=True)
 class _Mask:
@@ -94,8 +97,8 @@ class _Writes:
     batch itself is not kept, because it may hold views of shared memory."""
 
     slots: Tensor  # int64 [T]
-    rows: Tensor  # int64 [T * kv_heads]   rows of the pages taken as [blocks * kv_heads * block_size, head_dim]
-    fresh: Tensor  # int64   value pages whose first slot is written, as rows of [blocks * kv_heads, block_size * D]
+    rows: Tensor  # int64 [T * kv_heads]   rows of the pages taken as [blocks * kv_heads * block_size, row]
+    fresh: Tensor  # int64   value pages whose first slot is written, of [blocks * kv_heads, ...]
 
 
 class _Scratch:
@@ -119,12 +122,13 @@ class _Scratch:
 
 
 class TorchBackend:
-    """Pages are `[blocks + 1, kv_heads, block_size, head_dim]`; the last one stays zero."""
+    """Pages are `[blocks + 1, kv_heads, block_size, elements of a row]`; the last one stays zero."""
 
     name: ClassVar[str] = "torch"
 
     def __init__(self, spec: KVSpec) -> None:
         self.spec = spec
+        self._row = spec.form.elements(spec.head_dim)
         self._column_step = lcm(_COLUMNS, spec.block_size)
         self._min_columns = _SMALL_PRODUCT // spec.head_dim + 1
         self._scratch = _Scratch()
@@ -142,11 +146,8 @@ class TorchBackend:
     def allocate(self, num_blocks: int) -> list[LayerKV]:
         spec = self.spec
         self._zero_page = num_blocks
-        shape = (num_blocks + 1, spec.num_kv_heads, spec.block_size, spec.head_dim)
-        return [
-            LayerKV(huge_page_empty(shape, spec.dtype), huge_page_empty(shape, spec.dtype))
-            for _ in range(spec.num_layers)
-        ]
+        shape, dtype = (num_blocks + 1, spec.num_kv_heads, spec.block_size, self._row), spec.form.dtype(spec.dtype)
+        return [LayerKV(huge_page_empty(shape, dtype), huge_page_empty(shape, dtype)) for _ in range(spec.num_layers)]
 
     def prepare(self, batch: ForwardBatch) -> _Plan:
         return _Plan(batch.block_tables.numpy(), batch.query_lens, batch.context_lens)
@@ -157,11 +158,11 @@ class TorchBackend:
         writes = self._writes
         if writes is None or writes.slots is not batch.slot_mapping:
             writes = self._writes = self._writes_of(batch)
-        width = self.spec.head_dim
+        row, form = self._row, self.spec.form
         if len(writes.fresh):
-            kv.v.view(-1, self.spec.block_size * width).index_fill_(0, writes.fresh, 0)
-        kv.k.view(-1, width).index_copy_(0, writes.rows, k.reshape(-1, width))
-        kv.v.view(-1, width).index_copy_(0, writes.rows, v.reshape(-1, width))
+            kv.v.view(-1, self.spec.block_size * row).index_fill_(0, writes.fresh, 0)
+        kv.k.view(-1, row).index_copy_(0, writes.rows, form.rounded(k).reshape(-1, row))
+        kv.v.view(-1, row).index_copy_(0, writes.rows, form.rounded(v).reshape(-1, row))
 
     def _writes_of(self, batch: ForwardBatch) -> _Writes:
         size, heads = self.spec.block_size, self.spec.num_kv_heads
@@ -283,7 +284,7 @@ class TorchBackend:
         decodes, prefills = self._units(plan, layer)
         for unit in decodes:
             k, v = self._gather(kv, unit.pages, unit.size * kv_heads)  # [n * H, N, D]
-            shape = (unit.size, kv_heads, num_queries_per_kv, k.shape[1])
+            shape = (unit.size, kv_heads, num_queries_per_kv, k[0].shape[1])
             if isinstance(unit.rows, slice):
                 into = out[unit.rows].view(-1, num_queries_per_kv, width)
                 self._attend(
@@ -314,43 +315,48 @@ class TorchBackend:
                 )
                 result = torch.empty_like(some)
                 shape = (kv_heads, count, num_queries_per_kv, block.last_column - block.first_column)
-                self._attend(some, k[:, columns], v[:, columns], layer, shape, block.masks, result)
+                self._attend(some, _cut(k, columns), _cut(v, columns), layer, shape, block.masks, result)
                 out[block.start : block.stop] = result.view(kv_heads, count, num_queries_per_kv, width).transpose(0, 1)
         return out.view(rows, heads * width)
 
-    def _gather(self, kv: LayerKV, pages: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of `pages`, copied in order: [pairs, N, D] each, valid until the next call."""
-        size, width = self.spec.block_size, self.spec.head_dim
-        shape = (len(pages), size * width)
-        k = self._scratch.take("k", shape, kv.k.dtype)
-        v = self._scratch.take("v", shape, kv.v.dtype)
-        torch.index_select(kv.k.view(-1, size * width), 0, pages, out=k)
-        torch.index_select(kv.v.view(-1, size * width), 0, pages, out=v)
-        return k.view(pairs, -1, width), v.view(pairs, -1, width)
+    def _gather(self, kv: LayerKV, pages: Tensor, pairs: int) -> tuple[_Numbers, _Numbers]:
+        """Keys and values of `pages`, copied in order, valid until the next call."""
+        return self._gathered("k", kv.k, pages, pairs), self._gathered("v", kv.v, pages, pairs)
+
+    def _gathered(self, name: str, source: Tensor, pages: Tensor, pairs: int) -> _Numbers:
+        size = self.spec.block_size * self._row
+        rows = self._scratch.take(name, (len(pages), size), source.dtype)
+        torch.index_select(source.view(-1, size), 0, pages, out=rows)
+        return self.spec.form.numbers(rows.view(pairs, -1, self._row), self.spec.dtype)
 
     def _attend(
         self,
         q: Tensor,  # [pairs, M, D]
-        k: Tensor,  # [pairs, N, D]
-        v: Tensor,  # [pairs, N, D]
+        k: _Numbers,
+        v: _Numbers,
         layer: AttentionSpec,
         shape: tuple[int, int, int, int],  # of the scores [pairs, M, N] for the masks
         masks: list[_Mask],
         out: Tensor,  # [pairs, M, D]
     ) -> None:
         pairs, rows, _ = q.shape
-        flat = (pairs, rows, k.shape[1])
-        scores = self._scores(q, k.transpose(1, 2), layer.scale, flat)
+        (keys, key_scales), (values, value_scales) = k, v
+        flat = (pairs, rows, keys.shape[1])
+        scores = self._scores(q, keys.transpose(1, 2), layer.scale, flat)
+        if key_scales is not None:
+            scores.mul_(key_scales.unsqueeze(1))
         if layer.softcap is not None:
             scores.div_(layer.softcap).tanh_().mul_(layer.softcap)
         view = scores.view(shape)
         for mask in masks:
             view[..., mask.start : mask.stop].masked_fill_(mask.masked, float("-inf"))
         torch.softmax(scores, -1, out=scores)
+        if value_scales is not None:
+            scores.mul_(value_scales.unsqueeze(1))
         if q.dtype == torch.float32:
-            torch.bmm(scores, v, out=out)
+            torch.bmm(scores, values, out=out)
         else:
-            torch.bmm(self._scratch.take("high", flat, q.dtype).copy_(scores), v, out=out)
+            torch.bmm(self._scratch.take("high", flat, q.dtype).copy_(scores), values, out=out)
 
     def _scores(self, q: Tensor, keys: Tensor, scale: float, flat: tuple[int, int, int]) -> Tensor:
         """Scaled float32 scores [pairs, M, N], with the rounding error of 16-bit products added back (see above)."""
@@ -362,6 +368,11 @@ class TorchBackend:
         torch.baddbmm(high, q, keys, beta=0, alpha=scale, out=high)
         torch.baddbmm(high, q, keys, beta=-1, alpha=scale, out=lost)
         return scores.copy_(high).add_(lost)
+
+
+def _cut(numbers: _Numbers, columns: slice) -> _Numbers:
+    values, scales = numbers
+    return values[:, columns], None if scales is None else scales[:, columns]
 
 
 def _masks(query: np.ndarray, columns: int, window: int | None) -> list[_Mask]:

@@ -87,6 +87,8 @@ class TritonBackend:
             return f"it computes on CUDA devices and the model is on {spec.device.type}"
         if importlib.util.find_spec("triton") is None:
             return "Triton is not installed"
+        if spec.is_rounded:
+            return f"it has no pages of {spec.cache_dtype}"
         if spec.dtype not in _TYPES:
             return f"it knows float32, float16 and bfloat16, not {spec.dtype}"
         if spec.device.type == "cuda" and torch.cuda.get_device_capability(spec.device) < (8, 0):

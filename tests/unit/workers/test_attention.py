@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from tests.unit.workers.attention_cases import CPP, EMULATED, EMULATES_BFLOAT16, Case, Seq, batch_of
 from workers.attention.backend import AttentionSpec, KVSpec
 from workers.attention.cpp import CppBackend
+from workers.attention.kv_format import ROUNDED, dequantized
 from workers.attention.reference import ReferenceBackend
 from workers.attention.selector import choose
 from workers.attention.torch_backend import TorchBackend
@@ -17,9 +18,17 @@ from workers.errors import StartupError
 CPU = torch.device("cpu")
 MIXED = [Seq(1, 1), Seq(1, 37), Seq(9, 9), Seq(1, 300), Seq(5, 64), Seq(1, 64), Seq(33, 129), Seq(2, 2)]
 FAST = [TorchBackend, *CPP]
+# Of the slower tests: each form of pages with one type.
+NUMBERS = [(torch.bfloat16, "auto"), (torch.float16, "auto"), (torch.float32, "auto")]
+NUMBERS += [(torch.bfloat16, "int8"), (torch.float32, "fp8")]
+each_cache = pytest.mark.parametrize("cache", ["auto", *ROUNDED])
 # The torch backend is not batch-invariant in float32: the number of rows decides how torch's products split their sums.
-INVARIANT = [(backend, dtype) for backend in FAST for dtype in (torch.bfloat16, torch.float16, torch.float32)]
-INVARIANT.remove((TorchBackend, torch.float32))
+INVARIANT = [
+    (backend, dtype, cache)
+    for backend in FAST
+    for dtype, cache in NUMBERS
+    if (backend, dtype) != (TorchBackend, torch.float32)
+]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
 
@@ -32,8 +41,10 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def specs(dtype=torch.float32, block=16, group=4, heads=2, width=64, window=None, softcap=None, device=CPU):
-    kv = KVSpec(1, heads, width, block, dtype, device)
+def specs(
+    dtype=torch.float32, block=16, group=4, heads=2, width=64, window=None, softcap=None, device=CPU, cache="auto"
+):
+    kv = KVSpec(1, heads, width, block, dtype, device, cache)
     return kv, AttentionSpec(0, heads * group, heads, width, width**-0.5, window, softcap)
 
 
@@ -54,10 +65,11 @@ def specs(dtype=torch.float32, block=16, group=4, heads=2, width=64, window=None
     ],
     ids=str,
 )
-def test_backends_agree_with_the_reference(options, dtype, device):
+@each_cache
+def test_backends_agree_with_the_reference(options, dtype, device, cache):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    kv, layer = specs(dtype=dtype, **options)
+    kv, layer = specs(dtype=dtype, cache=cache, **options)
     expected = Case(kv, layer, MIXED).run(ReferenceBackend(kv))
     assert torch.cat(expected).isfinite().all()
     kv = dataclasses.replace(kv, device=torch.device(device))
@@ -74,8 +86,9 @@ def test_backends_agree_with_the_reference(options, dtype, device):
 @pytest.mark.parametrize(
     "options", [{"window": 1}, {"window": 40}, {"block": 32, "window": 33, "group": 7}, {"block": 128, "window": 200}]
 )
-def test_blocks_outside_the_window_are_never_read(options, backend, dtype):
-    kv, layer = specs(dtype=dtype, **options)
+@each_cache
+def test_blocks_outside_the_window_are_never_read(options, backend, dtype, cache):
+    kv, layer = specs(dtype=dtype, cache=cache, **options)
     case = Case(kv, layer, [Seq(1, 300), Seq(70, 400), Seq(1, 41), Seq(1, 40), Seq(3, 129), Seq(5, 5)])
     pieces = [[Seq(*_next(seq.context, end, 57)) for seq in case.seqs] for end in range(57, 500, 57)]
     for steps in (None, pieces):
@@ -86,40 +99,44 @@ def test_blocks_outside_the_window_are_never_read(options, backend, dtype):
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_reference_agrees_with_torch(window):
-    """The reference itself is compared with torch's attention over whole sequences."""
-    kv, layer = specs(window=window, group=2)
+@each_cache
+def test_reference_agrees_with_torch(window, cache):
+    """The reference itself is compared with torch's attention over whole sequences in float64: over the numbers that
+    pages stand for."""
+    kv, layer = specs(window=window, group=2, cache=cache)
     case = Case(kv, layer, [Seq(20, 20), Seq(7, 50)])
     for i, ours in enumerate(case.run(ReferenceBackend(kv))):
-        q, k, v = (x[i].transpose(0, 1) for x in (case.q, case.k, case.v))
+        held = (dequantized(kv.form, kv.form.rounded(x[i])) for x in (case.k, case.v))
+        q, k, v = (x.double().transpose(0, 1) for x in (case.q[i], *held))
         visible = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril()
         if window:
             visible &= ~torch.ones_like(visible).tril(-window)
         wanted = F.scaled_dot_product_attention(
             q, k.repeat_interleave(2, 0), v.repeat_interleave(2, 0), attn_mask=visible
         )
-        torch.testing.assert_close(ours, wanted.transpose(0, 1).flatten(1), atol=2e-6, rtol=2e-6)
+        torch.testing.assert_close(ours.double(), wanted.transpose(0, 1).flatten(1), atol=2e-6, rtol=2e-6)
 
 
 @pytest.mark.parametrize("backend", FAST)
-def test_scores_survive_large_key_biases(backend):
+@each_cache
+def test_scores_survive_large_key_biases(backend, cache):
     """Keys that share a large offset make scores in the hundreds, which 16 bits would round by more than one."""
-    kv, layer = specs(dtype=torch.bfloat16, group=7)
+    kv, layer = specs(dtype=torch.bfloat16, group=7, cache=cache)
     case = Case(kv, layer, MIXED, key_bias=64.0)
     for ours, wanted in zip(case.run(backend(kv)), case.run(ReferenceBackend(kv)), strict=True):
         torch.testing.assert_close(ours, wanted, atol=3e-2, rtol=3e-2)
 
 
-@pytest.mark.parametrize(("backend", "dtype"), INVARIANT, ids=str)
+@pytest.mark.parametrize(("backend", "dtype", "cache"), INVARIANT, ids=str)
 @pytest.mark.parametrize(
     "options",
     [{"group": 7}, {"group": 1, "block": 32}, {"group": 2, "width": 32, "heads": 4}, {"group": 4, "window": 50}],
     ids=str,
 )
-def test_batch_and_chunks_do_not_change_a_bit(options, backend, dtype):
+def test_batch_and_chunks_do_not_change_a_bit(options, backend, dtype, cache):
     if backend is TorchBackend and dtype == torch.bfloat16 and EMULATES_BFLOAT16:
         pytest.skip(EMULATES_BFLOAT16)
-    kv, layer = specs(dtype=dtype, **options)
+    kv, layer = specs(dtype=dtype, cache=cache, **options)
     case = Case(kv, layer, [Seq(1, 300), Seq(70, 100), Seq(1, 40), Seq(1, 33), Seq(3, 3)])
     together = case.run(backend(kv))
     for i in range(len(case.seqs)):
@@ -154,12 +171,15 @@ def test_long_prompts_are_cut_into_row_blocks_and_groups():
         torch.testing.assert_close(mine, wanted, atol=1.6e-2, rtol=1.6e-2)
 
 
-def test_pages_hold_kv_heads_once():
-    kv, _ = specs(group=8, heads=2)
+@each_cache
+def test_pages_hold_kv_heads_once(cache):
+    kv, _ = specs(group=8, heads=2, cache=cache)
     for backend in (ReferenceBackend(kv), *(fast(kv) for fast in FAST)):
         (layer,) = backend.allocate(10)
-        spare = layer.k.numel() - 10 * 16 * 2 * 64
-        assert 0 <= spare <= 16 * 2 * 64, "at most one page beyond the blocks"
+        page = 16 * 2 * {"auto": 64 * 4, "int8": 64 + 2, "fp8": 64}[cache]  # bytes
+        assert layer.k.nbytes == layer.v.nbytes
+        assert 0 <= layer.k.nbytes - 10 * page <= page, "at most one page beyond the blocks"
+        assert kv.bytes_per_block == 2 * page
 
 
 def test_choose_prefers_the_fast_backend_and_logs_the_reason_otherwise():
@@ -180,7 +200,7 @@ def test_choose_prefers_the_fast_backend_and_logs_the_reason_otherwise():
         choose(kv, "flashier", lines.append)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("dtype", "cache"), NUMBERS, ids=str)
 @pytest.mark.parametrize(
     "options",
     [
@@ -192,9 +212,9 @@ def test_choose_prefers_the_fast_backend_and_logs_the_reason_otherwise():
     ],
     ids=str,
 )
-def test_several_spans_of_positions_and_blocks_of_rows(options, dtype):
+def test_several_spans_of_positions_and_blocks_of_rows(options, dtype, cache):
     """Several spans of 256 positions, windows that begin in the middle of one, and more rows than registers hold."""
-    kv, layer = specs(dtype=dtype, **options)
+    kv, layer = specs(dtype=dtype, cache=cache, **options)
     case = Case(kv, layer, [Seq(1, 800), Seq(9, 530), Seq(30, 300), Seq(1, 256), Seq(1, 257)])
     expected = case.run(ReferenceBackend(kv))
     for backend in CPP:
@@ -205,18 +225,19 @@ def test_several_spans_of_positions_and_blocks_of_rows(options, dtype):
 @pytest.mark.parametrize("backend", EMULATED)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("options", [{"group": 7}, {"width": 80, "block": 48}, {"window": 40, "softcap": 5.0}], ids=str)
-def test_an_emulated_processor_agrees_with_the_reference(options, dtype, backend):
-    kv, layer = specs(dtype=dtype, **options)
+@each_cache
+def test_an_emulated_processor_agrees_with_the_reference(options, dtype, backend, cache):
+    kv, layer = specs(dtype=dtype, cache=cache, **options)
     case = Case(kv, layer, MIXED)
     for ours, wanted in zip(case.run(backend(kv)), case.run(ReferenceBackend(kv)), strict=True):
         torch.testing.assert_close(ours, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("backend", [*CPP, *EMULATED])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("dtype", "cache"), NUMBERS, ids=str)
 @pytest.mark.parametrize("options", [{}, {"window": 700}], ids=str)
-def test_threads_share_the_positions_of_a_sequence_without_changing_a_bit(options, dtype, backend):
-    kv, layer = specs(dtype=dtype, heads=1, group=7, **options)
+def test_threads_share_the_positions_of_a_sequence_without_changing_a_bit(options, dtype, backend, cache):
+    kv, layer = specs(dtype=dtype, heads=1, group=7, cache=cache, **options)
     case = Case(kv, layer, [Seq(1, 3000), Seq(3, 1200), Seq(1, 20), Seq(70, 1100)])
     one = case.run(backend(kv))
     for threads in (2, 3, 16):

@@ -13,20 +13,20 @@
 
 #include <cmath>
 #include <cstring>
-#include <limits>
 
 #include "attention/products.h"
+#include "attention/softmax.h"
+#include "attention/widen.h"
 #include "runtime/arena.h"
-#include "simd/vector_math.h"
 
 namespace {
 
 constexpr int kTile = 3 * kTileRows;  // rows per tile: they share what is read from memory
 constexpr int kUnit = kVectors < 4 ? 4 / kVectors : 1;  // groups per call of a product that takes 4 registers
 constexpr int kMore = 2 * kUnit;      // groups after those of a span that products may be given
+constexpr int kWidened = 4;           // groups of values that are widened at a time; of keys kUnit, which is no more
 constexpr long kPartsPerThread = 8;  // into how many parts the spans of a step are cut for each thread, at least
 constexpr long kLeastSpans = 2;      // spans per part, at least: merging takes time, too
-constexpr float kHidden = -std::numeric_limits<float>::infinity();
 
 template <class T>
 struct Call {
@@ -34,7 +34,7 @@ struct Call {
   const AttentionLayer &layer;
   const T *q;
   T *out;
-  const T *k, *v;
+  const uint8_t *k, *v;
   long q_stride, out_stride;
 };
 
@@ -65,6 +65,8 @@ struct Workspace {
   alignas(64) float scores[kTile * kSpan];
   alignas(64) std::conditional_t<std::is_same_v<Left<T>, float>, char, Left<T>> weights[kTile * kSpan];
   alignas(64) float part[kTile * (kMaxHead + 2)], result[kTile * (kMaxHead + 2)];  // of one span, and of all so far
+  alignas(64) T wide[kWidened * kGroup * kMaxHead];             // groups of pages in 8 bits, widened
+  alignas(64) float key_scales[kSpan], value_scales[kSpan];     // of pages in int8
 };
 
 // Weights take the place of scores if they have the same type.
@@ -85,10 +87,6 @@ void clear(float *span, long rows, long width) {
   for (long r = 0; r < rows; r++) peaks_of(span, rows, width)[r] = kHidden;
 }
 
-// 2^y for y <= 0, and exactly 0 where it is tiny or y is kHidden.
-Vec weight(Vec y) { return simd::select(simd::less(y, simd::broadcast(-126.0f)), simd::zero(), simd::power_of_2(y)); }
-float weight(float y) { return simd::first_lane(weight(simd::broadcast(y))); }
-
 // Adds the results for the positions that follow.
 void merge(float *into, float *next, long rows, long width) {
   for (long r = 0; r < rows; r++) {
@@ -103,60 +101,6 @@ void merge(float *into, float *next, long rows, long width) {
     for (long d = r * width; d < (r + 1) * width; d += kLanes)
       simd::store(into + d, simd::fma(simd::load(into + d), keeps, simd::load(next + d) * takes));
   }
-}
-
-// Of `count` scores, a multiple of kLanes. Four registers of maxima, since one would wait for itself.
-float largest(const float *scores, long count) {
-  Vec peaks[4];
-  for (Vec &some : peaks) some = simd::broadcast(kHidden);
-  long i = 0;
-  for (; i + 4 * kLanes <= count; i += 4 * kLanes)
-    for (int j = 0; j < 4; j++) peaks[j] = simd::max(peaks[j], simd::load(scores + i + j * kLanes));
-  for (; i < count; i += kLanes) peaks[0] = simd::max(peaks[0], simd::load(scores + i));
-  return simd::largest(simd::max(simd::max(peaks[0], peaks[1]), simd::max(peaks[2], peaks[3])));
-}
-
-// scores [count] of one row become weights; the row sees the positions `low` to `high` of them.
-template <class E>
-void softmax(const AttentionLayer &layer, float *scores, E *weights, long low, long high, long count, float *peak,
-             float *total) {
-  *peak = kHidden;
-  *total = 0.0f;
-  if (low >= high) {
-    memset(weights, 0, count * sizeof *weights);
-    return;
-  }
-  const long begin = low / kLanes * kLanes, end = (high + kLanes - 1) / kLanes * kLanes;
-  const Vec hidden = simd::broadcast(kHidden);
-  float scale = layer.scale;
-  if (layer.softcap > 0) {
-    const Vec cap = simd::broadcast(layer.softcap), ratio = simd::broadcast(scale / layer.softcap);
-    for (long i = begin; i < end; i += kLanes)
-      simd::store(scores + i, simd::tanh(simd::load(scores + i) * ratio) * cap);
-    scale = 1.0f;
-  }
-  scale *= simd::kLog2E;  // exp(x) is 2^(x log2(e))
-  if (begin < low)
-    simd::store(scores + begin, simd::select(simd::first(low - begin), hidden, simd::load(scores + begin)));
-  if (high < end) {
-    float *last = scores + end - kLanes;
-    simd::store(last, simd::select(simd::first(high - (end - kLanes)), simd::load(last), hidden));
-  }
-  *peak = largest(scores + begin, end - begin) * scale;
-  if (*peak == kHidden) {
-    memset(weights, 0, count * sizeof *weights);
-    return;
-  }
-  const Vec scales = simd::broadcast(scale), shift = simd::broadcast(-*peak);
-  Vec totals = simd::zero();
-  if (begin > 0) memset(weights, 0, begin * sizeof *weights);
-  for (long i = begin; i < end; i += kLanes) {
-    const Vec p = weight(simd::fma(simd::load(scores + i), scales, shift));
-    simd::store(weights + i, p);
-    totals = totals + (std::is_same_v<E, float> ? p : simd::load(weights + i));  // as rounded
-  }
-  if (end < count) memset(weights + end, 0, (count - end) * sizeof *weights);
-  *total = simd::sum(totals);
 }
 
 // Finds the rows of a task. Returns the number of their blocks.
@@ -201,18 +145,17 @@ inline Left<T> left(T value) {
 
 // Where the groups of a span lie that a tile sees. After them come those that follow, or copies of the last one: these
 // are prefetched or computed in vain.
-template <class T>
 struct Groups {
   long first, count;  // the first position, and the number of groups in this span
-  const T *k[kSpan / kGroup + kMore], *v[kSpan / kGroup + kMore];
+  const uint8_t *k[kSpan / kGroup + kMore], *v[kSpan / kGroup + kMore];
 };
 
 // `begin` and `end`: the positions that the tile sees.
 template <class T>
-void find_groups(const Call<T> &call, const Task &task, long begin, long end, long span, Groups<T> &groups) {
+void find_groups(const Call<T> &call, const Task &task, long begin, long end, long span, Groups &groups) {
   const AttentionLayer &layer = call.layer;
   const int32_t *table = call.step.tables + task.seq * call.step.table_width;
-  const long groups_per_page = layer.block_size / kGroup, size = kGroup * layer.head_dim;
+  const long groups_per_page = layer.block_size / kGroup, size = group_bytes<T>(layer);
   const long first = begin > span * kSpan ? begin : span * kSpan;
   const long stop = end < (span + 1) * kSpan ? end : (span + 1) * kSpan;
   groups.first = first;
@@ -230,10 +173,83 @@ void find_groups(const Call<T> &call, const Task &task, long begin, long end, lo
   }
 }
 
+// The scores of a span, and the scales of its keys and values if they have any.
+template <class T>
+void score_span(const Call<T> &call, const Groups &here, long blocks, Workspace<T> &space) {
+  const AttentionLayer &layer = call.layer;
+  constexpr int kStep = Format<T>::kStep;
+  const long width = layer.head_dim, size = kGroup * width;
+  const bool is_rounded = layer.pages != kUnrounded;
+  if (layer.pages == kInt8Pages)
+    for (long g = 0; g < here.count; g++) {
+      widen_scales(layer, here.k[g], space.key_scales + g * kGroup);
+      widen_scales(layer, here.v[g], space.value_scales + g * kGroup);
+    }
+  for (long g = 0; g < here.count; g += kUnit) {
+    const T *keys[kUnit];
+    for (long u = 0; u < kUnit; u++) {
+      keys[u] = is_rounded ? space.wide + u * size : reinterpret_cast<const T *>(here.k[g + u]);
+      if (is_rounded && g + u < here.count)
+        widen_group(layer, here.k[g + u], space.wide + u * size, here.k[g + u + kUnit], here.v[g + u]);
+    }
+    for (long block = 0; block < blocks; block++) {
+      const long start = space.blocks[block].start;
+      const Products<T> &product = *space.blocks[block].products;
+      for (long i = g * kVectors; i < (g + kUnit) * kVectors && i < here.count * kVectors; i += product.columns) {
+        const long group = i / kVectors, groups = product.columns > kVectors ? product.columns / kVectors : 1;
+        const T *from[4], *ahead[8];
+        for (long c = 0; c < product.columns; c++)
+          from[c] = keys[(i + c) / kVectors - g] + (i + c) % kVectors * kLanes * kStep;
+        for (long c = 0; c < groups; c++) {
+          ahead[2 * c] = is_rounded ? keys[0] : reinterpret_cast<const T *>(here.v[group + c]);
+          ahead[2 * c + 1] = is_rounded ? keys[0] : reinterpret_cast<const T *>(here.k[group + groups + c]);
+        }
+        product.score(space.q + start * kMaxHead, from, width, space.scores + start * kSpan + i * kLanes, ahead);
+      }
+    }
+  }
+}
+
+// memory [rows][width] = weights [rows][kSpan] times the values of a span. `next`: the groups of the next one.
+template <class T>
+void add_values(const Call<T> &call, const Groups &here, const Groups &next, const Left<T> *weights, long blocks,
+                Workspace<T> &space, float *memory) {
+  const AttentionLayer &layer = call.layer;
+  const long width = layer.head_dim, size = kGroup * width;
+  const bool is_rounded = layer.pages != kUnrounded;
+  const long share = (here.count + blocks - 1) / blocks;  // of the next span's keys: each block prefetches one
+  const long most = is_rounded ? kWidened : Format<T>::kPositions / kGroup;
+  for (long g = 0, until; g < here.count; g = until) {
+    until = (here.first / kGroup + g + most) / most * most - here.first / kGroup;
+    if (until > here.count) until = here.count;
+    const T *values[kSpan / kGroup], *ahead[kSpan / kGroup];
+    for (long i = g; i < until; i++) {
+      values[i - g] = is_rounded ? space.wide + (i - g) * size : reinterpret_cast<const T *>(here.v[i]);
+      if (is_rounded) widen_group(layer, here.v[i], space.wide + (i - g) * size, next.k[i]);
+    }
+    for (long block = 0; block < blocks; block++) {
+      const long start = space.blocks[block].start;
+      const Products<T> &product = *space.blocks[block].products;
+      for (long i = g; i < until; i++) {
+        const bool is_mine = !is_rounded && i >= share * block && i < share * (block + 1);
+        ahead[i - g] = is_mine ? reinterpret_cast<const T *>(next.k[i]) : values[i - g];
+      }
+      const Left<T> *from = weights + start * kSpan + g * kGroup;
+      const auto add = [&](auto product, long d) {
+        product(from, values, ahead, until - g, width, d, g > 0, memory + start * width);
+      };
+      long d = 0;
+      for (; d + product.columns * kLanes <= width; d += product.columns * kLanes) add(product.wide, d);
+      const long narrow = kLanes * (kVectors < product.columns ? kVectors : product.columns);
+      for (; d < width; d += narrow) add(product.narrow, d);
+    }
+  }
+}
+
 template <class T>
 __attribute__((noinline)) void compute(const Call<T> &call, const Task &task, Workspace<T> &space) {
   const AttentionLayer &layer = call.layer;
-  constexpr int kStep = Format<T>::kStep;
+  const bool has_scales = layer.pages == kInt8Pages;
   const long width = layer.head_dim, rows = task.rows, blocks = find_rows(call, task, space);
   for (long r = 0; r < rows; r++) {
     const T *from = call.q + space.q_at[r];
@@ -245,54 +261,23 @@ __attribute__((noinline)) void compute(const Call<T> &call, const Task &task, Wo
 
   const long end = space.last[rows - 1] + 1, begin = first_position(layer, space.last[0]);
   Left<T> *weights = weights_of(space);
-  Groups<T> here, next;
+  Groups here, next;
   find_groups(call, task, begin, end, task.first_span, here);
   for (long span = task.first_span; span < task.end_span; span++, here = next) {
     find_groups(call, task, begin, end, span + 1 < task.end_span ? span + 1 : span, next);
     float *memory = task.partials ? task.partials + (span - task.first_span) * span_size(rows, width) : space.part;
-    for (long g = 0; g < here.count; g += kUnit)
-      for (long block = 0; block < blocks; block++) {
-        const long start = space.blocks[block].start;
-        const Products<T> &product = *space.blocks[block].products;
-        for (long i = g * kVectors; i < (g + kUnit) * kVectors && i < here.count * kVectors; i += product.columns) {
-          const long group = i / kVectors, groups = product.columns > kVectors ? product.columns / kVectors : 1;
-          const T *from[4], *ahead[8];
-          for (long c = 0; c < product.columns; c++)
-            from[c] = here.k[(i + c) / kVectors] + (i + c) % kVectors * kLanes * kStep;
-          for (long c = 0; c < groups; c++) {
-            ahead[2 * c] = here.v[group + c];
-            ahead[2 * c + 1] = here.k[group + groups + c];
-          }
-          product.score(space.q + start * kMaxHead, from, width, space.scores + start * kSpan + i * kLanes, ahead);
-        }
-      }
+    score_span(call, here, blocks, space);
     for (long r = 0; r < rows; r++) {
       const long last = space.last[r], high = last - here.first + 1, most = here.count * kGroup;
       const long low = layer.window && last - layer.window + 1 > here.first ? last - layer.window + 1 - here.first : 0;
-      softmax(layer, space.scores + r * kSpan, weights + r * kSpan, low, high < most ? high : most, most,
-              peaks_of(memory, rows, width) + r, totals_of(memory, rows, width) + r);
+      float *scores = space.scores + r * kSpan;
+      if (has_scales)
+        for (long i = 0; i < most; i += kLanes)
+          simd::store(scores + i, simd::load(scores + i) * simd::load(space.key_scales + i));
+      softmax(layer, scores, weights + r * kSpan, has_scales ? space.value_scales : nullptr, low,
+              high < most ? high : most, most, peaks_of(memory, rows, width) + r, totals_of(memory, rows, width) + r);
     }
-    for (long block = 0; block < blocks; block++) {
-      const long start = space.blocks[block].start;
-      const Products<T> &product = *space.blocks[block].products;
-      const T *ahead[kSpan / kGroup];  // each block of rows prefetches its share of the next span's keys
-      const long share = (here.count + blocks - 1) / blocks;
-      for (long g = 0; g < here.count; g++)
-        ahead[g] = g >= share * block && g < share * (block + 1) ? next.k[g] : here.v[g];
-      for (long g = 0, until; g < here.count; g = until) {
-        constexpr long kGroups = Format<T>::kPositions / kGroup;
-        until = (here.first / kGroup + g + kGroups) / kGroups * kGroups - here.first / kGroup;
-        if (until > here.count) until = here.count;
-        const Left<T> *from = weights + start * kSpan + g * kGroup;
-        const auto add = [&](auto product, long d) {
-          product(from, here.v + g, ahead + g, until - g, width, d, g > 0, memory + start * width);
-        };
-        long d = 0;
-        for (; d + product.columns * kLanes <= width; d += product.columns * kLanes) add(product.wide, d);
-        const long narrow = kLanes * (kVectors < product.columns ? kVectors : product.columns);
-        for (; d < width; d += narrow) add(product.narrow, d);
-      }
-    }
+    add_values(call, here, next, weights, blocks, space, memory);
     if (!task.partials) merge(space.result, memory, rows, width);
   }
   if (!task.partials) finish(call, task, space);
@@ -368,13 +353,14 @@ void run(const Call<T> &call) {
 
 template <class T>
 void attend(const AttentionStep &step, const AttentionLayer &layer, const T *q, long q_stride, T *out, long out_stride,
-            const T *k_pages, const T *v_pages) {
-  run(Call<T>{step, layer, q, out, k_pages, v_pages, q_stride, out_stride});
+            const void *k_pages, const void *v_pages) {
+  run(Call<T>{step, layer, q, out, static_cast<const uint8_t *>(k_pages), static_cast<const uint8_t *>(v_pages), q_stride,
+              out_stride});
 }
 
-#define OARLOCK_ATTEND(T)                                                                                         \
-  template void attend<T>(const AttentionStep &, const AttentionLayer &, const T *, long, T *, long, const T *,   \
-                          const T *);
+#define OARLOCK_ATTEND(T)                                                                                          \
+  template void attend<T>(const AttentionStep &, const AttentionLayer &, const T *, long, T *, long, const void *, \
+                          const void *);
 OARLOCK_FOR_EACH_TYPE(OARLOCK_ATTEND)
 
 extern "C" void oarlock_attend(const AttentionStep *step, const AttentionLayer *layer, const void *q, long q_stride,
@@ -382,6 +368,6 @@ extern "C" void oarlock_attend(const AttentionStep *step, const AttentionLayer *
   with_type(type, [&](auto *of) {
     using T = std::remove_pointer_t<decltype(of)>;
     attend<T>(*step, *layer, static_cast<const T *>(q), q_stride, static_cast<T *>(out), out_stride,
-              static_cast<const T *>(k_pages), static_cast<const T *>(v_pages));
+              k_pages, v_pages);
   });
 }

@@ -3,7 +3,8 @@
 // Pages hold groups of 16 positions, 16 * D elements each, in the order the products read them:
 //   keys    [D / s][16][s]     one load: s neighbouring elements of several positions
 //   values  [16 / s][D][s]     one load: several elements of s neighbouring positions
-// s is 2 for bfloat16, whose dot product takes pairs, else 1.
+// s is 2 for bfloat16, whose dot product takes pairs, else 1. Pages in 8 bits have the same order, with s of the model's
+// type; in int8, the scales [16] of the positions come after the numbers of a group, in bfloat16.
 #pragma once
 #include <cstdint>
 
@@ -15,6 +16,8 @@ struct AttentionStep {
   long seqs, table_width;
 };
 
+enum Pages { kUnrounded = 0, kInt8Pages = 1, kFp8Pages = 2 };  // in the model's type; int8 with scales; e4m3
+
 struct AttentionLayer {
   long heads, kv_heads;  // of this rank; query head h reads KV head h / (heads / kv_heads)
   long head_dim;         // D: a multiple of 16, at most 256
@@ -22,17 +25,18 @@ struct AttentionLayer {
   long window;           // a query sees itself and the window - 1 positions before it; 0: all
   float scale;
   float softcap;  // scores become softcap * tanh(score / softcap); 0: they stay
+  int pages;      // a Pages: the form of keys and values in memory
 };
 
 // q [T, heads, D] and out [T, heads, D], rows `q_stride` and `out_stride` elements apart; pages [blocks, kv_heads,
-// block_size, D]. Called outside of parallel regions; uses all threads, and the arena of the calling one.
+// block_size / 16] groups. Called outside of parallel regions; uses all threads, and the arena of the calling one.
 template <class T>
 void attend(const AttentionStep &step, const AttentionLayer &layer, const T *q, long q_stride, T *out, long out_stride,
-            const T *k_pages, const T *v_pages);
+            const void *k_pages, const void *v_pages);
 
 // Stores k, v [tokens, kv_heads, D], rows `k_stride` and `v_stride` elements apart, at `slots` [tokens]: block *
-// block_size + offset. Writing the first slot of a page clears the page of values first: weight zero times what an
-// earlier sequence left there must be zero, and zero times NaN is not.
+// block_size + offset. Writing the first slot of a page clears the page of values first, or their scales: weight zero
+// times what an earlier sequence left there must be zero, and zero times NaN is not.
 template <class T>
-void write_kv(const AttentionLayer &layer, const T *k, long k_stride, const T *v, long v_stride, T *k_pages, T *v_pages,
-              const int64_t *slots, long tokens);
+void write_kv(const AttentionLayer &layer, const T *k, long k_stride, const T *v, long v_stride, void *k_pages,
+              void *v_pages, const int64_t *slots, long tokens);

@@ -4,17 +4,13 @@
 #include <type_traits>
 #include <utility>
 
-#include "simd/element_types.h"
+#include "attention/pages.h"
 
 namespace {
 
-using simd::kLanes;
 using simd::kTileRows;
-using simd::Vec;
 
-constexpr int kGroup = 16;                 // positions per group
 constexpr int kSpan = 256;                 // positions per softmax
-constexpr int kMaxHead = 256;              // elements per head
 constexpr int kVectors = kGroup / kLanes;  // registers that an element of a group's positions takes
 constexpr int kRegisters = kLanes == 8 ? 16 : 32;
 

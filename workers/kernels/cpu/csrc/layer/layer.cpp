@@ -109,15 +109,14 @@ template <class T>
 void attention_half(const AttentionHalf &layer, const LayerStep &step) {
   const AttentionLayer &a = *layer.attention;
   const long stride = layer.half.in.columns, mixed_width = a.heads * a.head_dim;
-  T *k_pages = static_cast<T *>(layer.k_pages), *v_pages = static_cast<T *>(layer.v_pages);
   const Arena::Mark mark = arena().mark();
   T *qkv = arena().take<T>(step.rows * stride);
   enter(layer.half, step, 0, step.rows, qkv, stride);
   rotate_heads(layer, step, qkv, stride);
   const T *k = qkv + mixed_width, *v = k + a.kv_heads * a.head_dim;
-  write_kv(a, k, stride, v, stride, k_pages, v_pages, step.slots, step.rows);
+  write_kv(a, k, stride, v, stride, layer.k_pages, layer.v_pages, step.slots, step.rows);
   T *mixed = arena().take<T>(step.rows * mixed_width);
-  attend<T>(*step.attention, a, qkv, stride, mixed, mixed_width, k_pages, v_pages);
+  attend<T>(*step.attention, a, qkv, stride, mixed, mixed_width, layer.k_pages, layer.v_pages);
   leave(layer.half, step, 0, step.rows, mixed);
   arena().release(mark);
 }

@@ -1,0 +1,74 @@
+// Pages of keys and values: what a group of 16 positions takes, and how a row is rounded to 8 bits.
+#pragma once
+#include <algorithm>
+#include <cmath>
+
+#include "attention/attention.h"
+#include "simd/element_types.h"
+
+namespace {
+
+using simd::kLanes;
+using simd::Vec;
+
+constexpr int kGroup = 16;     // positions per group
+constexpr int kMaxHead = 256;  // elements per head
+
+// Bytes of the keys, or values, of one KV head at the positions of a group, and of those their scales at the end.
+template <class T>
+long numbers_bytes(const AttentionLayer &layer) {
+  return kGroup * layer.head_dim * (layer.pages == kUnrounded ? sizeof(T) : 1);
+}
+inline long scales_bytes(const AttentionLayer &layer) { return layer.pages == kInt8Pages ? kGroup * sizeof(BFloat16) : 0; }
+template <class T>
+long group_bytes(const AttentionLayer &layer) {
+  return numbers_bytes<T>(layer) + scales_bytes(layer);
+}
+
+// The scales of a group of int8.
+inline void widen_scales(const AttentionLayer &layer, const uint8_t *group, float *to) {
+  const BFloat16 *scales = reinterpret_cast<const BFloat16 *>(group + kGroup * layer.head_dim);
+  for (int i = 0; i < kGroup; i += kLanes) simd::store(to + i, simd::load(scales + i));
+}
+
+inline uint32_t bits_of(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+inline float float_of(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// x [count] as whole numbers from -127 to 127 times the scale that is returned: the largest size / 127, rounded up, so
+// that none is beyond 127. A row with a number that is not finite has scale NaN.
+inline BFloat16 round_int8(const float *x, long count, uint8_t *to) {
+  uint32_t largest = 0;  // sizes of floats are in the order of their bits; NaN comes last
+  for (long i = 0; i < count; i++) largest = std::max(largest, bits_of(x[i]) & 0x7fffffffu);
+  if (largest >= 0x7f800000u) {
+    memset(to, 0, count);
+    return {0x7fc0};
+  }
+  const uint16_t scale = static_cast<uint16_t>((bits_of(float_of(largest) / 127.0f) + 0xffffu) >> 16);
+  const float divisor = scale ? simd::to_float(BFloat16{scale}) : 1.0f;
+  for (long i = 0; i < count; i++)
+    to[i] = static_cast<uint8_t>(static_cast<int32_t>(__builtin_rintf(x[i] / divisor)));
+  return {scale};
+}
+
+// x [count] as the nearest e4m3 numbers, ties to even; what is beyond 448, the largest, becomes 448, and what is not
+// finite NaN.
+inline void round_e4m3(const float *x, long count, uint8_t *to) {
+  for (long i = 0; i < count; i++) {
+    const uint32_t bits = bits_of(x[i]), size = bits & 0x7fffffffu, sign = bits >> 24 & 0x80u;
+    const uint32_t normal = ((size + 0x7ffffu + (size >> 20 & 1u)) >> 20) - (120u << 3);
+    const uint32_t small = static_cast<uint32_t>(static_cast<int32_t>(__builtin_rintf(float_of(size) * 512.0f)));
+    const uint32_t finite = size < 0x3c800000u ? small : std::min(normal, 0x7eu);  // below 2^-6: steps of 2^-9
+    to[i] = static_cast<uint8_t>(size >= 0x7f800000u ? 0x7fu : sign | finite);
+  }
+}
+
+}  // namespace

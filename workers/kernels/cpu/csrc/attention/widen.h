@@ -1,0 +1,187 @@
+// Numbers of 8 bits widened to the model's type, in which each is exact. They have the places in pages that numbers of
+// that type would have: so a few groups at a time are widened into memory that the first-level cache holds, once for all
+// rows of a tile, and the products see only the model's type.
+#pragma once
+#include <type_traits>
+
+#include "attention/pages.h"
+
+namespace {
+
+// kLanes numbers as floats. e4m3 has sign, 4 bits of exponent, 3 of mantissa: moved to the places of float16's they are
+// 2^-8 of their value, subnormal numbers too. What is all ones is NaN.
+struct Int8Numbers {
+  static Vec load(const uint8_t *from);
+};
+struct E4m3Numbers {
+  static Vec load(const uint8_t *from);
+};
+
+#if defined(__AVX512F__)
+
+inline Vec Int8Numbers::load(const uint8_t *from) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from))));
+}
+inline Vec E4m3Numbers::load(const uint8_t *from) {
+  const __m256i byte = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from)));
+  const __m256i size = _mm256_and_si256(byte, _mm256_set1_epi16(0x7f)), sign = _mm256_sub_epi16(byte, size);
+  const __m256i nan = _mm256_srli_epi16(_mm256_cmpeq_epi16(size, _mm256_set1_epi16(0x7f)), 1);
+  const __m256i half = _mm256_or_si256(_mm256_slli_epi16(sign, 8), _mm256_slli_epi16(size, 7));
+  return _mm512_cvtph_ps(_mm256_or_si256(half, nan)) * simd::broadcast(256.0f);
+}
+// Numbers that bfloat16 holds exactly: the upper halves.
+inline void store_exact(BFloat16 *to, Vec x, Vec next) {
+  const __m512i odd = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23,
+                                       21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+  _mm512_storeu_si512(to, _mm512_permutex2var_epi16((__m512i)x, odd, (__m512i)next));
+}
+
+#elif defined(__AVX2__)
+
+inline Vec Int8Numbers::load(const uint8_t *from) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(from))));
+}
+inline Vec E4m3Numbers::load(const uint8_t *from) {
+  const __m128i byte = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(from)));
+  const __m128i size = _mm_and_si128(byte, _mm_set1_epi16(0x7f)), sign = _mm_sub_epi16(byte, size);
+  const __m128i nan = _mm_srli_epi16(_mm_cmpeq_epi16(size, _mm_set1_epi16(0x7f)), 1);
+  const __m128i half = _mm_or_si128(_mm_slli_epi16(sign, 8), _mm_slli_epi16(size, 7));
+  return _mm256_cvtph_ps(_mm_or_si128(half, nan)) * simd::broadcast(256.0f);
+}
+inline void store_exact(BFloat16 *to, Vec x, Vec next) {
+  const __m256i low = _mm256_srli_epi32((__m256i)x, 16), high = _mm256_srli_epi32((__m256i)next, 16);
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);
+  _mm256_storeu_si256(reinterpret_cast<__m256i *>(to), packed);
+}
+
+#else  // NEON
+
+inline uint16x4_t four_bytes(const uint8_t *from) {
+  uint32_t word;
+  memcpy(&word, from, sizeof word);
+  return vget_low_u16(vmovl_u8(vcreate_u8(word)));
+}
+inline Vec Int8Numbers::load(const uint8_t *from) {
+  const int16x4_t whole = vshr_n_s16(vreinterpret_s16_u16(vshl_n_u16(four_bytes(from), 8)), 8);
+  return vcvtq_f32_s32(vmovl_s16(whole));
+}
+inline Vec E4m3Numbers::load(const uint8_t *from) {
+  const uint16x4_t byte = four_bytes(from), size = vand_u16(byte, vdup_n_u16(0x7f)), sign = vsub_u16(byte, size);
+  const uint16x4_t nan = vshr_n_u16(vceq_u16(size, vdup_n_u16(0x7f)), 1);
+  const uint16x4_t half = vorr_u16(vshl_n_u16(sign, 8), vshl_n_u16(size, 7));
+  return vcvt_f32_f16(vreinterpret_f16_u16(vorr_u16(half, nan))) * simd::broadcast(256.0f);
+}
+inline void store_exact(BFloat16 *to, Vec x, Vec next) {
+  const uint16x4_t low = vshrn_n_u32(vreinterpretq_u32_f32(x), 16);
+  vst1q_u16(reinterpret_cast<uint16_t *>(to), vshrn_high_n_u32(low, vreinterpretq_u32_f32(next), 16));
+}
+
+#endif
+
+template <class T>
+inline void store_exact(T *to, Vec x, Vec next) {
+  simd::store(to, x);
+  simd::store(to + kLanes, next);
+}
+
+// On AVX-512 with VBMI, 64 at a time by a table of what each size means in bfloat16.
+#if defined(__AVX512BF16__)
+#define OARLOCK_WIDENS_BY_TABLE 1
+
+struct BFloat16Table {
+  uint8_t low[128] = {}, high[128] = {};  // bytes of the numbers of each size
+
+  constexpr void set(int size, int bits) {
+    low[size] = static_cast<uint8_t>(bits & 0xff);
+    high[size] = static_cast<uint8_t>(bits >> 8);
+  }
+};
+
+// The bits of size * 2^power, for a size below 256.
+constexpr int bfloat16_bits(int size, int power) {
+  if (!size) return 0;
+  int top = 7;
+  while (!(size >> top & 1)) top--;
+  return (127 + top + power) << 7 | (size << (7 - top) & 0x7f);
+}
+
+constexpr BFloat16Table table_of(Int8Numbers) {
+  BFloat16Table table;
+  for (int size = 0; size < 128; size++) table.set(size, bfloat16_bits(size, 0));
+  return table;
+}
+
+constexpr BFloat16Table table_of(E4m3Numbers) {
+  BFloat16Table table;
+  for (int size = 0; size < 127; size++) {
+    const int exponent = size >> 3, part = size & 7;
+    table.set(size, exponent ? bfloat16_bits(8 + part, exponent - 10) : bfloat16_bits(part, -9));
+  }
+  table.set(127, 0x7fc0);
+  return table;
+}
+
+// Which bytes of two registers follow each other: one of the first, one of the second, and so on.
+struct Interleaved {
+  uint8_t bytes[128] = {};
+
+  constexpr Interleaved() {
+    for (int i = 0; i < 64; i++) bytes[2 * i] = static_cast<uint8_t>(i), bytes[2 * i + 1] = static_cast<uint8_t>(64 + i);
+  }
+};
+
+template <class Numbers>
+__attribute__((target("avx512vbmi"))) void widen_by_table(const uint8_t *from, BFloat16 *to, long count,
+                                                           const uint8_t *ahead, const uint8_t *other) {
+  alignas(64) static constexpr BFloat16Table kTable = table_of(Numbers{});
+  alignas(64) static constexpr Interleaved kOrder{};
+  const __m512i low0 = _mm512_load_si512(kTable.low), low1 = _mm512_load_si512(kTable.low + 64);
+  const __m512i high0 = _mm512_load_si512(kTable.high), high1 = _mm512_load_si512(kTable.high + 64);
+  const __m512i first = _mm512_load_si512(kOrder.bytes), second = _mm512_load_si512(kOrder.bytes + 64);
+  const __m512i sign = _mm512_set1_epi8(static_cast<char>(0x80));
+  for (long i = 0; i < count; i += 64) {
+    simd::prefetch(ahead + i);
+    if (other) simd::prefetch(other + i);
+    const __m512i x = _mm512_loadu_si512(from + i);
+    const __m512i size = std::is_same_v<Numbers, Int8Numbers> ? _mm512_abs_epi8(x) : x;  // of which 7 bits count
+    const __m512i low = _mm512_permutex2var_epi8(low0, size, low1);
+    const __m512i high = _mm512_permutex2var_epi8(high0, size, high1);
+    const __m512i whole = _mm512_ternarylogic_epi32(high, x, sign, 0xf8);  // high | (x & sign)
+    _mm512_storeu_si512(to + i, _mm512_permutex2var_epi8(low, first, whole));
+    _mm512_storeu_si512(to + i + 32, _mm512_permutex2var_epi8(low, second, whole));
+  }
+}
+
+inline bool has_byte_tables() {
+  static const bool found = __builtin_cpu_supports("avx512vbmi");
+  return found;
+}
+
+#endif
+
+// `count` numbers, a multiple of 256, while `ahead`, as many bytes that lie elsewhere, and `other` are prefetched.
+template <class Numbers, class T>
+inline void widen(const uint8_t *from, T *to, long count, const uint8_t *ahead, const uint8_t *other) {
+#ifdef OARLOCK_WIDENS_BY_TABLE
+  if constexpr (std::is_same_v<T, BFloat16>)
+    if (has_byte_tables()) return widen_by_table<Numbers>(from, to, count, ahead, other);
+#endif
+  for (long i = 0; i < count; i += 64) {
+    simd::prefetch(ahead + i);
+    if (other) simd::prefetch(other + i);
+#pragma GCC unroll 8
+    for (int j = 0; j < 64; j += 2 * kLanes)
+      store_exact(to + i + j, Numbers::load(from + i + j), Numbers::load(from + i + j + kLanes));
+  }
+}
+
+// The numbers of a group of pages in 8 bits.
+template <class T>
+void widen_group(const AttentionLayer &layer, const uint8_t *group, T *to, const uint8_t *ahead,
+                 const uint8_t *other = nullptr) {
+  const long count = kGroup * layer.head_dim;
+  if (layer.pages == kInt8Pages) widen<Int8Numbers>(group, to, count, ahead, other);
+  else widen<E4m3Numbers>(group, to, count, ahead, other);
+}
+
+}  // namespace
