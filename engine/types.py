@@ -34,6 +34,7 @@ class Request:
     params: SamplingParams
     priority: int = 0  # MIN_PRIORITY to MAX_PRIORITY; lower runs earlier
     cache_salt: bytes = b""  # prefixes are shared only between equal salts
+    client: str = ""  # whose share of the engine it takes: the label of its API key
     has_place: bool = False  # it was accepted before: a full queue must not refuse it
 
 

@@ -95,6 +95,7 @@ def request(value: Request) -> bytes:
         "bad_words": [len(word) for word in words],
         "priority": value.priority,
         "salt": value.cache_salt.hex(),
+        "client": value.client,
         "has_place": value.has_place,
     }
     return encode(head, chain(value.prompt_token_ids, allowed or (), *words))
@@ -136,6 +137,7 @@ class RequestReader:
             params=SamplingParams(**params),
             priority=int(head["priority"]),
             cache_salt=bytes.fromhex(head["salt"]),
+            client=str(head["client"]),
             has_place=bool(head["has_place"]),
         )
 

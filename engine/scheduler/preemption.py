@@ -1,8 +1,10 @@
 """Which sequence gives its blocks back when there are too few, and when it may run again."""
 
+from collections import Counter
 from collections.abc import Iterable
 
 from engine.scheduler.kv_cache_manager import KVCacheManager
+from engine.scheduler.request_queue import RequestQueue
 from engine.scheduler.sequence import Sequence
 
 # At most so many other sequences are admitted before one that waits only because it was preempted.
@@ -12,6 +14,31 @@ MAX_PASSED = 4
 def choose_victim(running: Iterable[Sequence]) -> Sequence:
     """The sequence to preempt: the last in the order of service."""
     return max(running, key=lambda seq: seq.key)
+
+
+def choose_over_share(
+    head: Sequence, running: list[Sequence], waiting: RequestQueue, num_rows: int, kv_cache_manager: KVCacheManager
+) -> Sequence | None:
+    """The sequence to preempt for `head`, the next in turn: the newest of the client that has the most rows or blocks.
+
+    None unless that client has more than its share of them, and has had more work done, while the one of `head` stays
+    within its share with it. So what one client takes from another is at most what is due to it, and while nobody else
+    waits, one may have everything.
+    """
+    rows, blocks = Counter[str](), Counter[str]()
+    for seq in running:
+        rows[seq.request.client] += 1
+        blocks[seq.request.client] += len(seq.block_ids)
+    client, share = head.request.client, 1 / len(rows.keys() | set(waiting.clients))
+    held = {other: max(rows[other] / num_rows, blocks[other] / kv_cache_manager.num_total) for other in rows}
+    wanted = kv_cache_manager.blocks_for(head.num_tokens)
+    with_head = max((rows[client] + 1) / num_rows, (blocks[client] + wanted) / kv_cache_manager.num_total)
+    if with_head > share or not held:
+        return None
+    heaviest = max(held, key=lambda other: (held[other], other))
+    if held[heaviest] <= share or waiting.time_of(heaviest) <= waiting.time_of(client):
+        return None
+    return choose_victim(seq for seq in running if seq.request.client == heaviest)
 
 
 def reserved_blocks(num_running: int, num_preemptions: int) -> int:

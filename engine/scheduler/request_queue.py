@@ -4,9 +4,13 @@ Knows order and counts. Does not know blocks, rows or steps.
 """
 
 from bisect import bisect_left, insort
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Iterator
+from heapq import heapify, heappop, heappush
+from itertools import islice
 
 from engine.errors import QueueFullError
+from engine.scheduler.client_shares import ClientShares
 from engine.scheduler.sequence import Sequence
 
 _MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
@@ -17,7 +21,8 @@ def _key(seq: Sequence) -> tuple[float, int]:
 
 
 class RequestQueue:
-    """Sequences in the order of their keys, bounded by requests and by prompt tokens."""
+    """Sequences bounded by requests and by prompt tokens. Clients take turns by their shares; of one client, sequences
+    are in the order of their keys."""
 
     def __init__(self, max_requests: int, max_tokens: int) -> None:
         self.max_requests = max_requests
@@ -26,56 +31,102 @@ class RequestQueue:
         # Accepted requests that are not in the queue yet, because their grammar is being compiled: they count as well.
         self.num_pending = 0
         self.num_pending_tokens = 0
-        self._seqs: list[Sequence] = []
+        self._shares = ClientShares()
+        self._seqs: dict[str, list[Sequence]] = {}  # of each client that waits
         self._admitted_s: deque[float] = deque(maxlen=64)  # when the last ones were admitted
 
     def __len__(self) -> int:
-        return len(self._seqs)
+        return sum(map(len, self._seqs.values()))
 
-    def __iter__(self):
-        return iter(self._seqs)
+    def __iter__(self) -> Iterator[Sequence]:
+        """In the order in which they would be admitted if no other came."""
+        if len(self._seqs) == 1:
+            yield from next(iter(self._seqs.values()))
+            return
+        turns = [(self._shares.time_of(client), client, 0) for client in self._seqs]
+        heapify(turns)
+        while turns:
+            time, client, index = heappop(turns)
+            seq = self._seqs[client][index]
+            yield seq
+            if index + 1 < len(self._seqs[client]):
+                work = 0 if seq.first_scheduled_s is not None else seq.num_prompt_tokens
+                heappush(turns, (time + work, client, index + 1))
 
-    def check(self, num_tokens: int, num_free_rows: int, now: float) -> None:
+    def __getitem__(self, index: int) -> Sequence:
+        """The sequence that `index` others are ahead of."""
+        return next(islice(self, index, None))
+
+    def has_several_clients(self, running: Iterable[Sequence]) -> bool:
+        """Whether some client waits while another one waits or runs."""
+        if len(self._seqs) != 1 or self._shares.num_clients < 2:
+            return len(self._seqs) > 1
+        (client,) = self._seqs
+        return any(seq.request.client != client for seq in running)
+
+    @property
+    def clients(self) -> Collection[str]:
+        """Those that wait."""
+        return self._seqs.keys()
+
+    def time_of(self, client: str) -> float:
+        """What `client` has been given so far, in work; the one with the least is next."""
+        return self._shares.time_of(client)
+
+    def check(self, num_tokens: int, num_free_rows: int, now: float, client: str) -> None:
         """Raise `QueueFullError` unless a prompt of `num_tokens` may wait. Requests that can run at once do not count.
 
+        A client that has less than its share of the queue is not refused: others may have filled it before.
         `num_free_rows` is how many can run at once.
         """
-        num_waiting = len(self._seqs) + self.num_pending
+        own, clients = self._seqs.get(client, ()), len(self._seqs.keys() | {client})
+        num_waiting = len(self) + self.num_pending
         num_waiting_tokens = self.num_tokens + self.num_pending_tokens
-        if num_waiting >= self.max_requests + num_free_rows:
+        is_small = clients > 1 and len(own) + self.num_pending < self.max_requests // clients
+        if num_waiting >= self.max_requests + num_free_rows and not is_small:
             raise QueueFullError(
                 f"{num_waiting} requests are waiting already (at most {self.max_requests} may). Retry later.",
                 self._retry_after_s(now),
             )
+        own_tokens = sum(seq.num_prompt_tokens for seq in own) + self.num_pending_tokens if is_small else 0
+        is_short = is_small and own_tokens + num_tokens <= self.max_tokens // clients
         # An empty queue takes any prompt: one that is longer than the limit could otherwise never be served.
-        if num_waiting and num_waiting_tokens + num_tokens > self.max_tokens:
+        if num_waiting and num_waiting_tokens + num_tokens > self.max_tokens and not is_short:
             raise QueueFullError(
                 f"{num_waiting_tokens} prompt tokens are waiting already (at most {self.max_tokens} may). Retry later.",
                 self._retry_after_s(now),
             )
 
     def push(self, seq: Sequence) -> None:
-        insort(self._seqs, seq, key=_key)
+        insort(self._seqs.setdefault(seq.request.client, []), seq, key=_key)
         self.num_tokens += seq.num_prompt_tokens
-
-    def __getitem__(self, index: int) -> Sequence:
-        """The sequence that `index` others are ahead of."""
-        return self._seqs[index]
 
     def admit(self, seq: Sequence, now: float) -> None:
         """Remove `seq`, which begins to run."""
         self._admitted_s.append(now)
+        if seq.first_scheduled_s is None:
+            self._shares.begin(seq.request.client, seq.num_prompt_tokens, self._seqs)
         self.remove(seq)
 
     def remove(self, seq: Sequence) -> None:
-        index = bisect_left(self._seqs, seq.key, key=_key)
-        assert self._seqs[index] is seq
-        del self._seqs[index]
+        client = seq.request.client
+        seqs = self._seqs[client]
+        index = bisect_left(seqs, seq.key, key=_key)
+        assert seqs[index] is seq
+        del seqs[index]
+        if not seqs:
+            del self._seqs[client]
         self.num_tokens -= seq.num_prompt_tokens
+
+    def count_generated(self, seqs: Iterable[Sequence]) -> None:
+        """Each of these, which were admitted before, has got a token."""
+        if self._shares.num_clients > 1:  # a client alone needs no count: the next one begins where it stands
+            for client, num_tokens in Counter(seq.request.client for seq in seqs).items():
+                self._shares.generate(client, num_tokens)
 
     def _retry_after_s(self, now: float) -> float:
         """About when half of the queue will be gone, at the rate of the last admissions."""
         if not self._admitted_s or now <= self._admitted_s[0]:
             return _MIN_RETRY_S
         rate = len(self._admitted_s) / (now - self._admitted_s[0])
-        return min(_MAX_RETRY_S, max(_MIN_RETRY_S, len(self._seqs) / 2 / rate))
+        return min(_MAX_RETRY_S, max(_MIN_RETRY_S, len(self) / 2 / rate))

@@ -17,9 +17,10 @@ from engine.errors import INTERNAL, NO_TOKEN, NOT_FINITE, QueueFullError, Reques
 from engine.scheduler import request_stats
 from engine.scheduler.admission import Limits, check
 from engine.scheduler.ahead import must_wait
+from engine.scheduler.decodes import schedule_decodes
 from engine.scheduler.kv_cache_manager import KVCacheManager
 from engine.scheduler.output import ModelRunnerOutput, ScheduledTokens, SchedulerOutput, Scores
-from engine.scheduler.preemption import choose_victim, may_be_passed, reserved_blocks
+from engine.scheduler.preemption import choose_over_share, choose_victim, may_be_passed, reserved_blocks
 from engine.scheduler.prefill_order import admit_in_order, share_among_prompts
 from engine.scheduler.request_queue import RequestQueue
 from engine.scheduler.sequence import GrammarMatcherProtocol, Sequence, Status
@@ -98,7 +99,7 @@ class Scheduler:
                 raise RequestError(f"Request id {request.request_id} is in use.", "request_id")
             check(request, self.limits)
             if not request.has_place:
-                self._waiting.check(len(request.prompt_token_ids), len(self._free_rows), now)
+                self._waiting.check(len(request.prompt_token_ids), len(self._free_rows), now, request.client)
         except (RequestError, QueueFullError):
             self.stats.num_rejected += 1
             raise
@@ -136,13 +137,17 @@ class Scheduler:
         `most_prompt_tokens(decodes, budget)` may lower the tokens that are left beside so many decodes."""
         if ahead and must_wait(self._running, len(self._running), self.kv_cache_manager.num_available):
             return None
+        while (victim := self._over_share()) is not None:
+            if ahead:
+                return None
+            self._preempt(victim, is_short=False)
         output = SchedulerOutput(self._step_id + 1, [])
-        behind = self._schedule_decodes(output, now)
+        block_size, fail = self.kv_cache_manager.block_size, partial(self._fail_scheduling, now)
+        behind = schedule_decodes(self._running, output, block_size, self._allocate_next_block, fail)
         output.num_decodes = len(output.scheduled)
         whole = self.max_num_batched_tokens - output.num_decodes  # tokens
         if most_prompt_tokens is not None:
             whole = most_prompt_tokens(output.num_decodes, whole)
-        behind = [seq for seq in behind if seq.status is Status.RUNNING]
         run = partial(self._schedule_prompt, output, now)
         budget = share_among_prompts(behind, self._waiting, whole, run)
         # A sequence that was just preempted must not get back at once the blocks that it gave up.
@@ -177,6 +182,7 @@ class Scheduler:
                 events.append(event)
         request_stats.record_tokens(self.stats, self._num_tokens_after)
         self._num_tokens_after.clear()
+        self._waiting.count_generated(item.seq for item in output.scheduled if item.wants_logits)
         return events
 
     def withdraw(self, output: SchedulerOutput, unfit: list[ScheduledTokens], now: float) -> None:
@@ -202,29 +208,6 @@ class Scheduler:
                 self._preempt(seq)
         output.scheduled = kept
 
-    def _schedule_decodes(self, output: SchedulerOutput, now: float) -> list[Sequence]:
-        """One token for each running sequence that is at most one behind; those that are more behind are returned."""
-        behind = []
-        scheduled, block_size, running = output.scheduled, self.kv_cache_manager.block_size, Status.RUNNING
-        for seq in list(self._running):
-            if seq.status is not running:
-                continue  # preempted earlier in this loop
-            start = seq.num_computed_tokens
-            if len(seq.token_ids) > start + 1:
-                behind.append(seq)
-                continue
-            if start >= seq.num_to_compute:
-                continue  # it ends with the answer to the step before
-            try:
-                if start < len(seq.block_ids) * block_size or self._allocate_next_block(seq, output):
-                    scheduled.append(ScheduledTokens(seq, start, 1, seq.samples))
-                    seq.num_computed_tokens = start + 1
-            except Exception:
-                self._events.append(self._fail_after_exception(seq, "schedule", now))
-        if output.num_preempted:
-            output.scheduled = [item for item in scheduled if item.seq.status is Status.RUNNING]
-        return behind
-
     def _allocate_next_block(self, seq: Sequence, output: SchedulerOutput) -> bool:
         """One more block for `seq`, by preemption if need be. False when `seq` was itself preempted."""
         free_out_of_window(self.kv_cache_manager, seq, output)
@@ -237,11 +220,12 @@ class Scheduler:
         output.add_blocks(seq, len(seq.block_ids) - len(new))
         return True
 
-    def _preempt(self, seq: Sequence) -> None:
-        """Free all its blocks and queue it again; generated tokens are kept and recomputed like a prompt."""
+    def _preempt(self, seq: Sequence, *, is_short: bool = True) -> None:
+        """Free all its blocks and queue it again; generated tokens are kept and recomputed like a prompt. `is_short`:
+        there were too few blocks, so it comes back only when more are free than before."""
         self._stop_running(seq)
         seq.num_computed_tokens = 0
-        seq.num_preemptions += 1
+        seq.num_preemptions += is_short
         seq.num_passed = 0
         self.stats.num_preemptions += 1
         self._waiting.push(seq)
@@ -268,8 +252,18 @@ class Scheduler:
                 return 0
             return self._schedule_tokens(seq, output, budget)
         except Exception:
-            self._events.append(self._fail_after_exception(seq, "schedule", now))
+            self._fail_scheduling(now, seq)
             return 0
+
+    def _over_share(self) -> Sequence | None:
+        """The sequence to preempt so that the next in turn can run, of a client that has less than its share."""
+        if not self._waiting.has_several_clients(self._running):
+            return None
+        head = self._waiting[0]
+        reserve = reserved_blocks(len(self._running), head.num_preemptions)
+        if self._free_rows and self.kv_cache_manager.can_allocate(head, reserve):
+            return None
+        return choose_over_share(head, self._running, self._waiting, self.max_num_seqs, self.kv_cache_manager)
 
     def _may_be_passed(self, seq: Sequence) -> bool:
         return may_be_passed(seq, len(self._running), self.kv_cache_manager)
@@ -373,6 +367,9 @@ class Scheduler:
         self.kv_cache_manager.evict_blocks(seq)  # it may have cached blocks that are not computed now
         event = self.fail(seq.request_id, INTERNAL, now)
         return event or TokenEvent(seq.request_id, finish_reason=FinishReason.ERROR, error=INTERNAL)
+
+    def _fail_scheduling(self, now: float, seq: Sequence) -> None:
+        self._events.append(self._fail_after_exception(seq, "schedule", now))
 
     def _stop_running(self, seq: Sequence) -> None:
         self._running.remove(seq)

@@ -171,7 +171,7 @@ def _report(
 def _request(number: int, arrival: Arrival) -> Request:
     max_tokens = arrival.num_output_tokens if arrival.max_tokens is None else arrival.max_tokens
     params = SamplingParams(max_tokens=max_tokens, seed=number, eos_token_ids=(END_TOKEN,))
-    return Request(number, arrival.prompt_token_ids, params, priority=arrival.priority)
+    return Request(number, arrival.prompt_token_ids, params, priority=arrival.priority, client=arrival.client)
 
 
 def _info(config: SimulationConfig) -> WorkerInfo:

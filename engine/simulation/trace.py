@@ -13,6 +13,7 @@ class Arrival:
     num_output_tokens: int  # the last of them ends the sequence
     priority: int = 0
     max_tokens: int | None = None  # the limit in the request; None: num_output_tokens
+    client: str = ""
 
 
 def make_trace(

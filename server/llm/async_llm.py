@@ -31,8 +31,8 @@ class AsyncLLM:
         info = engine.info
         self.submissions = Submissions(info.max_num_seqs, info.max_waiting_requests, info.max_waiting_tokens)
 
-    def start(self, processed: ProcessedRequest) -> Generation:
-        """Run a request's choices."""
+    def start(self, processed: ProcessedRequest, key_label: str | None = None) -> Generation:
+        """Run a request's choices. `key_label`: of the API key it came with, which shares the engine with others."""
         generation = Generation(
             self.engine,
             processed.choices,
@@ -41,6 +41,7 @@ class AsyncLLM:
             self.submissions,
             processed.timeout_s,
             processed.spent_s,
+            key_label,
         )
         self.open.add(generation)
         return generation

@@ -50,6 +50,7 @@ class Generation:
         submissions: Submissions,
         timeout_s: float | None = None,
         spent_s: float = 0.0,
+        key_label: str | None = None,
     ) -> None:
         self.choices = choices
         self.arrival = time.monotonic()
@@ -57,7 +58,7 @@ class Generation:
         self.closed = False
         self.request_id = ""
         self.client = ""  # for the log: a key's label and a hash of the user's name
-        self.key_label: str | None = None  # for the counters
+        self.key_label = key_label  # for the counters and the engine's shares
         self._engine = engine
         self.per_prompt = len(choices) // num_prompts
         self._on_close = on_close
@@ -158,7 +159,9 @@ class Generation:
             if choice.request.params.max_tokens == 0 and choice.request.params.prompt_logprobs is None:
                 self._queue.put_nowait(choice.echo_only())
                 return
-            request = replace(choice.request, has_place=True) if has_place else choice.request
+            request = choice.request
+            if has_place or self.key_label is not None:
+                request = replace(request, has_place=has_place, client=self.key_label or "")
             async with aclosing(self._engine.generate(request)) as events:
                 async for event in events:
                     if not choice.started:

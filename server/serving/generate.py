@@ -46,11 +46,10 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
         body.timeout = self._time_limit(request, body.timeout)
         body.cache_salt = salt_of(request.scope, body.cache_salt)
         processed = await until_disconnect(request, self._process_in_time(body))
-        generation = self.async_llm.start(processed)
+        generation = self.async_llm.start(processed, label_of(request.scope))
         try:
             generation.request_id = request_id = request_id_of(request.scope)
             generation.client = client_of(request.scope, body.user)
-            generation.key_label = label_of(request.scope)
             writer = self._writer(body, processed, generation, model, request_id)
             if body.stream:
                 await until_disconnect(request, generation.wait_first_event())

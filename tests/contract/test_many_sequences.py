@@ -33,9 +33,10 @@ class Small:
     def __init__(self, engine: EngineClient, client: httpx.AsyncClient, service) -> None:
         self.engine, self.client, self.service = engine, client, service
 
-    async def complete(self, prompt, **fields) -> httpx.Response:
+    async def complete(self, prompt, key: str | None = None, **fields) -> httpx.Response:
         body = {"prompt": prompt, "seed": 1, "max_tokens": 2, "ignore_eos": True, **fields}
-        return await self.client.post("/v1/completions", json=body)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        return await self.client.post("/v1/completions", json=body, headers=headers)
 
     async def texts(self, prompt, **fields) -> list[str]:
         answer = await self.complete(prompt, **fields)
@@ -64,7 +65,7 @@ def small(tokenizer):
     """`small(scene)`: run `scene(server)`; options of the engine and its scenario beside it."""
 
     @asynccontextmanager
-    async def start(scenario, max_model_len=64, **limits):
+    async def start(scenario, max_model_len=64, api_keys=(), **limits):
         worker = WorkerConfig(
             json.dumps(scenario),
             device="cpu",
@@ -76,7 +77,7 @@ def small(tokenizer):
         )
         config = EngineConfig(worker, **{"max_waiting_requests": WAITING, **limits})
         engine = await EngineClient.start(config, lambda *_: None, command=[ENGINE])
-        settings = make_settings({"served_model_name": ("demo",), "admin_api_key": "boss"})
+        settings = make_settings({"served_model_name": ("demo",), "admin_api_key": "boss", "api_key": api_keys})
         state, counters = ServerState(), HttpCounters()
         app = create_app(settings, state, counters)
         service = connect_engine(settings, state, counters, engine, tokenizer)
@@ -231,3 +232,22 @@ def test_more_sequences_than_a_request_may_have_are_a_400_that_names_limit_and_f
         assert (limits["max_waiting_sequences"], limits["max_waiting_prompt_tokens"]) == (WAITING, 1_000_000)
 
     small(scene)
+
+
+def test_a_key_that_floods_the_server_leaves_another_its_share(small):
+    """It has every row and a full queue; another key's request is neither refused nor behind the queue."""
+
+    async def scene(server):
+        flood = [asyncio.create_task(server.complete([1, 2], key="loud-key", max_tokens=40)) for _ in range(60)]
+        await server.until(lambda stats: stats.num_requests_waiting >= 50)
+        before = (await server.engine.stats()).finished["length"]
+        answer = await server.complete([3, 4], key="quiet-key", max_tokens=4)
+        assert answer.status_code == 200, answer.text
+        # a few more may end while it runs: two run at a time
+        assert (await server.engine.stats()).finished["length"] - before <= 6
+        answers = await asyncio.gather(*flood)
+        assert all(one.status_code == 200 for one in answers)
+        assert len({one.json()["choices"][0]["text"] for one in answers}) == 1  # also of those that made room
+        await server.until_idle()
+
+    small(scene, {"step_s": 0.005}, max_model_len=64, max_waiting_requests=60, api_keys=("loud-key", "quiet-key"))

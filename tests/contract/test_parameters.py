@@ -385,7 +385,8 @@ def test_a_request_that_never_began_is_a_408(make_stage, body, headers, stream):
     assert response.headers["x-should-retry"] == "false"
     error = response.json()["error"]
     assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", "timeout", "timeout")
-    assert stage.engine.aborted == [1]
+    # on a busy machine the time may pass before the engine has the request
+    assert stage.engine.aborted == [one.request_id for one in stage.engine.requests]
 
 
 def test_the_operators_limit_counts_too(make_stage):

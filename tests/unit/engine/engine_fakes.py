@@ -68,9 +68,11 @@ def make_info(config: EngineConfig, num_blocks: int = 33, sliding_window: int | 
     )
 
 
-def make_request(request_id: int, prompt, *, priority: int = 0, cache_salt: bytes = b"", **params) -> Request:
-    params = {"seed": request_id, "max_tokens": 4, **params}
-    return Request(request_id, tuple(prompt), SamplingParams(**params), priority=priority, cache_salt=cache_salt)
+def make_request(
+    request_id: int, prompt, *, priority: int = 0, cache_salt: bytes = b"", client: str = "", **params
+) -> Request:
+    params = SamplingParams(**{"seed": request_id, "max_tokens": 4, **params})
+    return Request(request_id, tuple(prompt), params, priority=priority, cache_salt=cache_salt, client=client)
 
 
 def _chain(history: int, token: int, position: int) -> int:

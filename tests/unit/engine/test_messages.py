@@ -81,7 +81,7 @@ def test_requests() -> None:
     params = SamplingParams(
         max_tokens=7, temperature=0.25, seed=-(2**63), eos_token_ids=(1, 2), stop_token_ids=(3,), prompt_logprobs=2
     )
-    request = Request(9, (1, 2, 2**31 - 1), params, priority=-3, cache_salt=b"\x00\xff")
+    request = Request(9, (1, 2, 2**31 - 1), params, priority=-3, cache_salt=b"\x00\xff", client="team a")
     assert messages.RequestReader().read(frame_of(messages.request(request))) == request
     with pytest.raises(FrameError):
         messages.request(Request(1, (2,), SamplingParams(allowed_token_ids=(-(2**31) - 1,))))
@@ -196,6 +196,7 @@ _GOOD = {
     "params": {"eos_token_ids": [], "stop_token_ids": [], "logit_bias": [], "bad_words": [], "grammar": None},
     "num_allowed": None,
     "priority": 0,
+    "client": "",
     "salt": "00",
     "number": 1,
     "blocks": 2,

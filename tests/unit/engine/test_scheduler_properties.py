@@ -77,14 +77,18 @@ class EngineMachine(RuleBasedStateMachine):
         prompt_logprobs=st.sampled_from([None, None, None, 0, 3]),
         priority=st.integers(-1, 2),
         salt=st.sampled_from([b"", b"tenant"]),
+        client=st.sampled_from(["", "a", "b"]),
         choices=st.just({}) | _CHOICES,
     )
-    def arrive(self, prompt, max_tokens, min_tokens, stops, logprobs, prompt_logprobs, priority, salt, choices) -> None:
+    def arrive(
+        self, prompt, max_tokens, min_tokens, stops, logprobs, prompt_logprobs, priority, salt, client, choices
+    ) -> None:
         request = make_request(
             self.next_id,
             prompt,
             priority=priority,
             cache_salt=salt,
+            client=client,
             max_tokens=max_tokens,
             min_tokens=min(min_tokens, max_tokens),
             eos_token_ids=(EOS,),

@@ -1,0 +1,102 @@
+"""Clients with keys of their own: one that asks for too much delays the others hardly, and has all that they leave."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from engine.config import EngineConfig, WorkerConfig
+from engine.simulation.cost_model import CostModel
+from engine.simulation.simulator import SimulationConfig, Watch, simulate
+from engine.simulation.trace import Arrival
+
+BLOCK = 32
+SEQS = 16
+
+
+def config(*, num_blocks: int = 4096, waiting: int = 64) -> SimulationConfig:
+    worker = WorkerConfig("none", max_model_len=4096, max_num_seqs=SEQS, max_num_batched_tokens=2048, block_size=BLOCK)
+    engine = EngineConfig(worker, max_waiting_requests=waiting)
+    return SimulationConfig(engine, num_blocks=num_blocks, cost=CostModel(step_s=0.02, token_s=0.0004))
+
+
+def requests(client: str, per_s: float, until_s: float, prompt: int, output: int, seed: int) -> list[Arrival]:
+    rng = random.Random(seed)
+    arrivals, now = [], 0.0
+    while (now := now + rng.expovariate(per_s)) < until_s:
+        tokens = tuple(rng.randrange(32_000) for _ in range(prompt))
+        arrivals.append(Arrival(now, tokens, 1 + int(rng.expovariate(1 / output)), client=client, max_tokens=2000))
+    return arrivals
+
+
+def first_tokens_of(client: str, arrivals: list[Arrival], settings: SimulationConfig) -> list[float]:
+    """Seconds until the first token of each of its requests; all of them must be answered."""
+    watch = Watch()
+    arrivals = sorted(arrivals, key=lambda arrival: arrival.time_s)
+    simulate(arrivals, settings, watch)
+    numbers = [number for number, arrival in enumerate(arrivals, 1) if arrival.client == client]
+    return [watch.first_s[number] - watch.arrived_s[number] for number in numbers]
+
+
+QUIET = requests("quiet", 0.5, 120, 60, 60, 1)
+
+
+@pytest.mark.parametrize("num_blocks", [4096, 160], ids=["rows are scarce", "blocks are scarce"])
+def test_a_flood_of_one_client_delays_another_by_less_than_twice(num_blocks: int) -> None:
+    """Beside ten times what the engine can do, and beside as much as is the other's share."""
+    settings = config(num_blocks=num_blocks)
+    fair = first_tokens_of("quiet", [*QUIET, *requests("loud", 1.6, 120, 200, 200, 2)], settings)
+    flooded = first_tokens_of("quiet", [*QUIET, *requests("loud", 30.0, 120, 200, 200, 2)], settings)
+    assert np.percentile(flooded, 95) <= 2 * np.percentile(fair, 95)
+    assert np.mean(flooded) <= 2 * np.mean(fair)
+    one_queue = [replace(arrival, client="all") for arrival in (*QUIET, *requests("loud", 4.0, 120, 200, 200, 2))]
+    unshared = Watch()
+    simulate(sorted(one_queue, key=lambda arrival: arrival.time_s), settings, unshared)
+    assert np.mean(unshared.ttft_s) > 5 * np.mean(flooded)  # there is something to be fair about
+
+
+def test_a_client_alone_has_everything() -> None:
+    arrivals = requests("only", 30.0, 20, 60, 60, 3)
+    report = simulate(arrivals, config(waiting=4096))
+    assert report.max_running == SEQS
+    assert report.num_preemptions == 0
+    unnamed = simulate([replace(arrival, client="") for arrival in arrivals], config(waiting=4096))
+    assert report == unnamed
+
+
+def test_two_that_flood_share_evenly_whatever_they_ask_for() -> None:
+    """One with long prompts and answers, the other with short ones: as much work for both while both wait."""
+    settings = config(waiting=4096, num_blocks=8192)
+    arrivals = [*requests("long", 8.0, 30, 400, 100, 4), *requests("short", 40.0, 30, 40, 20, 5)]
+    arrivals.sort(key=lambda arrival: arrival.time_s)
+    watch = Watch()
+    simulate(arrivals, settings, watch)
+    work = {"long": 0.0, "short": 0.0}
+    for number, arrival in enumerate(arrivals, 1):
+        if watch.last_s[number] < 25.0:
+            work[arrival.client] += len(arrival.prompt_token_ids) + 2 * arrival.num_output_tokens
+    assert 0.7 < work["long"] / work["short"] < 1.4
+
+
+def test_the_more_urgent_of_one_client_go_first_and_do_not_pass_another_client() -> None:
+    loud = [Arrival(0.001 * n, tuple(range(n, n + 50)), 100, client="loud", priority=-10) for n in range(200)]
+    mild = [Arrival(0.5 + 0.001 * n, tuple(range(n, n + 50)), 10, client="mild", priority=10) for n in range(4)]
+    urgent = [Arrival(0.6, tuple(range(70)), 10, client="mild", priority=-10)]
+    watch = Watch()
+    arrivals = [*loud, *mild, *urgent]
+    arrivals.sort(key=lambda arrival: arrival.time_s)
+    simulate(arrivals, config(waiting=4096), watch)
+    firsts = {arrival: watch.first_s[number] for number, arrival in enumerate(arrivals, 1)}
+    assert max(firsts[arrival] for arrival in (*mild, *urgent)) < 1.5
+    assert sum(firsts[arrival] > 1.5 for arrival in loud) > 150
+
+
+def test_a_full_queue_takes_those_who_have_less_than_their_share_of_it() -> None:
+    loud = [Arrival(0.0, tuple(range(n, n + 50)), 50, client="loud") for n in range(500)]
+    quiet = [Arrival(0.5, tuple(range(n, n + 50)), 50, client="quiet") for n in range(40)]
+    watch = Watch()
+    report = simulate([*loud, *quiet], config(waiting=64), watch)
+    assert report.num_finished == 64 + SEQS + 32  # of a queue of 64, each has a half
+    assert report.num_rejected == 540 - report.num_finished
+    assert report.num_errors == 0
