@@ -30,6 +30,9 @@ from workers.platform import processor
 from workers.platform.dtypes import ITEM_BYTES, SAFETENSORS_DTYPES
 from workers.platform.host_memory import free_host_bytes, human_bytes
 from workers.weights.checkpoint import Checkpoint, weight_files
+from workers.weights.gguf.block_types import SERVED as GGUF_TYPES
+from workers.weights.gguf.checkpoint import GGUFCheckpoint, type_not_served
+from workers.weights.open_checkpoint import open_checkpoint
 from workers.weights.tied import HEAD, head_differs
 from workers.worker.cpu_affinity import check_affinity, with_cpus
 from workers.worker.memory_needs import check_weights_fit, weight_bytes
@@ -73,7 +76,7 @@ def preflight(config: WorkerConfig) -> WorkerConfig:
     """
     _check_limits(config)
     config, spec, quantized = _described(config)
-    checkpoint = None if config.load_format == "dummy" else Checkpoint.open(Path(config.model_path))
+    checkpoint = None if config.load_format == "dummy" else open_checkpoint(Path(config.model_path))
     forms = weight_forms(config.quantization, quantized, checkpoint)
     if checkpoint is not None:
         if spec.tie_word_embeddings and head_differs(checkpoint):
@@ -180,6 +183,7 @@ def _check_parallel(config: WorkerConfig, spec: DecoderSpec) -> None:
 def _check_tensors(checkpoint: Checkpoint, spec: DecoderSpec, forms: WeightForms) -> None:
     """Every tensor of the model is there in its shape, and no other. Ranks check again as they load."""
     left = dict(checkpoint.tensors)
+    is_gguf = isinstance(checkpoint, GGUFCheckpoint)
     for name, wanted in _wanted(checkpoint, spec, forms).items():
         found = left.pop(name, None)
         if found is None:
@@ -195,7 +199,9 @@ def _check_tensors(checkpoint: Checkpoint, spec: DecoderSpec, forms: WeightForms
                 f"but config.json makes it {' or '.join(str(list(shape)) for shape in wanted.shapes)}.",
                 "Use the config.json that belongs to these weights.",
             )
-        if found.entry.dtype not in wanted.dtypes:
+        if found.entry.dtype not in (GGUF_TYPES if is_gguf else wanted.dtypes):
+            if is_gguf:
+                raise type_not_served(name, found)
             raise StartupError(
                 f"{found.path}: tensor {name!r} is {found.entry.dtype}, which is not supported.",
                 "Use the model's bfloat16, float16 or float32 checkpoint.",
@@ -273,7 +279,7 @@ def _resolve_dtype(
             )
         return asked
     found = checkpoint.find("model.embed_tokens.weight") if checkpoint is not None else None
-    stored = "float32" if found is None else SAFETENSORS_DTYPES[found.entry.dtype]
+    stored = "float32" if found is None else SAFETENSORS_DTYPES.get(found.entry.dtype, "bfloat16")
     declared = spec.dtype or stored
     chosen = _served_dtype(declared, device, forms, spec, cpu)
     if device != "cpu" or cpu.multiplies(declared):

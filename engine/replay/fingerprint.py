@@ -16,12 +16,13 @@ from workers.config import WorkerConfig, WorkerInfo
 from workers.protocol import StepMetadata, StepOutput
 
 _MAX_HEADER_BYTES = 100_000_000  # the loader's limit; a larger value means a damaged file
+_GGUF_BEGINNING = 1 << 16  # bytes, instead of a header of unknown length: config.json is made from that
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 _PACKAGES = ("oarlock", "torch", "numpy", "safetensors", "transformers")
 
 
 def model_sums(directory: Path) -> dict[str, str]:
-    """File name -> SHA-256 of config.json, and of each safetensors file's size, header and a few samples of its data.
+    """File name -> SHA-256 of config.json, and of each weight file's size, header and a few samples of its data.
 
     Without samples, two trainings of one model would look the same.
     """
@@ -29,10 +30,11 @@ def model_sums(directory: Path) -> dict[str, str]:
     config = directory / "config.json"
     if config.is_file():
         sums[config.name] = hashlib.sha256(config.read_bytes()).hexdigest()
-    for path in sorted(directory.glob("*.safetensors")):
+    for path in sorted((*directory.glob("*.safetensors"), *directory.glob("*.gguf"))):
         with path.open("rb") as file:
             length = file.read(8)
-            header = file.read(min(int.from_bytes(length, "little"), _MAX_HEADER_BYTES))
+            begin = _GGUF_BEGINNING if path.suffix == ".gguf" else int.from_bytes(length, "little")
+            header = file.read(min(begin, _MAX_HEADER_BYTES))
             size = path.stat().st_size
             found = hashlib.sha256(b"%d:" % size + length + header)
             for number in range(_SAMPLES):

@@ -1,4 +1,4 @@
-"""From the MODEL argument to a directory on this machine: the demo model, a directory, or a hub id."""
+"""From the MODEL argument to a directory on this machine: the demo model, a directory, a GGUF file, or a hub id."""
 
 from __future__ import annotations
 
@@ -7,17 +7,23 @@ import sys
 from pathlib import Path
 
 from engine.errors import StartupError
+from server.config.gguf.directory import described, gguf_model
 from server.config.hub.download import HubModel, OnDetailedProgress, download
 from server.config.settings import Settings
 
 DEMO_NAME = "oarlock-demo"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+|[A-Za-z0-9][\w.-]*")
+_PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")  # of the name of one of several GGUF files
 _REVISION = re.compile(r"\w[\w./-]*")
 
 
 def display_name(model: str | None) -> str:
     """The model's name for clients when `--served-model-name` gives none."""
-    return DEMO_NAME if model is None else (Path(model).resolve().name if Path(model).is_dir() else model)
+    if model is None:
+        return DEMO_NAME
+    if model.endswith(".gguf"):
+        return Path(_PART.sub("", model)).stem
+    return Path(model).resolve().name if Path(model).is_dir() else model
 
 
 def served_names(settings: Settings) -> tuple[str, ...]:
@@ -40,7 +46,7 @@ async def resolve(settings: Settings, on_progress: OnDetailedProgress) -> str:
         return _checked(path)
     if not _HUB_ID.fullmatch(model):
         raise StartupError(
-            f"{model} is neither a directory nor a hub id.",
+            f"{model} is neither a directory, nor a GGUF file, nor a hub id.",
             "Check the path; hub ids look like Qwen/Qwen2.5-0.5B-Instruct.",
         )
     revision = settings.revision or "main"
@@ -51,12 +57,10 @@ async def resolve(settings: Settings, on_progress: OnDetailedProgress) -> str:
 
 
 def _checked(path: Path) -> str:
-    """`path` if it may be a checkpoint's directory."""
-    if path.suffix == ".gguf" or (path.is_dir() and not (path / "config.json").is_file() and any(path.glob("*.gguf"))):
-        raise StartupError(
-            f"{path} {'holds' if path.is_dir() else 'is'} a model in GGUF, which is not served.",
-            "Give the checkpoint it was converted from, in safetensors: its directory, or its hub id.",
-        )
+    """`path` if it may be a checkpoint's directory; of a GGUF model the directory that describes it."""
+    file = gguf_model(path)
+    if file is not None:
+        return str(described(file))
     if not path.is_dir():
         raise StartupError(f"{path} is a file.", "Give the directory of the checkpoint, not one of its files.")
     if not (path / "config.json").is_file():

@@ -49,6 +49,7 @@ ORDER: dict[str, Order] = {
         "client.py": entries("ipc config.py engine_process.py stats.py types.py errors.py"),
         "engine_process.py": entries(""),
         "ipc": entries("config.py stats.py types.py sampling_params.py errors.py"),
+        "gguf.py": entries(""),
         "preflight.py": entries("config.py"),
         "config.py": entries(""),
         "stats.py": entries("types.py"),
@@ -59,6 +60,7 @@ ORDER: dict[str, Order] = {
     },
     "workers": {
         "executor.py": entries("preflight.py worker protocol.py config.py"),
+        "gguf.py": entries("models weights"),
         "verify": entries(
             "preflight.py worker models layers attention weights distributed"
             " protocol.py config.py errors.py parent_death.py python_child.py"

@@ -122,8 +122,8 @@ def _no_weights(where: str, names: Collection[str]) -> StartupError:
         )
     if any(name.endswith(".gguf") for name in present):
         return StartupError(
-            f"{where} holds only GGUF weights; GGUF is not served.",
-            "Use the checkpoint that they were converted from: its safetensors files are served.",
+            f"{where} holds GGUF weights and no others.",
+            "Name one of its GGUF files on this machine: a file is served with the description that it holds.",
         )
     if pickles:
         return StartupError(

@@ -27,7 +27,8 @@ class FileReader:
         self._data_start = 0
 
     def read(self, path: Path, begin: int, into: Tensor, name: str) -> "Future[None]":
-        """Fill the contiguous tensor `into` from byte `begin` of the data section of the safetensors file `path`.
+        """Fill the contiguous tensor `into` from byte `begin` of the data section of the safetensors file `path`, or of
+        the whole GGUF file.
 
         The caller keeps `into` until the read is done. Its result raises `StartupError` naming `name`, the tensor.
         """
@@ -56,7 +57,8 @@ class FileReader:
         self._close_file()
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            self._data_start = 8 + int.from_bytes(os.pread(self._fd, 8, 0), "little")
+            start = os.pread(self._fd, 8, 0)
+            self._data_start = 0 if start.startswith(b"GGUF") else 8 + int.from_bytes(start, "little")
         except OSError as error:
             raise StartupError(f"{path} cannot be opened: {error.strerror}.", "Download the file again.") from error
         self._path = path

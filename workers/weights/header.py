@@ -41,7 +41,7 @@ class TensorEntry:
 
     dtype: str  # the format's name: BF16, F16, F32, ...
     shape: tuple[int, ...]
-    begin: int  # bytes, counted from the end of the header
+    begin: int  # bytes, counted from the end of the header; in a GGUF file from its beginning
     end: int
 
 

@@ -26,9 +26,9 @@ from workers.models.registry import read_config, read_spec
 from workers.protocol import StepMetadata, StepOutput
 from workers.sampling.sampler import Sampler
 from workers.step_cost import StepCost
-from workers.weights.checkpoint import Checkpoint
 from workers.weights.dummy import DummyWeights
-from workers.weights.reader import WeightReader
+from workers.weights.open_checkpoint import open_checkpoint
+from workers.weights.weight_source import weight_source
 from workers.worker.batch_invariance import check_batch_invariance, one_of_each_kind
 from workers.worker.kv_cache_size import available_kv_bytes, blocks_that_fit, free_bytes
 from workers.worker.memory_needs import is_out_of_memory, out_of_memory
@@ -53,7 +53,7 @@ class ModelRunner:
             torch.cuda.set_device(self.device)
         self.spec = read_spec(config.model_path, config.max_model_len, tied=config.tie_word_embeddings)
         directory = Path(config.model_path)
-        self._checkpoint = None if config.load_format == "dummy" else Checkpoint.open(directory)
+        self._checkpoint = None if config.load_format == "dummy" else open_checkpoint(directory)
         stored = stored_quantization(directory, read_config(directory))
         self.forms = weight_forms(config.quantization, stored, self._checkpoint)
         self._quantization = config.quantization if stored is None else stored.scheme.description
@@ -86,7 +86,7 @@ class ModelRunner:
         if self._checkpoint is None:
             self.model.load(DummyWeights(self.config.seed), report)
         else:
-            with WeightReader(
+            with weight_source(
                 self._checkpoint, check_finite=self.config.check_weights, on_read=lambda: on_progress(done)
             ) as weights:
                 self.model.load(weights, report)

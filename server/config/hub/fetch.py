@@ -109,7 +109,7 @@ def _weights(request: HubModel, snapshot: Snapshot, names: Collection[str]) -> l
 def _no_config(model: str, files: list[HubFile]) -> StartupError:
     if any(file.name.endswith(".gguf") for file in files):
         return StartupError(
-            f"{model} holds GGUF files and no config.json; GGUF is not served.",
-            "Name the model that it was converted from: its safetensors files are served.",
+            f"{model} holds GGUF files and no config.json; GGUF is served from this machine's files only.",
+            f"Download one of them (hf download {model} NAME.gguf --local-dir .), and serve that file.",
         )
     return StartupError(f"{model} has no config.json.", "Name a model in the transformers format.")

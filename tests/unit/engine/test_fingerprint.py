@@ -60,3 +60,13 @@ def test_each_thing_that_decides_a_number_changes_it(checkpoint, monkeypatch):
     weights = checkpoint / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")  # another training: same names, same shapes
     assert fingerprint.numbers_digest(config, info) != base
+
+
+def test_a_gguf_file_has_a_sum_of_its_own(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    weights = tmp_path / "model.gguf"
+    weights.write_bytes(bytes(1 << 20))
+    first = fingerprint.model_sums(tmp_path)
+    assert first.keys() == {"config.json", "model.gguf"}
+    weights.write_bytes(bytes((1 << 20) - 1) + b"x")
+    assert fingerprint.model_sums(tmp_path)["model.gguf"] != first["model.gguf"]

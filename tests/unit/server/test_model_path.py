@@ -52,10 +52,3 @@ def test_what_is_no_hub_id_never_reaches_the_network(monkeypatch, values):
     monkeypatch.chdir("/")
     with pytest.raises(StartupError):
         _resolve(**values)
-
-
-@pytest.mark.parametrize("name", ["model-q4.gguf", ""])
-def test_gguf_is_refused_by_name(tmp_path, name):
-    (tmp_path / "model-q4.gguf").write_bytes(b"GGUF")
-    with pytest.raises(StartupError, match=r"GGUF, which is not served.*safetensors"):
-        _resolve(model=str(tmp_path / name))

@@ -1,0 +1,215 @@
+"""The `tokenizer.json` that the vocabulary of a GGUF model means.
+
+Two kinds are served: byte-level BPE (`gpt2`), and SentencePiece's BPE with a score for each token and bytes for what is
+in no token (`llama`). Others are refused by name.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import StartupError
+from engine.gguf import Settings
+from server.config.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # the types of tokens
+_SPACE = "▁"
+# Of Phi-3's special tokens, those that do not take the white space behind them. The file does not say it.
+_PHI3_PLAIN = ("<unk>", "<s>", "<|endoftext|>")
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The tokens of a model, and the special ones among them."""
+
+    tokens: Sequence[str]
+    types: Sequence[int]
+    special: Mapping[str, int]  # "bos", "eos" and others that the file names -> id
+    adds_bos: bool
+    adds_eos: bool
+
+    def name(self, kind: str) -> str | None:
+        """The token of this kind, as written."""
+        return self.tokens[self.special[kind]] if kind in self.special else None
+
+    def ids(self) -> dict[str, int]:
+        """Token -> id, without those that nothing is ever written as."""
+        found: dict[str, int] = {}
+        for index, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True)):
+            if kind != _UNUSED:
+                found.setdefault(token, index)
+        return found
+
+
+def read_vocabulary(settings: Settings) -> Vocabulary:
+    """Raises `StartupError` for a kind of tokenizer that is not served, and for a damaged vocabulary."""
+    tokens = settings.texts("tokenizer.ggml.tokens")
+    types = array("i", [_NORMAL] * len(tokens))
+    if settings.has("tokenizer.ggml.token_type"):
+        types = settings.numbers("tokenizer.ggml.token_type", len(tokens))
+    special = {}
+    for kind in ("bos", "eos", "eot", "eom", "unknown", "padding"):
+        key = f"tokenizer.ggml.{kind}_token_id"
+        if settings.has(key):
+            special[kind] = settings.count(key)
+            if special[kind] >= len(tokens):
+                raise StartupError(
+                    f"{settings.model.path}: {key} is {special[kind]}, and there are {len(tokens)} tokens.",
+                    "Use a file that llama.cpp's converter wrote.",
+                )
+    bos = True if _kind(settings) == "llama" else _pre_tokenizer(settings).adds_bos
+    return Vocabulary(
+        tokens,
+        types,
+        special,
+        adds_bos=settings.flag("tokenizer.ggml.add_bos_token", bos) and "bos" in special,
+        adds_eos=settings.flag("tokenizer.ggml.add_eos_token", False) and "eos" in special,
+    )
+
+
+def tokenizer_json(settings: Settings, vocabulary: Vocabulary) -> dict[str, Any]:
+    """The object that `tokenizer.json` holds."""
+    parts = _sentencepiece if _kind(settings) == "llama" else _byte_level
+    strips = settings.architecture == "phi3" and _kind(settings) == "llama"
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": _added_tokens(vocabulary, strips),
+        **parts(settings, vocabulary),
+        "post_processor": _template(vocabulary),
+    }
+
+
+def _kind(settings: Settings) -> str:
+    kind = settings.text("tokenizer.ggml.model")
+    if kind not in ("gpt2", "llama"):
+        raise StartupError(
+            f"{settings.model.path}: a tokenizer of the kind {kind[:80]!r} is not supported.", "Supported: gpt2, llama."
+        )
+    return kind
+
+
+def _pre_tokenizer(settings: Settings) -> PreTokenizer:
+    name = settings.text("tokenizer.ggml.pre", "default")
+    if name not in PRE_TOKENIZERS:
+        raise StartupError(
+            f"{settings.model.path}: the pre-tokenizer {name[:80]!r} is not known here.",
+            f"Known: {', '.join(PRE_TOKENIZERS)}.",
+        )
+    return PRE_TOKENIZERS[name]
+
+
+def _byte_level(settings: Settings, vocabulary: Vocabulary) -> dict[str, Any]:
+    kind, ids = _pre_tokenizer(settings), vocabulary.ids()
+    merges = []
+    for number, merge in enumerate(settings.texts("tokenizer.ggml.merges")):
+        left, _, right = merge.partition(" ")
+        if left not in ids or right not in ids or left + right not in ids:
+            raise StartupError(
+                f"{settings.model.path}: merge {number}, {merge[:80]!r}, is not of two tokens to a third.",
+                "Use a file that llama.cpp's converter wrote.",
+            )
+        merges.append([left, right])
+    return {
+        "normalizer": {"type": kind.normal_form} if kind.normal_form else None,
+        "pre_tokenizer": kind.steps(),
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": kind.ignores_merges,
+            "vocab": ids,
+            "merges": merges,
+        },
+    }
+
+
+def _sentencepiece(settings: Settings, vocabulary: Vocabulary) -> dict[str, Any]:
+    scores = settings.numbers("tokenizer.ggml.scores", len(vocabulary.tokens))
+    has_prefix = settings.flag("tokenizer.ggml.add_space_prefix", True)
+    to_spaces = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
+    from_spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    prefix = [{"type": "Prepend", "prepend": _SPACE}] if has_prefix else []
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if has_prefix else []
+    unknown = vocabulary.name("unknown") or next(
+        (token for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind == _UNKNOWN), None
+    )
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": [*prefix, from_spaces]},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": [to_spaces, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": unknown,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "ignore_merges": False,
+            "vocab": vocabulary.ids(),
+            "merges": merges_of_scores(vocabulary, scores),
+        },
+    }
+
+
+def merges_of_scores(vocabulary: Vocabulary, scores: Sequence[float]) -> list[list[str]]:
+    """Every pair of tokens that makes a third, in the order of its score: what transformers' converter makes of a
+    SentencePiece model (`generate_merges` in convert_slow_tokenizer.py)."""
+    kinds = enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
+    normal = {token: index for index, (token, kind) in kinds if kind == _NORMAL}
+    merges = []
+    for token, index in normal.items():
+        halves = [(token[:at], token[at:]) for at in range(1, len(token))]
+        pairs = [(left, right) for left, right in halves if left in normal and right in normal]
+        pairs.sort(key=lambda pair: (normal[pair[0]], normal[pair[1]]))
+        merges += [(scores[index], len(left), len(right), left, right) for left, right in pairs]
+    merges.sort(key=lambda merge: merge[:3], reverse=True)
+    return [[left, right] for *_, left, right in merges]
+
+
+def _added_tokens(vocabulary: Vocabulary, strips: bool) -> list[dict[str, Any]]:
+    """The tokens that are found in a text before anything else is."""
+    ids = vocabulary.ids()
+    return [
+        {
+            "id": index,
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": strips and token not in _PHI3_PLAIN,
+            "normalized": False,
+            "special": kind != _USER_DEFINED,
+        }
+        for index, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
+        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) and ids[token] == index and token
+    ]
+
+
+def _template(vocabulary: Vocabulary) -> dict[str, Any] | None:
+    """What puts the special tokens around a text."""
+    before = [vocabulary.name("bos")] if vocabulary.adds_bos else []
+    behind = [vocabulary.name("eos")] if vocabulary.adds_eos else []
+    if not before and not behind:
+        return None
+
+    def around(*letters: str) -> list[dict[str, Any]]:
+        tokens = [[{"SpecialToken": {"id": token, "type_id": 0}} for token in side] for side in (before, behind)]
+        return [*tokens[0], *({"Sequence": {"id": letter, "type_id": 0}} for letter in letters), *tokens[1]]
+
+    ids = {"bos": before, "eos": behind}
+    special = {
+        token: {"id": token, "ids": [vocabulary.special[kind]], "tokens": [token]}
+        for kind, tokens in ids.items()
+        for token in tokens
+    }
+    return {"type": "TemplateProcessing", "single": around("A"), "pair": around("A", "B"), "special_tokens": special}

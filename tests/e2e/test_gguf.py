@@ -1,0 +1,113 @@
+"""A GGUF file served as a user does it: the text of the safetensors checkpoint that it was made from."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.running import DEMO, RunningServer, command, environment
+from tests.golden.gguf_writer import all_of, q4_k_m, write_gguf
+from workers.kernels.cpu.build import cache_directory
+
+QUESTION = {"messages": [{"role": "user", "content": "What does os.path.join do?"}], "temperature": 0, "max_tokens": 60}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A cache that these tests alone fill; the kernels in it are the user's."""
+    folder = tmp_path_factory.mktemp("cache")
+    (folder / "oarlock").mkdir()
+    (folder / "oarlock" / "kernels").symlink_to(cache_directory())
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def serve(cache: str) -> Callable[..., RunningServer]:
+    def start(*arguments: str | Path) -> RunningServer:
+        return RunningServer(*arguments, "--dtype", "float32", env={"XDG_CACHE_HOME": cache})
+
+    return start
+
+
+def answers(server: RunningServer) -> tuple[str, str, list[int]]:
+    """(the model's name, a chat's text, the ids of a prompt)."""
+    url = f"http://127.0.0.1:{server.port}"
+    chat = httpx.post(f"{url}/v1/chat/completions", json=QUESTION, timeout=60).json()
+    ids = httpx.post(f"{url}/tokenize", json={"prompt": "x = os.path.join(<|im_end|> é)\n\n  1234"}, timeout=60).json()
+    return chat["model"], chat["choices"][0]["message"]["content"], ids["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"), [("F32", 1), ("F16", 2), ("Q8_0", 1), ("mix", 2)], ids=lambda value: str(value)
+)
+def test_the_text_is_that_of_the_checkpoint(
+    serve: Callable[..., RunningServer], tmp_path: Path, kind: str, size: int
+) -> None:
+    kind_of = q4_k_m if kind == "mix" else all_of(kind)
+    part_bytes = 4_000_000 if kind == "F16" else 0
+    write_gguf(DEMO, tmp_path / "demo.gguf", kind_of, part_bytes=part_bytes, tokenizer__ggml__pre="qwen2")
+    file = sorted(tmp_path.glob("*.gguf"))[0]
+    with serve(DEMO) as server:
+        _, text, ids = answers(server)
+    with serve(file, "--tensor-parallel-size", str(size)) as server:
+        name, own_text, own_ids = answers(server)
+    assert own_ids == ids and name == "demo"
+    if kind in ("F32", "F16"):  # the numbers are the same: the checkpoint is in bfloat16
+        assert own_text == text
+    else:
+        assert own_text[:40] == text[:40]
+
+
+def test_a_directory_with_one_file_is_served_and_one_with_several_is_refused(
+    serve: Callable[..., RunningServer], tmp_path: Path, cache: str
+) -> None:
+    folder = tmp_path / "one-model"
+    folder.mkdir()
+    write_gguf(DEMO, folder / "demo.gguf", all_of("Q8_0"), tokenizer__ggml__pre="qwen2")
+    with serve(folder) as server:
+        assert answers(server)[0] == "one-model"
+    (folder / "other.gguf").write_bytes(b"GGUF")
+    assert "holds several GGUF models: demo.gguf, other.gguf" in refused(folder, cache)
+
+
+def test_bad_files_are_refused_before_anything_is_loaded(tmp_path: Path, cache: str) -> None:
+    path = write_gguf(DEMO, tmp_path / "demo.gguf", all_of("F16"), tokenizer__ggml__pre="brand-new")
+    assert "pre-tokenizer 'brand-new' is not known here" in refused(path, cache)
+    path.write_bytes(path.read_bytes()[:-100])
+    assert "is truncated: tensor" in refused(path, cache)
+    kind_of = all_of("F16")
+    path = write_gguf(DEMO, tmp_path / "mxfp4.gguf", kind_of, tokenizer__ggml__pre="qwen2", qwen2__expert_count=8)
+    assert "mixture of 8 experts" in refused(path, cache)
+    odd = write_gguf(
+        DEMO, tmp_path / "odd.gguf", lambda name, shape: "MXFP4" if "ffn_up" in name else "F32",
+        tokenizer__ggml__pre="qwen2",
+    )  # fmt: skip
+    assert "is MXFP4, which is not supported" in refused(odd, cache)
+
+
+def refused(model: Path, cache: str) -> str:
+    """What the command says, in its two lines."""
+    done = subprocess.run(
+        command("serve", model, "--port", "0"), env=environment(XDG_CACHE_HOME=cache), capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 3, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def test_the_description_is_written_once_for_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from server.config.gguf.directory import described
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = write_gguf(DEMO, tmp_path / "demo.gguf", all_of("F16"), tokenizer__ggml__pre="qwen2")
+    first = described(path)
+    assert described(path) == first
+    assert json.loads((first / "config.json").read_text())["torch_dtype"] == "float16"
+    write_gguf(DEMO, path, all_of("Q8_0"), tokenizer__ggml__pre="qwen2")
+    assert described(path) != first

@@ -1,0 +1,196 @@
+"""Writes a Hugging Face checkpoint as a GGUF file: what llama.cpp's converter does, with the `gguf` package's names.
+
+Apart from the reader that it judges: it takes no name and no layout from there.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from tests.golden.gguf_blocks import quantized
+
+_ARCHITECTURES = {
+    "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA,
+    "MistralForCausalLM": gguf.MODEL_ARCH.LLAMA,
+    "Qwen2ForCausalLM": gguf.MODEL_ARCH.QWEN2,
+    "Qwen3ForCausalLM": gguf.MODEL_ARCH.QWEN3,
+    "Phi3ForCausalLM": gguf.MODEL_ARCH.PHI3,
+    "Gemma2ForCausalLM": gguf.MODEL_ARCH.GEMMA2,
+    "Gemma3ForCausalLM": gguf.MODEL_ARCH.GEMMA3,
+}
+KindOf = Callable[[str, tuple[int, ...]], str]
+
+
+def all_of(kind: str) -> KindOf:
+    """Matrices as `kind`, vectors as F32."""
+    return lambda name, shape: kind if len(shape) == 2 else "F32"
+
+
+def q4_k_m(name: str, shape: tuple[int, ...]) -> str:
+    """The mix of types of files named Q4_K_M, with the types they fall back to where a row is no whole block."""
+    if len(shape) == 1:
+        return "F32"
+    better = name in ("token_embd.weight", "output.weight") or ("blk.0." in name and ("_v." in name or "down" in name))
+    if shape[1] % 256:
+        return "Q8_0" if better else "Q5_0"
+    return "Q6_K" if better else "Q4_K"
+
+
+def write_gguf(directory: Path, path: Path, kind_of: KindOf, *, part_bytes: int = 0, **settings: Any) -> Path:
+    """The checkpoint in `directory` as the file `path`, or with `part_bytes` in parts of about so many bytes.
+
+    `settings` are written last, under names in which `__` is a dot; None leaves one out.
+    """
+    config = json.loads((directory / "config.json").read_text())
+    arch = _ARCHITECTURES[config["architectures"][0]]
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch], split_max_size=part_bytes)
+    _add_settings(writer, config, arch)
+    if (directory / "tokenizer.json").exists():
+        add_tokenizer(writer, directory, config["vocab_size"])
+    for key, value in settings.items():
+        _set(writer, key.replace("__", "."), value)
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    tensors = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        tensors |= load_file(file)
+    if config.get("tie_word_embeddings"):
+        tensors.pop("lm_head.weight", None)
+    for name, tensor in tensors.items():
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert stored is not None, name
+        numbers = _as_stored(name, tensor.float(), config, arch).numpy()
+        kind = kind_of(stored, numbers.shape)
+        writer.add_tensor(stored, quantized(numbers, kind), raw_dtype=gguf.GGMLQuantizationType[kind])
+    for name, factors in _rope_factors(config, arch).items():
+        writer.add_tensor(name, np.array(factors, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _set(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    settings = writer.kv_data[0]
+    settings.pop(key, None)
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    elif value is not None:
+        writer.add_array(key, value)
+
+
+def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any], arch: gguf.MODEL_ARCH) -> None:
+    heads, rope = config["num_attention_heads"], config.get("rope_parameters") or {}
+    full = rope.get("full_attention", rope)
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if config.get("head_dim"):
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    if "rope_theta" in full:
+        writer.add_rope_freq_base(full["rope_theta"])
+    if "sliding_attention" in rope:
+        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+    writer.add_rope_dimension_count(int(head_dim * full.get("partial_rotary_factor", 1.0)))
+    if full.get("rope_type") == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(full["factor"])
+    elif full.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(full["factor"])
+        writer.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
+    elif full.get("rope_type") == "longrope":
+        original = config["original_max_position_embeddings"]
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
+        writer.add_rope_scaling_orig_ctx_len(original)
+        scale = config["max_position_embeddings"] / original
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0)
+    for key, add in (
+        ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
+        ("final_logit_softcapping", writer.add_final_logit_softcapping),
+        ("sliding_window", writer.add_sliding_window),
+    ):
+        if config.get(key):
+            add(config[key])
+    if arch is gguf.MODEL_ARCH.PHI3 and not config.get("sliding_window"):
+        writer.add_sliding_window(0)
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, directory: Path, vocab_size: int) -> None:
+    """A byte-level tokenizer, as `_set_vocab_gpt2` of the converter does. `tokenizer.ggml.pre` is the caller's."""
+    described = json.loads((directory / "tokenizer.json").read_text())
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    added = {token["content"]: token for token in described["added_tokens"]}
+    ids = described["model"]["vocab"] | {token: entry["id"] for token, entry in added.items()}
+    by_id = {index: token for token, index in ids.items()}
+    types = gguf.TokenType
+    kinds = []
+    for index in range(vocab_size):
+        token = by_id.get(index)
+        special = types.CONTROL if token in added and added[token]["special"] else types.USER_DEFINED
+        kinds.append(types.UNUSED if token is None else special if token in added else types.NORMAL)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([by_id.get(index, f"[PAD{index}]") for index in range(vocab_size)])
+    writer.add_token_types(kinds)
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in described["model"]["merges"]]
+    _set(writer, "tokenizer.ggml.merges", merges or ["\u0120 \u0120"])  # an array cannot be empty
+    for name in ("bos", "eos", "pad"):
+        token = config.get(f"{name}_token")
+        if token is not None:
+            name = {"pad": "padding"}.get(name, name)
+            writer.add_uint32(
+                f"tokenizer.ggml.{name}_token_id", ids[token if isinstance(token, str) else token["content"]]
+            )
+    if "chat_template" in config:
+        writer.add_chat_template(config["chat_template"])
+
+
+def _as_stored(name: str, tensor: torch.Tensor, config: dict[str, Any], arch: gguf.MODEL_ARCH) -> torch.Tensor:
+    if arch in (gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3) and name.endswith("norm.weight"):
+        return tensor + 1
+    if arch is gguf.MODEL_ARCH.LLAMA and (".q_proj." in name or ".k_proj." in name):
+        heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
+        halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
+        return halves.swapaxes(1, 2).reshape(tensor.shape)
+    return tensor
+
+
+def _rope_factors(config: dict[str, Any], arch: gguf.MODEL_ARCH) -> dict[str, list[float]]:
+    """Llama 3's and Phi-3's factors, which are tensors in GGUF."""
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") == "longrope":
+        return {f"rope_factors_{name}.weight": rope[f"{name}_factor"] for name in ("long", "short")}
+    if rope.get("rope_type") != "llama3":
+        return {}
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    original, factors = rope["original_max_position_embeddings"], []
+    for pair in range(0, head_dim, 2):
+        length = 2 * math.pi * rope["rope_theta"] ** (pair / head_dim)
+        if length < original / high:
+            factors.append(1.0)
+        elif length > original / low:
+            factors.append(rope["factor"])
+        else:
+            smooth = (original / length - low) / (high - low)
+            factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return {"rope_freqs.weight": factors}

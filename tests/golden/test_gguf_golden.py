@@ -1,0 +1,182 @@
+"""GGUF files of every family against the safetensors checkpoints that they were made from.
+
+A file that describes the same model and holds the same numbers under the same names needs no comparison of logits.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.golden.cases import CASES
+from tests.golden.gguf_blocks import dequantized, quantized
+from tests.golden.gguf_writer import all_of, write_gguf
+from tests.golden.tiny_models import make_tiny
+from workers.layers.decoder_spec import DecoderSpec
+from workers.layers.rotary import RotaryTable
+from workers.models.gguf_config import hf_config
+from workers.models.registry import describe, read_spec
+from workers.verify.dequantise_gguf import dequantised_gguf
+from workers.weights.gguf.block_types import SERVED
+from workers.weights.gguf.blocks import FORMS, Groups
+from workers.weights.gguf.checkpoint import GGUFCheckpoint
+from workers.weights.gguf.model import GGUFModel
+from workers.weights.gguf.reader import GGUFReader
+
+# What no GGUF file says is at the families' defaults here.
+_GEMMA3 = {"query_pre_attn_scalar": 24, "num_hidden_layers": 7, "layer_types": None}
+_FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [3.0, 3.3, 3.9, 5.1]}
+_LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, **_FACTORS}
+_PHI4 = {"hidden_size": 128, "tie_word_embeddings": True, "vocab_size": 307, "num_key_value_heads": 2}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"vocab_size": 317}),
+    "llama-tied-biased": ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "llama-linear": ("llama", CASES["llama-linear"].special),
+    "llama-wide-heads": ("llama", {"head_dim": 32, "num_key_value_heads": 1}),
+    "mistral": ("mistral", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-yarn": ("qwen2", CASES["qwen2-yarn"].special),
+    "qwen3": ("qwen3", {"tie_word_embeddings": True}),
+    "phi3": ("phi3", {"sliding_window": 20}),
+    "phi3-longrope": ("phi3", {"original_max_position_embeddings": 64, "rope_parameters": _LONGROPE}),
+    "phi4": ("phi3", _PHI4 | {"original_max_position_embeddings": 16, "rope_parameters":
+                               _LONGROPE | {"partial_rotary_factor": 0.5}}),
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": 24}),
+    "gemma2-27b": ("gemma2", {"query_pre_attn_scalar": 8, "num_hidden_layers": 46}),
+    "gemma3": ("gemma3_text", _GEMMA3),
+    "gemma3-scaled": ("gemma3_text", _GEMMA3 | {"rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e3}}}),
+}  # fmt: skip
+PARTS = (1, 2, 4)  # into which tensors are cut
+
+
+def opened(path: Path) -> tuple[DecoderSpec, GGUFCheckpoint]:
+    model = GGUFModel.open(path)
+    return describe(hf_config(model)), GGUFCheckpoint.of(path.parent, model)
+
+
+def stored(directory: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors checkpoint."""
+    tensors = {}
+    for file in directory.glob("*.safetensors"):
+        tensors |= load_file(file)
+    if json.loads((directory / "config.json").read_text()).get("tie_word_embeddings"):
+        tensors.pop("lm_head.weight", None)
+    return tensors
+
+
+def assembled(reader: GGUFReader, name: str, shape: tuple[int, ...], dim: int, parts: int) -> torch.Tensor:
+    """A tensor read in parts along `dim`, as ranks read it, and put together."""
+    length = -(-shape[dim] // parts)
+    found = []
+    for start in range(0, shape[dim], length):
+        sizes = [min(length, size - start) if axis == dim else size for axis, size in enumerate(shape)]
+        found.append(torch.empty(sizes))
+        reader.take(name, found[-1], shape=shape, dim=dim, start=start)
+    return torch.cat(found, dim)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_file_describes_the_same_model_and_holds_the_same_numbers(tmp_path: Path, name: str) -> None:
+    family, special = MODELS[name]
+    directory = make_tiny(tmp_path, family, seed=5, **special)
+    spec, checkpoint = opened(write_gguf(directory, tmp_path / "model.gguf", all_of("F32")))
+    original = read_spec(str(directory))
+    # A number that the file has in float32.
+    assert spec.rope.attention_factor == pytest.approx(original.rope.attention_factor, rel=2**-23)
+    rope = replace(spec.rope, attention_factor=original.rope.attention_factor)
+    assert replace(spec, rope=rope, dtype=None) == replace(original, dtype=None)
+    tensors = stored(directory)
+    assert checkpoint.tensors.keys() == tensors.keys()
+    with GGUFReader(checkpoint) as reader:
+        for tensor_name, tensor in tensors.items():
+            shape = tuple(tensor.shape)
+            for dim in range(len(shape)):
+                for parts in PARTS:
+                    unit = spec.head_dim if "self_attn" in tensor_name else 1  # ranks hold whole heads
+                    if shape[dim] // parts % unit:
+                        continue
+                    cut = assembled(reader, tensor_name, shape, dim, parts)
+                    # Gemma's norms lose the last bits when 1 is added to them.
+                    tolerance = 1.2e-7 if "gemma" in family and "norm" in tensor_name else 0.0
+                    torch.testing.assert_close(cut, tensor, rtol=0, atol=tolerance)
+            plain = dequantised_gguf(checkpoint.tensors[tensor_name].path, tensor_name)
+            torch.testing.assert_close(plain.float(), tensor, rtol=0, atol=tolerance)
+        reader.finish(lambda _: False)
+
+
+def test_llama3_factors_give_the_same_angles(tmp_path: Path) -> None:
+    directory = make_tiny(tmp_path, "llama", seed=5, **CASES["llama-llama3"].special)
+    spec, _ = opened(write_gguf(directory, tmp_path / "model.gguf", all_of("F32")))
+    original = read_spec(str(directory))
+    assert original.rope.kind == "llama3" and len(set(spec.rope.short_factors)) > 2
+    assert replace(spec, rope=original.rope, dtype=None) == replace(original, dtype=None)
+    positions = torch.arange(0, spec.max_position_embeddings)
+    tables = [RotaryTable(rope, torch.device("cpu"))(positions, len(positions)) for rope in (spec.rope, original.rope)]
+    for ours, theirs in zip(*tables, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama whose rows are whole blocks of 256; half of an MLP's inputs is not."""
+    special = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 1}
+    return make_tiny(tmp_path_factory.mktemp("wide"), "llama", seed=9, **special)
+
+
+def faulty(found: Groups, fault: str) -> Groups:
+    """`found` as a reader with a planted fault would give it."""
+    if fault == "scales of the next group":
+        return replace(found, scales=found.scales.roll(1, 1))
+    if fault == "no offsets":
+        return replace(found, offsets=None)
+    return replace(found, values=found.values.roll(1, 1))
+
+
+def judged(cut: torch.Tensor, truth: torch.Tensor) -> bool:
+    """Equal but for the rounding of one sum in float32."""
+    return bool(((cut.double() - truth.double()).abs().max() <= 1e-6 * truth.abs().max()).item())
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_every_type_is_what_the_gguf_package_makes_of_it(wide: Path, tmp_path: Path, kind: str) -> None:
+    """Whole, cut along outputs and along inputs, as numbers and in groups, and with a scale cut wrongly."""
+    path = write_gguf(wide, tmp_path / "model.gguf", all_of(kind))
+    spec, checkpoint = opened(path)
+    q, down = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight"
+    originals = stored(wide)
+    with GGUFReader(checkpoint) as reader:
+        for name, heads in ((q, spec.num_heads), (down, 0)):
+            numbers = originals[name]
+            if heads:  # blocks lie along the inputs, so they do not care in which order rows are
+                numbers = numbers.view(heads, 2, -1, numbers.shape[1]).transpose(1, 2).reshape(numbers.shape)
+            truth = torch.from_numpy(dequantized(quantized(numbers.numpy(), kind), kind)).float()
+            if heads:
+                truth = truth.view(heads, -1, 2, truth.shape[1]).transpose(1, 2).reshape(truth.shape)
+            shape = tuple(truth.shape)
+            assert judged(dequantised_gguf(path, name), truth)
+            for dim in (0, 1):
+                for parts in PARTS:
+                    assert judged(assembled(reader, name, shape, dim, parts), truth), f"{name} in {parts} along {dim}"
+            if kind in FORMS:
+                _check_groups(reader, name, truth, FORMS[kind].has_offsets)
+
+
+def _check_groups(reader: GGUFReader, name: str, truth: torch.Tensor, has_offsets: bool) -> None:
+    rows, inputs = truth.shape
+    for first, count in ((0, inputs), (inputs // 2, inputs // 2), (16, 48), (48, 32)):
+        found = reader.take_groups(
+            name, shape=(rows, inputs), first_row=rows // 2, rows=rows // 4, first_input=first, inputs=count
+        )
+        here = truth[rows // 2 : rows // 2 + rows // 4, first : first + count]
+        assert judged(found.dequantised(), here), f"{name}, {count} inputs from {first} on"
+        limits = (-8, 7) if found.bits == 4 else (-128, 127)
+        assert limits[0] <= found.values.min() and found.values.max() <= limits[1]
+        faults = ["scales of the next group", "the next input", *(["no offsets"] if has_offsets else [])]
+        for fault in faults:
+            assert not judged(faulty(found, fault).dequantised(), here), f"{fault} is not noticed"

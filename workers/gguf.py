@@ -1,0 +1,10 @@
+"""What may be known of GGUF files above the workers: their settings, and the `config.json` that they mean.
+
+Torch-free.
+"""
+
+from workers.models.gguf_config import hf_config
+from workers.weights.gguf.model import GGUFModel, parts_of
+from workers.weights.gguf.settings import Settings
+
+__all__ = ["GGUFModel", "Settings", "hf_config", "parts_of"]

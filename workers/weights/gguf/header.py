@@ -1,0 +1,214 @@
+"""Reads and checks the header of one GGUF file: its settings, and where each tensor lies.
+
+Knows the file format (versions 2 and 3, little-endian), and nothing of models. Torch-free; reads no tensor. The file is
+foreign content: every length is held against the file's size before anything is allocated.
+"""
+
+import struct
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from workers.errors import StartupError
+from workers.weights.gguf.block_types import TYPES
+from workers.weights.header import TensorEntry
+
+MAGIC = b"GGUF"
+_LFS_MARK = b"version https://git-lfs"
+# A vocabulary of a million tokens with scores, types and merges needs a tenth of these.
+MAX_HEADER_BYTES = 512 << 20
+MAX_STRINGS = 8_000_000
+MAX_ENTRIES = 200_000  # settings, and tensors
+MAX_NAME_BYTES = 65_535
+_MOST_DIMENSIONS = 4
+_DEFAULT_ALIGNMENT, _MAX_ALIGNMENT = 32, 1 << 20
+_READ_AHEAD = 1 << 20
+_DOWNLOAD_AGAIN = "Download the file again; it is damaged or incomplete."
+
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+
+# An array of numbers stays packed: a list of a hundred million small numbers would take gigabytes.
+Value = int | float | bool | str | list[str] | array
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFHeader:
+    """What a file says about itself."""
+
+    path: Path
+    version: int
+    settings: dict[str, Value]
+    tensors: dict[str, TensorEntry]  # by their names in the file; `begin` and `end` count from the file's beginning
+
+
+class _Damaged(Exception):
+    """What is wrong, to follow the file's name."""
+
+
+def read_header(path: Path) -> GGUFHeader:
+    """Read and check it. Raises `StartupError` naming the file, and the tensor if one is wrong.
+
+    Shapes are in the order of Hugging Face's: [outputs, inputs], where the file has the inputs first.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            if file.read(len(_LFS_MARK)) == _LFS_MARK:
+                raise StartupError(
+                    f"{path} is a git-lfs pointer, not the model.", f"Run `git lfs pull` in {path.parent}."
+                )
+            file.seek(0)
+            return _read(path, _Cursor(file, size))
+    except _Damaged as error:
+        raise StartupError(f"{path} {error}.", _DOWNLOAD_AGAIN) from None
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StartupError(f"{path} cannot be read: {reason}.", "Check the path and its permissions.") from error
+
+
+class _Cursor:
+    """Reads a file from its beginning, never beyond its end or `MAX_HEADER_BYTES`."""
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file = file
+        self.size = size
+        self._buffer = b""
+        self._at = 0  # in the buffer
+        self._begin = 0  # of the buffer in the file
+        self.strings_left = MAX_STRINGS
+
+    @property
+    def position(self) -> int:
+        return self._begin + self._at
+
+    def take(self, count: int) -> bytes:
+        if count > self.size - self.position:
+            raise _Damaged(f"ends at byte {self.size}, within its header, which goes on to {self.position + count}")
+        if self.position + count > MAX_HEADER_BYTES:
+            raise _Damaged(f"has a header of more than {MAX_HEADER_BYTES} bytes")
+        if self._at + count > len(self._buffer):
+            self._begin += self._at
+            rest = self._buffer[self._at :]
+            self._buffer = rest + self._file.read(max(_READ_AHEAD, count - len(rest)))
+            self._at = 0
+            if len(self._buffer) < count:
+                raise _Damaged("was cut short while it was read")
+        found = self._buffer[self._at : self._at + count]
+        self._at += count
+        return found
+
+    def number(self, form: str) -> int | float | bool:
+        return struct.unpack(f"<{form}", self.take(struct.calcsize(f"<{form}")))[0]
+
+    def count(self, form: str = "Q") -> int:
+        return int(self.number(form))
+
+    def text(self, what: str) -> str:
+        length = self.count()
+        self.strings_left -= 1
+        if self.strings_left < 0:
+            raise _Damaged(f"has more than {MAX_STRINGS} texts in its header")
+        try:
+            # Some vocabularies have tokens that are not whole characters; none of those is written by itself.
+            return self.take(length).decode("utf-8", "replace" if what == "a token" else "strict")
+        except UnicodeDecodeError:
+            raise _Damaged(f"has {what} that is not UTF-8") from None
+
+
+def _read(path: Path, cursor: _Cursor) -> GGUFHeader:
+    if cursor.size < 24 or cursor.take(4) != MAGIC:
+        raise _Damaged("does not begin with GGUF's mark" if cursor.size >= 24 else f"has only {cursor.size} bytes")
+    version = cursor.count("I")
+    if version not in (2, 3):
+        if version in (2 << 24, 3 << 24):
+            raise StartupError(f"{path} is a big-endian GGUF file.", "Use the little-endian file of the same model.")
+        raise StartupError(f"{path} is GGUF of version {version}.", "Use a file of version 2 or 3.")
+    num_tensors, num_settings = cursor.count(), cursor.count()
+    for what, count in (("tensors", num_tensors), ("settings", num_settings)):
+        if count > MAX_ENTRIES:
+            raise _Damaged(f"announces {count} {what}")
+    settings: dict[str, Value] = {}
+    for _ in range(num_settings):
+        key = _name(cursor, "a setting's name")
+        if key in settings:
+            raise _Damaged(f"has the setting {key!r} twice")
+        settings[key] = _value(cursor, key)
+    alignment = settings.get("general.alignment", _DEFAULT_ALIGNMENT)
+    if type(alignment) is not int or not 0 < alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
+        raise _Damaged(f"gives general.alignment as {str(alignment)[:80]}")
+    described = {}
+    for _ in range(num_tensors):
+        name = _name(cursor, "a tensor's name")
+        if name in described:
+            raise _Damaged(f"has tensor {name!r} twice")
+        described[name] = _tensor(cursor, name, alignment)
+    begin = -(-cursor.position // alignment) * alignment
+    tensors = {name: _placed(entry, begin) for name, entry in described.items()}
+    _check_layout(tensors, begin, cursor.size)
+    return GGUFHeader(path, version, settings, tensors)
+
+
+def _name(cursor: _Cursor, what: str) -> str:
+    start = cursor.position
+    name = cursor.text(what)
+    if not name or cursor.position - start > MAX_NAME_BYTES or not name.isprintable():
+        raise _Damaged(f"has {what} that cannot be one: {name[:40]!r}")
+    return name
+
+
+def _value(cursor: _Cursor, key: str) -> Value:
+    kind = cursor.count("I")
+    if kind == _STRING:
+        return cursor.text(f"a text {key!r}")
+    if kind in _NUMBERS:
+        return cursor.number(_NUMBERS[kind])
+    if kind != _ARRAY:
+        raise _Damaged(f"gives the setting {key!r} the unknown type {kind}")
+    kind, count = cursor.count("I"), cursor.count()
+    if kind == _STRING:
+        if count > (cursor.size - cursor.position) // 8:  # each has a length of 8 bytes
+            raise _Damaged(f"announces {count} texts in {key!r}, more than fit")
+        return [cursor.text("a token") for _ in range(count)]
+    if kind not in _NUMBERS:
+        raise _Damaged(f"has an array of type {kind} in {key!r}")
+    form = "B" if _NUMBERS[kind] == "?" else _NUMBERS[kind]
+    numbers = array(form)
+    numbers.frombytes(cursor.take(count * struct.calcsize(f"<{form}")))
+    assert numbers.itemsize == struct.calcsize(f"<{form}"), f"array's {form} has another size here"
+    return numbers
+
+
+def _tensor(cursor: _Cursor, name: str, alignment: int) -> TensorEntry:
+    """With `begin` and `end` counted from the beginning of the data."""
+    dimensions = cursor.count("I")
+    if not 1 <= dimensions <= _MOST_DIMENSIONS:
+        raise _Damaged(f"gives tensor {name!r} {dimensions} dimensions")
+    shape = tuple(cursor.count() for _ in range(dimensions))
+    number, begin = cursor.count("I"), cursor.count()
+    kind = TYPES.get(number)
+    if kind is None:
+        raise _Damaged(f"gives tensor {name!r} the type {number}, which is not known here")
+    elements = 1
+    for length in shape:
+        elements *= length
+    if elements == 0 or elements * kind.size > 8 * cursor.size * kind.elements or shape[0] % kind.elements:
+        raise _Damaged(f"gives tensor {name!r} of {kind.name} the shape {list(reversed(shape))}")
+    if begin % alignment:
+        raise _Damaged(f"places tensor {name!r} at {begin}, which is no multiple of {alignment}")
+    return TensorEntry(kind.name, tuple(reversed(shape)), begin, begin + elements // kind.elements * kind.size)
+
+
+def _placed(entry: TensorEntry, begin: int) -> TensorEntry:
+    return TensorEntry(entry.dtype, entry.shape, begin + entry.begin, begin + entry.end)
+
+
+def _check_layout(tensors: dict[str, TensorEntry], begin: int, size: int) -> None:
+    position, before = begin, ""
+    for name, entry in sorted(tensors.items(), key=lambda item: item[1].begin):
+        if entry.end > size:
+            raise _Damaged(f"is truncated: tensor {name!r} ends at byte {entry.end} of {size}")
+        if entry.begin < position:
+            raise _Damaged(f"places tensor {name!r} over {before!r}, at byte {entry.begin}")
+        position, before = entry.end, name
