@@ -67,8 +67,9 @@ def sampling() -> Iterator[tuple[str, Run]]:
     rows, temperature = torch.arange(8), torch.ones(8, dtype=torch.float64)
     keys = torch.randint(1, 1 << 30, (8, 2), dtype=torch.int32) | 1
     low, end = torch.full((8,), -1e30), torch.full((8,), VOCAB)
-    shard = KernelLogitsShard(logits, 0, temperature)
-    yield "maxima and masses", lambda: KernelLogitsShard(logits, 0, temperature)
+    shard = KernelLogitsShard(logits, 0, VOCAB // 8)
+    yield "maxima", lambda: KernelLogitsShard(logits, 0, VOCAB // 8)
+    yield "masses", lambda: shard.mass(rows, temperature, shard.top, low, end)
     yield "draws", lambda: shard.draw(rows, temperature, keys, low, end)
     yield "64 best", lambda: shard.best(rows, 64)
 

@@ -6,6 +6,7 @@ heads, neighbouring ranks hold a copy of the same head, the one that their query
 
 from dataclasses import dataclass
 
+from workers.distributed.vocab_slices import vocab_shard_size
 from workers.errors import StartupError
 
 _LARGEST_TP = 1024
@@ -69,8 +70,9 @@ def shard_evenly(layer: str, what: str, total: int, size: int) -> int:
 def shard_vocab(vocab_size: int, rank: int, size: int) -> tuple[int, int, int]:
     """(first id, number of ids of this rank's shard, how many of those are in the vocabulary).
 
-    Every shard has the same size, so the last ones may hold padding ids beyond the vocabulary.
+    Every shard has the same size, so the last ones may hold padding ids beyond the vocabulary. Of 1, 2, 4 or 8 ranks
+    each has whole slices.
     """
-    local = -(-vocab_size // size)
+    local = vocab_shard_size(vocab_size, size)
     start = rank * local
     return start, local, max(0, min(vocab_size, start + local) - start)

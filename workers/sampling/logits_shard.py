@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from workers.distributed.parallel_state import TensorParallel
 from workers.kernels.cpu.sampling import KernelLogitsShard, can_serve
 from workers.sampling.candidates import BLOCK, argmax, best, block_maxima, is_left, take_blocks
 from workers.sampling.noise import Noise
@@ -22,7 +23,6 @@ class LogitsShard(Protocol):
     x: Tensor
     first_id: int
     top: Tensor  # float32 [L]   largest logit; NaN, or +inf, where a logit is either
-    totals: Tensor  # float64 [L]   mass of all ids of the rows for which a temperature was given; else 0
 
     def argmax(self, rows: Tensor) -> Tensor:
         """Lowest local id of the largest logit: int64 [R]; any for rows without a finite largest logit."""
@@ -39,8 +39,11 @@ class LogitsShard(Protocol):
         """
         ...
 
-    def mass(self, rows: Tensor, temperature: Tensor, low: Tensor, end: Tensor) -> Tensor:
-        """sum(exp((x - top) / temperature)) of what is left: float64 [R]; 0 for rows without a finite logit."""
+    def mass(self, rows: Tensor, temperature: Tensor, peak: Tensor, low: Tensor, end: Tensor) -> Tensor:
+        """sum(exp((x - peak) / temperature)) of what is left: float64 [R, slices], to be added in the order of slices.
+
+        `peak` float32 [R]: the largest logits of all ranks. 0 for rows where it is not finite.
+        """
         ...
 
     def count_above(self, rows: Tensor, values: Tensor) -> Tensor:
@@ -51,15 +54,12 @@ class LogitsShard(Protocol):
 class TorchLogitsShard:
     """With torch's operations, for every device."""
 
-    def __init__(self, x: Tensor, first_id: int, temperature: Tensor, noise: Noise) -> None:
+    def __init__(self, x: Tensor, first_id: int, noise: Noise) -> None:
         self.x = x
         self.first_id = first_id
         self._noise = noise
         self._maxima = block_maxima(x)  # [L, B]
         self.top = self._maxima.amax(1)
-        self.totals = torch.zeros_like(temperature)
-        rows = (temperature > 0).nonzero().squeeze(1)
-        self.totals[rows] = self._mass(rows, temperature[rows])
 
     def argmax(self, rows: Tensor) -> Tensor:
         return argmax(self.x, rows, self._maxima[rows])
@@ -71,12 +71,12 @@ class TorchLogitsShard:
     def draw(self, rows: Tensor, temperature: Tensor, keys: Tensor, low: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
         return self._noise.argmax(self.x, rows, self._maxima[rows], temperature, keys, low, end - self.first_id)
 
-    def mass(self, rows: Tensor, temperature: Tensor, low: Tensor, end: Tensor) -> Tensor:
-        return self._mass(rows, temperature, (low.unsqueeze(1), (end - self.first_id).unsqueeze(1)))
-
-    def _mass(self, rows: Tensor, temperature: Tensor, left: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """torch's softmax is several times faster than its exp. Its own sum is not exact enough, but cancels here."""
+    def mass(self, rows: Tensor, temperature: Tensor, peak: Tensor, low: Tensor, end: Tensor) -> Tensor:
+        """As one slice. torch's softmax is several times faster than its exp. Its own sum is not exact enough, but
+        cancels here."""
         masses = torch.zeros_like(temperature)
+        ids = torch.arange(self.x.shape[1], device=self.x.device)
+        low, end = low.unsqueeze(1), (end - self.first_id).unsqueeze(1)
         scale = temperature.reciprocal().clamp(max=torch.finfo(torch.float32).max).float().unsqueeze(1)
         step = 1 if self.x.device.type == "cpu" else _ROWS_AT_ONCE  # one row stays in the cache
         for start in range(0, len(rows), step):
@@ -84,13 +84,12 @@ class TorchLogitsShard:
             x, top = self.x[rows[some]], self.top[rows[some]].unsqueeze(1)
             weights = ((x - top) * scale[some]).softmax(1)
             largest = weights.amax(1).double()
-            if left is not None:
-                low, end = left
-                ids = torch.arange(x.shape[1], device=x.device)
+            if not (torch.isneginf(low[some]) & (end[some] <= 0)).all():  # something is cut off
                 weights.masked_fill_(~is_left(x, ids, low[some], end[some]), 0.0)
-            whole = _sums(weights) / largest
-            masses[some] = whole.masked_fill_(top.squeeze(1) == float("-inf"), 0.0)
-        return masses
+            lower = (top.squeeze(1).double() - peak[some].double()) / temperature[some]
+            masses[some] = (_sums(weights) / largest * lower.exp()).masked_fill_(~peak[some].isfinite(), 0.0)
+            masses[some] = masses[some].masked_fill(torch.isneginf(top.squeeze(1)), 0.0)
+        return masses.unsqueeze(1)
 
     def count_above(self, rows: Tensor, values: Tensor) -> Tensor:
         which, blocks = (self._maxima[rows] > values.unsqueeze(1)).nonzero().unbind(1)
@@ -108,15 +107,35 @@ def _sums(weights: Tensor) -> Tensor:
 class LogitsShards:
     """Makes the shards of one rank's slice of the vocabulary: with the kernels where they are loaded."""
 
-    def __init__(self, first_id: int, count: int) -> None:
+    def __init__(self, first_id: int, count: int, slice_length: int) -> None:
         self.first_id = first_id
         self._count = count
+        self._slice_length = slice_length
         self._noise: Noise | None = None  # made on the device of the first logits
 
-    def __call__(self, x: Tensor, temperature: Tensor) -> LogitsShard:
-        """`temperature` float64 [L]: of the rows whose total mass is wanted; 0 for others."""
+    def __call__(self, x: Tensor) -> LogitsShard:
         if can_serve(x.device):
-            return KernelLogitsShard(x, self.first_id, temperature)
+            return KernelLogitsShard(x, self.first_id, self._slice_length)
         if self._noise is None:
             self._noise = Noise(self.first_id, self._count, x.device)
-        return TorchLogitsShard(x, self.first_id, temperature, self._noise)
+        return TorchLogitsShard(x, self.first_id, self._noise)
+
+
+def total_mass(
+    tp: TensorParallel,
+    shard: LogitsShard,
+    rows: Tensor,
+    temperature: Tensor,
+    peak: Tensor,
+    left: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """`mass` of all ranks, float64 [R], added slice by slice as in `masses_of` (csrc/sampling/logits_row.h).
+
+    `left`: `low` and `end`; None for all ids.
+    """
+    low, end = left or (torch.full_like(peak, float("-inf")), torch.zeros_like(rows))
+    parts = tp.all_gather(shard.mass(rows, temperature, peak, low, end))  # [ranks, R, slices]
+    total = torch.zeros_like(temperature)
+    for part in parts.transpose(1, 2).flatten(0, 1):
+        total = total + part
+    return total

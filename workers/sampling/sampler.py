@@ -17,8 +17,9 @@ Logprobs and ranks are of the raw logits, before step 1. A row with NaN, with +i
 reported as not finite, and a row whose ids are all banned as such; neither changes other rows. Steps 1 to 3 keep broken
 logits visible: NaN stays NaN, and +inf stays or becomes NaN, so the largest logit after them shows both.
 
-Every rank makes the same collective calls: one gather per step, and more only for logprobs and for kept sets beyond the
-short lists. A single rank with the C++ kernels does all of it in one call, by the same steps (`sample.cpp`).
+Every rank makes the same collective calls: one gather per step, and more only for top-p alone, for logprobs and for
+kept sets beyond the short lists. A single rank with the C++ kernels does all of it in one call, by the same steps
+(`sample.cpp`) and with the same bits.
 """
 
 from dataclasses import dataclass
@@ -28,11 +29,12 @@ import torch
 from torch import Tensor
 
 from workers.distributed.parallel_state import TensorParallel
+from workers.distributed.vocab_slices import vocab_slice
 from workers.kernels.cpu.sample import sample as kernel_sample
 from workers.kernels.cpu.sampling import can_serve
 from workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata, StepOutput
 from workers.sampling.logits_processors import apply_logits_processors, bans_all
-from workers.sampling.logits_shard import LogitsShard, LogitsShards
+from workers.sampling.logits_shard import LogitsShard, LogitsShards, total_mass
 from workers.sampling.logprobs import RawLogprobs, raw_logprobs
 from workers.sampling.noise import row_keys
 from workers.sampling.top_k_top_p import CANDIDATES, Filters, draw_from_list, draw_from_long_list, draw_in_rounds
@@ -45,6 +47,7 @@ class _Rows:
     greedy: Tensor
     drawn: Tensor  # at random from all ids
     filtered: Tensor  # at random from what min-p, top-k or top-p keep
+    massed: Tensor  # places in `filtered` of the rows whose total mass is wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,7 @@ class _Gathered:
     peak: Tensor  # float32 [L]   largest adjusted logit; NaN where there is one
     tokens: Tensor  # int64 [L]   of greedy and drawn rows
     keys: Tensor  # int64 [F, C]   the best candidates of filtered rows
-    totals: Tensor  # float64 [F]   their masses, see `draw_from_list`
+    totals: Tensor  # float64 [F]   their masses where these are wanted, see `draw_from_list`
 
 
 class Sampler:
@@ -63,7 +66,7 @@ class Sampler:
     def __init__(self, tp: TensorParallel, vocab_start: int, vocab_local: int, vocab_size: int) -> None:
         self.tp = tp
         self.vocab_size = vocab_size
-        self._shards = LogitsShards(vocab_start, vocab_local)
+        self._shards = LogitsShards(vocab_start, vocab_local, vocab_slice(vocab_size, tp.size))
 
     def sample(self, logits: Tensor, step: StepMetadata) -> tuple[Tensor, StepOutput | None]:
         """The tokens, int64 [L], on every rank, and the step's output on rank 0, None on others.
@@ -77,7 +80,7 @@ class Sampler:
             return torch.from_numpy(output.token_ids).to(torch.int64), output
         reporting = (step.num_logprobs >= 0) | (step.target_ids >= 0)
         adjusted = apply_logits_processors(logits, step, self._shards.first_id, reporting)
-        shard, scores_raw = self._measured(logits, step, reporting if adjusted is None else None)
+        shard = self._shards(logits)
         tokens, peak = self._choose(shard, step)
         scored = torch.from_numpy(step.target_ids).to(logits.device, torch.int64)
         tokens = torch.where(scored >= 0, scored, tokens)
@@ -86,23 +89,12 @@ class Sampler:
         if len(asked):
             if adjusted is not None:
                 adjusted.undo(logits)
-            if not scores_raw:
-                shard = self._shard(logits, reporting)
+                shard = self._shards(logits)
             rows = torch.from_numpy(asked).to(logits.device)
             answers = raw_logprobs(self.tp, shard, rows, tokens[rows], max(0, step.max_num_logprobs))
         if self.tp.rank > 0:
             return tokens, None
         return tokens, _output(step, tokens, _states(step, peak.cpu().numpy(), self.vocab_size), asked, answers)
-
-    def _measured(self, x: Tensor, step: StepMetadata, reporting: np.ndarray | None) -> tuple[LogitsShard, bool]:
-        """The shard with the masses of rows whose nucleus may need it, and whether it also has those of `reporting`."""
-        drawing = np.where(_needs_total(step, self.vocab_size), step.temperature, 0)
-        if reporting is None or ((drawing != reporting) & (drawing > 0) & reporting).any():
-            return self._shard(x, drawing), False
-        return self._shard(x, np.maximum(drawing, reporting)), True
-
-    def _shard(self, x: Tensor, temperature: np.ndarray) -> LogitsShard:
-        return self._shards(x, torch.from_numpy(temperature).to(x.device, torch.float64))
 
     def _choose(self, shard: LogitsShard, step: StepMetadata) -> tuple[Tensor, Tensor]:
         """Steps 4 to 9: tokens int64 [L], 0 for scored and broken rows, and the largest logits [L]."""
@@ -133,16 +125,21 @@ class Sampler:
         few = rows.filtered
         keys = shard.best(few, CANDIDATES)  # [F, C]
         parts = [top.view(torch.int64), scores.view(torch.int64), ids + shard.first_id]
-        gathered = self.tp.all_gather(torch.cat([*parts, shard.totals[few].view(torch.int64), keys.flatten()]))
+        gathered = self.tp.all_gather(torch.cat([*parts, keys.flatten()]))
         tops, scores = gathered[:, : 2 * size].view(torch.float64).unflatten(1, (2, size)).unbind(1)  # [ranks, L]
         winner = scores.argmax(0, keepdim=True)  # the first rank among equals has the lowest ids
         tokens = gathered[:, 2 * size : 3 * size].gather(0, winner).squeeze(0)
         peak = tops.amax(0)
-        masses = gathered[:, 3 * size : 3 * size + len(few)].view(torch.float64)  # [ranks, F]
-        lower = (tops[:, few] - peak[few]) / filters.temperature[few]
-        keys = gathered[:, 3 * size + len(few) :].reshape(self.tp.size, len(few), CANDIDATES).transpose(0, 1).flatten(1)
-        totals = (lower.exp() * masses).sum(0)
-        return _Gathered(peak.float(), tokens, keys.topk(CANDIDATES).values, totals)
+        keys = gathered[:, 3 * size :].reshape(self.tp.size, len(few), CANDIDATES).transpose(0, 1).flatten(1)
+        return _Gathered(peak.float(), tokens, keys.topk(CANDIDATES).values, self._totals(shard, rows, peak, filters))
+
+    def _totals(self, shard: LogitsShard, rows: _Rows, peak: Tensor, filters: Filters) -> Tensor:
+        """The masses of filtered rows, float64 [F]: of those whose nucleus may need it, else 0."""
+        totals = torch.zeros_like(filters.temperature[rows.filtered])
+        if len(rows.massed):
+            wanted = rows.filtered[rows.massed]
+            totals[rows.massed] = total_mass(self.tp, shard, wanted, filters.temperature[wanted], peak[wanted].float())
+        return totals
 
     def _draw_filtered(
         self, shard: LogitsShard, few: Tensor, first: _Gathered, filters: Filters, finite: Tensor
@@ -172,7 +169,8 @@ def _row_kinds(step: StepMetadata, vocab_size: int, device: torch.device) -> _Ro
     def indices(mask: np.ndarray) -> Tensor:
         return torch.from_numpy(np.flatnonzero(mask)).to(device)
 
-    return _Rows(indices(greedy), indices(drawn), indices(filtered))
+    massed = _needs_total(step, vocab_size)[filtered]
+    return _Rows(indices(greedy), indices(drawn), indices(filtered), indices(massed))
 
 
 def _needs_total(step: StepMetadata, vocab_size: int) -> np.ndarray:

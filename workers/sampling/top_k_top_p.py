@@ -7,9 +7,10 @@ sample from the nucleus, and whether it lies there takes one sum, the probabilit
 rejected sample everything from it on is excluded, and the row is sampled again.
 
 Every rank runs the same rounds, decided from gathered numbers alone. Kept sets are decided in float64, except for sums
-over a whole vocabulary: they add float32 exponentials, in blocks in float32 and the blocks in float64, rank by rank. So
-with another number of ranks, on another device or with kernels of another level, a nucleus may end one token earlier or
-later if its mass equals top-p to within about one part in 10^7.
+over a whole vocabulary: they add float32 exponentials, in blocks in float32 and the blocks in float64, slice by slice
+of the vocabulary. The C++ kernels compute whatever rounds, here as for a single rank (`sample_row.h`): the same bits
+for every number of ranks that hold whole slices. On another device or with kernels of another level, a nucleus may end
+one token earlier or later if its mass equals top-p to within about one part in 10^7.
 """
 
 from dataclasses import dataclass, fields
@@ -18,8 +19,9 @@ import torch
 from torch import Tensor
 
 from workers.distributed.parallel_state import TensorParallel
+from workers.kernels.cpu.sampling import can_serve, draw_from_lists, lowest_kept
 from workers.sampling.candidates import decode
-from workers.sampling.logits_shard import LogitsShard
+from workers.sampling.logits_shard import LogitsShard, total_mass
 from workers.sampling.noise import gumbel, mixed_ids, noise_bits
 
 CANDIDATES = 64  # per rank and row; more than usual values of top-k and most nuclei have
@@ -42,6 +44,8 @@ class Filters:
 
     def lowest(self, peak: Tensor) -> Tensor:
         """The smallest logit that min-p keeps, from the largest `peak` [R]: float64 [R], -inf where min-p is off."""
+        if can_serve(peak.device):
+            return lowest_kept(peak, self.temperature, self.min_p)
         return peak.double() + self.temperature * self.min_p.log()
 
 
@@ -50,6 +54,14 @@ def draw_from_list(keys: Tensor, filters: Filters, total: Tensor) -> tuple[Tenso
 
     `keys` [R, C] are the best of all ranks, best first; `total` [R] is sum(exp((x - largest) / temperature)).
     """
+    if can_serve(keys.device):
+        f = filters
+        return draw_from_lists(keys, f.temperature, f.top_p, f.top_k, f.min_p, f.keys, total)
+    return draw_from_list_with_torch(keys, filters, total)
+
+
+def draw_from_list_with_torch(keys: Tensor, filters: Filters, total: Tensor) -> tuple[Tensor, Tensor]:
+    """The same with torch's operations, for every device; tests compare the kernel with it."""
     values, ids = decode(keys)
     peak = values[:, :1].double()
     lowest = filters.lowest(peak.squeeze(1)).unsqueeze(1)
@@ -95,11 +107,11 @@ def draw_in_rounds(
     lowest = filters.lowest(peak)
     low = _rounded_up(lowest)
     end = torch.where(low == float("-inf"), 0, _ALL_IDS)
-    share = ((shard.top[rows].double() - peak) / filters.temperature).exp()  # of this rank's mass in that of all ranks
     bounded = ((filters.min_p > 0) & (filters.top_p < 1)).nonzero().squeeze(1)
     if len(bounded):
-        here = shard.mass(rows[bounded], filters.temperature[bounded], low[bounded], end[bounded])
-        totals = totals.index_copy(0, bounded, tp.all_gather(here * share[bounded]).sum(0))
+        left = low[bounded], end[bounded]
+        mass = total_mass(tp, shard, rows[bounded], filters.temperature[bounded], peak[bounded], left)
+        totals = totals.index_copy(0, bounded, mass)
     tokens = torch.zeros_like(rows)
     pending = torch.arange(len(rows), device=rows.device)
     while len(pending):
@@ -113,8 +125,8 @@ def draw_in_rounds(
         pending = pending[some.top_p < 1]
         some, which = filters.take(pending), rows[pending]
         if len(pending):
-            here = shard.mass(which, some.temperature, low[pending], end[pending]) * share[pending]
-            before = tp.all_gather(here).sum(0)
+            left = low[pending], end[pending]
+            before = total_mass(tp, shard, which, some.temperature, peak[pending], left)
             pending = pending[(before >= some.top_p * totals[pending]) & (before > 0)]
     return tokens
 

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.workers.weights_in_memory import MemoryWeights, RecordingRank, place, random_weights
+from workers.distributed.vocab_slices import vocab_shard_size
 from workers.errors import StartupError
 from workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from workers.layers.linear import GatedParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -110,7 +111,7 @@ def test_embedding_sums_and_head_joins_to_the_whole_vocabulary(vocab: int, size:
         tied.tie(embedding)
         logits = untied(hidden)
         assert torch.equal(logits, tied(hidden)) and logits.dtype == torch.float32
-        assert logits.shape == (4, -(-vocab // size)) and untied.start == rank * logits.shape[1]
+        assert logits.shape == (4, vocab_shard_size(vocab, size)) and untied.start == rank * logits.shape[1]
         joined.append(logits)
         weights.finish(lambda name: False)  # a rank that holds only padding has still accounted for the tensor
     assert torch.equal(total, tensors["e.weight"])

@@ -5,10 +5,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from workers.kernels.cpu.sampling import KernelLogitsShard
+from workers.kernels.cpu.sampling import KernelLogitsShard, log_totals
 from workers.sampling.candidates import decode
 from workers.sampling.logits_shard import TorchLogitsShard
 from workers.sampling.noise import Noise, row_keys
+from workers.sampling.top_k_top_p import Filters, draw_from_list, draw_from_list_with_torch
 
 pytestmark = pytest.mark.usefixtures("level")
 
@@ -30,10 +31,9 @@ def logits_of(width: int, kind: str) -> Tensor:
     return x
 
 
-def shards(x: Tensor, first_id: int = 300, temperature: float = 0.0) -> tuple[TorchLogitsShard, KernelLogitsShard]:
-    temperatures = torch.full((len(x),), temperature, dtype=torch.float64)
+def shards(x: Tensor, first_id: int = 300, slice_length: int = 37) -> tuple[TorchLogitsShard, KernelLogitsShard]:
     noise = Noise(first_id, x.shape[1], x.device)
-    return TorchLogitsShard(x, first_id, temperatures, noise), KernelLogitsShard(x, first_id, temperatures)
+    return TorchLogitsShard(x, first_id, noise), KernelLogitsShard(x, first_id, slice_length)
 
 
 def cuts_of(x: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -68,11 +68,9 @@ def test_maxima_candidates_and_counts_are_the_same(width: int, kind: str) -> Non
 @pytest.mark.parametrize("temperature", [1e-38, 0.7, 5.0])
 def test_draws_are_the_same_and_masses_within_rounding(width: int, kind: str, temperature: float) -> None:
     x = logits_of(width, kind)
-    plain, ours = shards(x, temperature=temperature)
+    plain, ours = shards(x)
     temperatures = torch.full((ROWS,), temperature, dtype=torch.float64)
     exact = ((x.double() - x.double().amax(1, keepdim=True)) / temperature).exp().nan_to_num()
-    for shard in (plain, ours):
-        torch.testing.assert_close(shard.totals, exact.sum(1), rtol=5e-7, atol=0)
     for position, (low, end) in enumerate(cuts_of(x)):
         keys = torch.from_numpy(row_keys(np.arange(ROWS), np.full(ROWS, position, np.int32)))
         scores, ids = ours.draw(ALL, temperatures, keys, low, end)
@@ -83,7 +81,49 @@ def test_draws_are_the_same_and_masses_within_rounding(width: int, kind: str, te
         left = (x > low[:, None]) | ((x == low[:, None]) & (columns < end[:, None]))
         mass = (exact * left).sum(1)
         for shard in (plain, ours):
-            torch.testing.assert_close(shard.mass(ALL, temperatures, low, end), mass, rtol=1e-6, atol=1e-30)
+            found = shard.mass(ALL, temperatures, x.amax(1), low, end).sum(1)
+            torch.testing.assert_close(found, mass, rtol=1e-6 if position else 5e-7, atol=1e-30)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_slices_have_the_same_mass_on_any_rank(ranks: int, kind: str) -> None:
+    """Though blocks of 128 ids begin elsewhere, and other ids lie beside them."""
+    width, slice_length = 8 * 203, 203
+    x = logits_of(width, kind)
+    temperatures, peak = torch.rand(ROWS, dtype=torch.float64) + 0.5, x.amax(1)
+    low, end = x[:, 700].contiguous(), torch.full((ROWS,), 300 + 900)
+    for cut in ((low, end), (torch.full((ROWS,), float("-inf")), torch.zeros(ROWS, dtype=torch.int64))):
+        whole = shards(x, 300, slice_length)[1].mass(ALL, temperatures, peak, *cut)
+        share = width // ranks
+        parts = [
+            shards(part.contiguous(), 300 + rank * share, slice_length)[1].mass(ALL, temperatures, peak, *cut)
+            for rank, part in enumerate(x.chunk(ranks, 1))
+        ]
+        assert whole.shape == (ROWS, 8) and torch.equal(torch.cat(parts, 1), whole)
+
+
+def test_lists_and_logarithms_are_as_with_torch() -> None:
+    x = logits_of(1000, "random")
+    keys = shards(x)[0].best(ALL, 64)
+    column = torch.rand(ROWS, dtype=torch.float64)
+    noise = torch.from_numpy(row_keys(np.arange(ROWS), np.zeros(ROWS, np.int32)))
+    for top_k, min_p, top_p in ((0, 0.0, 0.7), (10, 0.0, 1.0), (0, 0.2, 0.9), (100, 0.1, 0.5)):
+        filters = Filters(
+            column + 0.5,
+            torch.full_like(column, top_p),
+            torch.full((ROWS,), top_k),
+            torch.full_like(column, min_p),
+            noise,
+        )
+        total = ((x.double() - x.double().amax(1, keepdim=True)) / filters.temperature[:, None]).exp().sum(1)
+        for ours, plain in zip(
+            draw_from_list(keys, filters, total), draw_from_list_with_torch(keys, filters, total), strict=True
+        ):
+            assert torch.equal(ours, plain)
+        if min_p:
+            expected = x.amax(1).double() + filters.temperature * filters.min_p.log()
+            torch.testing.assert_close(filters.lowest(x.amax(1)), expected, rtol=1e-15, atol=1e-15)
+    torch.testing.assert_close(log_totals(x.amax(1), column), x.amax(1).double() + column.log(), rtol=1e-15, atol=1e-15)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -95,9 +135,15 @@ def test_a_broken_row_is_seen_and_disturbs_no_other(value: float, place: int) ->
     low, end = torch.full((ROWS,), float("-inf")), torch.zeros(ROWS, dtype=torch.int64)
 
     def answers() -> list[Tensor]:
-        ours = shards(x, temperature=1.0)[1]
+        ours = shards(x)[1]
         drawn = ours.draw(ALL, temperatures, keys, low, end)
-        return [ours.top, ours.totals, ours.argmax(ALL), ours.best(ALL, 64), *drawn]
+        return [
+            ours.top,
+            ours.mass(ALL, temperatures, ours.top, low, end),
+            ours.argmax(ALL),
+            ours.best(ALL, 64),
+            *drawn,
+        ]
 
     healthy = answers()
     x[3, place] = value
@@ -115,9 +161,8 @@ def test_rows_can_be_taken_in_any_order_and_number() -> None:
     low, end = x[:, 7].contiguous(), torch.full((ROWS,), 500)
     temperatures = torch.rand(ROWS, dtype=torch.float64) + 0.5
     assert torch.equal(ours.best(some, 20), ours.best(ALL, 20)[some])
-    assert torch.equal(
-        ours.mass(some, temperatures[some], low[some], end[some]), ours.mass(ALL, temperatures, low, end)[some]
-    )
+    part = ours.mass(some, temperatures[some], ours.top[some], low[some], end[some])
+    assert torch.equal(part, ours.mass(ALL, temperatures, ours.top, low, end)[some])
     few = ours.draw(some, temperatures[some], keys[some], low[some], end[some])
     for part, whole in zip(few, ours.draw(ALL, temperatures, keys, low, end), strict=True):
         assert torch.equal(part, whole[some])

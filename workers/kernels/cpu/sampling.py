@@ -23,20 +23,18 @@ def can_serve(device: torch.device) -> bool:
 class KernelLogitsShard:
     """Methods and tensors are those of `TorchLogitsShard`."""
 
-    def __init__(self, x: Tensor, first_id: int, temperature: Tensor) -> None:
+    def __init__(self, x: Tensor, first_id: int, slice_length: int) -> None:
         assert x.dtype == torch.float32 and x.is_contiguous()
         rows, width = x.shape
         self.x = x
         self.first_id = first_id
+        self._slice_length = slice_length
         self._maxima = torch.empty((rows, -(-width // BLOCK)), dtype=torch.float32)
         self.top = torch.empty(rows, dtype=torch.float32)
-        self.totals = torch.empty(rows, dtype=torch.float64)
         self._kernels = library.library()
-        temperature = temperature.contiguous()
-        _function(self._kernels, "oarlock_logits_maxima", "pnnn pppp")(
-            x.data_ptr(), x.stride(0), width, rows,
-            temperature.data_ptr(), self._maxima.data_ptr(), self.top.data_ptr(), self.totals.data_ptr(),
-        )  # fmt: skip
+        _function(self._kernels, "oarlock_logits_maxima", "pnnn pp")(
+            x.data_ptr(), x.stride(0), width, rows, self._maxima.data_ptr(), self.top.data_ptr()
+        )
 
     def argmax(self, rows: Tensor) -> Tensor:
         ids = torch.empty(len(rows), dtype=torch.int64)
@@ -57,9 +55,12 @@ class KernelLogitsShard:
         )  # fmt: skip
         return scores, ids
 
-    def mass(self, rows: Tensor, temperature: Tensor, low: Tensor, end: Tensor) -> Tensor:
-        masses = torch.empty(len(rows), dtype=torch.float64)
-        self._call("oarlock_logits_mass", "pppp", rows, temperature, low, end - self.first_id, masses)
+    def mass(self, rows: Tensor, temperature: Tensor, peak: Tensor, low: Tensor, end: Tensor) -> Tensor:
+        masses = torch.empty((len(rows), -(-self.x.shape[1] // self._slice_length)), dtype=torch.float64)
+        self._call(
+            "oarlock_logits_mass", "ppppnp", rows,
+            temperature, peak, low, end - self.first_id, self._slice_length, masses,
+        )  # fmt: skip
         return masses
 
     def count_above(self, rows: Tensor, values: Tensor) -> Tensor:
@@ -75,6 +76,39 @@ class KernelLogitsShard:
             self.x.data_ptr(), self.x.stride(0), self.x.shape[1],
             self._maxima.data_ptr(), self.top.data_ptr(), first, len(rows), *others,
         )  # fmt: skip
+
+
+def draw_from_lists(
+    keys: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor, noise: Tensor, totals: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`draw_from_list` of `workers/sampling/top_k_top_p.py`, from `keys` [R, C] and the columns of its filters."""
+    ids = torch.empty(len(keys), dtype=torch.int64)
+    enough = torch.empty(len(keys), dtype=torch.bool)
+    kept = [value.contiguous() for value in (keys, temperature, top_p, top_k, min_p, noise, totals)]
+    first, *others = (value.data_ptr() for value in kept)
+    _function(library.library(), "oarlock_draw_from_lists", "pnn pppppppp")(
+        first, keys.shape[1], len(keys), *others, ids.data_ptr(), enough.data_ptr()
+    )
+    return ids, enough
+
+
+def lowest_kept(peak: Tensor, temperature: Tensor, min_p: Tensor) -> Tensor:
+    """`Filters.lowest` of `workers/sampling/top_k_top_p.py`: float64 [R]."""
+    return _of_each_row("oarlock_lowest_kept", peak.double(), temperature, min_p)
+
+
+def log_totals(peak: Tensor, mass: Tensor) -> Tensor:
+    """`peak + log(mass)`: float64 [R]."""
+    return _of_each_row("oarlock_log_totals", peak.double(), mass)
+
+
+def _of_each_row(name: str, *columns: Tensor) -> Tensor:
+    """float64 [R] from columns float64 [R]."""
+    kept = [column.contiguous() for column in columns]
+    result = torch.empty(len(kept[0]), dtype=torch.float64)
+    kinds = "n" + "p" * (len(kept) + 1)
+    _function(library.library(), name, kinds)(len(result), *(column.data_ptr() for column in kept), result.data_ptr())
+    return result
 
 
 def _contiguous(*values: Tensor | int) -> list[Tensor | int]:

@@ -21,11 +21,15 @@ using noise::Words;
 
 constexpr float kInfinity = __builtin_inff();
 
+constexpr long kSlices = 8;  // of a vocabulary; also VOCAB_SLICES in workers/layers/sharding.py
+inline long slice_of(long vocab_size) { return (vocab_size + kSlices - 1) / kSlices; }
+
 struct Logits {
   const float *x;
   long width;
   const float *maxima;  // [blocks]
-  float top;
+  float top;            // masses are relative to it: the largest logit of all ranks
+  long slice;           // ids whose mass is added up by itself, from the first one on
 
   long blocks() const { return (width + kBlock - 1) / kBlock; }
   bool broken() const { return !(top > -kInfinity && top < kInfinity); }
@@ -48,7 +52,7 @@ inline float inverse_of(double temperature) { return static_cast<float>(std::min
 
 // Writes the maximum of each block; returns the largest, NaN if there is NaN or +inf.
 inline float find_maxima(const float *x, long width, float *maxima) {
-  const Logits row{x, width, maxima, 0};
+  const Logits row{x, width, maxima, 0, width};
   const Vec infinity = broadcast(kInfinity);
   float top = -kInfinity;
   bool finite = true;
@@ -67,19 +71,21 @@ inline float find_maxima(const float *x, long width, float *maxima) {
   return finite ? top : __builtin_nanf("");
 }
 
-// sum(exp((x - top) / temperature)) over the ids that each cut keeps, in one pass: of blocks in float32, and of those in
-// float64. A cut has the same sum beside any others.
+// sum(exp((x - top) / temperature)) over the ids from `begin` to `end` that each cut keeps, in one pass: of blocks in
+// float32, and of those in float64. A cut has the same sum beside any others.
 template <int N>
-std::array<double, N> masses_of(const Logits &row, double temperature, const std::array<Cut, N> &cuts) {
+std::array<double, N> slice_masses(const Logits &row, long begin, long end, double temperature,
+                                   const std::array<Cut, N> &cuts) {
   std::array<double, N> totals = {};
   if (row.broken()) return totals;
   const float factor = static_cast<float>(std::min(kLog2E / temperature, 3.4028234e38));
   const Vec top = broadcast(row.top), scale = broadcast(factor);
   float least = kInfinity;
   for (const Cut &cut : cuts) least = std::min(least, cut.low);
-  for (long b = 0; b < row.blocks(); b++) {
-    const long start = b * kBlock;
-    if (row.maxima[b] < least || (row.maxima[b] - row.top) * factor < -126.0f) continue;
+  for (long start = begin; start < end; start += kBlock) {
+    const long last = std::min((start + kBlock - 1) / kBlock, row.blocks() - 1);
+    const float most = std::max(row.maxima[start / kBlock], row.maxima[last]);
+    if (most < least || (most - row.top) * factor < -126.0f) continue;
     Vec sums[N][2];
     for (auto &sum : sums) sum[0] = sum[1] = zero();
     const auto add = [&](int i, Vec value, const auto &bound_of) {
@@ -87,7 +93,7 @@ std::array<double, N> masses_of(const Logits &row, double temperature, const std
 #pragma GCC unroll 2
       for (int n = 0; n < N; n++) sums[n][i % 2] = sums[n][i % 2] + select(less(bound_of(n), value), power, zero());
     };
-    bool uniform = start + kBlock <= row.width;  // each cut has one bound for all of the block
+    bool uniform = start + kBlock <= end;  // each cut has one bound for all of the block
     for (const Cut &cut : cuts) uniform &= cut.end <= start || start + kBlock <= cut.end;
     if (uniform) {
       Vec bounds[N];
@@ -97,12 +103,23 @@ std::array<double, N> masses_of(const Logits &row, double temperature, const std
     } else {
       for (int i = 0; i < noise::kVectors; i++) {
         const long at = start + i * kLanes;
-        add(i, row.vector(at), [&](int n) {
+        add(i, select(first(end - at), row.vector(at), broadcast(-kInfinity)), [&](int n) {
           return select(first(cuts[n].end - at), broadcast(cuts[n].below()), broadcast(cuts[n].low));
         });
       }
     }
     for (int n = 0; n < N; n++) totals[n] += sum(sums[n][0] + sums[n][1]);
+  }
+  return totals;
+}
+
+// The same over all ids: slice by slice, so that the bits do not depend on which rank has which slices of the vocabulary.
+template <int N>
+std::array<double, N> masses_of(const Logits &row, double temperature, const std::array<Cut, N> &cuts) {
+  std::array<double, N> totals = {};
+  for (long begin = 0; begin < row.width; begin += row.slice) {
+    const auto masses = slice_masses<N>(row, begin, std::min(begin + row.slice, row.width), temperature, cuts);
+    for (int n = 0; n < N; n++) totals[n] += masses[n];
   }
   return totals;
 }

@@ -58,7 +58,7 @@ struct RowMemory {
 
 // Writes the log-probability and the rank of `token` in row `i`, and the likeliest ids.
 void report(const Logits &raw, const Step &step, long i, long token, const Scratch &scratch, const Output &out) {
-  const double total = raw.top + std::log(mass_of(raw, 1.0, {-kInfinity, 0}));
+  const double total = log_total(raw.top, mass_of(raw, 1.0, {-kInfinity, 0}));
   const float value = raw.x[token];
   out.logprobs[i] = static_cast<float>(value - total);
   out.ranks[i] = 1 + static_cast<int32_t>(count_above(raw, value));
@@ -73,12 +73,13 @@ void report(const Logits &raw, const Step &step, long i, long token, const Scrat
 
 void sample_row(const float *x, long width, const Step &step, long i, const RowMemory &memory, const Output &out) {
   const RowChanges changes(step.changes, i);
-  const Logits raw{x, width, memory.raw_maxima, find_maxima(x, width, memory.raw_maxima)};
+  const long slice = slice_of(step.vocab_size);
+  const Logits raw{x, width, memory.raw_maxima, find_maxima(x, width, memory.raw_maxima), slice};
   Logits row = raw;
   if (changes.any()) {
     std::copy(x, x + width, memory.changed);
     changes.apply(memory.changed, width, 0);
-    row = {memory.changed, width, memory.maxima, find_maxima(memory.changed, width, memory.maxima)};
+    row = {memory.changed, width, memory.maxima, find_maxima(memory.changed, width, memory.maxima), slice};
   }
   out.tops[i] = row.top;
   long token = step.target_ids[i];

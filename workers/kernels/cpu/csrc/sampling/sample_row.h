@@ -1,6 +1,7 @@
 // One rank's whole choice of a token: greedy, drawn from all ids, or from those that min-p, top-k and top-p keep.
 //
-// The same steps in the same order as `workers/sampling/sampler.py` and `top_k_top_p.py` take for several ranks.
+// The same steps in the same order as `workers/sampling/sampler.py` and `top_k_top_p.py` take for several ranks, and what
+// rounds is computed by the same functions: a token does not depend on the number of ranks.
 #pragma once
 #include "sampling/logits_row.h"
 
@@ -15,7 +16,7 @@ struct Filters {
   bool greedy() const { return temperature == 0 || top_k == 1; }
   bool filtering() const { return top_p < 1 || min_p > 0 || top_k > 0; }
   bool only_top_p() const { return top_p < 1 && min_p == 0 && top_k == 0; }
-  double lowest(double peak) const { return peak + temperature * std::log(min_p); }  // that min-p keeps
+  double lowest(double peak) const { return std::fma(temperature, std::log(min_p), peak); }  // that min-p keeps
 };
 
 // Memory of one thread.
@@ -40,6 +41,9 @@ inline Key row_key(int64_t seed, int32_t position) {
   const uint64_t word = mixed64(mixed64(static_cast<uint64_t>(seed)) + step);
   return {static_cast<uint32_t>(word), static_cast<uint32_t>(word >> 32) | 1};
 }
+
+// What is subtracted from a raw logit for its log-probability; `mass` is at temperature 1.
+inline double log_total(double peak, double mass) { return peak + std::log(mass); }
 
 struct Choice {
   long id;

@@ -14,21 +14,18 @@ struct Table {
   long stride, width;
   const float *maxima, *tops;
 
-  Logits row(long i) const { return {x + i * stride, width, maxima + i * ((width + kBlock - 1) / kBlock), tops[i]}; }
+  Logits row(long i) const {
+    return {x + i * stride, width, maxima + i * ((width + kBlock - 1) / kBlock), tops[i], width};
+  }
 };
 
 }  // namespace
 
-// Of each of `count` rows: the block maxima, the largest logit, and where temperature[i] > 0 the mass of all of it.
-extern "C" void oarlock_logits_maxima(const float *x, long stride, long width, long count, const double *temperature,
-                                      float *maxima, float *tops, double *masses) {
+// Of each of `count` rows: the block maxima and the largest logit.
+extern "C" void oarlock_logits_maxima(const float *x, long stride, long width, long count, float *maxima, float *tops) {
   const long blocks = (width + kBlock - 1) / kBlock;
 #pragma omp parallel for schedule(dynamic)
-  for (long i = 0; i < count; i++) {
-    tops[i] = find_maxima(x + i * stride, width, maxima + i * blocks);
-    const Logits row{x + i * stride, width, maxima + i * blocks, tops[i]};
-    masses[i] = temperature[i] > 0 ? mass_of(row, temperature[i], {-kInfinity, 0}) : 0;
-  }
+  for (long i = 0; i < count; i++) tops[i] = find_maxima(x + i * stride, width, maxima + i * blocks);
 }
 
 // The lowest local id of the largest logit; 0 for broken rows.
@@ -86,13 +83,20 @@ extern "C" void oarlock_logits_draw(const float *x, long stride, long width, con
   arena().release(mark);
 }
 
-// sum(exp((x - top) / temperature)) of what each cut keeps.
+// masses [count, slices]: sum(exp((x - peak) / temperature)) of what each cut keeps, of each `slice` ids.
 extern "C" void oarlock_logits_mass(const float *x, long stride, long width, const float *maxima, const float *tops,
-                                    const int64_t *rows, long count, const double *temperature, const float *lows,
-                                    const int64_t *ends, double *masses) {
+                                    const int64_t *rows, long count, const double *temperature, const float *peaks,
+                                    const float *lows, const int64_t *ends, long slice, double *masses) {
   const Table table{x, stride, width, maxima, tops};
-#pragma omp parallel for schedule(dynamic)
-  for (long i = 0; i < count; i++) masses[i] = mass_of(table.row(rows[i]), temperature[i], {lows[i], ends[i]});
+  const long slices = (width + slice - 1) / slice;
+#pragma omp parallel for collapse(2) schedule(dynamic)
+  for (long i = 0; i < count; i++)
+    for (long s = 0; s < slices; s++) {
+      Logits row = table.row(rows[i]);
+      row.top = peaks[i];
+      const long begin = s * slice, end = std::min(begin + slice, width);
+      masses[i * slices + s] = slice_masses<1>(row, begin, end, temperature[i], {Cut{lows[i], ends[i]}})[0];
+    }
 }
 
 // How many logits of each row are above a value.
@@ -101,6 +105,31 @@ extern "C" void oarlock_logits_above(const float *x, long stride, long width, co
   const Table table{x, stride, width, maxima, tops};
 #pragma omp parallel for schedule(dynamic)
   for (long i = 0; i < count; i++) counts[i] = count_above(table.row(rows[i]), values[i]);
+}
+
+// Of each row, a token from its candidates, keys [count, length] with the best first, and whether they were enough.
+extern "C" void oarlock_draw_from_lists(const int64_t *keys, long length, long count, const double *temperature,
+                                        const double *top_p, const int64_t *top_k, const double *min_p, const Key *noise,
+                                        const double *totals, int64_t *ids, bool *enough) {
+  const Arena::Mark mark = arena().mark();
+  double *masses = arena().take<double>(length);
+  for (long i = 0; i < count; i++) {
+    const Filters filters{temperature[i], top_p[i], min_p[i], top_k[i]};
+    const Choice choice = draw_from_list(keys + i * length, length, filters, totals[i], noise[i], masses);
+    ids[i] = choice.id;
+    enough[i] = choice.enough;
+  }
+  arena().release(mark);
+}
+
+// The smallest logit of each row that min-p keeps, from the largest.
+extern "C" void oarlock_lowest_kept(long count, const double *peaks, const double *temperature, const double *min_p,
+                                    double *lowest) {
+  for (long i = 0; i < count; i++) lowest[i] = Filters{temperature[i], 1, min_p[i], 0}.lowest(peaks[i]);
+}
+
+extern "C" void oarlock_log_totals(long count, const double *peaks, const double *masses, double *totals) {
+  for (long i = 0; i < count; i++) totals[i] = log_total(peaks[i], masses[i]);
 }
 
 // Row i of `words` [count, num_words] is the mask of row `rows[i]` of x [., width], whose ids begin at `first_id`.

@@ -1,0 +1,147 @@
+"""The same bits at every number of ranks: tokens and logprobs at tensor-parallel size 1, 2, 4 and 8, in any company.
+
+200 prompts on a tiny model through the real scheduler, input batch, ranks and samplers. Ranks are threads, for which
+Python adds up partial sums: `test_collectives.py` compares the sums of the kernels with these, between processes.
+"""
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from engine.sampling_params import SamplingParams
+from engine.types import Request
+from tests.golden import paged_run
+from tests.golden.tiny_models import make_tiny
+from tests.parallel.direct_engine import Answer, DirectEngine
+from tests.parallel.rank_threads import ThreadExecutor
+from tests.unit.workers.kernel_levels import NO_KERNELS
+from workers.config import WorkerConfig
+from workers.distributed.tree_sum import tree_sum
+
+pytestmark = pytest.mark.skipif(NO_KERNELS is not None, reason=f"no kernels here: {NO_KERNELS}")
+
+VOCAB = 331  # neither slices nor blocks of it are whole
+# Biases after the sums over ranks; with 8 ranks two of them share a KV head; every slice has whole groups of inputs.
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "head_dim": 32,
+    "num_hidden_layers": 2,
+    "intermediate_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "qwen2": {"hidden_size": 256},
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
+}
+FORMS = {
+    "bfloat16": ("bfloat16", "none"),
+    "float16": ("float16", "none"),
+    "float32": ("float32", "none"),
+    "int8": ("bfloat16", "int8"),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return {family: make_tiny(folder, family, **SHAPE | changes) for family, changes in CHECKPOINTS.items()}
+
+
+def start(path: Path, form: str, size: int, num_threads: int = 1) -> ThreadExecutor:
+    dtype, quantization = FORMS[form]
+    return ThreadExecutor(
+        WorkerConfig(
+            str(path),
+            device="cpu",
+            dtype=dtype,
+            quantization=quantization,
+            tensor_parallel_size=size,
+            max_model_len=128,
+            max_num_seqs=32,
+            max_num_batched_tokens=256,
+            block_size=16,
+            num_kv_blocks=200,
+            num_threads=num_threads,
+        )
+    )
+
+
+def make_requests(count: int) -> list[Request]:
+    """Prompts of 3 to 40 tokens, sampled in every way that there is, all with logprobs."""
+    draw = Random(0)
+    requests = []
+    for number in range(count):
+        prompt = tuple(draw.randrange(VOCAB) for _ in range(3 + number % 38))
+        params = SamplingParams(
+            max_tokens=3 + number % 4,
+            temperature=0.0 if number % 3 == 0 else 0.3 + number % 5 / 2,
+            top_p=0.9 if number % 4 == 1 else 1.0,
+            top_k=90 if number % 10 == 4 else 5 if number % 5 == 0 else 0,
+            min_p=0.02 if number % 7 == 3 else 0.0,
+            seed=number,
+            logprobs=3,
+            prompt_logprobs=2 if number % 6 == 0 else None,
+            frequency_penalty=0.5 if number % 3 == 1 else 0.0,
+            repetition_penalty=1.1 if number % 8 == 5 else 1.0,
+        )
+        requests.append(Request(number, prompt, params))
+    return requests
+
+
+def run(executor: ThreadExecutor, requests: list[Request], *, alone: bool = False) -> dict[int, Answer]:
+    engine = DirectEngine(executor)
+    answers: dict[int, Answer] = {}
+    for some in [[request] for request in requests] if alone else [requests]:
+        answers |= engine.run(some)
+    assert all(answer.error is None and answer.logprobs for answer in answers.values())
+    return answers
+
+
+def differences(answers: dict[int, Answer], expected: dict[int, Answer]) -> list[int]:
+    """Ids whose answers are not the same, bit by bit."""
+    return [number for number, answer in answers.items() if answer != expected[number]]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_200_prompts_have_the_same_bits_at_every_number_of_ranks(checkpoints: dict[str, Path], form: str) -> None:
+    requests = make_requests(200)
+    one = start(checkpoints["llama"], form, 1)
+    expected = run(one, requests, alone=True)
+    assert differences(run(one, requests), expected) == []
+    one.close()
+    for size in (2, 4, 8):
+        ranks = start(checkpoints["llama"], form, size)
+        assert differences(run(ranks, requests), expected) == [], f"{size} ranks"
+        assert differences(run(ranks, requests[::20], alone=True), expected) == [], f"{size} ranks, alone"
+        ranks.close()
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
+def test_other_families(checkpoints: dict[str, Path], family: str) -> None:
+    """Without biases after the sums, or with norms after them."""
+    requests = make_requests(24)
+    answers = []
+    for size, num_threads in ((1, 1), (1, 4), (2, 2), (4, 1), (8, 1)):
+        executor = start(checkpoints[family], "bfloat16", size, num_threads)
+        answers.append(run(executor, requests))
+        executor.close()
+    assert all(differences(other, answers[0]) == [] for other in answers)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_ranks_in_another_order_are_found(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """A planted fault: partial sums of four ranks are added as (0 + 2) + (1 + 3)."""
+    requests = make_requests(200)
+    answers = []
+    for order in ((0, 1, 2, 3), (0, 2, 1, 3)):
+        monkeypatch.setattr(paged_run, "tree_sum", lambda parts, order=order: tree_sum([parts[i] for i in order]))
+        executor = start(checkpoints["llama"], form, 4)
+        answers.append(run(executor, requests))
+        executor.close()
+    assert differences(*answers) != []
