@@ -37,12 +37,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "qwen2": {"hidden_size": 256},
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
 }
-FORMS = {
-    "bfloat16": ("bfloat16", "none"),
-    "float16": ("float16", "none"),
-    "float32": ("float32", "none"),
-    "int8": ("bfloat16", "int8"),
-}
+FORMS = ("bfloat16", "float16", "float32", "bfloat16-int8", "bfloat16-int4")  # dtype and quantisation
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +47,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def start(path: Path, form: str, size: int, num_threads: int = 1) -> ThreadExecutor:
-    dtype, quantization = FORMS[form]
+    dtype, _, quantization = form.partition("-")
     return ThreadExecutor(
         WorkerConfig(
             str(path),
             device="cpu",
             dtype=dtype,
-            quantization=quantization,
+            quantization=quantization or "none",
             tensor_parallel_size=size,
             max_model_len=128,
             max_num_seqs=32,
@@ -132,7 +127,7 @@ def test_other_families(checkpoints: dict[str, Path], family: str) -> None:
     assert all(differences(other, answers[0]) == [] for other in answers)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["bfloat16", "float16", "float32", "float32-int8", "float32-int4"])
 def test_ranks_in_another_order_are_found(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:

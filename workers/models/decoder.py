@@ -78,8 +78,7 @@ class Decoder:
     ) -> None:
         self.spec = spec
         # Elsewhere sums over ranks are left to libraries, and slices would only cost time.
-        in_groups = isinstance(quantization, Quantization) and quantization.group > 1
-        slices = spec.slices if device.type == "cpu" and not in_groups else 1
+        slices = slices_of(spec, quantization) if device.type == "cpu" else 1
         self.place = place = Placement(tp, dtype, device, quantization, slices)
         vocab, hidden = spec.vocab_size, spec.hidden_size
         words = replace(place, quantization=quantization.of_head)
@@ -178,3 +177,14 @@ class Decoder:
         Padding ids are -inf.
         """
         return self.head(hidden)
+
+
+def slices_of(spec: DecoderSpec, quantization: WeightForms) -> int:
+    """Into how many slices inputs that are cut among ranks are divided: of the numbers of ranks that are served, the
+    largest power of two up to 8."""
+    slices = spec.slices
+    if isinstance(quantization, Quantization):
+        cut = spec.num_heads * spec.head_dim, spec.intermediate_size
+        while not all(quantization.cuts(inputs, slices) for inputs in cut):
+            slices //= 2
+    return slices
