@@ -117,7 +117,7 @@ def test_the_dense_kernel_adds_slices_up_in_the_tree(
     with using(level):
         wide = CppMatmul(weight, bias, float32_output=True, slices=slices)
         rounded = CppMatmul(weight, bias, slices=slices)
-    for count in (1, 8):  # with more threads than panels of outputs, threads take parts of the inputs
+    for count in (1, 4):  # with more threads than panels of outputs, threads take parts of the inputs
         with threads(count):
             for rows in (1, 2, 13, 300):
                 here, added = x[:rows], residual[:rows]
@@ -137,7 +137,7 @@ def test_the_dense_kernel_computes_a_slice_as_a_weight_by_itself(
     with using(level):
         whole = CppMatmul(weight, None, float32_output=True, slices=slices)
         alone = [CppMatmul(part.contiguous(), None, float32_output=True) for part in weight.chunk(slices, 1)]
-    for count, rows in ((1, 1), (1, 300), (8, 1), (8, 14)):
+    for count, rows in ((1, 1), (1, 300), (4, 1), (4, 14)):
         with threads(count):
             parts = [product(part) for product, part in zip(alone, x[:rows].chunk(slices, 1), strict=True)]
             assert torch.equal(whole(x[:rows]), tree_sum(parts))
@@ -158,7 +158,7 @@ def test_the_kernel_for_8_bits_equals_the_reference(level: Level, dtype: torch.d
     for kind in kinds:
         with using(level):
             product = CppInt8Matmul(PackedInt8(values, scales, kind=kind, slices=slices), dtype, bias)
-        for count, rows in ((1, 1), (1, 300), (8, 1), (8, 14)):
+        for count, rows in ((1, 1), (1, 300), (4, 1), (4, 14)):
             with threads(count):
                 assert torch.equal(product(x[:rows]), expected(x[:rows]))
                 assert torch.equal(product(x[:rows], residual[:rows]), expected(x[:rows], residual[:rows]))
