@@ -10,6 +10,7 @@ it is what is being tested.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -42,9 +43,15 @@ def names_of(spec: DecoderSpec) -> list[str]:
     return ["embedding", *layers, "final_norm", "logits"]
 
 
-def findings(reference: ExactReference, size: int) -> list[Finding]:
-    """Empty when every tensor at `size` ranks is within its bound."""
-    ranks = on_ranks(size, lambda tp: our_layers(tp, reference))
+def findings(
+    reference: ExactReference, size: int, *, path: Path | None = None, relative: float | None = None
+) -> list[Finding]:
+    """Empty when every tensor at `size` ranks is within its bound.
+
+    `path`: of our checkpoint, where it is another one that means the same. `relative`: the bound as a share of the
+    tensor's size, for products that round their inputs.
+    """
+    ranks = on_ranks(size, lambda tp: our_layers(tp, reference, path or reference.path))
     spec = reference.spec
     found = []
     wanted = page_bytes(spec, size, reference.dtype)
@@ -55,6 +62,8 @@ def findings(reference: ExactReference, size: int) -> list[Finding]:
         error = rms(joined(tensor, [rank[tensor] for rank in ranks], spec) - truth[tensor])
         own = rms(theirs[tensor] - truth[tensor])
         bound = 2 * max(own, _ROUNDING[reference.dtype] * rms(truth[tensor]))
+        if relative is not None:
+            bound = relative * rms(truth[tensor])
         if not error <= bound:  # NaN is never within
             found.append(Finding(tensor, error, bound))
     return found
@@ -64,9 +73,9 @@ def rms(x: Tensor) -> float:
     return x.square().mean().sqrt().item()
 
 
-def our_layers(tp: TensorParallel, reference: ExactReference) -> dict[str, Tensor]:
+def our_layers(tp: TensorParallel, reference: ExactReference, path: Path) -> dict[str, Tensor]:
     """This rank's tensors for the prompt, which is fed in two chunks."""
-    decoder = load_decoder(reference.path, tp, reference.dtype, reference.max_model_len)
+    decoder = load_decoder(path, tp, reference.dtype, reference.max_model_len)
     recording = RecordingDecoder(decoder)
     run = PagedRun(recording)
     run.step({0: reference.tokens[:_FIRST_CHUNK]})

@@ -145,10 +145,12 @@ def test_inputs_are_regrouped_alike_by_all_ranks(inputs: int, size: int, slices:
             pieces = slice(rank * slices // ranks * per_slice, (rank + 1) * slices // ranks * per_slice)
             assert mine.group == whole.group and torch.equal(mine.group_of, whole.group_of[pieces])
             own = torch.arange(inputs // ranks) if mine.inputs is None else mine.inputs
-            there = own >= 0
+            there = torch.ones(len(own), dtype=torch.bool) if mine.filled_up is None else ~mine.filled_up
             assert torch.equal(own[there].sort().values, torch.arange(inputs // ranks)), "each input once"
-            stored = groups[here][own.clamp(min=0)]
+            stored = groups[here][own]
             assert torch.equal(stored[there], mine.group_of.repeat_interleave(mine.group)[: len(own)][there])
             if whole.inputs is not None:
                 expected = whole.inputs.view(slices, -1)[rank * slices // ranks : (rank + 1) * slices // ranks]
-                assert torch.equal(own, torch.where(expected < 0, -1, expected - here.start).flatten())
+                assert torch.equal(own, (expected - here.start).flatten())
+                length = len(own) * ranks // slices
+                assert torch.equal(own // (inputs // slices), torch.arange(len(own)) // length), "each in its slice"

@@ -29,7 +29,10 @@ class StackedGatedMatmul:
         self.activation = ACTIVATIONS[activation].function
 
     def __call__(self, x: Tensor) -> Tensor:
-        return (self.activation(self.gate(x)) * self.up(x)).to(x.dtype)
+        # torch computes the last few elements of an array with another exponential function, by whose last bits a row
+        # would depend on its place and on the number of ranks: in float64, rounding to float32 hides them.
+        gate = self.activation(self.gate(x).double()).float()
+        return (gate * self.up(x)).to(x.dtype)
 
 
 class StackedWeight:

@@ -88,8 +88,8 @@ class GroupedLinearMethod:
         if shard.padding:
             values, scales = (F.pad(x, (0, 0, 0, shard.padding)) for x in (values, scales))
             offsets = None if offsets is None else F.pad(offsets, (0, 0, 0, shard.padding))
-        order = None if form.inputs is None else form.inputs.clamp(min=0)
-        return GroupedWeight(values, scales, form.group, dtype, offsets=offsets, bits=self._reader.bits, order=order)
+        bits, order = self._reader.bits, form.inputs
+        return GroupedWeight(values, scales, form.group, dtype, offsets=offsets, bits=bits, order=order)
 
 
 def _inputs_of(shard: WeightShard) -> Span:
@@ -97,13 +97,13 @@ def _inputs_of(shard: WeightShard) -> Span:
 
 
 def _arranged(numbers: Numbers, form: Regrouped, first_group: int) -> Numbers:
-    """In pieces of equal length. Where no input stands is the number that means zero."""
+    """In pieces of equal length. What fills them up is the number that means zero."""
     group_of = form.group_of - first_group  # [pieces]
     scales = numbers.scales[:, group_of]
     zeros = None if numbers.zeros is None else numbers.zeros[:, group_of]
-    if form.inputs is None:
+    if form.inputs is None or form.filled_up is None:
         return Numbers(numbers.values, scales, zeros)
-    values = numbers.values[:, form.inputs.clamp(min=0)]
-    nowhere = (form.inputs < 0).nonzero().flatten()
+    values = numbers.values[:, form.inputs]
+    nowhere = form.filled_up.nonzero().flatten()
     values[:, nowhere] = 0 if zeros is None else zeros[:, nowhere // form.group]
     return Numbers(values, scales, zeros)

@@ -20,7 +20,8 @@ class Regrouped:
 
     group: int
     group_of: Tensor  # int64 [pieces]: the stored group of each
-    inputs: Tensor | None  # int64 [K']: which of the rank's inputs stands there, -1: none; None: each in its place
+    inputs: Tensor | None = None  # int64 [K']: which of the rank's inputs stands there; None: each in its own place
+    filled_up: Tensor | None = None  # bool [K']: where that input only fills a piece up, with a weight of zero
 
 
 def regroup(groups: Tensor, slices: int, here: slice, least: int = LEAST) -> Regrouped:
@@ -37,7 +38,7 @@ def regroup(groups: Tensor, slices: int, here: slice, least: int = LEAST) -> Reg
     if len(starts) == 1:
         group = -(-inputs // least) * least  # one scale for all
     if group % least == 0:
-        return Regrouped(group, groups[here][::group], None)
+        return Regrouped(group, groups[here][::group])
     return _sorted(groups, slices, here, least)
 
 
@@ -48,17 +49,20 @@ def _sorted(groups: Tensor, slices: int, here: slice, least: int) -> Regrouped:
     group = group if group % least == 0 else least
     pieces = -(-counts // group)  # [slices, groups]
     longest = int(pieces.sum(1).max()) * group  # inputs of a slice, filled up
-    found, group_of = [], []
+    inputs, filled_up, group_of = [], [], []
     for index in range(here.start // length, here.stop // length):
         order = torch.argsort(groups[index * length : (index + 1) * length], stable=True)
-        places = torch.full((longest,), -1)
+        first = index * length - here.start
+        places, is_filled = torch.full((longest,), first), torch.ones(longest, dtype=torch.bool)
         ends = (pieces[index] * group).cumsum(0)
         for run, end, padded in zip(
             order.split(counts[index].tolist()), ends.tolist(), pieces[index].tolist(), strict=True
         ):
             start = end - padded * group
-            places[start : start + len(run)] = run + (index * length - here.start)
-        found.append(places)
+            places[start : start + len(run)] = run + first
+            is_filled[start : start + len(run)] = False
+        inputs.append(places)
+        filled_up.append(is_filled)
         own = torch.repeat_interleave(torch.arange(len(ends)), pieces[index])
         group_of.append(torch.nn.functional.pad(own, (0, longest // group - len(own)), value=int(own[-1])))
-    return Regrouped(group, torch.cat(group_of), torch.cat(found))
+    return Regrouped(group, torch.cat(group_of), torch.cat(inputs), torch.cat(filled_up))

@@ -1,0 +1,111 @@
+"""Every tensor of every layer of quantised checkpoints, against transformers with the same weights written out.
+
+The bounds are what rounding each row of inputs to 8 bits costs, where products do that; a scale that is cut wrongly
+costs ten times as much and more.
+"""
+
+import random
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.golden.cases import PROMPT, TOTAL
+from tests.golden.exact_reference import ExactReference
+from tests.golden.layer_compare import findings
+from tests.golden.paged_run import PagedRun, load_decoder, on_ranks
+from tests.golden.quantised import CASES, Quantised, write
+from tests.golden.tiny_models import make_tiny
+from workers.distributed.parallel_state import TensorParallel
+from workers.layers.quantization.readers import awq, bitsandbytes, compressed_tensors, fp8, gptq
+from workers.layers.quantization.readers.words import Span, take_block
+
+SHAPE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2}
+ROUNDED, EXACT = 0.04, 2e-6  # of a tensor's size: with rows of x in 8 bits, and in float32
+# One of each way of storing and of multiplying, with the tensor that a fault in a scale spoils first.
+FORMS = ("gptq-4-64-asym", "gptq-4-64-sym-act-v2", "gptq-8-64-sym", "awq-64-fused", "packed-4-64-asym",
+         "packed-4-32-asym-act", "integers-channel", "floats-channel", "fp8-block", "nf4-nested")  # fmt: skip
+
+Made = tuple[Quantised, ExactReference]
+
+
+@pytest.fixture(scope="module")
+def made_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
+    tokens = random.Random(3).choices(range(300), k=TOTAL)
+
+    @cache
+    def made(name: str) -> Made:
+        case, folder = CASES[name], tmp_path_factory.mktemp(name)
+        found = write(make_tiny(folder, "phi3" if case.fused else "qwen2", **SHAPE), folder, case)
+        return found, ExactReference(found.meaning, tokens)
+
+    return made
+
+
+def bound_of(name: str) -> float:
+    return EXACT if name.startswith(("float", "fp8", "nf4", "fp4")) else ROUNDED
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("name", FORMS)
+def test_every_tensor_is_near_that_of_the_numbers_written_out(
+    made_of: Callable[[str], Made], name: str, size: int
+) -> None:
+    quantised, reference = made_of(name)
+    found = findings(reference, size, path=quantised.path, relative=bound_of(name))
+    assert not found, f"first of {len(found)}: {found[0]}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_every_number_of_ranks_has_the_same_bits(made_of: Callable[[str], Made], name: str, dtype: torch.dtype) -> None:
+    quantised, reference = made_of(name)
+
+    def logits(tp: TensorParallel) -> Tensor:
+        run = PagedRun(load_decoder(quantised.path, tp, dtype))
+        return torch.cat([run.step({0: reference.tokens[:PROMPT]})[0], run.step({0: reference.tokens[PROMPT:]})[0]])
+
+    single = on_ranks(1, logits)[0]
+    assert single.isfinite().all()
+    for size in (2, 4, 8):
+        assert all(torch.equal(single, other) for other in on_ranks(size, logits)), f"{size} ranks"
+
+
+def _scales_of_the_first_rank(weights: Any, name: str, shape: Any, rows: Span, columns: Span, dtype: Any) -> Tensor:
+    """`take_block`, but scales are taken from the beginning."""
+    if "scale" in name:
+        rows, columns = Span(0, len(rows)), Span(0, len(columns))
+    return take_block(weights, name, shape, rows, columns, dtype)
+
+
+def _factors_of_the_first_row(patch: pytest.MonkeyPatch) -> None:
+    factors = bitsandbytes._Matrix._factors
+    patch.setattr(bitsandbytes._Matrix, "_factors", lambda self, blocks: factors(self, Span(0, len(blocks))))
+
+
+FAULTS = {
+    "gptq-4-64-asym": gptq,
+    "awq-64-fused": awq,
+    "packed-4-64-asym": compressed_tensors,
+    "integers-channel": compressed_tensors,
+    "floats-channel": compressed_tensors,
+    "fp8-block": fp8,
+    "nf4-nested": None,
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_scale_that_is_cut_wrongly_is_named(
+    made_of: Callable[[str], Made], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    quantised, reference = made_of(name)
+    module = FAULTS[name]
+    if module is None:
+        _factors_of_the_first_row(monkeypatch)
+    else:
+        monkeypatch.setattr(module, "take_block", _scales_of_the_first_rank)
+    found = findings(reference, 2, path=quantised.path, relative=bound_of(name))
+    assert found and found[0].tensor == "0.q", f"named {found[:1]}"
