@@ -45,6 +45,8 @@ def stored_quantization(directory: Path, hf_config: dict[str, Any]) -> StoredQua
 
 
 def _parsed(settings: object, where: str, usual: str | None) -> StoredQuantization:
+    if isinstance(settings, dict) and "load_in_4bit" in settings:
+        usual = usual or "bitsandbytes"  # whose first checkpoints do not name it
     method = settings.get("quant_method", usual) if isinstance(settings, dict) else None
     if not isinstance(settings, dict) or not isinstance(method, str) or method not in STORED:
         raise StartupError(

@@ -1,0 +1,226 @@
+"""Quantised checkpoints that are not served: one line of cause that names the setting or tensor, and one of fix."""
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.golden.quantised import CASES, FILE, write
+from tests.golden.tiny_models import make_tiny
+from workers import preflight as module
+from workers.config import WorkerConfig
+from workers.errors import StartupError
+from workers.models.hf_quantization import stored_quantization
+from workers.preflight import check_without_weights, preflight
+
+SHAPE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+
+def compressed(weights: Any, inputs: Any = None, **more: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"a": group}, **more}
+
+
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
+INT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
+FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+
+SETTINGS: dict[str, tuple[Any, str]] = {
+    "unknown method": ({"quant_method": "hqq"}, r"quantised \('hqq' in quantization_config\).*Supported: awq, bits"),
+    "no method": ({"bits": 4}, r"quantised \('unknown' in"),
+    "not a table": ([4], r"quantised \('unknown' in"),
+    "mxfp4": ({"quant_method": "mxfp4"}, r"'mxfp4'"),
+    "gptq bits": (GPTQ | {"bits": 3}, r"quantization_config\.bits = 3.*Supported: 4, 8"),
+    "gptq bits as text": (GPTQ | {"bits": "4"}, r"bits = '4'"),
+    "gptq group": (GPTQ | {"group_size": 0}, r"group_size = 0"),
+    "gptq marlin": (GPTQ | {"checkpoint_format": "marlin"}, r"checkpoint_format = 'marlin'.*gptq, gptq_v2"),
+    "gptq marlin of old": (GPTQ | {"is_marlin_format": True}, r"is_marlin_format = True"),
+    "gptq sym": (GPTQ | {"sym": "yes"}, r"sym = 'yes'"),
+    "gptq of one module": (GPTQ | {"dynamic": {"+:.*down.*": {"bits": 2}}}, r"dynamic\.\+:\.\*down\.\*\.bits = 2"),
+    "gptq pattern": (GPTQ | {"dynamic": {"-:(": {}}}, r"dynamic\.-:\( = 'a pattern with"),
+    "awq bits": (AWQ | {"bits": 3}, r"bits = 3"),
+    "awq version": (AWQ | {"version": "GEMV_fast"}, r"version = 'gemv_fast'.*Supported: gemm"),
+    "awq without zeros": (AWQ | {"zero_point": False}, r"zero_point = False"),
+    "fp8 static": (FP8 | {"activation_scheme": "static"}, r"activation_scheme = 'static'.*Supported: dynamic"),
+    "fp8 e5m2": (FP8 | {"fmt": "e5m2"}, r"fmt = 'e5m2'"),
+    "fp8 block": (FP8 | {"weight_block_size": [128]}, r"weight_block_size = \[128\]"),
+    "8 bits of bitsandbytes": (NF4 | {"load_in_4bit": False, "load_in_8bit": True}, r"load_in_4bit = False.*4 bits"),
+    "storage of bitsandbytes": (NF4 | {"bnb_4bit_quant_storage": "bfloat16"}, r"bnb_4bit_quant_storage = 'bfloat16'"),
+    "nvfp4": (compressed(FLOAT8, format="nvfp4-pack-quantized"), r"format = 'nvfp4-pack-quantized'"),
+    "2 bits": (compressed(INT4 | {"num_bits": 2}), r"config_groups\.a\.weights\.num_bits = 2"),
+    "static activations": (compressed(INT8, {"num_bits": 8, "dynamic": False}, format="int-quantized"),
+                           r"input_activations\.dynamic = False.*stored scales"),
+    "activations of 4 bits": (compressed(INT4, {"num_bits": 4, "dynamic": True}), r"input_activations\.num_bits = 4"),
+    "outputs": (compressed(INT4) | {"config_groups": {"a": {"weights": INT4, "output_activations": {"num_bits": 8}}}},
+                r"output_activations"),
+    "sparse": (compressed(INT4, sparsity_config={"format": "sparse-24-bitmask"}), r"sparsity_config\.format = 'sparse"),
+    "transforms": (compressed(INT4, transform_config={"config_groups": {"R1": {}}}), r"transform_config"),
+    "no groups": (compressed(INT4) | {"config_groups": {}}, r"config_groups"),
+    "groups without a size": (compressed({"num_bits": 4, "strategy": "group"}), r"group_size"),
+    "float and packed": (compressed(FLOAT8), r"type = 'float'"),
+}  # fmt: skip
+
+
+def edit(model: Path, settings: Any) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": settings}))
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> Path:
+    return make_tiny(tmp_path, "qwen2", **SHAPE)
+
+
+@pytest.mark.parametrize("what", SETTINGS)
+def test_settings_are_refused_from_config_json_alone(dense: Path, what: str) -> None:
+    settings, message = SETTINGS[what]
+    edit(dense, settings)
+    (dense / FILE).unlink()
+    with pytest.raises(StartupError, match=message) as error:
+        check_without_weights(WorkerConfig(str(dense), device="cpu"))
+    assert error.value.exit_code == 3
+    assert "\n" not in error.value.cause + error.value.fix and error.value.fix
+
+
+@pytest.mark.parametrize("settings", [GPTQ, AWQ, FP8, NF4, compressed(INT4), compressed(INT8)], ids=str)
+def test_whatever_stands_in_settings_is_understood_or_refused(settings: dict[str, Any], tmp_path: Path) -> None:
+    draw = random.Random(0)
+    values = [
+        None,
+        True,
+        False,
+        -1,
+        0,
+        1,
+        4,
+        2**70,
+        0.5,
+        "",
+        "x",
+        "re:(",
+        [],
+        [1],
+        ["re:("],
+        {},
+        {"a": {}},
+        float("nan"),
+    ]
+
+    def changed(table: dict[str, Any]) -> dict[str, Any]:
+        table = dict(table)
+        key = draw.choice([*table, "dynamic", "format", "strategy"])
+        inner = table.get(key)
+        table[key] = (
+            changed(inner) if isinstance(inner, dict) and inner and draw.random() < 0.8 else draw.choice(values)
+        )
+        return table
+
+    served = 0
+    for _ in range(1000):
+        table = {**changed(settings), "quant_method": settings["quant_method"]}
+        try:
+            found = stored_quantization(tmp_path, {"quantization_config": table})
+            assert found is not None and found.scheme.description
+            found.scheme.form_of("model.layers.0.mlp.up_proj")
+            served += 1
+        except StartupError as error:
+            assert "\n" not in error.cause + error.fix
+    assert 0 < served < 1000
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    @cache
+    def made(name: str) -> Path:
+        folder = tmp_path_factory.mktemp(name)
+        return write(make_tiny(folder, "qwen2", **SHAPE), folder, CASES[name]).path
+
+    return made
+
+
+LAYER = "model.layers.0.mlp.down_proj"
+# (case, tensor, what becomes of it: None, it is gone), and what is said
+DAMAGES: dict[str, tuple[str, str, Callable[[torch.Tensor], torch.Tensor | None], str]] = {
+    "no scales": ("gptq-4-32-sym", "scales", lambda x: None, "holds no tensor 'model.layers.0.mlp.down_proj.scales'"),
+    "no zeros": ("awq-32", "qzeros", lambda x: None, "holds no tensor .*qzeros'"),
+    "no weight": ("gptq-4-32-sym", "qweight", lambda x: None, "holds no tensor .*qweight'"),
+    "no order": ("gptq-4-32-asym-act", "g_idx", lambda x: None, "holds no tensor .*g_idx'"),
+    "no scale of floats": ("fp8-block", "weight_scale_inv", lambda x: None, "holds no tensor .*weight_scale_inv'"),
+    "no scale of a channel": ("integers-channel", "weight_scale", lambda x: None, "holds no tensor .*weight_scale'"),
+    "no absmax": ("nf4", "weight.absmax", lambda x: None, "holds no tensor .*absmax'"),
+    "other scales": ("gptq-4-32-sym", "scales", lambda x: x[1:], r"scales' has shape \[11, 128\].*\[12, 128\]"),
+    "fewer words": ("packed-4-32-sym", "weight_packed", lambda x: x[:, 1:], r"weight_packed' has shape \[128, 47\]"),
+    "words of another type": ("awq-32", "qweight", lambda x: x.float(), "qweight' is F32"),
+    "scales in float8": ("fp8-block", "weight_scale_inv", lambda x: x.to(torch.float8_e4m3fn), "scale_inv' is F8"),
+    "e5m2": ("fp8-block", "weight", lambda x: x.float().to(torch.float8_e5m2), "weight' is F8_E5M2"),
+}  # fmt: skip
+
+
+def damage(path: Path, folder: Path, tensor: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Path:
+    target = folder / "damaged"
+    shutil.copytree(path, target)
+    tensors = load_file(path / FILE)
+    changed = change(tensors.pop(f"{LAYER}.{tensor}"))
+    if changed is not None:
+        tensors[f"{LAYER}.{tensor}"] = changed.contiguous()
+    save_file(tensors, target / FILE)
+    return target
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_a_tensor_that_is_not_as_it_should_be_is_named(
+    stored: Callable[[str], Path], tmp_path: Path, what: str
+) -> None:
+    case, tensor, change, message = DAMAGES[what]
+    with pytest.raises(StartupError, match=message) as error:
+        preflight(WorkerConfig(str(damage(stored(case), tmp_path, tensor, change)), device="cpu"))
+    assert "\n" not in error.value.cause + error.value.fix and error.value.exit_code == 3
+
+
+def test_groups_that_do_not_divide_are_named(stored: Callable[[str], Path], tmp_path: Path) -> None:
+    path = damage(stored("gptq-4-32-sym"), tmp_path, "scales", lambda x: x)
+    edit(path, CASES["gptq-4-32-sym"].settings | {"group_size": 100})
+    with pytest.raises(StartupError, match="q_proj: groups of 100 do not divide its 128"):
+        preflight(WorkerConfig(str(path), device="cpu"))
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_a_bias_that_the_model_has_not_must_be_zero(
+    stored: Callable[[str], Path], tmp_path: Path, value: float
+) -> None:
+    """Tools have stored one of zeros for every module that they quantised."""
+    path = damage(stored("gptq-4-32-sym"), tmp_path, "scales", lambda x: x)
+    tensors = load_file(path / FILE)
+    save_file({**tensors, f"{LAYER}.bias": torch.full((128,), value)}, path / FILE)
+    config = WorkerConfig(str(path), device="cpu")
+    if value == 0.0:
+        assert preflight(config).quantization == "gptq"
+        return
+    with pytest.raises(StartupError, match=r"down_proj\.bias', which Qwen2ForCausalLM has no place for"):
+        preflight(config)
+
+
+def test_what_contradicts_the_checkpoint_is_refused(
+    stored: Callable[[str], Path], dense: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = WorkerConfig(str(stored("awq-32")), device="cpu")
+    with pytest.raises(StartupError, match=r"quantization int8 rounds.*already: awq \(4 bits, groups of 32\)"):
+        preflight(config.with_(quantization="int8"))
+    with pytest.raises(StartupError, match="load_format dummy has no weights for a quantised checkpoint"):
+        preflight(config.with_(load_format="dummy"))
+    with pytest.raises(StartupError, match="quantization awq is a form of checkpoints, and this one is not"):
+        preflight(WorkerConfig(str(dense), device="cpu", quantization="awq"))
+    monkeypatch.setattr(module, "cuda_device_count", lambda: 1)
+    with pytest.raises(StartupError, match="quantization awq has products for CPUs only"):
+        preflight(config.with_(device="cuda"))
