@@ -137,6 +137,8 @@ class EngineInfo:
     max_waiting_tokens: int
     batch_invariant: bool = False  # a request's numbers do not depend on its batch; tested at the start
     batch_invariant_reason: str = "it was not tested"
+    rank_invariant: bool = False  # its bits do not depend on the number of ranks; tried at the start
+    rank_invariant_reason: str = "it was not tested"
     rank_pids: tuple[int, ...] = field(default=())
     numbers_digest: str = ""  # changes with everything that decides a number
     quantization: str = "none"  # of the weights, in a few words

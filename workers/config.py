@@ -84,6 +84,8 @@ class WorkerInfo:
     kernels: str = ""  # what computes: see `workers.kernels.cpu.in_use`
     batch_invariant: bool = False  # a request's numbers do not depend on its batch or on how its prompt is cut
     batch_invariant_reason: str = "it was not tested"  # why not, or what was measured
+    rank_invariant: bool = False  # its bits do not depend on the number of ranks; tried at the start
+    rank_invariant_reason: str = "it was not tested"
     step_cost: StepCost | None = None  # None: not measured
 
     def to_json(self) -> str:

@@ -158,6 +158,8 @@ def _loop(
     logger.info("event=engine_ready num_blocks=%d block_size=%d", executor.info.num_blocks, executor.info.block_size)
     invariant = "true" if executor.info.batch_invariant else "false"
     logger.info('event=determinism batch_invariant=%s reason="%s"', invariant, executor.info.batch_invariant_reason)
+    invariant = "true" if executor.info.rank_invariant else "false"
+    logger.info('event=determinism rank_invariant=%s reason="%s"', invariant, executor.info.rank_invariant_reason)
     return loop.run()
 
 
@@ -184,6 +186,8 @@ def engine_info(config: EngineConfig, executor: "Executor") -> EngineInfo:
         max_waiting_tokens=config.max_waiting_tokens,
         batch_invariant=info.batch_invariant,
         batch_invariant_reason=info.batch_invariant_reason,
+        rank_invariant=info.rank_invariant,
+        rank_invariant_reason=info.rank_invariant_reason,
         rank_pids=executor.rank_pids,
         numbers_digest=numbers_digest(worker, info),
         quantization=info.quantization,

@@ -21,7 +21,7 @@ from engine.errors import StartupError, WorkerError
 from engine.replay.comparison import Comparison
 from engine.replay.fingerprint import layout, model_sums, versions
 from engine.replay.recording import STEP, Header, Recording
-from workers.config import WorkerConfig
+from workers.config import WorkerConfig, WorkerInfo
 from workers.executor import Executor, start_executor
 from workers.parent_death import die_with_parent
 from workers.protocol import ProtocolError, StepMetadata, StepOutput, unpack_output, unpack_step
@@ -71,17 +71,29 @@ def replay(path: str, tensor_parallel_size: int | None, model: str | None, toler
         raise StartupError(f"{path} holds no steps.", "Record while requests are answered.")
     config = _config(recording, survey, tensor_parallel_size, model)
     _print_head(recording, survey, config)
-    recorded = recording.header.worker["tensor_parallel_size"]
-    if tolerance is None and config.tensor_parallel_size == recorded:
+    executor = start_executor(config, inline=True, on_progress=lambda phase, share: _progress(f"{phase} {share:.0%}"))
+    unchecked = _why_not_bits(recording.header, executor.info)
+    if tolerance is None and unchecked is None:
         tolerance = 0.0
     comparison = Comparison(tolerance)
-    executor = start_executor(config, inline=True, on_progress=lambda phase, share: _progress(f"{phase} {share:.0%}"))
     try:
         failure = _run(executor, recording, survey, comparison)
     finally:
         _clear_progress()
         executor.close()
-    return _verdict(survey, comparison, failure)
+    return _verdict(survey, comparison, failure, unchecked)
+
+
+def _why_not_bits(header: Header, info: WorkerInfo) -> str | None:
+    """Why these ranks may give other bits than the recorded ones; None if they must be the same."""
+    recorded = header.worker["tensor_parallel_size"]
+    if info.tensor_parallel_size == recorded:
+        return None
+    if not info.rank_invariant:
+        return info.rank_invariant_reason
+    if not header.info.get("rank_invariant", False):
+        return f"as recorded: {header.info.get('rank_invariant_reason', 'an older version added up in another order')}"
+    return None
 
 
 def _run(executor: Executor, recording: Recording, survey: Survey, comparison: Comparison) -> str | None:
@@ -218,17 +230,20 @@ def _print_head(recording: Recording, survey: Survey, config: WorkerConfig) -> N
     sys.stdout.flush()
 
 
-def _verdict(survey: Survey, comparison: Comparison, failure: str | None) -> int:
+def _verdict(survey: Survey, comparison: Comparison, failure: str | None, unchecked: str | None) -> int:
+    """`unchecked`: why the bits need not be the recorded ones."""
     print(comparison.table())
     unanswered = survey.num_steps - survey.num_answers
     if unanswered:
         print(f"{unanswered} step(s) have no recorded answer and were run without comparing")
     if comparison.tolerance is None and comparison.logprobs.compared:
-        print("logprobs are not checked: another number of ranks adds in another order (--tolerance checks them)")
+        print(f"logprobs are not checked (--tolerance checks them): {unchecked}")
+    elif comparison.tolerance == 0:
+        print("logprobs are compared bit by bit")
     if comparison.first is not None:
         print(f"first difference: {comparison.first}")
         if comparison.tolerance is None:
-            print("another number of ranks may decide near ties otherwise; with the recorded number nothing may differ")
+            print("these ranks may decide near ties otherwise; with the recorded number of ranks nothing may differ")
     if failure is not None:
         print(f"stopped: {failure}")
     same = comparison.is_equal and failure is None

@@ -57,6 +57,8 @@ def numbers_digest(worker: WorkerConfig, info: WorkerInfo) -> str:
         name: getattr(worker, name) for name in ("dtype", "quantization", "num_threads", "block_size", "max_model_len")
     }
     found = {name: getattr(info, name) for name in ("tensor_parallel_size", "device", "attention_backend", "kernels")}
+    if info.rank_invariant:  # neither changes a bit
+        del found["tensor_parallel_size"], run["num_threads"]
     parts = [model_sums(Path(worker.model_path)), weights, run, found, versions()]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 

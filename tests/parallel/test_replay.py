@@ -15,6 +15,7 @@ from engine.sampling_params import SamplingParams
 from engine.types import Request
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.direct_engine import DirectEngine
+from tests.unit.workers.kernel_levels import NO_KERNELS
 from workers.config import WorkerConfig
 from workers.executor import start_executor
 
@@ -86,6 +87,33 @@ def test_two_ranks_give_the_same_tokens(recorded: Path, capsys: pytest.CaptureFi
     assert "logprobs are not checked" in out
     status, out, _ = replayed(capsys, recorded, "--tensor-parallel-size=2", "--tolerance=1e-4")
     assert status == 0, out
+
+
+@pytest.mark.skipif(NO_KERNELS is not None, reason=f"no kernels here: {NO_KERNELS}")
+@pytest.mark.parametrize(("recorded_with", "quantization"), [(1, "none"), (2, "int8")])
+def test_other_ranks_give_the_same_bits(tmp_path: Path, capsys, recorded_with: int, quantization: str) -> None:
+    """Recorded with one rank or with two and replayed with the other number, in bfloat16: with the kernels alone."""
+    path, model = tmp_path / "steps.rec", make_tiny(tmp_path, "qwen2", head_dim=32)
+    config = WorkerConfig(
+        str(model),
+        device="cpu",
+        dtype="bfloat16",
+        quantization=quantization,
+        tensor_parallel_size=recorded_with,
+        max_model_len=64,
+        max_num_seqs=6,
+        max_num_batched_tokens=24,
+        block_size=16,
+        kv_cache_bytes=1 << 20,
+        num_threads=1,
+    )
+    executor = start_executor(config, inline=True, on_progress=lambda phase, fraction: None)
+    recording = RecordingExecutor(executor, RecordingWriter(str(path)), None)
+    params = SamplingParams(max_tokens=12, temperature=1.1, top_p=0.9, seed=3, logprobs=2)
+    DirectEngine(recording).run(Request(number, tuple(range(2, 9 + number)), params) for number in range(8))
+    recording.close()
+    status, out, _ = replayed(capsys, path, f"--tensor-parallel-size={3 - recorded_with}")
+    assert status == 0 and "logprobs are compared bit by bit" in out and "first difference" not in out, out
 
 
 def test_other_weights_are_found_out(recorded: Path, checkpoint: Path, tmp_path: Path, capsys) -> None:

@@ -32,6 +32,7 @@ from workers.weights.weight_source import weight_source
 from workers.worker.batch_invariance import check_batch_invariance, one_of_each_kind
 from workers.worker.kv_cache_size import available_kv_bytes, blocks_that_fit, free_bytes
 from workers.worker.memory_needs import is_out_of_memory, out_of_memory
+from workers.worker.rank_invariance import check_rank_invariance
 from workers.worker.step_timing import null_step, time_steps
 
 logger = logging.getLogger("oarlock.runner")
@@ -103,7 +104,7 @@ class ModelRunner:
     def allocate(self, num_blocks: int) -> None:
         """Allocate the pages and run one small step, so that lazy initialisation does not delay the first request.
 
-        Then measure whether this machine is batch-invariant.
+        Then measure whether numbers depend on the batch or on the number of ranks.
         """
         self.num_blocks = num_blocks
         block_size, max_len = self.config.block_size, self.config.max_model_len
@@ -124,6 +125,7 @@ class ModelRunner:
                 block_size=block_size,
                 max_len=max_len,
             )
+            self.rank_invariance = check_rank_invariance(self.model, self.kv, self.backend)
 
     def time_steps(self) -> StepCost:
         """Measure what steps cost. Every rank must call this at the same point after `allocate`, before any request."""
@@ -180,6 +182,8 @@ class ModelRunner:
             kernels=kernels_in_use(self.device),
             batch_invariant=self.invariance.batch_invariant,
             batch_invariant_reason=self.invariance.reason,
+            rank_invariant=self.rank_invariance.rank_invariant,
+            rank_invariant_reason=self.rank_invariance.reason,
             step_cost=self.step_cost,
         )
 

@@ -248,12 +248,16 @@ class MultiprocExecutor:
 
 
 def joint_info(infos: dict[int, WorkerInfo]) -> WorkerInfo:
-    """Rank 0's info; batch-invariant only if every rank is, else with the reason of the first that is not."""
+    """Rank 0's info; invariant only if every rank is, else with the reason of the first that is not."""
+    joint = infos[0]
     for rank, info in sorted(infos.items()):
-        if not info.batch_invariant:
+        if joint.batch_invariant and not info.batch_invariant:
             reason = f"rank {rank}: {info.batch_invariant_reason}"
-            return replace(infos[0], batch_invariant=False, batch_invariant_reason=reason)
-    return infos[0]
+            joint = replace(joint, batch_invariant=False, batch_invariant_reason=reason)
+        if joint.rank_invariant and not info.rank_invariant:
+            reason = f"rank {rank}: {info.rank_invariant_reason}"
+            joint = replace(joint, rank_invariant=False, rank_invariant_reason=reason)
+    return joint
 
 
 def _how_it_ended(process: subprocess.Popen[bytes]) -> str:

@@ -47,5 +47,7 @@ def _card(serving: OpenAIServing, name: str) -> dict[str, Any]:
         "tensor_parallel_size": info.tensor_parallel_size,
         "batch_invariant": info.batch_invariant,
         "batch_invariant_reason": info.batch_invariant_reason,
+        "rank_invariant": info.rank_invariant,
+        "rank_invariant_reason": info.rank_invariant_reason,
         "chat": serving.tokenizer.template.exists,
     }

@@ -1,6 +1,7 @@
 """The measurement at start finds kernels that are not batch-invariant, and passes those that are."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +125,6 @@ def test_ranks_are_batch_invariant_only_if_every_one_is(runner: ModelRunner) -> 
     bad = WorkerInfo.from_json(good.to_json().replace('"batch_invariant": true', '"batch_invariant": false'))
     joined = joint_info({1: bad, 0: good})
     assert not joined.batch_invariant and joined.batch_invariant_reason.startswith("rank 1: ")
+    other = replace(good, rank_invariant=False, rank_invariant_reason="slices")
+    joined = joint_info({1: other, 0: replace(good, rank_invariant=True)})
+    assert joined.batch_invariant and not joined.rank_invariant and joined.rank_invariant_reason == "rank 1: slices"

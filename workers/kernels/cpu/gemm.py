@@ -4,6 +4,7 @@ Packs weights and calls the kernel, which `csrc/gemm/gemm.cpp` describes.
 """
 
 import ctypes
+from copy import copy
 from enum import IntEnum
 from functools import cache
 
@@ -65,6 +66,13 @@ class CppMatmul:
             ELEMENT_TYPES[self.dtype], self.slices,
         )  # fmt: skip
         return y
+
+    def as_share(self) -> "CppMatmul":
+        """The same product without bias and rounding, as ranks compute their shares of a sum."""
+        share = copy(self)
+        share.bias, share._bias_at = None, None
+        share.epilogue, share.output_dtype = Epilogue.FLOAT, torch.float32
+        return share
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows `ids` int64 [T] of the weight before packing: [T, inputs]. Not of one in slices."""

@@ -117,6 +117,10 @@ class CppInt8Matmul:
         assert residual.is_contiguous() and self.epilogue == Epilogue.PLAIN
         return self.weight.multiply(x, self.bias, residual, y, Epilogue.ADD)
 
+    def as_share(self) -> "CppInt8Matmul":
+        """The same product without bias and rounding, as ranks compute their shares of a sum."""
+        return CppInt8Matmul(self.weight, self.dtype, None, float32_output=True)
+
     def rows(self, ids: Tensor) -> Tensor:
         """Rows `ids` int64 [T] of the weight, times their scales: [T, inputs]."""
         return self.weight.rows(ids, self.dtype)

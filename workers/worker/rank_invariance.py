@@ -1,0 +1,105 @@
+"""Finds out at start whether answers have the same bits at every number of ranks that holds whole slices.
+
+Where kernels compute everything, that is how they are built (`kernels/cpu/csrc/gemm/slices.h`); tests compare whole
+answers. Here the two places where ranks differ from one another are tried with this model's own weights: slices of the
+inputs, each by itself, must add up to the product of a rank, and the ranks' sums must be those of the tree.
+"""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workers.attention.backend import AttentionBackend, LayerKV
+from workers.distributed.parallel_state import TensorParallel
+from workers.distributed.tree_sum import tree_sum
+from workers.distributed.vocab_slices import VOCAB_SLICES
+from workers.kernels.cpu.collective import ALL_CAME, all_reduce_of
+from workers.kernels.cpu.gemm import CppMatmul
+from workers.kernels.cpu.int8_gemm import CppInt8Matmul
+from workers.kernels.cpu.library import library
+from workers.kernels.cpu.sampling import can_serve
+from workers.layers.linear import RowParallelLinear
+from workers.models.decoder import Decoder
+from workers.worker.batch_invariance import one_of_each_kind
+
+_ROWS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class RankInvariance:
+    """`reason` is one phrase for the log: what was found, in both cases."""
+
+    rank_invariant: bool
+    reason: str
+
+
+def check_rank_invariance(model: Decoder, kv: list[LayerKV], backend: AttentionBackend) -> RankInvariance:
+    """Look at what computes, and try it. Every rank must call this at the same point: it sums over ranks."""
+    started = time.monotonic()
+    sizes = [size for size in (1, 2, 4, 8) if size <= model.place.slices]
+    reason = _why_not(model, kv, backend, sizes) or _fault(model)
+    if reason is not None:
+        return RankInvariance(False, reason)
+    named = " and ".join(filter(None, (", ".join(map(str, sizes[:-1])), str(sizes[-1]))))
+    ranks = "1 rank" if sizes == [1] else f"{named} ranks"
+    spent = time.monotonic() - started
+    return RankInvariance(True, f"the same bits with {ranks}: parts of sums add up in one tree ({spent:.2f} s)")
+
+
+def _why_not(model: Decoder, kv: list[LayerKV], backend: AttentionBackend, sizes: list[int]) -> str | None:
+    """Why nothing is promised; the same on every rank."""
+    device, tp = model.place.device, model.place.tp
+    if device.type != "cpu":
+        return f"on {device.type} libraries add up in an order that depends on the shape of a rank's weights"
+    if model.prepared_for(kv, backend) is None:
+        return f"not everything is computed by kernels that add up in one order: {model.why_not_prepared}"
+    if not isinstance(model.head.product, CppMatmul | CppInt8Matmul) or not can_serve(device):
+        return "logits or samples are computed by torch, in an order that depends on the shape of a rank's vocabulary"
+    if tp.size not in sizes or VOCAB_SLICES % tp.size:
+        return f"{tp.size} ranks do not hold whole slices of the inputs; {', '.join(map(str, sizes))} would"
+    return None
+
+
+def _fault(model: Decoder) -> str | None:
+    tp = model.place.tp
+    draw = torch.Generator().manual_seed(tp.rank)
+    found = None
+    for layer in one_of_each_kind(model):
+        block = model.layers[layer]
+        for output in (block.attention.output, block.mlp.down):
+            if not _adds_up(output, model.place.local_slices, draw):
+                found = f"{output.name}: slices of the inputs do not add up to the product of all"
+    if not _ranks_add_up(tp, draw):
+        found = f"the sum over {tp.size} ranks is not that of the tree"
+    return found
+
+
+def _adds_up(layer: RowParallelLinear, slices: int, draw: torch.Generator) -> bool:
+    """With all inputs but those of a slice at zero, a product is the sum of that slice."""
+    product = layer.product
+    assert isinstance(product, CppMatmul | CppInt8Matmul)
+    share = product.as_share()
+    x = torch.randn((_ROWS, layer.weight_shard.local_inputs), generator=draw).to(product.dtype)
+    parts: list[Tensor] = []
+    for place in range(slices):
+        alone = torch.zeros_like(x)
+        alone.chunk(slices, 1)[place].copy_(x.chunk(slices, 1)[place])
+        parts.append(share(alone))
+    return torch.equal(share(x), tree_sum(parts))
+
+
+def _ranks_add_up(tp: TensorParallel, draw: torch.Generator) -> bool:
+    if tp.size == 1:
+        return True
+    mine = torch.randn(67, generator=draw)
+    expected = tree_sum(list(tp.all_gather(mine)))
+    same = torch.equal(tp.all_reduce(mine.clone()), expected)
+    group = tp.group_for_kernels
+    if group is not None:
+        missing = all_reduce_of(library())(group.address, mine.data_ptr(), len(mine))
+        if missing != ALL_CAME:
+            raise group.lost(missing)
+        same &= torch.equal(mine, expected)
+    return same
