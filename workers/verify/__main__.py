@@ -76,8 +76,8 @@ def verify(arguments: argparse.Namespace) -> Report:
         # Imported late: torch takes seconds, and whatever can be checked without it has been checked by now.
         from workers.verify.causes import explain
         from workers.verify.compare import compare
+        from workers.verify.meant_model import RoundingLoss
         from workers.verify.report import Report
-        from workers.verify.rounded_weights import RoundingLoss
 
         size = config.tensor_parallel_size
         comparison = compare(folder, spec, size, config.dtype)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from workers.layers.decoder_spec import DecoderSpec
-from workers.layers.quantization.registry import QUANTIZATIONS
+from workers.layers.quantization.formats.form import Arithmetic
 from workers.layers.sharding import shard_vocab
 from workers.verify.compare import Comparison, Recorded, Row, part_of
 from workers.verify.halves import same_bits
+from workers.verify.meant_weights import MeantWeights, meant_weights
 from workers.verify.request import Text
-from workers.verify.rounded_weights import weight_meant
 from workers.verify.scales import wrong_scales
 
 # Tensors computed from the same inputs: when the first of a group is wrong, the others may be wrong independently.
@@ -36,6 +36,10 @@ class _Fault:
     spec: DecoderSpec
     size: int
     quantization: str
+
+    @property
+    def meant(self) -> MeantWeights:
+        return meant_weights(self.model, self.quantization)
 
     @property
     def module(self) -> str:
@@ -158,19 +162,18 @@ def _projection(fault: _Fault) -> str:
             "another's)"
         )
     rank = fault.row.wrong_ranks[0]
-    moved = _moved_heads(fault, rank) or _scales(fault, rank, f"{name}.weight")
+    moved = _moved_heads(fault, rank) or _scales(fault, rank, name)
     return f"{name}.weight: the rows of {fault.ranks}{f' ({moved})' if moved else ''}"
 
 
-def _scales(fault: _Fault, rank: int, weight: str) -> str:
-    """Of the rows of a column-parallel weight that a rank holds, in a model whose weights have scales."""
-    if fault.quantization == "none":
+def _scales(fault: _Fault, rank: int, module: str) -> str:
+    """Of the rows of a column-parallel weight that a rank holds, if the weight has scales."""
+    meant = fault.meant
+    if not meant.has(module) or meant.arithmetic(module) is Arithmetic.DENSE:
         return ""
     part = part_of(fault.row.tensor, fault.spec, rank, fault.size)
     inputs = Recorded(fault.folder).truth(f"{fault.row.layer}.input_norm")
-    rows = weight_meant(fault.model, fault.quantization, weight)[part.start : part.stop]
-    group = QUANTIZATIONS[fault.quantization].group
-    return wrong_scales(inputs, rows, fault.ours(rank), group if group > 1 else inputs.shape[1]) or ""
+    return wrong_scales(inputs, meant.weight(module).double()[part.start : part.stop], fault.ours(rank)) or ""
 
 
 def _moved_heads(fault: _Fault, rank: int) -> str:
@@ -224,24 +227,19 @@ def _row_parallel(fault: _Fault, projection: str, inputs: str) -> str:
     name = f"{fault.module}.{projection}"
     if fault.is_constant():
         return f"{name}.bias (the error is the same for every token: lost, or added by more than one rank)"
-    shares = _shares(fault, f"{name}.weight", inputs)
-    wrong = tuple(rank for rank, (x, w) in enumerate(shares) if not _distance(fault.partial(rank), x @ w.T) < _CLOSE)
+    weight = fault.meant.weight(name).double()
+    columns = weight.tensor_split(fault.size, 1)  # of [hidden, inputs], one per rank
+    parts = Recorded(fault.folder).truth(f"{fault.row.layer}.{inputs}").tensor_split(fault.size, 1)  # of [T, inputs]
+    wrong = tuple(
+        rank for rank in range(fault.size) if not _distance(fault.partial(rank), parts[rank] @ columns[rank].T) < _CLOSE
+    )
     if not wrong and fault.size > 1:
         return f"the sum over ranks (all-reduce) after {name}"
     which = f"{name}.weight: the columns of {_ranks(wrong)}" if fault.size > 1 else f"{name}.weight"
     scales = None
-    if wrong and fault.quantization != "none":
-        group = QUANTIZATIONS[fault.quantization].group
-        (x, w), ours = shares[wrong[0]], fault.partial(wrong[0])
-        scales = wrong_scales(x, w, ours, group if group > 1 else x.shape[1])
+    if wrong and fault.meant.arithmetic(name) is not Arithmetic.DENSE:
+        scales = wrong_scales(parts[wrong[0]], columns[wrong[0]], fault.partial(wrong[0]))
     return f"{which} ({scales})" if scales else which
-
-
-def _shares(fault: _Fault, weight: str, inputs: str) -> list[tuple[Tensor, Tensor]]:
-    """The inputs [T, local] and the columns of the weight [hidden, local] that each rank should have."""
-    columns = weight_meant(fault.model, fault.quantization, weight).tensor_split(fault.size, 1)
-    parts = Recorded(fault.folder).truth(f"{fault.row.layer}.{inputs}").tensor_split(fault.size, 1)
-    return list(zip(parts, columns, strict=True))
 
 
 def _residual(fault: _Fault, post_norm: str, projection: str) -> str:

@@ -18,18 +18,22 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 from transformers.utils import logging as transformers_logging
 
 from workers.distributed.control_channel import Control
 from workers.layers.decoder_spec import DecoderSpec
+from workers.layers.quantization.registry import QUANTIZATIONS
 from workers.models.registry import read_spec
 from workers.parent_death import die_with_parent
 from workers.verify.compare import file_of, tensor_names
+from workers.verify.meant_model import LayerLoss, MeantModel, RoundingLoss
+from workers.verify.meant_weights import meant_weights
 from workers.verify.request import Request, Text
-from workers.verify.rounded_weights import LayerLoss, RoundedWeights, RoundingLoss
+from workers.weights.gguf.checkpoint import gguf_file
 
+_PRODUCTS = (nn.Linear, nn.Embedding)
 _ROWS = 8192  # of a weight that are widened to float64 at once
 
 Say = Callable[[str], None]
@@ -40,14 +44,10 @@ def record_reference(request: Request, folder: Path, say: Say) -> Text:
     if request.num_threads:
         torch.set_num_threads(request.num_threads)
     say(f"loading {request.model} in {request.dtype}")
-    model = load_model(request.model, request.dtype, request.device)
     spec, dtype = read_spec(request.model), getattr(torch, request.dtype)
+    model, quantised = load_for(request, dtype)
     with torch.inference_mode():
-        rounded = None
-        if request.quantization != "none":
-            say(f"rounding the weights to {request.quantization}")
-            rounded = RoundedWeights(model, request.quantization, dtype)
-        with rounded.products_round() if rounded else nullcontext():
+        with quantised.as_served() if quantised else nullcontext():
             text = generate(model, request, say)
             text.write(folder)
             if not request.record:
@@ -55,12 +55,39 @@ def record_reference(request: Request, folder: Path, say: Say) -> Text:
             say(f"every layer in {request.dtype}")
             theirs = _run(model, spec, text, dtype)
         truth = _record(model, spec, text, theirs, request, folder, say)
-        if rounded:
-            say("every layer in float64, with weights that are not rounded")
-            with rounded.not_rounded(), in_float64(model):
+        if quantised and quantised.was_dense:
+            say("every layer in float64, with the weights as they are stored")
+            with quantised.as_it_was(), in_float64(model):
                 before = _run(model, spec, text, torch.float64)
-            _loss(rounded.errors(model.model.layers), truth, before).write(folder)
+            _loss(quantised.errors(model.model.layers), truth, before).write(folder)
     return text
+
+
+def load_for(request: Request, dtype: torch.dtype) -> tuple[PreTrainedModel, MeantModel | None]:
+    """The model, and what makes it a quantised one; None where weights are served in the dtype of the model."""
+    path = Path(request.model)
+    is_dense = gguf_file(path) is None and request.quantization in QUANTIZATIONS
+    if is_dense and request.quantization == "none":
+        return load_model(request.model, request.dtype, request.device), None
+    meant = meant_weights(path, request.quantization, dtype)
+    if is_dense:
+        model = load_model(request.model, request.dtype, request.device)
+    else:
+        model = _unfilled_model(request.model, dtype)
+        products = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, _PRODUCTS)}
+        for name, parameter in model.named_parameters():
+            if name not in products:
+                parameter.data = meant.other(name).to(dtype)
+    return model, MeantModel(model, meant, dtype, was_dense=is_dense)
+
+
+def _unfilled_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
+    """The architecture that config.json describes, with weights still to be given."""
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    for key in ("quantization_config", "compression_config"):
+        if hasattr(config, key):
+            delattr(config, key)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 def load_model(path: str, dtype: str, device: str) -> PreTrainedModel:
@@ -119,7 +146,7 @@ def _record(
 
 
 def _loss(weights: Iterable[float], rounded: dict[str, Tensor], before: dict[str, Tensor]) -> RoundingLoss:
-    """`weights`: by layer, as `RoundedWeights.errors`. Tensors by name, with and without rounding."""
+    """`weights`: by layer, as `MeantModel.errors`. Tensors by name, with and without rounding."""
 
     def distance(name: str) -> float:
         return ((rounded[name].double() - before[name]).norm() / before[name].norm()).item()

@@ -6,7 +6,7 @@ from typing import Any
 
 from workers.verify.compare import LARGEST_LIMIT, LIMIT, REPLICATED, Comparison, Row
 from workers.verify.halves import Halves
-from workers.verify.rounded_weights import RoundingLoss
+from workers.verify.meant_model import RoundingLoss
 
 _HEADINGS = ("layer", "tensor", "rank", "max error", "/ theirs", "rms / theirs", "result")
 _LEFT_ALIGNED = ("layer", "tensor", "result")

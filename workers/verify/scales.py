@@ -1,18 +1,25 @@
-"""Whether a wrong product is one of the right whole numbers with wrong scales: a scale was cut wrongly."""
+"""Whether a wrong product is one of the right numbers with wrong scales: a scale was cut wrongly."""
 
 import torch
 from torch import Tensor
 
 _CLOSE = 0.1  # relative distance below which outputs are explained
 _WRONG = 0.1  # a scale is wrong if it is off by so much of itself
+_GROUPS = (128, 64, 32, 16)  # numbers of inputs that share a scale, where not all of them do
 
 
-def wrong_scales(inputs: Tensor, weight: Tensor, outputs: Tensor, group: int) -> str | None:
+def wrong_scales(inputs: Tensor, weight: Tensor, outputs: Tensor) -> str | None:
     """The scales that explain `outputs`, in words; None where no scales do, or there are too few tokens to tell.
 
     `inputs` [T, K], `weight` [N, K] as it should be, `outputs` [T, N] as they are, with or without a bias; all float64.
-    `group`: inputs that share a scale. Solves, for each output, the least squares problem of a factor for each group.
     """
+    width = inputs.shape[1]
+    groups = [width, *(group for group in _GROUPS if group < width)]
+    return next((found for group in groups if (found := _of_groups(inputs, weight, outputs, group))), None)
+
+
+def _of_groups(inputs: Tensor, weight: Tensor, outputs: Tensor, group: int) -> str | None:
+    """With a scale for every `group` inputs: for each output, the least squares problem of a factor for each group."""
     tokens, width = inputs.shape
     starts = range(0, width, group)
     if tokens < 2 * (len(starts) + 1):

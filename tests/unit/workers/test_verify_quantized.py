@@ -2,16 +2,13 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.golden.tiny_models import make_tiny
-from tests.unit.workers.verify_cases import VerifyCase
-from workers.layers.placement import Placement
-from workers.layers.quantization.grouped import GroupedWeight
-from workers.verify.rounded_weights import RoundingLoss
+from tests.unit.workers.verify_cases import VerifyCase, cut_scales_wrongly
+from workers.verify.meant_model import RoundingLoss
 from workers.verify.scales import wrong_scales
 
 FORMS = ("int8", "int4")
@@ -65,20 +62,7 @@ def test_a_scale_cut_wrongly_is_named(
 ) -> None:
     """Rank 1 has each output's scales from the output before."""
     case = cases("qwen2", form)
-    load = Placement.load
-
-    def shifted(place: Placement, shard, weights):
-        weight = load(place, shard, weights)
-        name = shard.fused or shard.parts[0].name
-        if place.tp.rank == 1 and name == f"{LAYER}.{layer}":
-            if isinstance(weight, GroupedWeight):
-                scales, factors = (part.roll(1, 0) for part in (weight.weight.scales, weight.weight.factors))
-                weight.weight = replace(weight.weight, scales=scales, factors=factors)
-            else:
-                weight.scales = weight.scales.roll(1, 0).contiguous()
-        return weight
-
-    monkeypatch.setattr(Placement, "load", shifted)
+    cut_scales_wrongly(monkeypatch, f"{LAYER}.{layer}")
     comparison, causes = case.run(2)
     assert not comparison.ok
     assert f"{LAYER}.{cause}" in causes[0]
@@ -92,9 +76,9 @@ def test_scales_are_found_by_what_they_do() -> None:
     bias = torch.randn(5).double()
     wrong = weight.clone()
     wrong[3, 32:] *= 0.5
-    assert wrong_scales(inputs, weight, inputs @ weight.T + bias, 32) is None
-    found = wrong_scales(inputs, weight, inputs @ wrong.T + bias, 32)
+    assert wrong_scales(inputs, weight, inputs @ weight.T + bias) is None
+    found = wrong_scales(inputs, weight, inputs @ wrong.T + bias)
     assert found == "wrong scales: that of its output 3, inputs 32 to 63 is 0.5 times the right one"
     wrong[3, 40] += 30.0  # no factor of a group does that
-    assert wrong_scales(inputs, weight, inputs @ wrong.T, 32) is None
-    assert wrong_scales(inputs[:5], weight, inputs[:5] @ weight.T, 32) is None  # too few tokens to tell
+    assert wrong_scales(inputs, weight, inputs @ wrong.T) is None
+    assert wrong_scales(inputs[:5], weight, inputs[:5] @ wrong.T) is None  # too few tokens to tell

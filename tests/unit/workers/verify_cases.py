@@ -6,8 +6,11 @@ It writes the same files as `oarlock verify`.
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -15,6 +18,11 @@ from torch import Tensor
 from tests.golden.paged_run import on_ranks
 from workers.config import WorkerConfig
 from workers.distributed.parallel_state import TensorParallel
+from workers.layers.placement import Placement
+from workers.layers.quantization.fp8 import Fp8Weight
+from workers.layers.quantization.grouped import GroupedWeight
+from workers.layers.quantization.method import LinearWeight
+from workers.layers.quantization.shard import WeightShard
 from workers.models.registry import read_spec
 from workers.preflight import preflight
 from workers.verify.causes import explain
@@ -22,6 +30,7 @@ from workers.verify.compare import Comparison, compare
 from workers.verify.rank import run_rank
 from workers.verify.reference import record_reference
 from workers.verify.request import Request
+from workers.weights.source import WeightSource
 
 PROMPTS = [[7, 3, 250, 41, 9, 9, 112, 300, 5, 77, 18, 260, 33, 4, 201, 90, 64, 2, 150], [11, 290, 6, 31], [299]]
 
@@ -47,15 +56,28 @@ class VerifyCase:
         self.dtype = dtype
         self.max_model_len = max_model_len
         folder.mkdir()
-        request = Request(str(model), dtype, "cpu", prompts, new_tokens, num_threads=1, quantization=quantization)
+        self.quantization = self._config(1, model).quantization  # a stored form has a name, too
+        request = Request(str(model), dtype, "cpu", prompts, new_tokens, num_threads=1, quantization=self.quantization)
         request.write(folder)
         record_reference(request, folder, lambda line: None)
 
     def run(self, size: int, model: Path | None = None, plant: Callable[[TensorParallel], None] | None = None):
         """Our side on `size` ranks, from `model` if it is another; `plant` is first called with every rank's group."""
-        config = preflight(
+        config = self._config(size, model or self.model)
+
+        def work(tp: TensorParallel) -> Tensor:
+            if plant is not None:
+                plant(tp)
+            run_rank(config, tp, self.folder, lambda line: None)
+            return torch.zeros(1)
+
+        on_ranks(size, work)
+        return self.compared(size)
+
+    def _config(self, size: int, model: Path) -> WorkerConfig:
+        return preflight(
             WorkerConfig(
-                str(model or self.model),
+                str(model),
                 device="cpu",
                 dtype=self.dtype,
                 quantization=self.quantization,
@@ -68,15 +90,6 @@ class VerifyCase:
                 kv_cache_bytes=1 << 22,
             )
         )
-
-        def work(tp: TensorParallel) -> Tensor:
-            if plant is not None:
-                plant(tp)
-            run_rank(config, tp, self.folder, lambda line: None)
-            return torch.zeros(1)
-
-        on_ranks(size, work)
-        return self.compared(size)
 
     def compared(self, size: int) -> tuple[Comparison, list[str]]:
         spec = read_spec(str(self.model))
@@ -99,3 +112,27 @@ def reconfigured(model: Path, into: Path, **changes: object) -> Path:
     path = into / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     return into
+
+
+def cut_scales_wrongly(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Of the weight that is loaded as `name`, rank 1 has each output's scales from the output before."""
+    load = Placement.load
+
+    def shifted(place: Placement, shard: WeightShard, weights: WeightSource) -> LinearWeight:
+        weight: Any = load(place, shard, weights)
+        if place.tp.rank == 1 and (shard.fused or shard.parts[0].name) == name:
+            for part in getattr(weight, "parts", (weight,)):
+                _shift_scales(part)
+        return weight
+
+    monkeypatch.setattr(Placement, "load", shifted)
+
+
+def _shift_scales(weight: Any) -> None:
+    if isinstance(weight, GroupedWeight):
+        groups = weight.weight
+        weight.weight = replace(groups, scales=groups.scales.roll(1, 0), factors=groups.factors.roll(1, 0))
+    elif isinstance(weight, Fp8Weight) and weight.scales.shape[1] > 1:  # blocks have nearly the same scales
+        weight.scales = weight.scales * (1 + torch.arange(weight.scales.shape[1]) % 2)
+    else:
+        weight.scales = weight.scales.roll(1, 0)

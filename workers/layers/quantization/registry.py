@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from workers.layers.quantization.formats.form import Arithmetic
+
 if TYPE_CHECKING:
     from workers.layers.quantization.method import LinearMethod
 
@@ -28,6 +30,10 @@ class Quantization:
     def of_head(self) -> Quantization:
         """The form of the head's weight."""
         return self.head or self
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        return Arithmetic.DENSE if self.bits is None else Arithmetic.ROUNDED_INPUTS
 
     def form_of(self, module: str) -> Quantization:
         """That of every module."""

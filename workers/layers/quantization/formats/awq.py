@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from workers.layers.quantization.formats.form import SCALES, StoredTensor, check_divides, stored
+from workers.layers.quantization.formats.form import SCALES, Arithmetic, StoredTensor, check_divides, stored
 from workers.layers.quantization.formats.settings import Settings
 from workers.layers.quantization.formats.sizes import grouped_bytes
 
@@ -35,6 +35,10 @@ class AWQForm:
     @property
     def spare(self) -> tuple[str, ...]:
         return ()
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        return Arithmetic.ROUNDED_INPUTS
 
     def method(self) -> LinearMethod:
         from workers.layers.quantization.readers.awq import AWQReader

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from workers.layers.quantization.formats.form import StoredTensor, check_divides, stored
+from workers.layers.quantization.formats.form import Arithmetic, StoredTensor, check_divides, stored
 from workers.layers.quantization.formats.settings import USE_ANOTHER, Settings
 
 if TYPE_CHECKING:
@@ -42,6 +42,10 @@ class BitsAndBytesForm:
     @property
     def spare(self) -> tuple[str, ...]:
         return ()
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        return Arithmetic.DENSE
 
     def method(self) -> LinearMethod:
         from workers.layers.quantization.readers.bitsandbytes import BitsAndBytesLinearMethod

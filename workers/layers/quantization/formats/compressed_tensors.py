@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from workers.layers.quantization.formats.form import SCALES, StoredForm, StoredTensor, check_divides, stored
+from workers.layers.quantization.formats.form import SCALES, Arithmetic, StoredForm, StoredTensor, check_divides, stored
 from workers.layers.quantization.formats.fp8 import FLOAT8, FP8Form, block_of
 from workers.layers.quantization.formats.settings import USE_ANOTHER, Settings
 from workers.layers.quantization.formats.sizes import fp8_bytes, grouped_bytes
@@ -36,6 +36,10 @@ class IntegerForm:
     @property
     def spare(self) -> tuple[str, ...]:
         return ("weight_shape", "weight_g_idx")
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        return Arithmetic.ROUNDED_INPUTS
 
     def method(self) -> LinearMethod:
         from workers.layers.quantization.readers.compressed_tensors import IntegerReader
@@ -77,6 +81,10 @@ class FloatForm:
     @property
     def spare(self) -> tuple[str, ...]:
         return ()
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        return Arithmetic.EXACT_INPUTS
 
     def method(self) -> LinearMethod:
         from workers.layers.quantization.readers.fp8 import FP8LinearMethod

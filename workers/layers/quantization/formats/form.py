@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
 from workers.errors import StartupError
 
 if TYPE_CHECKING:
     from workers.layers.quantization.method import LinearMethod
+
+
+class Arithmetic(Enum):
+    """What a product does with a weight of some form."""
+
+    DENSE = auto()  # the weight is in the dtype that the model computes in
+    EXACT_INPUTS = auto()  # the weight's numbers are widened exactly, and inputs are as they are
+    ROUNDED_INPUTS = auto()  # rows of inputs are rounded to 8 bits
+
 
 SCALES = ("F16", "BF16", "F32")  # what scales are stored in
 
@@ -20,6 +30,9 @@ class Form(Protocol):
     @property
     def method(self) -> Callable[[], LinearMethod]:
         """Makes the method that reads it."""
+
+    @property
+    def arithmetic(self) -> Arithmetic: ...
 
     def weight_bytes(self, rows: int, inputs: int, item_bytes: int) -> int:
         """In memory, of a model that computes in a dtype of `item_bytes`."""

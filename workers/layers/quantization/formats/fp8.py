@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from workers.layers.quantization.formats.form import SCALES, StoredTensor, stored
+from workers.layers.quantization.formats.form import SCALES, Arithmetic, StoredTensor, stored
 from workers.layers.quantization.formats.settings import USE_ANOTHER, Settings
 from workers.layers.quantization.formats.sizes import fp8_bytes
 
@@ -33,6 +33,10 @@ class FP8Form:
     @property
     def spare(self) -> tuple[str, ...]:
         return ()
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        return Arithmetic.EXACT_INPUTS
 
     def method(self) -> LinearMethod:
         from workers.layers.quantization.readers.fp8 import FP8LinearMethod

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from workers.layers.quantization.formats.form import SCALES, StoredTensor, check_divides, stored
+from workers.layers.quantization.formats.form import SCALES, Arithmetic, StoredTensor, check_divides, stored
 from workers.layers.quantization.formats.settings import USE_ANOTHER, Settings
 from workers.layers.quantization.formats.sizes import grouped_bytes
 
@@ -31,6 +31,10 @@ class GPTQForm:
     @property
     def spare(self) -> tuple[str, ...]:
         return ("g_idx",)
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        return Arithmetic.ROUNDED_INPUTS
 
     def method(self) -> LinearMethod:
         from workers.layers.quantization.readers.gptq import GPTQReader

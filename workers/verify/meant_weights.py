@@ -1,0 +1,140 @@
+"""What the weights of a model mean in the form that they are served in: whole, in floating point, without our readers.
+
+A form is one that checkpoints store, one that weights are rounded to at load, or the dtype of the checkpoint.
+"""
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from workers.layers.quantization import int4, int8
+from workers.layers.quantization.formats.checkpoint_forms import CheckpointForms
+from workers.layers.quantization.formats.form import Arithmetic
+from workers.layers.quantization.registry import QUANTIZATIONS
+from workers.models.hf_quantization import stored_quantization
+from workers.models.registry import read_config
+from workers.verify.dequantise import dequantised
+from workers.verify.dequantise_gguf import dequantised_gguf
+from workers.weights.checkpoint import Checkpoint
+from workers.weights.gguf.block_types import FLOATS
+from workers.weights.gguf.checkpoint import gguf_file
+from workers.weights.open_checkpoint import open_checkpoint
+
+_ROWS = 8192  # of a weight that are rounded at once
+
+
+class MeantWeights(Protocol):
+    """Modules are named as in transformers' models."""
+
+    def has(self, module: str) -> bool:
+        """Whether it is stored by itself, and not fused with others."""
+
+    def weight(self, module: str) -> Tensor:
+        """Of a linear module or an embedding: [N, K], in the dtype it is stored in, float32 or float64."""
+
+    def arithmetic(self, module: str) -> Arithmetic:
+        """Of its product; what is looked up or not quantised is `DENSE`."""
+
+    def other(self, name: str) -> Tensor:
+        """A tensor that is no such weight: of a norm, or a bias."""
+
+
+def meant_weights(model: Path, quantization: str, dtype: torch.dtype | None = None) -> MeantWeights:
+    """`quantization`: as resolved by preflight. `dtype`: what weights are read in to be rounded; None: their own."""
+    if gguf_file(model) is not None:
+        return _OfGGUF(model)
+    if quantization in QUANTIZATIONS:
+        return _AtLoad(model, quantization, dtype)
+    return _Stored(model)
+
+
+class _AtLoad:
+    """Rounded by us, or not at all."""
+
+    def __init__(self, model: Path, quantization: str, dtype: torch.dtype | None) -> None:
+        self._dtype = dtype
+        self._checkpoint = Checkpoint.open(model)
+        form = QUANTIZATIONS[quantization]
+        head = next(name for name, other in QUANTIZATIONS.items() if other is form.of_head)
+        self._of_layers, self._of_head = quantization, head
+
+    def has(self, module: str) -> bool:
+        return self._checkpoint.find(f"{module}.weight") is not None
+
+    def weight(self, module: str) -> Tensor:
+        return rounded(_tensor(self._checkpoint, f"{module}.weight").to(self._dtype), self._form_of(module))
+
+    def arithmetic(self, module: str) -> Arithmetic:
+        return QUANTIZATIONS[self._form_of(module)].arithmetic
+
+    def other(self, name: str) -> Tensor:
+        return _tensor(self._checkpoint, name)
+
+    def _form_of(self, module: str) -> str:
+        return self._of_head if module in ("lm_head", "model.embed_tokens") else self._of_layers
+
+
+class _Stored:
+    """Of a quantised checkpoint in safetensors files."""
+
+    def __init__(self, model: Path) -> None:
+        stored = stored_quantization(model, read_config(model))
+        assert stored is not None, "preflight has resolved a stored form"
+        self._model = model
+        self._checkpoint = Checkpoint.open(model)
+        self._forms = CheckpointForms(stored.scheme, self._checkpoint)
+
+    def has(self, module: str) -> bool:
+        return self._forms.has(module)
+
+    def weight(self, module: str) -> Tensor:
+        return dequantised(self._model, module)
+
+    def arithmetic(self, module: str) -> Arithmetic:
+        return self._forms.form_of(module).arithmetic
+
+    def other(self, name: str) -> Tensor:
+        return _tensor(self._checkpoint, name)
+
+
+class _OfGGUF:
+    """Of the GGUF file that a described model links to."""
+
+    def __init__(self, model: Path) -> None:
+        self._model = model
+        self._checkpoint = open_checkpoint(model)
+
+    def has(self, module: str) -> bool:
+        return self._checkpoint.find(f"{module}.weight") is not None
+
+    def weight(self, module: str) -> Tensor:
+        return dequantised_gguf(self._model, f"{module}.weight")
+
+    def arithmetic(self, module: str) -> Arithmetic:
+        found = self._checkpoint.find(f"{module}.weight")
+        assert found is not None, f"{module}: the ranks have loaded it"
+        return Arithmetic.DENSE if found.entry.dtype in FLOATS else Arithmetic.ROUNDED_INPUTS
+
+    def other(self, name: str) -> Tensor:
+        return dequantised_gguf(self._model, name)
+
+
+def rounded(weight: Tensor, form: str) -> Tensor:
+    """What `weight` [N, K] means after it is rounded to one of `QUANTIZATIONS`: float32 [N, K]."""
+    if form == "none":
+        return weight
+    rows = weight.split(_ROWS)
+    if form == "int8":
+        values_and_scales = map(int8.round_rows, rows)
+        return torch.cat([values.float() * scales.unsqueeze(1) for values, scales in values_and_scales])
+    return torch.cat([int4.dequantised(*int4.round_groups(some)) for some in rows])
+
+
+def _tensor(checkpoint: Checkpoint, name: str) -> Tensor:
+    found = checkpoint.find(name)
+    assert found is not None, f"{name}: the ranks have loaded it"
+    with safe_open(found.path, "pt") as file:
+        return file.get_tensor(name)
