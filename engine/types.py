@@ -142,5 +142,6 @@ class EngineInfo:
     rank_pids: tuple[int, ...] = field(default=())
     numbers_digest: str = ""  # changes with everything that decides a number
     quantization: str = "none"  # of the weights, in a few words
+    kv_cache_dtype: str = "auto"  # what keys and values are stored in: the dtype, int8 or fp8
     step_timeout_s: float = 120.0  # a step that takes longer is a hung rank
     max_silence_s: float = math.inf  # the longest time without a frame from a working engine

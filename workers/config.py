@@ -41,6 +41,7 @@ class WorkerConfig:
     block_size: int = 32  # tokens in one KV block
     check_weights: bool = True  # refuse a checkpoint that holds NaN or infinity
     kv_cache_bytes: int | None = None  # over all ranks' shards of one rank; None: measured
+    kv_cache_dtype: str = "auto"  # auto | int8 | fp8 (or fp8_e4m3); auto is resolved to the dtype
     num_kv_blocks: int | None = None  # exactly so many, the null block included; None: what fits the memory
     gpu_memory_utilization: float = 0.9
     num_threads: int | None = None  # CPU threads of one rank; None: one for each core that it gets
@@ -80,6 +81,7 @@ class WorkerInfo:
     kv_bytes_per_token_per_rank: int
     load_seconds: float
     quantization: str = "none"  # of the weights, in a few words
+    kv_cache_dtype: str = "auto"  # the dtype, int8 or fp8
     sliding_window: int | None = None  # tokens; the longest, if every layer has one: earlier tokens are never read
     kernels: str = ""  # what computes: see `workers.kernels.cpu.in_use`
     batch_invariant: bool = False  # a request's numbers do not depend on its batch or on how its prompt is cut

@@ -27,7 +27,7 @@ from workers.models.hf_quantization import (
 )
 from workers.models.registry import describe, read_config
 from workers.platform import processor
-from workers.platform.dtypes import ITEM_BYTES, SAFETENSORS_DTYPES
+from workers.platform.dtypes import ITEM_BYTES, KV_CACHE_DTYPES, SAFETENSORS_DTYPES
 from workers.platform.host_memory import free_host_bytes, human_bytes
 from workers.weights.checkpoint import Checkpoint, weight_files
 from workers.weights.gguf.block_types import SERVED as GGUF_TYPES
@@ -47,6 +47,7 @@ _CHOICES = {
     "dtype": ("auto", *ITEM_BYTES),
     "quantization": (*QUANTIZATIONS, *STORED),
     "load_format": ("auto", "safetensors", "dummy"),
+    "kv_cache_dtype": (*KV_CACHE_DTYPES, *ITEM_BYTES),
     "attention_backend": ("auto", "cpp", "torch", "triton", "reference"),
 }
 _MAX_BLOCK_SIZE = 1024
@@ -94,6 +95,7 @@ def preflight(config: WorkerConfig) -> WorkerConfig:
     return with_cpus(config, device).with_(
         device=device,
         dtype=dtype,
+        kv_cache_dtype=_resolve_kv_cache_dtype(config.kv_cache_dtype, dtype, device),
         load_format="safetensors" if config.load_format == "auto" else config.load_format,
         tie_word_embeddings=spec.tie_word_embeddings,
         max_model_len=_resolve_length(config.max_model_len, spec),
@@ -311,6 +313,21 @@ def this_cpu() -> processor.Processor:
         return processor.Processor(bfloat16=True, float16=True, name="")
     cpu = processor.here()
     return replace(cpu, name=f"{cpu.name}, and no C++ kernels")  # the rank logs why
+
+
+def _resolve_kv_cache_dtype(asked: str, dtype: str, device: str) -> str:
+    form = KV_CACHE_DTYPES.get(asked, asked)
+    if form == "auto":
+        return dtype
+    if form in ITEM_BYTES and form != dtype:
+        raise StartupError(
+            f"kv_cache_dtype {form} is not the model's dtype, {dtype}.", "Use auto, or a form in 8 bits: int8 or fp8."
+        )
+    if device == "cuda" and form not in ITEM_BYTES:
+        raise StartupError(
+            f"kv_cache_dtype {asked} has attention for CPUs only.", "Use --device cpu, or leave --kv-cache-dtype out."
+        )
+    return form
 
 
 def _resolve_device(config: WorkerConfig) -> str:

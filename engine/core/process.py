@@ -191,6 +191,7 @@ def engine_info(config: EngineConfig, executor: "Executor") -> EngineInfo:
         rank_pids=executor.rank_pids,
         numbers_digest=numbers_digest(worker, info),
         quantization=info.quantization,
+        kv_cache_dtype=info.kv_cache_dtype,
         step_timeout_s=worker.step_timeout_s,
         max_silence_s=config.heartbeat_interval_s + worker.step_timeout_s,
     )

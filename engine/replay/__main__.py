@@ -213,7 +213,8 @@ def _print_head(recording: Recording, survey: Survey, config: WorkerConfig) -> N
     print(
         f"recording  {recording.path}: {survey.num_steps} steps, {survey.num_tokens} tokens, {header.started}, "
         f"oarlock {header.versions.get('oarlock', '?')}\n"
-        f"model      {config.model_path} ({info['architecture']}, {config.dtype})\n"
+        f"model      {config.model_path} ({info['architecture']}, {config.dtype}, "
+        f"KV cache in {config.kv_cache_dtype})\n"
         f"ranks      recorded with {header.worker['tensor_parallel_size']}, replayed with "
         f"{config.tensor_parallel_size}, on {config.device}"
     )

@@ -53,9 +53,8 @@ def _sample_at(begin: int, end: int, number: int) -> int:
 def numbers_digest(worker: WorkerConfig, info: WorkerInfo) -> str:
     """SHA-256 of everything below text that decides a number: the same at every start with the same inputs."""
     weights = f"dummy {worker.seed}" if worker.load_format == "dummy" else "stored"
-    run = {
-        name: getattr(worker, name) for name in ("dtype", "quantization", "num_threads", "block_size", "max_model_len")
-    }
+    names = ("dtype", "quantization", "kv_cache_dtype", "num_threads", "block_size", "max_model_len")
+    run = {name: getattr(worker, name) for name in names}
     found = {name: getattr(info, name) for name in ("tensor_parallel_size", "device", "attention_backend", "kernels")}
     if info.rank_invariant:  # neither changes a bit
         del found["tensor_parallel_size"], run["num_threads"]

@@ -245,6 +245,13 @@ class Settings:
         maximum=2**50,
         help="KV memory of each rank (default: measured)",
     )
+    kv_cache_dtype: str = option(
+        "auto",
+        group=_SCHEDULE,
+        example="int8",
+        choices=("auto", "int8", "fp8", "fp8_e4m3"),
+        help="round keys and values as they are stored: int8 or fp8 (e4m3), about half of bfloat16's memory (CPU only)",
+    )
     gpu_memory_utilization: float = option(
         0.9, group=_SCHEDULE, example="0.8", minimum=0.05, maximum=0.99, help="share of a GPU's memory to use"
     )
@@ -298,6 +305,7 @@ class Settings:
             lower_step_size=self.max_num_batched_tokens is None,
             block_size=self.block_size,
             kv_cache_bytes=self.kv_cache_memory,
+            kv_cache_dtype=self.kv_cache_dtype,
             gpu_memory_utilization=self.gpu_memory_utilization,
             num_threads=self.num_threads,
             cpu_affinity=self.cpu_affinity,

@@ -56,7 +56,6 @@ FLAGS: dict[str, Flag] = {
     **_values("every layer is shared by --tensor-parallel-size ranks.", "pipeline-parallel-size", harmless=("1",)),
     **_values("one server is one replica; run several behind a proxy.", "data-parallel-size", harmless=("1",)),
     **_values("one process serves HTTP.", "api-server-count", harmless=("1",)),
-    **_values("the KV cache has the type of --dtype.", "kv-cache-dtype", harmless=("auto",)),
     **_values("weights stay on the device.", "cpu-offload-gb", harmless=("0",)),
     **_values("requests may ask for up to 20 logprobs.", "max-logprobs", harmless=("20",)),
     **_values("text is generated.", "task", "runner", harmless=("auto", "generate")),

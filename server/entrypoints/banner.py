@@ -79,12 +79,17 @@ def banner(
         f"  URL      {url}",
         f"  model    {', '.join(names)} ({info.architecture}, {_count(info.num_parameters)} parameters)",
         f"  compute  {compute}, attention {info.attention_backend}, weights{form} {per_rank} per rank",
-        f"  KV       {blocks} blocks of {info.block_size} = {tokens} tokens = {users} at {label}",
+        f"  KV       {blocks} blocks of {info.block_size} = {tokens} tokens = {users} at {label}, {_kv_form(info)}",
         f"  steps    of up to {info.max_num_batched_tokens} tokens, called hung after {info.step_timeout_s:g} s",
         f"  started  in {total:.1f} s{f' ({phases})' if phases else ''}",
         "  try      " + _curl(url, chat, key),
     ]
     return "\n".join(["Oarlock is ready.", *lines])
+
+
+def _kv_form(info: EngineInfo) -> str:
+    """What a token takes on each rank."""
+    return f"{info.kv_cache_dtype}, {format_size(info.kv_bytes_per_token_per_rank)} a token"
 
 
 def _curl(url: str, chat: bool, key: bool) -> str:

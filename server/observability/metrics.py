@@ -151,12 +151,7 @@ class _Snapshot(Collector):
         yield self._counter("oarlock:ignored_parameters", ignored, self._http.ignored_parameters)
         yield from self._of_keys()
         if self._info is not None:
-            sizes = [str(self._info.block_size), str(self._info.num_blocks)]
-            info = GaugeMetricFamily(
-                "vllm:cache_config_info", "KV cache sizes.", labels=[*_LABELS, "block_size", "num_gpu_blocks"]
-            )
-            info.add_metric([*self._values, *sizes], 1)
-            yield info
+            yield self._cache_config(self._info)
         answers = CounterMetricFamily(
             "oarlock:http_responses", "HTTP answers.", labels=["model_name", "method", "route", "status"]
         )
@@ -164,6 +159,17 @@ class _Snapshot(Collector):
             answers.add_metric([self._values[0], method, route, str(status)], number)
         yield answers
         yield self._gauge("process_start_time_seconds", "Unix time of the start.", self._started)
+
+    def _cache_config(self, info: EngineInfo) -> Metric:
+        labels = {
+            "block_size": info.block_size,
+            "num_gpu_blocks": info.num_blocks,
+            "cache_dtype": info.kv_cache_dtype,
+            "bytes_per_token_per_rank": info.kv_bytes_per_token_per_rank,
+        }
+        family = GaugeMetricFamily("vllm:cache_config_info", "The KV cache.", labels=[*_LABELS, *labels])
+        family.add_metric([*self._values, *map(str, labels.values())], 1)
+        return family
 
     def _of_keys(self) -> Iterator[Metric]:
         """Tokens by the label of the API key; there are as many labels as configured keys."""

@@ -39,6 +39,7 @@ INFO = EngineInfo(
     num_parameters=8_900_000,
     weight_bytes_per_rank=9_000_000,
     kv_bytes_per_token_per_rank=2048,
+    kv_cache_dtype="int8",
     enable_prefix_caching=True,
     load_seconds=0.1,
     max_waiting_requests=512,

@@ -117,6 +117,7 @@ def test_models_describe_what_is_served(make_stage):
     card = _get(stage, "/v1/models/alias/with/slash").json()
     assert (card["object"], card["root"], card["parent"]) == ("model", "demo", None)
     assert (card["max_model_len"], card["dtype"], card["tensor_parallel_size"]) == (256, "float32", 2)
+    assert card["kv_cache_dtype"] == "int8"
     assert _get(stage, "/v1/models/nope").status_code == 404
 
 
@@ -161,7 +162,10 @@ def test_metrics_have_the_fields_names_and_reconcile_with_usage(make_stage):
     finished = {s.labels["finished_reason"]: s.value for s in families["vllm:request_success"].samples}
     assert finished == {"stop": 7, "length": 1, "timeout": 0, "abort": 0, "error": 0}
     info = families["vllm:cache_config_info"].samples[0].labels
-    assert info == {"model_name": "demo", "engine": "0", "block_size": "16", "num_gpu_blocks": "65"}
+    assert info == {
+        "model_name": "demo", "engine": "0", "block_size": "16", "num_gpu_blocks": "65", "cache_dtype": "int8",
+        "bytes_per_token_per_rank": "2048",
+    }  # fmt: skip
     assert all(s.labels["model_name"] == "demo" for family in families.values() for s in family.samples)
 
 

@@ -22,10 +22,11 @@ from workers.preflight import this_cpu
 DEMO = Path(__file__).resolve().parents[2] / "models" / "oarlock-demo"
 SHARED = "Q: What does os.getcwd do?\nA: Return a string representing the current working directory.\n\nQ: "
 # Where bfloat16 is emulated, which is not what is served there by default, a token takes ten times as long.
+NUMBERS = [("bfloat16", "auto"), ("float32", "auto"), ("bfloat16", "int8"), ("float32", "fp8")]  # and of the KV cache
 COUNTS = {"bfloat16": 200 if this_cpu().multiplies("bfloat16") else 40, "float32": 200}
 
 
-def start(dtype: str, size: int = 1) -> Executor:
+def start(dtype: str, size: int = 1, cache: str = "auto") -> Executor:
     config = WorkerConfig(
         str(DEMO),
         device="cpu",
@@ -36,6 +37,7 @@ def start(dtype: str, size: int = 1) -> Executor:
         max_num_batched_tokens=1024,
         block_size=16,
         kv_cache_bytes=48 << 20,
+        kv_cache_dtype=cache,
         num_threads=1,
     )
     return start_executor(config, inline=True, on_progress=lambda phase, fraction: None)
@@ -62,10 +64,11 @@ def make_requests(count: int) -> list[Request]:
     return requests
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+@pytest.fixture(scope="module", params=NUMBERS, ids=" ".join)
 def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
-    started = start(request.param)
-    if request.param == "float32" and started.info.attention_backend != "cpp":
+    dtype, cache = request.param
+    started = start(dtype, cache=cache)
+    if dtype == "float32" and started.info.attention_backend != "cpp":
         pytest.skip(f"float32 is batch-invariant with cpp attention only, here: {started.info.batch_invariant_reason}")
     yield started
     started.close()
@@ -73,7 +76,8 @@ def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
 
 @pytest.fixture(scope="module")
 def requests(executor: Executor) -> list[Request]:
-    return make_requests(COUNTS[executor.config.dtype])
+    config = executor.config
+    return make_requests(COUNTS[config.dtype] if config.kv_cache_dtype == config.dtype else 40)
 
 
 @pytest.fixture(scope="module")

@@ -121,10 +121,11 @@ class Decoder:
         """Bytes of weights on this rank, including a tied head's packed copy."""
         return sum(part.weight_bytes for part in self._parts()) + self.head.weight_bytes
 
-    def kv_spec(self, block_size: int, device: torch.device) -> KVSpec:
-        """The shape of this rank's KV memory."""
+    def kv_spec(self, block_size: int, device: torch.device, cache_dtype: str = "auto") -> KVSpec:
+        """The shape of this rank's KV memory. `cache_dtype`: a name of `workers.attention.kv_format.FORMATS`."""
         first = self.attention_specs[0]
-        return KVSpec(self.spec.num_layers, first.num_kv_heads, first.head_dim, block_size, self.place.dtype, device)
+        layers, dtype = self.spec.num_layers, self.place.dtype
+        return KVSpec(layers, first.num_kv_heads, first.head_dim, block_size, dtype, device, cache_dtype)
 
     def load(self, weights: WeightSource, on_progress: Callable[[float], None]) -> None:
         """Read this rank's slices, layer by layer. `on_progress` gets the share of bytes read, ending with 1.0."""

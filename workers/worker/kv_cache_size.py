@@ -9,6 +9,7 @@ from workers.attention.backend import KVSpec
 from workers.config import WorkerConfig
 from workers.errors import StartupError
 from workers.layers.decoder_spec import DecoderSpec
+from workers.platform.dtypes import KV_CACHE_DTYPES
 from workers.platform.host_memory import free_host_bytes, human_bytes
 from workers.worker.memory_needs import OUT_OF_MEMORY
 
@@ -62,6 +63,7 @@ def check_given_size(config: WorkerConfig, spec: DecoderSpec) -> None:
         block_size=config.block_size,
         dtype=getattr(torch, config.dtype),
         device=torch.device(config.device),
+        cache_dtype=KV_CACHE_DTYPES.get(config.kv_cache_dtype, config.kv_cache_dtype),
     )
     blocks_that_fit(kv_spec, config, config.kv_cache_bytes)
 
@@ -78,8 +80,17 @@ def _too_small(spec: KVSpec, config: WorkerConfig, available: int, per_sequence:
     cause = (
         f"Not enough KV memory for one sequence of {config.max_model_len} tokens: it needs {human_bytes(need)} per "
         f"rank ({per_sequence} + {RESERVED_BLOCKS} blocks x {spec.block_size} tokens x {spec.bytes_per_token} bytes = "
-        f"2 x {spec.num_layers} layers x {spec.num_kv_heads} KV heads x {spec.head_dim} x {spec.dtype.itemsize} bytes "
-        f"a token), and {source} {human_bytes(available)}."
+        f"2 x {spec.num_layers} layers x {spec.num_kv_heads} KV heads x {_row(spec)} bytes a token), and {source} "
+        f"{human_bytes(available)}."
     )
+    eight = "use --kv-cache-dtype int8, " if not spec.is_rounded and spec.device.type == "cpu" else ""
     shorter = f"lower --max-model-len to {largest} or less" if largest else "free memory or use a smaller model"
-    return StartupError(cause, f"Raise --kv-cache-memory to {-(-need // 2**20)}MiB or {shorter}.", OUT_OF_MEMORY)
+    fix = f"Raise --kv-cache-memory to {-(-need // 2**20)}MiB, {eight}or {shorter}."
+    return StartupError(cause, fix, OUT_OF_MEMORY)
+
+
+def _row(spec: KVSpec) -> str:
+    """The bytes of one KV head's key, or value, of one token, in factors."""
+    item = spec.form.dtype(spec.dtype).itemsize
+    scale = spec.bytes_per_row - spec.head_dim * item
+    return f"({spec.head_dim} x {item} + {scale})" if scale else f"{spec.head_dim} x {item}"

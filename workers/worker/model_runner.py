@@ -91,7 +91,7 @@ class ModelRunner:
                 self._checkpoint, check_finite=self.config.check_weights, on_read=lambda: on_progress(done)
             ) as weights:
                 self.model.load(weights, report)
-        self.kv_spec = self.model.kv_spec(self.config.block_size, self.device)
+        self.kv_spec = self.model.kv_spec(self.config.block_size, self.device, self.config.kv_cache_dtype)
         self.backend = choose(self.kv_spec, self.config.attention_backend, logger.info)
         self.sampler = Sampler(self.tp, self.model.vocab_start, self.model.vocab_local, self.spec.vocab_size)
 
@@ -177,6 +177,7 @@ class ModelRunner:
             num_parameters=self.model.num_parameters,
             weight_bytes_per_rank=self.model.weight_bytes,
             kv_bytes_per_token_per_rank=self.kv_spec.bytes_per_token,
+            kv_cache_dtype=config.kv_cache_dtype,
             load_seconds=round(self._load_seconds, 3),
             sliding_window=self.spec.longest_window,
             kernels=kernels_in_use(self.device),

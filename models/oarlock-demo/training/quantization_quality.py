@@ -1,8 +1,8 @@
-"""What rounding the weights costs the demo model: its perplexity on held-out files, and how often the best token stays.
+"""What rounding weights, or keys and values, costs the demo model: perplexity on held-out files, best tokens that stay.
 
     PYTHONPATH=. python models/oarlock-demo/training/quantization_quality.py
 
-Computed by the code that serves, with the same text in the same pieces for each form of the weights.
+Computed by the code that serves, with the same text in the same pieces for each form of weights and KV cache.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from workers.attention.forward_batch import ForwardBatch
+from workers.attention.kv_format import ROUNDED
 from workers.config import WorkerConfig
 from workers.distributed.parallel_state import TensorParallel
 from workers.layers.quantization.registry import QUANTIZATIONS
@@ -25,6 +26,8 @@ from workers.worker.model_runner import ModelRunner
 MODEL = Path(__file__).parents[1]
 PIECE = 512  # tokens
 BLOCK_SIZE = 32  # tokens of a page of the KV cache
+# Forms of weights and of the KV cache.
+FORMS = [*((name, "auto") for name in QUANTIZATIONS), *((name, kv) for name in ("none", "int8") for kv in ROUNDED)]
 
 
 def held_out_pieces() -> list[list[int]]:
@@ -38,11 +41,12 @@ def held_out_pieces() -> list[list[int]]:
 
 
 @torch.inference_mode()
-def scores(pieces: list[list[int]], quantization: str, dtype: str) -> tuple[float, Tensor]:
+def scores(pieces: list[list[int]], quantization: str, kv_cache_dtype: str, dtype: str) -> tuple[float, Tensor]:
     """The mean loss of a token in nats, and the best next token at every place, over all pieces."""
     config = WorkerConfig(
-        str(MODEL), device="cpu", dtype=dtype, quantization=quantization, block_size=BLOCK_SIZE, log_level="WARNING"
-    )
+        str(MODEL), device="cpu", dtype=dtype, quantization=quantization, kv_cache_dtype=kv_cache_dtype,
+        block_size=BLOCK_SIZE, log_level="WARNING",
+    )  # fmt: skip
     blocks = list(range(1, PIECE // BLOCK_SIZE + 1))
     runner = ModelRunner(preflight(config), TensorParallel.solo())
     runner.load(lambda share: None)
@@ -66,13 +70,14 @@ def main() -> None:
     dtype = parser.parse_args().dtype
     pieces = held_out_pieces()
     print(f"{sum(map(len, pieces)):,} tokens, {dtype}\n")
-    print("| weights | perplexity | change | same best token |\n|---|---|---|---|")
-    dense_loss, dense_best = scores(pieces, "none", dtype)
-    for name in QUANTIZATIONS:
-        loss, best = (dense_loss, dense_best) if name == "none" else scores(pieces, name, dtype)
+    print("| weights | KV cache | perplexity | change | same best token |\n|---|---|---|---|---|")
+    dense_loss, dense_best = scores(pieces, *FORMS[0], dtype)
+    for name, kv in FORMS:
+        loss, best = (dense_loss, dense_best) if (name, kv) == FORMS[0] else scores(pieces, name, kv, dtype)
         same = (best == dense_best).double().mean().item()
         change = math.expm1(loss - dense_loss)
-        print(f"| {dtype if name == 'none' else name} | {math.exp(loss):.2f} | {change:+.2%} | {same:.1%} |")
+        weights, cache = dtype if name == "none" else name, dtype if kv == "auto" else kv
+        print(f"| {weights} | {cache} | {math.exp(loss):.2f} | {change:+.2%} | {same:.1%} |")
 
 
 if __name__ == "__main__":

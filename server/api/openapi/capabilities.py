@@ -63,6 +63,7 @@ def capabilities(document: dict[str, Any], serving: OpenAIServing) -> dict[str, 
             "admin": settings.admin_api_key is not None,
             "tensor_parallel_size": info.tensor_parallel_size,
             "dtype": info.dtype,
+            "kv_cache_dtype": info.kv_cache_dtype,
         },
         "generation_config": {
             "source": config.source,

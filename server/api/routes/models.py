@@ -43,6 +43,7 @@ def _card(serving: OpenAIServing, name: str) -> dict[str, Any]:
         "num_parameters": info.num_parameters,
         "vocab_size": info.vocab_size,
         "dtype": info.dtype,
+        "kv_cache_dtype": info.kv_cache_dtype,
         "device": info.device,
         "tensor_parallel_size": info.tensor_parallel_size,
         "batch_invariant": info.batch_invariant,

@@ -42,7 +42,7 @@ def test_each_thing_that_decides_a_number_changes_it(checkpoint, monkeypatch):
     _, config, info = started(checkpoint)
     assert info.kernels
     base = fingerprint.numbers_digest(config, info)
-    for change in ({"num_threads": 2}, {"block_size": 16}, {"max_model_len": 32}):
+    for change in ({"num_threads": 2}, {"block_size": 16}, {"max_model_len": 32}, {"kv_cache_dtype": "int8"}):
         assert fingerprint.numbers_digest(config.with_(**change), info) != base
     for change in ({"tensor_parallel_size": 2}, {"device": "cuda"}, {"kernels": "other"}):
         assert fingerprint.numbers_digest(config, replace(info, **change)) != base

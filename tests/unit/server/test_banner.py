@@ -26,6 +26,7 @@ INFO = EngineInfo(
     num_parameters=494_000_000,
     weight_bytes_per_rank=494_000_000,
     kv_bytes_per_token_per_rank=2048,
+    kv_cache_dtype="int8",
     enable_prefix_caching=True,
     load_seconds=0.1,
     max_waiting_requests=512,
@@ -44,7 +45,7 @@ def test_the_banner_has_everything_needed_to_use_the_server():
         "http://127.0.0.1:8000",
         "demo, alias (Qwen2ForCausalLM, 494.0M parameters)",
         "bfloat16 on cpu x 2",
-        "1024 blocks of 32 = 32768 tokens = 8 users at 4k",
+        "1024 blocks of 32 = 32768 tokens = 8 users at 4k, int8, 2.0 KiB a token",
         "in 1.2 s (loading 1.2 s)",
     ):
         assert part in text

@@ -1,5 +1,7 @@
 """The size of the KV cache: exact bytes per token, limits of the machine, and helpful errors."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -78,3 +80,19 @@ def test_device_memory_is_utilisation_minus_what_is_used(monkeypatch):
     device = torch.device("cuda", 0)
     assert kv_cache.available_kv_bytes(config(gpu_memory_utilization=0.5), device) == 200
     assert kv_cache.available_kv_bytes(config(gpu_memory_utilization=0.25), device) == 0
+
+
+@pytest.mark.parametrize(("cache", "row"), [("int8", "(64 x 1 + 2)"), ("fp8", "64 x 1")])
+def test_pages_in_8_bits_are_counted_to_the_byte(cache, row):
+    """Of int8, the scales too; what is allocated is what a block is said to take."""
+    spec = dataclasses.replace(QWEN, cache_dtype=cache)
+    assert spec.bytes_per_token == 2 * 24 * 2 * {"int8": 66, "fp8": 64}[cache]
+    for backend in BACKENDS:
+        if backend.why_not(spec) is None:
+            pages = sum(t.nbytes for kv in backend(spec).allocate(9) for t in (kv.k, kv.v))
+            assert pages in (9 * spec.bytes_per_block, 10 * spec.bytes_per_block), "one spare page at most"
+    with pytest.raises(StartupError) as refused:
+        kv_cache.blocks_that_fit(spec, config(), 1 << 20)
+    assert f"{spec.bytes_per_token} bytes = 2 x 24 layers x 2 KV heads x {row} bytes" in refused.value.cause
+    with pytest.raises(StartupError, match="use --kv-cache-dtype int8, or "):
+        kv_cache.blocks_that_fit(QWEN, config(), 1 << 20)

@@ -1,5 +1,7 @@
 """Keys and values in 8 bits: what is stored, the same bits in every backend and at every level, and a planted fault."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
@@ -156,3 +158,21 @@ def test_what_a_page_held_before_changes_nothing(backend: type, cache: str) -> N
     for step in steps:
         ours += case._step(fresh, pages, case.tables, step, [0])
     assert torch.equal(torch.cat(ours), whole)
+
+
+@pytest.mark.parametrize("backend", CPP)
+@pytest.mark.parametrize("cache", ROUNDED)
+def test_every_number_of_ranks_has_the_same_bits(backend: type[CppBackend], cache: str) -> None:
+    """A rank computes some of the heads; each has scales of its own."""
+    whole = KVSpec(1, 4, 64, 16, torch.bfloat16, CPU, cache)
+    case = Case(whole, AttentionSpec(0, 12, 4, 64, 0.125), MIXED)
+    together = [rows.unflatten(1, (12, 64)) for rows in case.run(backend(whole))]
+    for size in (2, 4):
+        heads, kv_heads = 12 // size, 4 // size
+        part = dataclasses.replace(whole, num_kv_heads=kv_heads)
+        for rank in range(size):
+            ours = Case(part, AttentionSpec(0, heads, kv_heads, 64, 0.125), MIXED)
+            ours.k, ours.v = ([x[:, rank * kv_heads :][:, :kv_heads] for x in xs] for xs in (case.k, case.v))
+            ours.q = [x[:, rank * heads :][:, :heads] for x in case.q]
+            for found, wanted in zip(ours.run(backend(part)), together, strict=True):
+                assert torch.equal(found, wanted[:, rank * heads :][:, :heads].flatten(1))

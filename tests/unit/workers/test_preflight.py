@@ -74,7 +74,7 @@ def test_what_was_asked_for_is_kept(model: Path) -> None:
         load_format="dummy",
         tie_word_embeddings=False,
     )
-    assert preflight(asked) == asked
+    assert preflight(asked) == asked.with_(kv_cache_dtype="float32")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -227,6 +227,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         {"quantization": "int4", "tensor_parallel_size": 4},
         "int4 has groups of 32 inputs, and tensor_parallel_size 4 cuts the .* Sizes that work: 1.*int8",
     ),
+    "kv form": ({"kv_cache_dtype": "int7"}, "kv_cache_dtype is 'int7'.*auto, int8, fp8, fp8_e4m3"),
+    "kv dtype": ({"kv_cache_dtype": "float16", "dtype": "float32"}, "kv_cache_dtype float16.*float32.*auto"),
     "format": ({"load_format": "gguf"}, "load_format is 'gguf'"),
     "attention": ({"attention_backend": "fast"}, "attention_backend is 'fast'"),
 }
@@ -333,6 +335,15 @@ def test_the_device_is_what_answers(
     else:
         with pytest.raises(StartupError, match=outcome):
             preflight(settings)
+
+
+def test_the_form_of_keys_and_values_is_resolved(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for asked, form in (("auto", "float32"), ("int8", "int8"), ("fp8", "fp8"), ("fp8_e4m3", "fp8")):
+        assert preflight(config(model, dtype="float32", kv_cache_dtype=asked)).kv_cache_dtype == form
+    monkeypatch.setattr(module, "cuda_device_count", lambda: 1)
+    assert preflight(config(model, device="cuda", dtype="float16")).kv_cache_dtype == "float16"
+    with pytest.raises(StartupError, match=r"kv_cache_dtype fp8 has attention for CPUs only.*--device cpu"):
+        preflight(config(model, device="cuda", kv_cache_dtype="fp8"))
 
 
 def test_rounded_weights_are_for_cpus(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
