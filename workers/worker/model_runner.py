@@ -58,6 +58,7 @@ class ModelRunner:
         stored = stored_quantization(directory, read_config(directory))
         self.forms = weight_forms(config.quantization, stored, self._checkpoint)
         self._quantization = config.quantization if stored is None else stored.scheme.description
+        self._rounds_inputs = config.quantization != "none" if stored is None else stored.scheme.rounds_inputs
         self._load_seconds = 0.0
         self.step_cost: StepCost | None = None
         self.num_blocks: int | None = None
@@ -75,7 +76,7 @@ class ModelRunner:
 
     def _load(self, on_progress: Callable[[float], None]) -> None:
         if self.device.type == "cpu" and self.tp.rank == 0:
-            log_kernels(self.dtype, self.config.quantization)
+            log_kernels(self.dtype, self._rounds_inputs)
         done = 0.0
 
         def report(fraction: float) -> None:

@@ -88,6 +88,22 @@ def test_the_kernel_equals_the_reference_bit_by_bit(
 
 
 @each_level
+def test_weights_of_minus_128_are_exact(level: Level) -> None:
+    """Checkpoints have them; weights that are rounded here end at 127."""
+    torch.manual_seed(0)
+    values, scales = torch.full((34, 1024), -128, dtype=torch.int8), torch.ones(34)
+    values[1::2, ::3] = 127
+    x = torch.full((5, 1024), 3.0)
+    x[1] = -3.0
+    x[2:] = torch.randn(3, 1024)
+    expected = Int8Matmul(values, scales, torch.float32, None)(x)
+    with using(level):
+        for kind in kinds(level):
+            packed = PackedInt8(values, scales, kind=kind)
+            assert torch.equal(CppInt8Matmul(packed, torch.float32, None)(x), expected)
+
+
+@each_level
 @each_dtype
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("with_bias", [False, True])

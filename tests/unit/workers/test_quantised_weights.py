@@ -16,6 +16,7 @@ from workers.distributed.parallel_state import TensorParallel
 from workers.layers.embedding import vocab_shard
 from workers.layers.quantization.fp8 import Fp8Weight
 from workers.layers.quantization.grouped import GroupedWeight
+from workers.layers.quantization.int8 import Int8Weight
 from workers.layers.quantization.method import LinearWeight
 from workers.layers.quantization.readers.regroup import regroup
 from workers.layers.quantization.shard import WeightShard
@@ -49,6 +50,8 @@ def in_order(weight: LinearWeight, inputs: int) -> Tensor:
         return torch.cat([in_order(part, inputs) for part in weight.parts])
     if isinstance(weight, DenseWeight):
         return weight.tensor.double()
+    if isinstance(weight, Int8Weight):
+        return weight.values.double() * weight.scales.double().unsqueeze(1)
     if isinstance(weight, Fp8Weight):
         group = torch.arange(inputs) // weight.group
         return weight.values.double() * weight.scales.double()[:, group]

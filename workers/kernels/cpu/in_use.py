@@ -21,17 +21,17 @@ def kernels_in_use(device: torch.device) -> str:
     return f"{torch.backends.cpu.get_cpu_capability()} {'torch' if loaded is None else loaded.stem}"
 
 
-def log_kernels(dtype: torch.dtype, quantization: str = "none") -> None:
+def log_kernels(dtype: torch.dtype, rounds_inputs: bool = False) -> None:
     """One line for each kernel: its level and instructions. Without kernels one line: why, what is slow, what helps.
 
-    `quantization`: the form of the weights; of whole numbers, unless it is "none".
+    `rounds_inputs`: whether products are of whole numbers of 8 bits.
     """
     if (reason := library.why_not(dtype)) is not None:
         _log.warning("event=no_kernels reason=%r effect=%r", reason, "torch's operations serve, which are slower")
         return
     level = library.level()
     own = {"gemm": level.tiles or level.bfloat16, "attention": level.bfloat16} if dtype == torch.bfloat16 else {}
-    if quantization != "none":
+    if rounds_inputs:
         own["gemm"] = instructions_of_int8(level)
     for kernel in KERNELS:
         instructions = ", ".join(dict.fromkeys(filter(None, (level.vectors, own.get(kernel)))))

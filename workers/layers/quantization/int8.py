@@ -92,7 +92,7 @@ class Int8Weight:
     """`LinearWeight` of whole numbers and scales."""
 
     def __init__(self, values: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
-        """`values` int8 [N, K], `scales` float32 [N]; `dtype` is the one that the model computes in."""
+        """`values` int8 [N, K], also -128; `scales` float32 [N]; `dtype` is the one that the model computes in."""
         self.values = values
         self.scales = scales
         self.dtype = dtype

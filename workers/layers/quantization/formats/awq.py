@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from workers.layers.quantization.formats.form import SCALES, Arithmetic, StoredTensor, check_divides, stored
 from workers.layers.quantization.formats.settings import Settings
-from workers.layers.quantization.formats.sizes import grouped_bytes
+from workers.layers.quantization.formats.sizes import whole_number_bytes
 
 if TYPE_CHECKING:
     from workers.layers.quantization.method import LinearMethod
@@ -24,6 +24,7 @@ class AWQForm:
     """`StoredForm`, and the `Scheme` of every module."""
 
     group: int | None  # inputs; None: all
+    rounds_inputs: bool = True
 
     @property
     def description(self) -> str:
@@ -59,7 +60,7 @@ class AWQForm:
         check_divides(module, "words", rows, _IN_WORD)
 
     def weight_bytes(self, rows: int, inputs: int, item_bytes: int) -> int:
-        return grouped_bytes(rows, inputs, 4, self.group or inputs, offsets=True)
+        return whole_number_bytes(rows, inputs, 4, self.group, offsets=True)
 
 
 def awq(settings: Settings) -> AWQForm:

@@ -26,6 +26,7 @@ class BitsAndBytesForm:
 
     kind: str  # nf4 | fp4
     nested: bool
+    rounds_inputs: bool = False
 
     @property
     def description(self) -> str:

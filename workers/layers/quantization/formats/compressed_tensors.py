@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from workers.layers.quantization.formats.form import SCALES, Arithmetic, StoredForm, StoredTensor, check_divides, stored
 from workers.layers.quantization.formats.fp8 import FLOAT8, FP8Form, block_of
 from workers.layers.quantization.formats.settings import USE_ANOTHER, Settings
-from workers.layers.quantization.formats.sizes import fp8_bytes, grouped_bytes
+from workers.layers.quantization.formats.sizes import fp8_bytes, whole_number_bytes
 
 if TYPE_CHECKING:
     from workers.layers.quantization.method import LinearMethod
@@ -68,7 +68,7 @@ class IntegerForm:
         check_divides(module, "groups", inputs, self.group or inputs)
 
     def weight_bytes(self, rows: int, inputs: int, item_bytes: int) -> int:
-        return grouped_bytes(rows, inputs, self.bits, self.group or inputs, offsets=not self.symmetric)
+        return whole_number_bytes(rows, inputs, self.bits, self.group, offsets=not self.symmetric)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +130,10 @@ class CompressedTensorsScheme:
 
     description: str
     groups: tuple[_Group, ...]
+
+    @property
+    def rounds_inputs(self) -> bool:
+        return any(isinstance(group.form, IntegerForm) for group in self.groups)
 
     def form_of(self, module: str) -> StoredForm | None:
         """A name or a pattern goes before a kind of layer."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from workers.layers.quantization.formats.form import SCALES, Arithmetic, StoredTensor, check_divides, stored
 from workers.layers.quantization.formats.settings import USE_ANOTHER, Settings
-from workers.layers.quantization.formats.sizes import grouped_bytes
+from workers.layers.quantization.formats.sizes import whole_number_bytes
 
 if TYPE_CHECKING:
     from workers.layers.quantization.method import LinearMethod
@@ -58,7 +58,7 @@ class GPTQForm:
         check_divides(module, "words", rows, 32 // self.bits)
 
     def weight_bytes(self, rows: int, inputs: int, item_bytes: int) -> int:
-        return grouped_bytes(rows, inputs, self.bits, self.group or inputs, offsets=not self.symmetric)
+        return whole_number_bytes(rows, inputs, self.bits, self.group, offsets=not self.symmetric)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,7 @@ class GPTQScheme:
 
     form: GPTQForm
     exceptions: tuple[tuple[re.Pattern[str], GPTQForm | None], ...]  # the first that matches a module counts
+    rounds_inputs: bool = True
 
     @property
     def description(self) -> str:

@@ -1,10 +1,13 @@
 """What weights that are multiplied in whole numbers or float8 take in memory. Torch-free."""
 
+from workers.layers.quantization.groups import packed_bytes
 
-def grouped_bytes(rows: int, inputs: int, bits: int, group: int, *, offsets: bool) -> int:
-    """Of a `GroupedWeight` [rows, inputs]."""
-    groups = -(-inputs // group)
-    return rows * (-(-inputs * bits // 8) + groups * 4 * (1 + offsets))
+
+def whole_number_bytes(rows: int, inputs: int, bits: int, group: int | None, *, offsets: bool) -> int:
+    """Of what `GroupedLinearMethod` makes of a weight [rows, inputs]. `group`: inputs that share a scale, None: all."""
+    if bits == 8 and group is None and not offsets:
+        return rows * (inputs + 8)  # a scale, and the sum that the kernel begins with
+    return packed_bytes(rows, inputs, bits, group or -(-inputs // 16) * 16, offsets=offsets)
 
 
 def fp8_bytes(rows: int, inputs: int, group: int) -> int:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.layers.quantization.grouped import GroupedWeight
+from workers.layers.quantization.int8 import Int8Weight
 from workers.layers.quantization.method import LinearWeight
 from workers.layers.quantization.readers.regroup import Regrouped, regroup
 from workers.layers.quantization.readers.words import Span
@@ -75,21 +76,31 @@ class GroupedLinearMethod:
 
     def _weight(
         self, parts: list[StoredPart], groups: Tensor, shard: WeightShard, weights: WeightSource, dtype: torch.dtype
-    ) -> GroupedWeight:
+    ) -> LinearWeight:
         here = slice(shard.first_input, shard.first_input + shard.local_inputs)
-        form = regroup(groups, shard.all_slices, here)
         span = Span(int(groups[here].min()), int(groups[here].max()) + 1)
-        found = [_arranged(self._reader.numbers(weights, part, span), form, span.first) for part in parts]
-        values, scales = torch.cat([part.values for part in found]), torch.cat([part.scales for part in found])
+        found = [self._reader.numbers(weights, part, span) for part in parts]
+        if self._reader.bits == 8 and not groups.any() and all(part.zeros is None for part in found):
+            values, scales = (
+                _stacked([part.values for part in found], shard),
+                _stacked([p.scales for p in found], shard),
+            )
+            return Int8Weight(values, scales.squeeze(1), dtype)
+        form = regroup(groups, shard.all_slices, here)
+        found = [_arranged(part, form, span.first) for part in found]
+        values, scales = _stacked([part.values for part in found], shard), _stacked([p.scales for p in found], shard)
         offsets = None
         if any(part.zeros is not None for part in found):
             zeros = [torch.zeros_like(part.scales) if part.zeros is None else part.zeros.float() for part in found]
-            offsets = torch.cat(zeros).neg_().mul_(scales)
-        if shard.padding:
-            values, scales = (F.pad(x, (0, 0, 0, shard.padding)) for x in (values, scales))
-            offsets = None if offsets is None else F.pad(offsets, (0, 0, 0, shard.padding))
+            offsets = _stacked(zeros, shard).neg_().mul_(scales)
         bits, order = self._reader.bits, form.inputs
         return GroupedWeight(values, scales, form.group, dtype, offsets=offsets, bits=bits, order=order)
+
+
+def _stacked(parts: list[Tensor], shard: WeightShard) -> Tensor:
+    """One above the other, with the shard's rows of zeros below."""
+    whole = torch.cat(parts)
+    return F.pad(whole, (0, 0, 0, shard.padding)) if shard.padding else whole
 
 
 def _inputs_of(shard: WeightShard) -> Span:
