@@ -20,6 +20,7 @@ from workers.layers.quantization.formats.registry import STORED
 from workers.layers.quantization.registry import NONE, QUANTIZATIONS
 from workers.layers.sharding import supported_tp_sizes
 from workers.models.hf_quantization import (
+    GGUF,
     QUANTISATION_FILES,
     StoredQuantization,
     stored_quantization,
@@ -78,6 +79,9 @@ def preflight(config: WorkerConfig) -> WorkerConfig:
     _check_limits(config)
     config, spec, quantized = _described(config)
     checkpoint = None if config.load_format == "dummy" else open_checkpoint(Path(config.model_path))
+    device = _resolve_device(config)
+    if isinstance(checkpoint, GGUFCheckpoint) and checkpoint.has_blocks:
+        config = _with_gguf_forms(config, device)
     forms = weight_forms(config.quantization, quantized, checkpoint)
     if checkpoint is not None:
         if spec.tie_word_embeddings and head_differs(checkpoint):
@@ -88,7 +92,6 @@ def preflight(config: WorkerConfig) -> WorkerConfig:
             )
             spec = replace(spec, tie_word_embeddings=False)
         _check_tensors(checkpoint, spec, forms)
-    device = _resolve_device(config)
     dtype = _resolve_dtype(config, device, spec, checkpoint, forms, this_cpu())
     if device == "cpu":
         check_weights_fit(config, spec, dtype, forms)
@@ -100,6 +103,16 @@ def preflight(config: WorkerConfig) -> WorkerConfig:
         tie_word_embeddings=spec.tie_word_embeddings,
         max_model_len=_resolve_length(config.max_model_len, spec),
     )
+
+
+def _with_gguf_forms(config: WorkerConfig, device: str) -> WorkerConfig:
+    """For a model whose weights are stored in blocks. A CPU multiplies by blocks; elsewhere they are dequantised."""
+    if config.quantization != "none":
+        raise StartupError(
+            f"quantization {config.quantization} rounds weights at load, but the GGUF model is quantised already.",
+            "Leave --quantization out, or use the model's F16 or BF16 file.",
+        )
+    return config.with_(quantization=GGUF) if device == "cpu" else config
 
 
 def _described(config: WorkerConfig) -> tuple[WorkerConfig, DecoderSpec, StoredQuantization | None]:

@@ -22,8 +22,8 @@ from workers.models.decoder import Decoder
 from workers.models.hf_quantization import stored_quantization, weight_forms
 from workers.models.registry import read_config, read_spec
 from workers.protocol import StepMetadata
-from workers.weights.checkpoint import Checkpoint
-from workers.weights.reader import WeightReader
+from workers.weights.open_checkpoint import open_checkpoint
+from workers.weights.weight_source import weight_source
 from workers.worker.greedy_step import SequenceChunk, greedy_step
 
 BLOCK_SIZE = 8
@@ -97,10 +97,10 @@ def load_decoder(
     max_model_len: int | None = None,
     quantization: str = "none",
 ) -> Decoder:
-    checkpoint = Checkpoint.open(path)
+    checkpoint = open_checkpoint(path)
     forms = weight_forms(quantization, stored_quantization(path, read_config(path)), checkpoint)
     decoder = Decoder(read_spec(str(path), max_model_len), tp, dtype, torch.device("cpu"), forms)
-    with WeightReader(checkpoint) as weights:
+    with weight_source(checkpoint, check_finite=True, on_read=lambda: None) as weights:
         decoder.load(weights, lambda share: None)
     return decoder
 

@@ -4,6 +4,7 @@ A file that describes the same model and holds the same numbers under the same n
 """
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ from workers.layers.rotary import RotaryTable
 from workers.models.gguf_config import hf_config
 from workers.models.registry import describe, read_spec
 from workers.verify.dequantise_gguf import dequantised_gguf
-from workers.weights.gguf.block_types import SERVED
-from workers.weights.gguf.blocks import FORMS, Groups
+from workers.weights.gguf.block_types import GROUP_FORMS, SERVED, GroupForm
+from workers.weights.gguf.blocks import Groups
 from workers.weights.gguf.checkpoint import GGUFCheckpoint
 from workers.weights.gguf.model import GGUFModel
 from workers.weights.gguf.reader import GGUFReader
@@ -163,20 +164,19 @@ def test_every_type_is_what_the_gguf_package_makes_of_it(wide: Path, tmp_path: P
             for dim in (0, 1):
                 for parts in PARTS:
                     assert judged(assembled(reader, name, shape, dim, parts), truth), f"{name} in {parts} along {dim}"
-            if kind in FORMS:
-                _check_groups(reader, name, truth, FORMS[kind].has_offsets)
+            if kind in GROUP_FORMS:
+                _check_groups(reader, name, truth, GROUP_FORMS[kind])
 
 
-def _check_groups(reader: GGUFReader, name: str, truth: torch.Tensor, has_offsets: bool) -> None:
+def _check_groups(reader: GGUFReader, name: str, truth: torch.Tensor, form: GroupForm) -> None:
     rows, inputs = truth.shape
     for first, count in ((0, inputs), (inputs // 2, inputs // 2), (16, 48), (48, 32)):
-        found = reader.take_groups(
-            name, shape=(rows, inputs), first_row=rows // 2, rows=rows // 4, first_input=first, inputs=count
-        )
+        found = Groups.empty(rows // 4, count, math.gcd(form.group, first), offsets=form.has_offsets)
+        reader.take_groups(name, found, shape=(rows, inputs), first_row=rows // 2, first_input=first)
         here = truth[rows // 2 : rows // 2 + rows // 4, first : first + count]
         assert judged(found.dequantised(), here), f"{name}, {count} inputs from {first} on"
-        limits = (-8, 7) if found.bits == 4 else (-128, 127)
+        limits = (-8, 7) if form.bits == 4 else (-128, 127)
         assert limits[0] <= found.values.min() and found.values.max() <= limits[1]
-        faults = ["scales of the next group", "the next input", *(["no offsets"] if has_offsets else [])]
+        faults = ["scales of the next group", "the next input", *(["no offsets"] if form.has_offsets else [])]
         for fault in faults:
             assert not judged(faulty(found, fault).dequantised(), here), f"{fault} is not noticed"

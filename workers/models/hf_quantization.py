@@ -8,12 +8,15 @@ from typing import Any
 from workers.errors import StartupError
 from workers.layers.quantization.formats.checkpoint_forms import CheckpointForms
 from workers.layers.quantization.formats.form import Scheme, WeightForms
+from workers.layers.quantization.formats.gguf import GGUFForms
 from workers.layers.quantization.formats.registry import STORED
 from workers.layers.quantization.formats.settings import USE_ANOTHER, Settings
 from workers.layers.quantization.registry import QUANTIZATIONS
 from workers.models.hf_fields import shown
 from workers.weights.checkpoint import Checkpoint
+from workers.weights.gguf.checkpoint import GGUFCheckpoint
 
+GGUF = "gguf"  # the name of the forms of a GGUF model, whose settings do not say them
 # Where config.json has the settings, and the method of those that do not name it.
 _KEYS = {"quantization_config": None, "compression_config": "compressed-tensors"}
 # Older quantised checkpoints have their settings in a file of their own only: its name -> the method.
@@ -58,6 +61,9 @@ def _parsed(settings: object, where: str, usual: str | None) -> StoredQuantizati
 
 def weight_forms(quantization: str, stored: StoredQuantization | None, checkpoint: Checkpoint | None) -> WeightForms:
     """Of a model. `quantization`: as resolved by preflight; `checkpoint`: None for dummy weights."""
+    if quantization == GGUF:
+        assert isinstance(checkpoint, GGUFCheckpoint)
+        return GGUFForms(checkpoint)
     if stored is None:
         return QUANTIZATIONS[quantization]
     assert checkpoint is not None, "preflight refuses dummy weights of a quantised checkpoint"

@@ -20,6 +20,7 @@ from workers.attention.selector import choose
 from workers.config import WorkerConfig, WorkerInfo
 from workers.distributed.parallel_state import TensorParallel
 from workers.kernels.cpu.in_use import kernels_in_use, log_kernels
+from workers.layers.quantization.formats.gguf import GGUFForms
 from workers.models.decoder import Decoder
 from workers.models.hf_quantization import stored_quantization, weight_forms
 from workers.models.registry import read_config, read_spec
@@ -59,6 +60,8 @@ class ModelRunner:
         self.forms = weight_forms(config.quantization, stored, self._checkpoint)
         self._quantization = config.quantization if stored is None else stored.scheme.description
         self._rounds_inputs = config.quantization != "none" if stored is None else stored.scheme.rounds_inputs
+        if isinstance(self.forms, GGUFForms):
+            self._quantization = self.forms.description
         self._load_seconds = 0.0
         self.step_cost: StepCost | None = None
         self.num_blocks: int | None = None

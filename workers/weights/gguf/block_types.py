@@ -51,4 +51,25 @@ TYPES = {
 BY_NAME = {kind.name: kind for kind in TYPES.values()}
 
 FLOATS = ("F32", "F16", "BF16")  # the same names as in safetensors files
-SERVED = (*FLOATS, "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")  # those that can be read
+
+
+@dataclass(frozen=True, slots=True)
+class GroupForm:
+    """What the numbers of blocks are: weight = value * scale + offset, one scale for `group` neighbours of a row."""
+
+    group: int
+    bits: int  # 4: values are from -8 to 7; 8: from -128 to 127
+    has_offsets: bool
+
+
+GROUP_FORMS = {
+    "Q4_0": GroupForm(32, 4, False),
+    "Q4_1": GroupForm(32, 4, True),
+    "Q5_0": GroupForm(32, 8, False),
+    "Q5_1": GroupForm(32, 8, True),
+    "Q8_0": GroupForm(32, 8, False),
+    "Q4_K": GroupForm(32, 4, True),
+    "Q5_K": GroupForm(32, 8, True),
+    "Q6_K": GroupForm(16, 8, False),
+}
+SERVED = (*FLOATS, *GROUP_FORMS)  # the types that can be read

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.weights.gguf.block_types import BY_NAME
+from workers.weights.gguf.block_types import BY_NAME, GROUP_FORMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +18,23 @@ class Groups:
     """Rows of a weight: weight[n, k] = values[n, k] * scales[n, k // group] + offsets[n, k // group]."""
 
     values: Tensor  # int8 [N, K]
-    scales: Tensor  # float32 [N, K / group]
+    scales: Tensor  # float32 [N, ceil(K / group)]
     offsets: Tensor | None  # float32, the same shape
     group: int
-    bits: int  # 4: values are from -8 to 7; 8: from -128 to 127
+
+    @staticmethod
+    def empty(rows: int, inputs: int, group: int, *, offsets: bool) -> "Groups":
+        """Not initialised, but for offsets, which are zero."""
+        scales = torch.empty((rows, -(-inputs // group)))
+        values = torch.empty((rows, inputs), dtype=torch.int8)
+        return Groups(values, scales, torch.zeros_like(scales) if offsets else None, group)
+
+    def rows(self, first: int, count: int) -> "Groups":
+        """A view of some."""
+        part = slice(first, first + count)
+        return Groups(
+            self.values[part], self.scales[part], None if self.offsets is None else self.offsets[part], self.group
+        )
 
     def dequantised(self) -> Tensor:
         """float32 [N, K]."""
@@ -30,24 +43,12 @@ class Groups:
         return weight if self.offsets is None else weight.add_(self.offsets[:, group_of])
 
 
-@dataclass(frozen=True, slots=True)
-class BlockForm:
-    """How blocks of a type are unpacked."""
-
-    group: int
-    bits: int
-    has_offsets: bool
-    # uint8 [B, size of a block] -> values int8 [B, elements], scales float32 [B, elements / group], offsets or None
-    unpack: Callable[[Tensor], tuple[Tensor, Tensor, Tensor | None]]
-
-
 def unpacked(kind: str, raw: Tensor) -> Groups:
     """Rows of blocks: uint8 [N, bytes of a row]."""
-    form, block = FORMS[kind], BY_NAME[kind]
     rows = len(raw)
-    values, scales, offsets = form.unpack(raw.reshape(-1, block.size))
+    values, scales, offsets = _UNPACK[kind](raw.reshape(-1, BY_NAME[kind].size))
     offsets = None if offsets is None else offsets.reshape(rows, -1)
-    return Groups(values.reshape(rows, -1), scales.reshape(rows, -1), offsets, form.group, form.bits)
+    return Groups(values.reshape(rows, -1), scales.reshape(rows, -1), offsets, GROUP_FORMS[kind].group)
 
 
 def _half(raw: Tensor, start: int) -> Tensor:
@@ -123,13 +124,14 @@ def _q6_k(raw: Tensor) -> tuple[Tensor, Tensor, None]:
     return _signed((lower | upper).view(-1, 256), 32), scales, None
 
 
-FORMS = {
-    "Q4_0": BlockForm(32, 4, False, _q4_0),
-    "Q4_1": BlockForm(32, 4, True, _q4_1),
-    "Q5_0": BlockForm(32, 8, False, _q5_0),
-    "Q5_1": BlockForm(32, 8, True, _q5_1),
-    "Q8_0": BlockForm(32, 8, False, _q8_0),
-    "Q4_K": BlockForm(32, 4, True, _q4_k),
-    "Q5_K": BlockForm(32, 8, True, _q5_k),
-    "Q6_K": BlockForm(16, 8, False, _q6_k),
+# uint8 [B, size of a block] -> values int8 [B, elements], scales float32 [B, groups], offsets the same or None
+_UNPACK: dict[str, Callable[[Tensor], tuple[Tensor, Tensor, Tensor | None]]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
 }

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from workers.errors import StartupError
 from workers.weights.checkpoint import Checkpoint, Located
-from workers.weights.gguf.block_types import SERVED
+from workers.weights.gguf.block_types import FLOATS, SERVED
 from workers.weights.gguf.model import GGUFModel
 from workers.weights.gguf.names import PLAIN, ROPE_FACTORS, Layout, hf_name, layout
 from workers.weights.gguf.settings import Settings
@@ -34,6 +34,11 @@ class GGUFCheckpoint(Checkpoint):
             tensors[hf] = found
             layouts[hf] = layout(settings.architecture, hf, heads, kv_heads, head_dim)
         return GGUFCheckpoint(directory, tensors, layouts)
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether a matrix is stored in another form than floating point."""
+        return any(found.entry.dtype not in FLOATS for found in self.tensors.values())
 
     def layout(self, name: str) -> Layout:
         return self._layouts.get(name, PLAIN)

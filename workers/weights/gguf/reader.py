@@ -15,7 +15,7 @@ from workers.errors import StartupError
 from workers.weights.checkpoint import Located
 from workers.weights.file_reader import FileReader
 from workers.weights.gguf.block_types import FLOATS, SERVED
-from workers.weights.gguf.blocks import FORMS, Groups, unpacked
+from workers.weights.gguf.blocks import Groups, unpacked
 from workers.weights.gguf.checkpoint import GGUFCheckpoint, type_not_served
 from workers.weights.gguf.names import Layout
 from workers.weights.reader import first_not_finite
@@ -76,32 +76,26 @@ class GGUFReader:
             self._on_read()
 
     def take_groups(
-        self, name: str, *, shape: Sequence[int], first_row: int, rows: int, first_input: int, inputs: int
-    ) -> Groups:
-        """Rows and inputs of a tensor [N, K] of blocks: `rows` outputs, `inputs` of each.
+        self, name: str, into: Groups, *, shape: Sequence[int], first_row: int = 0, first_input: int = 0
+    ) -> None:
+        """Fill `into` with rows and inputs of a tensor [N, K] of blocks, from `first_row` and `first_input` on.
 
-        Where `first_input` lies within a stored group, groups are as long as the greatest common divisor.
+        The group of `into` divides that of the tensor's type, and `first_input`.
         """
         found = self._found(name, shape)
-        kind = found.entry.dtype
-        form = FORMS[kind]
-        group = math.gcd(form.group, first_input)
-        values = torch.empty((rows, inputs), dtype=torch.int8)
-        scales = torch.empty((rows, -(-inputs // group)))
-        offsets = torch.empty_like(scales) if form.has_offsets else None
+        inputs = into.values.shape[1]
         columns = slice(first_input, first_input + inputs)
-        groups = slice(first_input // group, first_input // group + scales.shape[1])
-        for first, raw in self._rows(name, found, first_row, rows):
-            whole = unpacked(kind, raw)
-            part = slice(first, first + len(raw))
-            values[part] = whole.values[:, columns]
-            for kept, stored in ((scales, whole.scales), (offsets, whole.offsets)):
+        groups = slice(first_input // into.group, first_input // into.group + into.scales.shape[1])
+        for first, raw in self._rows(name, found, first_row, len(into.values)):
+            whole, part = unpacked(found.entry.dtype, raw), into.rows(first, len(raw))
+            assert whole.group % into.group == 0 and first_input % into.group == 0, f"{name}: groups are cut"
+            part.values.copy_(whole.values[:, columns])
+            for kept, stored in ((part.scales, whole.scales), (part.offsets, whole.offsets)):
                 if kept is not None and stored is not None:
-                    kept[part] = stored.repeat_interleave(form.group // group, 1)[:, groups]
-                    if self._check_finite and (place := first_not_finite(kept[part])) is not None:
-                        raise _not_finite(name, found, kept[part][place].item(), torch.float32)
+                    kept.copy_(stored.repeat_interleave(whole.group // into.group, 1)[:, groups])
+                    if self._check_finite and (place := first_not_finite(kept)) is not None:
+                        raise _not_finite(name, found, kept[place].item(), torch.float32)
             self._on_read()
-        return Groups(values, scales, offsets, group, form.bits)
 
     def finish(self, ignorable: Callable[[str], bool]) -> None:
         self.close()

@@ -1,0 +1,228 @@
+"""GGUF models whose weights are multiplied as they are stored, at several numbers of ranks.
+
+Three judges: each rank's weights against the whole tensors, dequantised by other code; the logits against a float64
+model of these tensors; and the same bits at every number of ranks.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tests.golden.exact_reference import ExactReference
+from tests.golden.gguf_writer import KindOf, all_of, q4_k_m, write_gguf
+from tests.golden.paged_run import PagedRun, load_decoder, on_ranks
+from tests.golden.test_gguf_golden import stored
+from tests.golden.tiny_models import make_tiny
+from workers.distributed.parallel_state import TensorParallel
+from workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead, vocab_shard
+from workers.layers.quantization.formats.gguf import GGUFForms
+from workers.layers.quantization.grouped import GroupedWeight
+from workers.layers.quantization.shard import WeightShard
+from workers.layers.quantization.unquantized import DenseWeight
+from workers.models.decoder import Decoder
+from workers.models.gguf_config import hf_config
+from workers.models.registry import read_spec
+from workers.verify.dequantise_gguf import dequantised_gguf
+from workers.weights.gguf.blocks import Groups
+from workers.weights.gguf.checkpoint import GGUFCheckpoint
+from workers.weights.gguf.model import GGUFModel
+from workers.weights.gguf.reader import GGUFReader
+from workers.weights.open_checkpoint import open_checkpoint
+
+TOKENS = list(range(3, 43))
+SIZES = (1, 2, 4)
+_WIDE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2}
+_HALF_BLOCK = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2}
+CASES: dict[str, tuple[str, dict[str, Any], KindOf]] = {
+    "llama-mix": ("llama", _WIDE | {"vocab_size": 317}, q4_k_m),
+    "qwen2-mix-tied": ("qwen2", _WIDE | {"tie_word_embeddings": True}, q4_k_m),
+    "qwen2-mix-fallback": ("qwen2", _WIDE | {"hidden_size": 192}, q4_k_m),  # rows that are no blocks of 256
+    "gemma2-mix": ("gemma2", _WIDE | {"head_dim": 32, "query_pre_attn_scalar": 32}, q4_k_m),
+    "phi3-q4_k": ("phi3", _WIDE, all_of("Q4_K")),
+    "qwen3-q6_k": ("qwen3", _WIDE | {"head_dim": 32}, all_of("Q6_K")),
+    "llama-q8_0-half-blocks": ("llama", _HALF_BLOCK, all_of("Q8_0")),  # borders of slices in the middle of blocks
+    "qwen2-q4_0-odd-borders": ("qwen2", _HALF_BLOCK | {"intermediate_size": 288}, all_of("Q4_0")),  # within 16 inputs
+    "qwen2-q5_1-and-f16": ("qwen2", _WIDE, lambda name, shape: "F32" if len(shape) == 1 else
+                           "F16" if "attn_k" in name or "ffn_down" in name else "Q5_1"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`model_of(case)`: a directory of config.json and a GGUF file; `meaning/` in it has its numbers as they are."""
+
+    @cache
+    def make(name: str) -> Path:
+        family, special, kind_of = CASES[name]
+        folder = tmp_path_factory.mktemp("gguf")
+        dense = make_tiny(folder, family, seed=3, **special)
+        path = write_gguf(dense, folder / "model.gguf", kind_of)
+        (folder / "config.json").write_text(json.dumps(hf_config(GGUFModel.open(path))))
+        (folder / "meaning").mkdir()
+        meaning = {tensor: dequantised_gguf(path, tensor).float() for tensor in stored(dense)}
+        save_file(meaning, folder / "meaning" / "model.safetensors", {"format": "pt"})
+        (folder / "meaning" / "config.json").write_text((dense / "config.json").read_text())
+        return folder
+
+    return make
+
+
+def decoder_of(folder: Path, tp: TensorParallel) -> Decoder:
+    """Without weights."""
+    checkpoint = open_checkpoint(folder)
+    assert isinstance(checkpoint, GGUFCheckpoint)
+    return Decoder(read_spec(str(folder)), tp, torch.float32, torch.device("cpu"), GGUFForms(checkpoint))
+
+
+def shards(decoder: Decoder) -> list[WeightShard]:
+    """Of all products and the embedding."""
+    words = [decoder.embedding] if decoder.spec.tie_word_embeddings else [decoder.embedding, decoder.head]
+    parts = [part for block in decoder.layers for part in block.parts]
+    return [
+        *(vocab_shard(part) for part in words if isinstance(part, VocabParallelEmbedding | VocabParallelHead)),
+        *(part.weight_shard for part in parts if hasattr(part, "weight_shard")),
+    ]
+
+
+def rows_of(weight: object) -> Tensor:
+    """float32 [N, K], before a product packs it."""
+    if isinstance(weight, GroupedWeight):
+        return weight.weight.dequantised()
+    assert isinstance(weight, DenseWeight)
+    return weight.tensor
+
+
+def differing(folder: Path, size: int) -> list[str]:
+    """The weights of some rank that are not what the file says, but for the rounding of scales to float16."""
+    found = []
+
+    def check(tp: TensorParallel) -> None:
+        decoder = decoder_of(folder, tp)
+        checkpoint = open_checkpoint(folder)
+        assert isinstance(checkpoint, GGUFCheckpoint)
+        with GGUFReader(checkpoint) as reader:
+            for shard in shards(decoder):
+                weight = rows_of(decoder.place.load(shard, reader))
+                columns = slice(shard.first_input, shard.first_input + shard.local_inputs)
+                want = torch.cat([_wanted(folder, shard, part.name)[:, columns] for part in _parts(shard)])
+                error = (weight[: len(want)] - want).abs()
+                if (error > 2**-10 * want.abs().max()).any() or weight[len(want) :].any():
+                    found.append(f"{shard.parts[0].name} on rank {tp.rank}")
+
+    on_ranks(size, check)
+    return found
+
+
+def _parts(shard: WeightShard) -> list[Any]:
+    return [part for part in shard.parts if part.count]
+
+
+def _wanted(folder: Path, shard: WeightShard, name: str) -> Tensor:
+    """A part's rows of the whole tensor, which may be in a fused one."""
+    meaning = ExactMeaning.of(folder)
+    part = next(part for part in shard.parts if part.name == name)
+    if f"{name}.weight" in meaning:
+        return meaning[f"{name}.weight"][part.first : part.first + part.count]
+    above = 0
+    for other in shard.parts:
+        if other.name == name:
+            break
+        above += other.rows
+    return meaning[f"{shard.fused}.weight"][above + part.first : above + part.first + part.count]
+
+
+class ExactMeaning:
+    """The tensors of the dense checkpoint beside a model."""
+
+    @staticmethod
+    @cache
+    def of(folder: Path) -> dict[str, Tensor]:
+        return stored(folder / "meaning")
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", CASES)
+def test_the_weights_of_every_rank_are_what_the_file_says(
+    model_of: Callable[[str], Path], name: str, size: int
+) -> None:
+    assert differing(model_of(name), size) == []
+
+
+FAULTS = ("scales of the next group", "no offsets", "rows of the next head")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_reader_with_a_fault_is_noticed(
+    model_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    take = GGUFReader.take_groups
+
+    def faulty(self: GGUFReader, name: str, into: Groups, **where: Any) -> None:
+        take(self, name, into, **where)
+        if fault == "scales of the next group":
+            into.scales.copy_(into.scales.roll(1, 1))
+        elif fault == "no offsets" and into.offsets is not None:
+            into.offsets.zero_()
+        elif fault == "rows of the next head":
+            into.values.copy_(into.values.roll(8, 0))
+
+    monkeypatch.setattr(GGUFReader, "take_groups", faulty)
+    assert len(differing(model_of("llama-mix"), 2)) > 10
+
+
+def logits(folder: Path, size: int) -> Tensor:
+    """float32 [n, vocab] after each of `TOKENS`."""
+
+    def run(tp: TensorParallel) -> Tensor:
+        decoder = load_decoder(folder, tp, quantization="gguf")
+        return PagedRun(decoder).step({0: TOKENS})[0]
+
+    ranks = on_ranks(size, run)
+    assert all(torch.equal(ranks[0], other) for other in ranks[1:]), "ranks disagree"
+    return ranks[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_those_of_the_files_numbers_at_every_number_of_ranks(
+    model_of: Callable[[str], Path], name: str
+) -> None:
+    """Products round their inputs to 8 bits, a hundredth of the largest at most: that is the distance allowed."""
+    folder = model_of(name)
+    truth, _ = ExactReference(folder / "meaning", TOKENS).logits
+    ours = logits(folder, 1)
+    distance = (ours.double() - truth).pow(2).mean().sqrt() / truth.pow(2).mean().sqrt()
+    assert distance < 0.05, f"{distance:.3f}"
+    for size in SIZES[1:]:
+        assert torch.equal(logits(folder, size), ours), f"other bits with {size} ranks"
+
+
+def test_a_wrong_scale_shows_in_the_logits(model_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    take = GGUFReader.take_groups
+
+    def faulty(self: GGUFReader, name: str, into: Groups, **where: Any) -> None:
+        take(self, name, into, **where)
+        into.scales.copy_(into.scales.roll(1, 1))
+
+    monkeypatch.setattr(GGUFReader, "take_groups", faulty)
+    with pytest.raises(AssertionError, match=r"^\d\.\d+"):
+        test_logits_are_those_of_the_files_numbers_at_every_number_of_ranks(model_of, "llama-mix")
+
+
+def test_weights_that_make_one_product_have_one_form(model_of: Callable[[str], Path]) -> None:
+    """In the mix v has more bits than q and k, so that all three are kept in groups of 16 and 8 bits."""
+    checkpoint = open_checkpoint(model_of("llama-mix"))
+    assert isinstance(checkpoint, GGUFCheckpoint)
+    forms = GGUFForms(checkpoint)
+    q, k, v = (forms.form_of(f"model.layers.0.self_attn.{part}_proj") for part in "qkv")
+    assert q == k == v and getattr(q, "bits", None) == 8
+    other = forms.form_of("model.layers.1.self_attn.q_proj")
+    assert getattr(other, "bits", None) == 4 and replace(other, bits=8, group=16) == q  # ty: ignore[invalid-argument-type]
+    assert forms.description == "gguf (Q4_K, Q6_K)"

@@ -1,0 +1,78 @@
+"""GGUF: every tensor has a type of its own, and weights of blocks are multiplied as they are stored. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from workers.layers.decoder_spec import FUSED_TENSORS
+from workers.layers.quantization.formats.form import Form
+from workers.layers.quantization.formats.sizes import grouped_bytes
+from workers.layers.quantization.registry import NONE
+from workers.weights.gguf.block_types import GROUP_FORMS
+from workers.weights.gguf.checkpoint import GGUFCheckpoint
+
+if TYPE_CHECKING:
+    from workers.layers.quantization.method import LinearMethod
+
+_SIBLINGS = {part: (fused, parts) for fused, parts in FUSED_TENSORS.items() for part in parts}
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFForm:
+    """`Form` of weights of blocks."""
+
+    group: int
+    bits: int
+    has_offsets: bool
+
+    def method(self) -> LinearMethod:
+        from workers.layers.quantization.readers.gguf import GGUFLinearMethod
+
+        return GGUFLinearMethod(self)
+
+    def weight_bytes(self, rows: int, inputs: int, item_bytes: int) -> int:
+        return grouped_bytes(rows, inputs, self.bits, self.group, offsets=self.has_offsets)
+
+
+class GGUFForms:
+    """`WeightForms` of a model in GGUF."""
+
+    def __init__(self, checkpoint: GGUFCheckpoint) -> None:
+        self._checkpoint = checkpoint
+
+    @property
+    def description(self) -> str:
+        """The types of its matrices, those that there are most of first."""
+        kinds = [found.entry.dtype for found in self._checkpoint.tensors.values() if len(found.entry.shape) == 2]
+        return f"gguf ({', '.join(sorted(set(kinds), key=lambda kind: (-kinds.count(kind), kind)))})"
+
+    @property
+    def of_head(self) -> GGUFForms:
+        return self
+
+    def form_of(self, module: str) -> Form:
+        """Weights that make one product, such as those of q, k and v, get one form, which can hold all their types.
+
+        One among them that is stored in floating point leaves the others to be dequantised.
+        """
+        above, _, last = module.rpartition(".")
+        layer, _, parent = above.rpartition(".")
+        fused, parts = _SIBLINGS.get(f"{parent}.{last}", ("", ()))
+        names = [f"{layer}.{part}" for part in parts] or [module]
+        if self._checkpoint.find(f"{layer}.{fused}.weight") is not None:
+            names = [f"{layer}.{fused}"]
+        found = [self._checkpoint.find(f"{name}.weight") for name in names]
+        forms = [GROUP_FORMS.get(one.entry.dtype) for one in found if one is not None]
+        known = [form for form in forms if form is not None]
+        if not known or len(known) < len(forms):
+            return NONE
+        return GGUFForm(
+            min(form.group for form in known),
+            max(form.bits for form in known),
+            any(form.has_offsets for form in known),
+        )
+
+    def ignores(self, name: str) -> bool:
+        """Every tensor of a GGUF model has its place."""
+        return False
