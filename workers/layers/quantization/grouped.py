@@ -23,7 +23,9 @@ from workers.layers.matmul import ACTIVATIONS, GatedMatmul, Matmul
 from workers.layers.quantization.groups import group_in_slices, kernel_group, pieces_of
 from workers.layers.quantization.int8 import round_rows
 
-_LARGEST_EXPONENT = 16  # the largest scale of an output lies below 2 ** 16, where float16 ends
+# The largest scale of an output lies below 2 ** 15, so that it can be rounded up. Just below 2 ** 16 it could not, and
+# a rank that holds other inputs of the output, and so has another largest scale, would round it differently.
+_LARGEST_EXPONENT = 15
 _MOST_MULTIPLES = 32768.0  # of a scale, that an offset is kept as
 _SMALLEST_EXPONENT = -100  # smaller scales lose bits: their output is zero but for rounding
 
@@ -67,8 +69,7 @@ def stored_groups(values: Tensor, scales: Tensor, offsets: Tensor | None, group:
     _, exponents = torch.frexp(scales.abs().amax(1))
     exponents = exponents.clamp(min=_SMALLEST_EXPONENT) - _LARGEST_EXPONENT
     factors = torch.pow(2.0, exponents.double()).unsqueeze(1)  # [N, 1]
-    most = torch.finfo(torch.float16).max
-    halves = (scales.double() / factors).clamp(-most, most).half()
+    halves = (scales.double() / factors).half()
     if offsets is not None:
         zeros = torch.where(halves == 0, 0.0, offsets.double() / (halves.double() * factors)).half()
     return StoredGroups(values, halves, zeros, factors.squeeze(1).float(), group)
