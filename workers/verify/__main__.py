@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 from workers.config import WorkerConfig
 from workers.errors import StartupError
-from workers.layers.quantization.registry import QUANTIZATIONS
 from workers.models.registry import read_spec
 from workers.parent_death import die_with_parent
 from workers.preflight import preflight
@@ -124,11 +123,6 @@ def checked(arguments: argparse.Namespace) -> tuple[WorkerConfig, list[list[int]
             log_level="WARNING",
         )
     )
-    if config.quantization not in QUANTIZATIONS:
-        raise StartupError(
-            f"{model} is quantised ({config.quantization}); only unquantised checkpoints are verified.",
-            "Verify the model's unquantised checkpoint.",
-        )
     assert config.max_model_len is not None, "preflight resolves the context length"
     vocab_size, longest = read_spec(config.model_path).vocab_size, config.max_model_len - NEW_TOKENS
     if has_tokenizer(model):

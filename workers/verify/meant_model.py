@@ -58,9 +58,11 @@ class MeantModel:
         self._was: dict[Tensor, Tensor] = {}
         self._meant: dict[Tensor, Tensor] = {}
         self._rounds: dict[Tensor, bool] = {}  # whether its product rounds inputs
+        seen: set[Tensor] = set()
         for name, module in model.named_modules():
-            if not isinstance(module, nn.Linear | nn.Embedding) or module.weight in self._meant:
+            if not isinstance(module, nn.Linear | nn.Embedding) or module.weight in seen:
                 continue
+            seen.add(module.weight)  # a head may be the embedding, and not be stored by itself
             arithmetic, weight = meant.arithmetic(name), module.weight
             if arithmetic is Arithmetic.DENSE:
                 if not was_dense:

@@ -14,12 +14,11 @@ from workers.layers.quantization import int4, int8
 from workers.layers.quantization.formats.checkpoint_forms import CheckpointForms
 from workers.layers.quantization.formats.form import Arithmetic
 from workers.layers.quantization.registry import QUANTIZATIONS
-from workers.models.hf_quantization import stored_quantization
+from workers.models.hf_quantization import stored_quantization, weight_forms
 from workers.models.registry import read_config
 from workers.verify.dequantise import dequantised
 from workers.verify.dequantise_gguf import dequantised_gguf
 from workers.weights.checkpoint import Checkpoint
-from workers.weights.gguf.block_types import FLOATS
 from workers.weights.gguf.checkpoint import gguf_file
 from workers.weights.open_checkpoint import open_checkpoint
 
@@ -45,7 +44,7 @@ class MeantWeights(Protocol):
 def meant_weights(model: Path, quantization: str, dtype: torch.dtype | None = None) -> MeantWeights:
     """`quantization`: as resolved by preflight. `dtype`: what weights are read in to be rounded; None: their own."""
     if gguf_file(model) is not None:
-        return _OfGGUF(model)
+        return _OfGGUF(model, quantization)
     if quantization in QUANTIZATIONS:
         return _AtLoad(model, quantization, dtype)
     return _Stored(model)
@@ -103,9 +102,10 @@ class _Stored:
 class _OfGGUF:
     """Of the GGUF file that a described model links to."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, quantization: str) -> None:
         self._model = model
         self._checkpoint = open_checkpoint(model)
+        self._forms = weight_forms(quantization, None, self._checkpoint)
 
     def has(self, module: str) -> bool:
         return self._checkpoint.find(f"{module}.weight") is not None
@@ -114,9 +114,7 @@ class _OfGGUF:
         return dequantised_gguf(self._model, f"{module}.weight")
 
     def arithmetic(self, module: str) -> Arithmetic:
-        found = self._checkpoint.find(f"{module}.weight")
-        assert found is not None, f"{module}: the ranks have loaded it"
-        return Arithmetic.DENSE if found.entry.dtype in FLOATS else Arithmetic.ROUNDED_INPUTS
+        return self._forms.form_of(module).arithmetic
 
     def other(self, name: str) -> Tensor:
         return dequantised_gguf(self._model, name)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from workers.layers.decoder_spec import FUSED_TENSORS
-from workers.layers.quantization.formats.form import Form
+from workers.layers.quantization.formats.form import Arithmetic, Form
 from workers.layers.quantization.formats.sizes import grouped_bytes
 from workers.layers.quantization.registry import NONE
 from workers.weights.gguf.block_types import GROUP_FORMS
@@ -25,6 +25,10 @@ class GGUFForm:
     group: int
     bits: int
     has_offsets: bool
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        return Arithmetic.ROUNDED_INPUTS
 
     def method(self) -> LinearMethod:
         from workers.layers.quantization.readers.gguf import GGUFLinearMethod
