@@ -46,7 +46,7 @@ DESCRIPTIONS = ("config.json", *QUANTISATION_FILES)  # the files that `check_wit
 _CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "dtype": ("auto", *ITEM_BYTES),
-    "quantization": (*QUANTIZATIONS, *STORED),
+    "quantization": (*QUANTIZATIONS, *STORED, GGUF),
     "load_format": ("auto", "safetensors", "dummy"),
     "kv_cache_dtype": (*KV_CACHE_DTYPES, *ITEM_BYTES),
     "attention_backend": ("auto", "cpp", "torch", "triton", "reference"),
@@ -82,6 +82,8 @@ def preflight(config: WorkerConfig) -> WorkerConfig:
     device = _resolve_device(config)
     if isinstance(checkpoint, GGUFCheckpoint) and checkpoint.has_blocks:
         config = _with_gguf_forms(config, device)
+    elif config.quantization == GGUF:
+        raise _is_no_choice(config.quantization)
     forms = weight_forms(config.quantization, quantized, checkpoint)
     if checkpoint is not None:
         if spec.tie_word_embeddings and head_differs(checkpoint):
@@ -107,12 +109,19 @@ def preflight(config: WorkerConfig) -> WorkerConfig:
 
 def _with_gguf_forms(config: WorkerConfig, device: str) -> WorkerConfig:
     """For a model whose weights are stored in blocks. A CPU multiplies by blocks; elsewhere they are dequantised."""
-    if config.quantization != "none":
+    if config.quantization not in ("none", GGUF):
         raise StartupError(
             f"quantization {config.quantization} rounds weights at load, but the GGUF model is quantised already.",
             "Leave --quantization out, or use the model's F16 or BF16 file.",
         )
-    return config.with_(quantization=GGUF) if device == "cpu" else config
+    return config.with_(quantization=GGUF if device == "cpu" else "none")
+
+
+def _is_no_choice(asked: str) -> StartupError:
+    return StartupError(
+        f"quantization {asked} is a form of checkpoints, and this one is not quantised so.",
+        f"Leave --quantization out, or choose one of {', '.join(QUANTIZATIONS)}.",
+    )
 
 
 def _described(config: WorkerConfig) -> tuple[WorkerConfig, DecoderSpec, StoredQuantization | None]:
@@ -123,10 +132,7 @@ def _described(config: WorkerConfig) -> tuple[WorkerConfig, DecoderSpec, StoredQ
     asked = config.quantization
     if quantized is None:
         if asked in STORED:
-            raise StartupError(
-                f"quantization {asked} is a form of checkpoints, and this one is not quantised.",
-                f"Leave --quantization out, or choose one of {', '.join(QUANTIZATIONS)}.",
-            )
+            raise _is_no_choice(asked)
     elif asked not in ("none", quantized.method):
         raise StartupError(
             f"quantization {asked} rounds weights at load, but the checkpoint is quantised already: "

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from workers.layers.decoder_spec import FUSED_TENSORS
 from workers.layers.quantization.formats.form import Arithmetic, Form
-from workers.layers.quantization.formats.sizes import grouped_bytes
+from workers.layers.quantization.groups import packed_bytes
 from workers.layers.quantization.registry import NONE
-from workers.weights.gguf.block_types import GROUP_FORMS
+from workers.weights.gguf.block_types import GROUP_FORMS, GroupForm
 from workers.weights.gguf.checkpoint import GGUFCheckpoint
 
 if TYPE_CHECKING:
@@ -33,10 +33,10 @@ class GGUFForm:
     def method(self) -> LinearMethod:
         from workers.layers.quantization.readers.gguf import GGUFLinearMethod
 
-        return GGUFLinearMethod(self)
+        return GGUFLinearMethod(GroupForm(self.group, self.bits, self.has_offsets))
 
     def weight_bytes(self, rows: int, inputs: int, item_bytes: int) -> int:
-        return grouped_bytes(rows, inputs, self.bits, self.group, offsets=self.has_offsets)
+        return packed_bytes(rows, inputs, self.bits, self.group, offsets=self.has_offsets)
 
 
 class GGUFForms:

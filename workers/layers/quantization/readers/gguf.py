@@ -4,11 +4,11 @@ import math
 
 import torch
 
-from workers.layers.quantization.formats.gguf import GGUFForm
 from workers.layers.quantization.grouped import GroupedWeight
 from workers.layers.quantization.method import LinearWeight
 from workers.layers.quantization.shard import Empty, WeightShard
 from workers.layers.quantization.unquantized import UnquantizedLinearMethod
+from workers.weights.gguf.block_types import GroupForm
 from workers.weights.gguf.blocks import Groups
 from workers.weights.gguf.reader import GGUFReader
 from workers.weights.source import WeightSource
@@ -19,7 +19,7 @@ _LEAST = 16  # inputs of a group, in products
 class GGUFLinearMethod:
     """`LinearMethod` of weights of blocks."""
 
-    def __init__(self, form: GGUFForm) -> None:
+    def __init__(self, form: GroupForm) -> None:
         self._form = form
 
     def load(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> LinearWeight:
