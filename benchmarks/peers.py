@@ -51,12 +51,13 @@ def points(args: argparse.Namespace) -> dict[str, tuple[int, int, int, int]]:
 def starts(args: argparse.Namespace) -> dict[str, Callable[[Plan], System]]:
     """The systems that are asked for, in that order. `oarlock@NAME` is another checkout's."""
     chosen: dict[str, Callable[[Plan], System]] = {}
-    able = list(registry.STARTS) if args.quantization == "none" else registry.ROUNDING
+    able = [name for name in registry.ROUNDING[args.quantization] if name in registry.LEVELS.get(args.level, (name,))]
     for name in args.systems or [name for name in registry.available() if name in able]:
         if name not in registry.available():
             raise SystemExit(f"error: {name} is not installed\nfix: python -m benchmarks.setup_peers {name}")
         if name not in able:
-            raise SystemExit(f"error: {name} has no {args.quantization} here\nfix: use --systems {' '.join(able)}")
+            what = args.quantization if args.level is None else f"{args.quantization} at {args.level}"
+            raise SystemExit(f"error: {name} has no {what} here\nfix: use --systems {' '.join(able)}")
         chosen[name] = registry.STARTS[name]
     for given in args.checkout:
         name, _, path = given.rpartition("=")
@@ -124,7 +125,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     longest = max(input_tokens + output_tokens for _, _, input_tokens, output_tokens in wanted.values())
     vocab_size = checkpoint.SHAPES[args.shape]["vocab_size"]
     most = max(c for _, c, _, _ in wanted.values())
-    plan = Plan(checkpoint.ensure(args.shape), args.dtype, args.threads, most, longest + SLACK, args.quantization)
+    model = checkpoint.ensure(args.shape)
+    plan = Plan(model, args.dtype, args.threads, most, longest + SLACK, args.quantization, args.level)
     ceilings = Ceilings(args.threads, *((0.05, (24, 64, 64)) if args.shape == "quick" else ()))
     with contextlib.ExitStack() as stack:
         systems = start_all(starts(args), plan, stack)
@@ -146,6 +148,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
             "shape": args.shape,
             "dtype": args.dtype,
             "quantization": args.quantization,
+            "level": args.level,
             "parameters": parameters,
             "inner_parameters": inner,
         },
@@ -168,7 +171,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--shape", choices=checkpoint.SHAPES, default="0.5b")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--quantization", default="none", choices=["none", "int8"], help="of every system's weights")
+    parser.add_argument("--quantization", default="none", choices=registry.ROUNDING, help="of every system's weights")
+    parser.add_argument("--level", choices=registry.LEVELS, help="every system keeps to its instructions")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--first-token", type=int, nargs="*", default=[128, 2048], help="lengths of prompts, alone")

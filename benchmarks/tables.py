@@ -117,7 +117,8 @@ def share_of_read(result: Result, system: str) -> Spread | None:
     if "c=1" not in result["rounds"][0]["measures"]:
         return None
     model = result["model"]
-    item = 1 if model.get("quantization") == "int8" else 4 if model["dtype"] == "float32" else 2  # bytes
+    stored = {"int8": 1, "int4": 0.5}.get(model.get("quantization", "none"))
+    item = stored or (4 if model["dtype"] == "float32" else 2)  # bytes
     weights = model["parameters"] * item / 1e9
     return spread(
         None if (speed := decode(turn["measures"]["c=1"][system])) is None else speed * weights / read_rate(turn)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.environments import folder, python
@@ -51,9 +52,18 @@ def openvino(plan: Plan) -> Path:
     return _made_once("openvino", f"{model.name}-{kind}", lambda out: [*command, out])
 
 
+def llamacpp_type(plan: Plan) -> str:
+    """The type of the weights in llama.cpp's file, as its tools name it."""
+    return {"none": _GGUF_TYPES[plan.dtype], "int8": "q8_0", "int4": "q4_k_m"}[plan.quantization]
+
+
 def llamacpp(plan: Plan) -> Path:
-    """The file with llama.cpp's form of the checkpoint."""
-    model, kind = plan.model, "q8_0" if plan.quantization == "int8" else _GGUF_TYPES[plan.dtype]
+    """The file with llama.cpp's form of the checkpoint. Its converter knows 8 bits and more, its quantizer fewer."""
+    model, kind = plan.model, llamacpp_type(plan)
+    if plan.quantization == "int4":
+        whole = llamacpp(replace(plan, quantization="none"))
+        quantizer = folder("llamacpp") / "build" / "bin" / "llama-quantize"
+        return _made_once("llamacpp", f"{model.name}-{kind}.gguf", lambda out: [quantizer, whole, out, kind.upper()])
     command = [python("llamacpp"), "-c", _TO_GGUF, llamacpp_tree(), model, "--outtype", kind, "--outfile"]
     return _made_once("llamacpp", f"{model.name}-{kind}.gguf", lambda out: [*command, out])
 

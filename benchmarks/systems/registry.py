@@ -46,6 +46,8 @@ def start_oarlock(plan: Plan, name: str = "oarlock", checkout: Path = ROOT, rank
         command += ["--quantization", plan.quantization]
     env = clean_environment(plan.threads, PYTHONPATH=str(checkout))
     del env["OMP_NUM_THREADS"]
+    if plan.level is not None:
+        env["OARLOCK_CPU_LEVEL"] = plan.level
     about = {"version": _commit(checkout), "dtype": _form(plan), "interface": "HTTP", "ranks": ranks}
     return Oarlock(name, "Oarlock", about, [*command, "--no-enable-prefix-caching"], env, checkout)
 
@@ -67,7 +69,10 @@ def start_openvino(plan: Plan) -> System:
     command = [str(python("openvino")), str(script), "--model", str(model), "--threads", str(plan.threads)]
     command += ["--max-concurrency", str(plan.max_concurrency)]
     about = {"dtype": models.openvino_weights(plan), "interface": "offline, continuous batching"}
-    return JobSystem("openvino", "OpenVINO GenAI", about, command, clean_environment(plan.threads), ROOT)
+    env = clean_environment(plan.threads)
+    if plan.level is not None:
+        env["ONEDNN_MAX_CPU_ISA"] = f"{plan.level.upper()}_VNNI"
+    return JobSystem("openvino", "OpenVINO GenAI", about, command, env, ROOT)
 
 
 def start_llamacpp(plan: Plan) -> System:
@@ -77,8 +82,11 @@ def start_llamacpp(plan: Plan) -> System:
     command = [str(folder("llamacpp") / "build" / "bin" / "llama-server"), "-m", str(model), "--alias", SERVED_NAME]
     command += ["-t", threads, "-tb", threads, "-np", str(slots), "-c", str(slots * plan.max_tokens)]
     command += ["--no-cache-prompt", "--host", "127.0.0.1", "--port", "{port}"]
-    about = {"version": LLAMACPP_ARCHIVE.replace("==", " "), "dtype": _form(plan), "interface": "HTTP"}
-    return HttpSystem("llamacpp", "llama.cpp server", about, command, clean_environment(plan.threads), ROOT)
+    about = {"version": LLAMACPP_ARCHIVE.replace("==", " "), "dtype": models.llamacpp_type(plan), "interface": "HTTP"}
+    env = clean_environment(plan.threads)
+    if plan.level is not None:  # the kernels alone are compiled for it, in a library of their own
+        env["LD_LIBRARY_PATH"] = str(folder("llamacpp") / f"build-{plan.level}" / "bin")
+    return HttpSystem("llamacpp", "llama.cpp server", about, command, env, ROOT)
 
 
 def start_vllm(plan: Plan) -> System:
@@ -104,8 +112,9 @@ STARTS: dict[str, Callable[[Plan], System]] = {
 }
 
 
-# Those that round weights to 8 bits here: `vllm` and `transformers` need other checkpoints or libraries for it.
-ROUNDING = ("oarlock", "openvino", "llamacpp")
+# Those that round weights here: `vllm` and `transformers` need other checkpoints or libraries for it.
+ROUNDING = {"none": tuple(STARTS), "int8": ("oarlock", "openvino", "llamacpp"), "int4": ("oarlock", "llamacpp")}
+LEVELS = {"avx2": ("oarlock", "openvino", "llamacpp")}  # those that can be held to the instructions of a level
 
 
 def available() -> list[str]:

@@ -31,7 +31,8 @@ class Plan:
     threads: int
     max_concurrency: int
     max_tokens: int  # of one sequence: prompt and answer
-    quantization: str = "none"  # none | int8: weights of 8 bits, in the form of each system
+    quantization: str = "none"  # none | int8 | int4: weights of so many bits, in the form of each system
+    level: str | None = None  # avx2: systems keep to these instructions, and to AVX-VNNI
 
 
 class System(Protocol):
