@@ -35,6 +35,7 @@ from workers.kernels.cpu import build, levels, library
 from workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul
 from workers.layers.matmul import PackedGatedMatmul, PackedMatmul, PlainGatedMatmul, PlainMatmul, can_pack
 from workers.layers.quantization import int4
+from workers.layers.quantization.fp8 import Fp8Weight
 from workers.layers.quantization.int8 import Int8Weight, round_rows
 from workers.layers.quantization.method import LinearWeight
 from workers.platform.huge_pages import huge_page_empty
@@ -55,6 +56,9 @@ PEER_LIMITS = {
 ROUNDED: dict[str, Callable[[Tensor], LinearWeight]] = {
     "int8": lambda weight: Int8Weight(*round_rows(weight), weight.dtype),
     "int4": int4.rounded,
+    "fp8": lambda weight: Fp8Weight(
+        weight.to(torch.float8_e4m3fn), torch.ones(len(weight), 1), weight.shape[1], weight.dtype
+    ),
 }
 
 Product = Callable[[Tensor], Tensor]

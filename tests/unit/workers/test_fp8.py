@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.workers.kernel_levels import PARAMETERS, using
+from tests.unit.workers.kernel_levels import NO_KERNELS, PARAMETERS, using
 from workers.distributed.tree_sum import tree_sum
 from workers.kernels.cpu.int8_gemm import CppInt8GatedMatmul, CppInt8Matmul
 from workers.kernels.cpu.levels import Level
 from workers.layers.matmul import ACTIVATIONS
+from workers.layers.quantization.formats.sizes import fp8_bytes
 from workers.layers.quantization.fp8 import Fp8GatedMatmul, Fp8Matmul, Fp8Weight
 from workers.layers.quantization.groups import group_in_slices
 
@@ -86,6 +87,14 @@ def test_the_kernel_agrees_with_the_reference(
         with threads(count):
             for rows in (1, 2, 12, 64, 300):
                 assert torch.equal(plain(x[300 - rows :]), whole[300 - rows :])
+
+
+def test_memory_is_as_it_is_counted() -> None:
+    if NO_KERNELS is not None:
+        pytest.skip(NO_KERNELS)
+    for inputs, group in ((256, 128), (300, 128), (300, 300), (96, 32)):
+        packed = Fp8Weight(*made(64, inputs, group), group, torch.float32).packed()
+        assert len(packed.memory) - 64 == fp8_bytes(64, inputs, group)
 
 
 @each_level

@@ -12,9 +12,7 @@ from workers.kernels.cpu import library
 from workers.kernels.cpu.fp8_gemm import PackedFp8
 from workers.kernels.cpu.int8_gemm import CppInt8GatedMatmul, CppInt8Matmul
 from workers.layers.matmul import ACTIVATIONS, GatedMatmul, Matmul
-from workers.layers.quantization.groups import group_in_slices, pieces_of
-
-MOST_AT_ONCE = 128  # inputs that are added up before they are multiplied by their scale: also in csrc/gemm/fp8.cpp
+from workers.layers.quantization.groups import MOST_AT_ONCE, group_in_slices, pieces_of
 
 
 class Fp8Matmul:

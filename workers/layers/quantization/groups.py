@@ -5,6 +5,9 @@ Torch-free, so that memory can be counted before any rank starts.
 
 import math
 
+# Inputs that products with weights in e4m3 add up before they multiply by a scale: `kMostAtOnce` in csrc/gemm/fp8.cpp.
+MOST_AT_ONCE = 128
+
 
 def kernel_group(group: int) -> int:
     """Inputs that products with grouped weights add up before they multiply by a scale: 32, or 16 where it must be."""

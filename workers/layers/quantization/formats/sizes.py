@@ -1,6 +1,6 @@
 """What weights that are multiplied in whole numbers or float8 take in memory. Torch-free."""
 
-from workers.layers.quantization.groups import packed_bytes
+from workers.layers.quantization.groups import MOST_AT_ONCE, packed_bytes
 
 
 def whole_number_bytes(rows: int, inputs: int, bits: int, group: int | None, *, offsets: bool) -> int:
@@ -11,5 +11,6 @@ def whole_number_bytes(rows: int, inputs: int, bits: int, group: int | None, *, 
 
 
 def fp8_bytes(rows: int, inputs: int, group: int) -> int:
-    """Of an `Fp8Weight` [rows, inputs]."""
-    return rows * (inputs + -(-inputs // group) * 4)
+    """Of an `Fp8Weight` [rows, inputs]: a scale in float32 for each group, or each piece of a longer one."""
+    pieces = sum(-(-min(group, inputs - start) // MOST_AT_ONCE) for start in range(0, inputs, group))
+    return rows * (inputs + 4 * pieces)
