@@ -53,12 +53,16 @@ PEER_LIMITS = {
     "avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
 }
 
+
+def in_fp8(weight: Tensor) -> LinearWeight:
+    """With one scale for each output."""
+    return Fp8Weight(weight.to(torch.float8_e4m3fn), torch.ones(len(weight), 1), weight.shape[1], weight.dtype)
+
+
 ROUNDED: dict[str, Callable[[Tensor], LinearWeight]] = {
     "int8": lambda weight: Int8Weight(*round_rows(weight), weight.dtype),
     "int4": int4.rounded,
-    "fp8": lambda weight: Fp8Weight(
-        weight.to(torch.float8_e4m3fn), torch.ones(len(weight), 1), weight.shape[1], weight.dtype
-    ),
+    "fp8": in_fp8,
 }
 
 Product = Callable[[Tensor], Tensor]
