@@ -24,7 +24,9 @@ def test_the_demo_model_on_two_ranks(tmp_path: Path, foreign: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert not (foreign / "it-ran").exists()
     lines = result.stdout.splitlines()
-    assert lines[0].startswith("oarlock-demo (Qwen2ForCausalLM), float32, tensor-parallel size 2: ")
+    assert lines[0].startswith(
+        "oarlock-demo (Qwen2ForCausalLM), float32, KV cache in float32, tensor-parallel size 2: "
+    )
     assert lines[2].split()[:2] == ["layer", "tensor"]
     assert [line.split()[0] for line in lines[4:12]] == [str(layer) for layer in range(8)]
     assert lines[-1] == "result: ok"

@@ -45,6 +45,7 @@ class Report:
             "dtype": self.dtype,
             "tensor_parallel_size": self.size,
             "quantization": self.quantization,
+            "kv_cache_dtype": self.dtype,
             "truth": f"transformers in float64, on the weights as they are in {self.form}",
             "limits": {"rms": LIMIT, "head_rms": LIMIT, "largest": LARGEST_LIMIT, "largest_of_logits": LIMIT},
             "tokens_compared": self.tokens,
@@ -79,7 +80,7 @@ class Report:
     def to_text(self) -> str:
         comparison = self.comparison
         form = self.dtype if self.quantization == "none" else f"{self.quantization} in {self.dtype}"
-        head = f"{self.model} ({self.architecture}), {form}, tensor-parallel size {self.size}"
+        head = f"{self.model} ({self.architecture}), {form}, KV cache in {self.dtype}, tensor-parallel size {self.size}"
         lines = [f"{head}: {self.tokens} tokens through every layer, compared with transformers in float64", ""]
         lines += [*table(shown(comparison)), ""]
         if self.size > 1:
