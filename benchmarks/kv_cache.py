@@ -4,7 +4,8 @@
 
 Each figure is of attention alone, over more layers than a cache holds, as decoding goes through them; `prompt` is one
 prompt of 2048 tokens in one layer, with writing its pages. The forms take turns in each round, so that a noisy machine
-is noisy for all of them; ratios are medians over rounds, in brackets the lowest and highest.
+is noisy for all of them; ratios are medians over rounds, in brackets the lowest and highest. Times are processor time
+where there is one thread, so that a busy machine matters less.
 """
 
 import argparse
@@ -52,9 +53,10 @@ def steps(shape: tuple[int, int, int], seqs: list[Seq], form: str, dtype: torch.
 
 
 def seconds(run: Callable[[], object]) -> float:
-    begun = time.perf_counter()
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    begun = clock()
     run()
-    return time.perf_counter() - begun
+    return clock() - begun
 
 
 def compare(shape: tuple[int, int, int], seqs: list[Seq], dtype: torch.dtype, rounds: int) -> list[str]:

@@ -180,34 +180,38 @@ void score_span(const Call<T> &call, const Groups &here, long blocks, Workspace<
   constexpr int kStep = Format<T>::kStep;
   const long width = layer.head_dim, size = kGroup * width;
   const bool is_rounded = layer.pages != kUnrounded;
-  if (layer.pages == kInt8Pages)
-    for (long g = 0; g < here.count; g++) {
-      widen_scales(layer, here.k[g], space.key_scales + g * kGroup);
-      widen_scales(layer, here.v[g], space.value_scales + g * kGroup);
-    }
+  const bool has_scales = layer.pages == kInt8Pages;
+  const long item = is_rounded ? 1 : sizeof(T);
   for (long g = 0; g < here.count; g += kUnit) {
     const T *keys[kUnit];
     for (long u = 0; u < kUnit; u++) {
       keys[u] = is_rounded ? space.wide + u * size : reinterpret_cast<const T *>(here.k[g + u]);
-      if (is_rounded && g + u < here.count)
-        widen_group(layer, here.k[g + u], space.wide + u * size, here.k[g + u + kUnit], here.v[g + u]);
+      if (!is_rounded || g + u >= here.count) continue;
+      widen_group(layer, here.k[g + u], space.wide + u * size);
+      if (!has_scales) continue;
+      widen_scales(layer, here.k[g + u], space.key_scales + (g + u) * kGroup);
+      simd::prefetch(here.k[g + u + kUnit] + size);  // the scales after the numbers
+      simd::prefetch(here.v[g + u] + size);
     }
     for (long block = 0; block < blocks; block++) {
       const long start = space.blocks[block].start;
       const Products<T> &product = *space.blocks[block].products;
       for (long i = g * kVectors; i < (g + kUnit) * kVectors && i < here.count * kVectors; i += product.columns) {
         const long group = i / kVectors, groups = product.columns > kVectors ? product.columns / kVectors : 1;
-        const T *from[4], *ahead[8];
+        const T *from[4];
+        const uint8_t *ahead[8];
         for (long c = 0; c < product.columns; c++)
           from[c] = keys[(i + c) / kVectors - g] + (i + c) % kVectors * kLanes * kStep;
         for (long c = 0; c < groups; c++) {
-          ahead[2 * c] = is_rounded ? keys[0] : reinterpret_cast<const T *>(here.v[group + c]);
-          ahead[2 * c + 1] = is_rounded ? keys[0] : reinterpret_cast<const T *>(here.k[group + groups + c]);
+          ahead[2 * c] = here.v[group + c];
+          ahead[2 * c + 1] = here.k[group + groups + c];
         }
-        product.score(space.q + start * kMaxHead, from, width, space.scores + start * kSpan + i * kLanes, ahead);
+        product.score(space.q + start * kMaxHead, from, width, space.scores + start * kSpan + i * kLanes, ahead, item);
       }
     }
   }
+  if (has_scales)
+    for (long g = 0; g < here.count; g++) widen_scales(layer, here.v[g], space.value_scales + g * kGroup);
 }
 
 // memory [rows][width] = weights [rows][kSpan] times the values of a span. `next`: the groups of the next one.
@@ -217,26 +221,28 @@ void add_values(const Call<T> &call, const Groups &here, const Groups &next, con
   const AttentionLayer &layer = call.layer;
   const long width = layer.head_dim, size = kGroup * width;
   const bool is_rounded = layer.pages != kUnrounded;
+  const long item = is_rounded ? 1 : sizeof(T);
   const long share = (here.count + blocks - 1) / blocks;  // of the next span's keys: each block prefetches one
   const long most = is_rounded ? kWidened : Format<T>::kPositions / kGroup;
   for (long g = 0, until; g < here.count; g = until) {
     until = (here.first / kGroup + g + most) / most * most - here.first / kGroup;
     if (until > here.count) until = here.count;
-    const T *values[kSpan / kGroup], *ahead[kSpan / kGroup];
+    const T *values[kSpan / kGroup];
+    const uint8_t *ahead[kSpan / kGroup];
     for (long i = g; i < until; i++) {
       values[i - g] = is_rounded ? space.wide + (i - g) * size : reinterpret_cast<const T *>(here.v[i]);
-      if (is_rounded) widen_group(layer, here.v[i], space.wide + (i - g) * size, next.k[i]);
+      if (is_rounded) widen_group(layer, here.v[i], space.wide + (i - g) * size);
     }
     for (long block = 0; block < blocks; block++) {
       const long start = space.blocks[block].start;
       const Products<T> &product = *space.blocks[block].products;
       for (long i = g; i < until; i++) {
-        const bool is_mine = !is_rounded && i >= share * block && i < share * (block + 1);
-        ahead[i - g] = is_mine ? reinterpret_cast<const T *>(next.k[i]) : values[i - g];
+        const bool is_mine = i >= share * block && i < share * (block + 1);
+        ahead[i - g] = is_mine ? next.k[i] : here.v[i];
       }
       const Left<T> *from = weights + start * kSpan + g * kGroup;
       const auto add = [&](auto product, long d) {
-        product(from, values, ahead, until - g, width, d, g > 0, memory + start * width);
+        product(from, values, ahead, item, until - g, width, d, g > 0, memory + start * width);
       };
       long d = 0;
       for (; d + product.columns * kLanes <= width; d += product.columns * kLanes) add(product.wide, d);

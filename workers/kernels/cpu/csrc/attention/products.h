@@ -71,19 +71,21 @@ inline __attribute__((always_inline)) void add_products(Vec (&sum)[R][C], const 
   }
 }
 
-// Prefetches the cache lines of C registers: pages lie anywhere in memory, where hardware prefetching does not help, so
-// each product prefetches what comes next while it computes.
+// Pages lie anywhere in memory, where hardware prefetching does not help, so each product prefetches what comes next
+// while it computes, a little at a time: as many elements as it reads, of `item` bytes each.
+
+// The cache lines of C registers.
 template <class T, int C>
-inline __attribute__((always_inline)) void prefetch(const T *from) {
+inline __attribute__((always_inline)) void prefetch(const uint8_t *from, long item) {
   constexpr int kBytes = C * kLanes * Format<T>::kStep * sizeof(T);
 #pragma GCC unroll 4
-  for (int at = 0; at < kBytes; at += 64) simd::prefetch(reinterpret_cast<const char *>(from) + at);
+  for (int at = 0; at < kBytes; at += 64) simd::prefetch(from + at / static_cast<int>(sizeof(T)) * item);
 }
 
 // to[r * kSpan + 0 .. C * kLanes) = the scores of R rows and C registers of positions. q [R][kMaxHead]; k [C]: where
 // these positions lie with d = 0; next [2 * groups]: keys and values to prefetch.
 template <class T, int R, int C>
-void score(const Left<T> *q, const T *const *k, long width, float *to, const T *const *next) {
+void score(const Left<T> *q, const T *const *k, long width, float *to, const uint8_t *const *next, long item) {
   constexpr int kStep = Format<T>::kStep, kElements = Format<T>::kElements;
   constexpr int kGroups = C > kVectors ? C / kVectors : 1;
   for (long begin = 0; begin < width; begin += kElements) {
@@ -98,7 +100,7 @@ void score(const Left<T> *q, const T *const *k, long width, float *to, const T *
 #pragma GCC unroll 4
       for (int c = 0; c < C; c++) from[c] = k[c] + d * kGroup;
 #pragma GCC unroll 8
-      for (int i = 0; i < 2 * kGroups; i++) simd::prefetch(next[i] + d * kGroup);
+      for (int i = 0; i < 2 * kGroups; i++) simd::prefetch(next[i] + d * kGroup * item);
       add_products<T, R, C, kMaxHead>(sum, from, q + d);
     }
 #pragma GCC unroll 12
@@ -114,8 +116,8 @@ void score(const Left<T> *q, const T *const *k, long width, float *to, const T *
 // sum[r * width + d + 0 .. C * kLanes) = (adds: +=) weights [R][kSpan] @ values v over `groups` groups of positions;
 // next [groups]: as many keys to prefetch.
 template <class T, int R, int C>
-void weighted_sum(const Left<T> *weights, const T *const *v, const T *const *next, long groups, long width, long d,
-                  bool adds, float *sum) {
+void weighted_sum(const Left<T> *weights, const T *const *v, const uint8_t *const *next, long item, long groups,
+                  long width, long d, bool adds, float *sum) {
   constexpr int kStep = Format<T>::kStep;
   Vec part[R][C];
 #pragma GCC unroll 12
@@ -123,12 +125,13 @@ void weighted_sum(const Left<T> *weights, const T *const *v, const T *const *nex
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++) part[r][c] = simd::zero();
   for (long g = 0; g < groups; g++) {
-    const T *at = v[g] + d * kStep, *ahead = next[g] + d * kStep;
-    for (int j = 0; j < kGroup; j += kStep, at += width * kStep, ahead += width * kStep) {
+    const T *at = v[g] + d * kStep;
+    const uint8_t *ahead = next[g] + d * kStep * item;
+    for (int j = 0; j < kGroup; j += kStep, at += width * kStep, ahead += width * kStep * item) {
       const T *from[C];
 #pragma GCC unroll 4
       for (int c = 0; c < C; c++) from[c] = at + c * kLanes * kStep;
-      prefetch<T, C>(ahead);
+      prefetch<T, C>(ahead, item);
       add_products<T, R, C, kSpan>(part, from, weights + g * kGroup + j);
     }
   }
@@ -145,8 +148,9 @@ void weighted_sum(const Left<T> *weights, const T *const *v, const T *const *nex
 template <class T>
 struct Products {
   int columns;
-  void (*score)(const Left<T> *, const T *const *, long, float *, const T *const *);
-  using WeightedSum = void (*)(const Left<T> *, const T *const *, const T *const *, long, long, long, bool, float *);
+  void (*score)(const Left<T> *, const T *const *, long, float *, const uint8_t *const *, long);
+  using WeightedSum = void (*)(const Left<T> *, const T *const *, const uint8_t *const *, long, long, long, long, bool,
+                               float *);
   WeightedSum wide, narrow;  // of `columns` registers, and of 16 elements
 };
 

@@ -131,8 +131,7 @@ struct Interleaved {
 };
 
 template <class Numbers>
-__attribute__((target("avx512vbmi"))) void widen_by_table(const uint8_t *from, BFloat16 *to, long count,
-                                                           const uint8_t *ahead, const uint8_t *other) {
+__attribute__((target("avx512vbmi"))) void widen_by_table(const uint8_t *from, BFloat16 *to, long count) {
   alignas(64) static constexpr BFloat16Table kTable = table_of(Numbers{});
   alignas(64) static constexpr Interleaved kOrder{};
   const __m512i low0 = _mm512_load_si512(kTable.low), low1 = _mm512_load_si512(kTable.low + 64);
@@ -140,8 +139,6 @@ __attribute__((target("avx512vbmi"))) void widen_by_table(const uint8_t *from, B
   const __m512i first = _mm512_load_si512(kOrder.bytes), second = _mm512_load_si512(kOrder.bytes + 64);
   const __m512i sign = _mm512_set1_epi8(static_cast<char>(0x80));
   for (long i = 0; i < count; i += 64) {
-    simd::prefetch(ahead + i);
-    if (other) simd::prefetch(other + i);
     const __m512i x = _mm512_loadu_si512(from + i);
     const __m512i size = std::is_same_v<Numbers, Int8Numbers> ? _mm512_abs_epi8(x) : x;  // of which 7 bits count
     const __m512i low = _mm512_permutex2var_epi8(low0, size, low1);
@@ -159,16 +156,14 @@ inline bool has_byte_tables() {
 
 #endif
 
-// `count` numbers, a multiple of 256, while `ahead`, as many bytes that lie elsewhere, and `other` are prefetched.
+// `count` numbers, a multiple of 256.
 template <class Numbers, class T>
-inline void widen(const uint8_t *from, T *to, long count, const uint8_t *ahead, const uint8_t *other) {
+inline void widen(const uint8_t *from, T *to, long count) {
 #ifdef OARLOCK_WIDENS_BY_TABLE
   if constexpr (std::is_same_v<T, BFloat16>)
-    if (has_byte_tables()) return widen_by_table<Numbers>(from, to, count, ahead, other);
+    if (has_byte_tables()) return widen_by_table<Numbers>(from, to, count);
 #endif
   for (long i = 0; i < count; i += 64) {
-    simd::prefetch(ahead + i);
-    if (other) simd::prefetch(other + i);
 #pragma GCC unroll 8
     for (int j = 0; j < 64; j += 2 * kLanes)
       store_exact(to + i + j, Numbers::load(from + i + j), Numbers::load(from + i + j + kLanes));
@@ -177,11 +172,10 @@ inline void widen(const uint8_t *from, T *to, long count, const uint8_t *ahead, 
 
 // The numbers of a group of pages in 8 bits.
 template <class T>
-void widen_group(const AttentionLayer &layer, const uint8_t *group, T *to, const uint8_t *ahead,
-                 const uint8_t *other = nullptr) {
+void widen_group(const AttentionLayer &layer, const uint8_t *group, T *to) {
   const long count = kGroup * layer.head_dim;
-  if (layer.pages == kInt8Pages) widen<Int8Numbers>(group, to, count, ahead, other);
-  else widen<E4m3Numbers>(group, to, count, ahead, other);
+  if (layer.pages == kInt8Pages) widen<Int8Numbers>(group, to, count);
+  else widen<E4m3Numbers>(group, to, count);
 }
 
 }  // namespace
