@@ -31,8 +31,8 @@ class AWQReader:
         kinds = (("qweight", part.all_inputs, part.inputs), ("qzeros", all_groups, groups))
         values, zeros = (
             unpack(
-                take_block(weights, f"{part.name}.{kind}", (height, words), rows, columns, torch.int32), 4, 1, _ORDER
-            )[:, within].T.contiguous()  # [N, K], [N, groups]
+                take_block(weights, f"{part.name}.{kind}", (height, words), rows, columns, torch.int32).T, 4, 0, _ORDER
+            )[within]  # [N, K], [N, groups]
             for kind, height, rows in kinds
         )
         scales = take_block(

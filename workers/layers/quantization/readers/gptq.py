@@ -41,7 +41,7 @@ class GPTQReader:
             weights, f"{part.name}.qweight", (part.all_inputs // in_word, part.all_rows),
             part.inputs.of_words(in_word), part.rows, torch.int32,
         )  # fmt: skip
-        values = unpack(words, self.bits, 0)[part.inputs.within_words(in_word)]  # [K, N]
+        values = unpack(words.T, self.bits, 1)[:, part.inputs.within_words(in_word)]  # [N, K]
         words = take_block(
             weights, f"{part.name}.qzeros", (all_groups, part.all_rows // in_word),
             groups, part.rows.of_words(in_word), torch.int32,
@@ -54,4 +54,4 @@ class GPTQReader:
             weights, f"{part.name}.scales", (all_groups, part.all_rows), groups, part.rows, torch.float32
         )
         is_middle = self._symmetric and not zeros.any()
-        return Numbers(values.T.contiguous(), scales.T.contiguous(), None if is_middle else zeros.T.contiguous())
+        return Numbers(values.contiguous(), scales.T.contiguous(), None if is_middle else zeros.T.contiguous())

@@ -48,11 +48,18 @@ def unpack(words: Tensor, bits: int, dim: int, order: Sequence[int] | None = Non
 
     `order`: the place of each number of a word, the lowest bits first; None: one after the other.
     """
-    count, middle = 32 // bits, 1 << bits - 1
-    shape = [*words.shape[:dim], words.shape[dim], count, *words.shape[dim + 1 :]]
+    height, width = words.shape
+    words = words.clone(memory_format=torch.contiguous_format)  # `contiguous` keeps odd strides of lengths of one
+    stored = words.view(torch.uint8).view(height, width, 4)  # the lowest byte first
+    if bits == 8:
+        numbers = (stored ^ 0x80).view(torch.int8)
+        return numbers.flatten(1) if dim == 1 else numbers.transpose(1, 2).flatten(0, 1)
+    halves = [(half.view(torch.int8) - 8) for half in (stored & 15, stored >> 4)]  # the lower one first
+    if dim == 1 and order is None:
+        return torch.stack(halves, 3).flatten(1)
+    shape = (height, 8, width) if dim == 0 else (height, width, 8)
     numbers = torch.empty(shape, dtype=torch.int8)
-    for index in range(count):
+    for index in range(8):
         place = index if order is None else order[index]
-        part = (words >> index * bits & (1 << bits) - 1) - middle
-        numbers.select(dim + 1, place).copy_(part)
+        numbers.select(dim + 1, place).copy_(halves[index % 2][:, :, index // 2])
     return numbers.flatten(dim, dim + 1)
