@@ -105,15 +105,9 @@ def _pre_tokenizer(settings: Settings) -> PreTokenizer:
 
 def _byte_level(settings: Settings, vocabulary: Vocabulary) -> dict[str, Any]:
     kind, ids = _pre_tokenizer(settings), vocabulary.ids()
-    merges = []
-    for number, merge in enumerate(settings.texts("tokenizer.ggml.merges")):
-        left, _, right = merge.partition(" ")
-        if left not in ids or right not in ids or left + right not in ids:
-            raise StartupError(
-                f"{settings.model.path}: merge {number}, {merge[:80]!r}, is not of two tokens to a third.",
-                "Use a file that llama.cpp's converter wrote.",
-            )
-        merges.append([left, right])
+    pairs = [merge.partition(" ")[::2] for merge in settings.texts("tokenizer.ggml.merges")]
+    # A merge to what is no token gives none; the library would refuse it.
+    merges = [[left, right] for left, right in pairs if left in ids and right in ids and left + right in ids]
     return {
         "normalizer": {"type": kind.normal_form} if kind.normal_form else None,
         "pre_tokenizer": kind.steps(),

@@ -228,7 +228,6 @@ def test_chat_templates_and_end_tokens_are_those_of_the_file() -> None:
     [
         ({"pre": "brand-new"}, "pre-tokenizer 'brand-new' is not known"),
         ({"model": "bert"}, "kind 'bert' is not supported"),
-        ({"merges": ["a c"]}, "merge 0, 'a c'"),
         ({"merges": None}, "no setting 'tokenizer.ggml.merges'"),
         ({"token_type": array("i", [1])}, "a list of 3 numbers"),
         ({"eos_token_id": 3}, "eos_token_id is 3, and there are 3 tokens"),
@@ -239,3 +238,9 @@ def test_what_cannot_be_a_tokenizer_is_refused(changes: dict[str, Any], cause: s
     values = {"model": "gpt2", "pre": "qwen2", "tokens": ["a", "b", "ab"], "merges": ["a b"]}
     with pytest.raises(StartupError, match=cause):
         converted(settings_of(values | changes))
+
+
+def test_merges_to_what_is_no_token_are_left_out() -> None:
+    values = {"model": "gpt2", "pre": "gpt-2", "tokens": ["a", "b", "ab"], "merges": ["a c", "b a", "a b", "a"]}
+    ours = converted(settings_of(values))
+    assert ours.encode("abba") == [2, 1, 0]
