@@ -104,7 +104,7 @@ test-long: $(TOOLS)
 	@echo '==> soak'
 	@$(BIN)/python -m pytest -m soak tests/e2e tests/load tests/benchmarks tests/unit/workers/test_verify_stored.py
 	@echo '==> the kernels of 64-bit ARM, emulated'
-	@$(PYTEST) -m soak -k '$(ARM_SAMPLE)' $(addprefix tests/unit/workers/test_,kernels_simd.py kernels_elementwise.py attention.py layers_matmul.py int8.py grouped.py)
+	@$(PYTEST) -m soak -k '$(ARM_SAMPLE)' $(addprefix tests/unit/workers/test_,kernels_simd.py kernels_elementwise.py attention.py layers_matmul.py int8.py grouped.py fp8.py)
 	@echo '==> fuzz'
 	@$(BIN)/python -m tests.fuzz.run --requests 4000 --examples 12
 	@echo '==> clients'

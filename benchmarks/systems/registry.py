@@ -69,10 +69,7 @@ def start_openvino(plan: Plan) -> System:
     command = [str(python("openvino")), str(script), "--model", str(model), "--threads", str(plan.threads)]
     command += ["--max-concurrency", str(plan.max_concurrency)]
     about = {"dtype": models.openvino_weights(plan), "interface": "offline, continuous batching"}
-    env = clean_environment(plan.threads)
-    if plan.level is not None:
-        env["ONEDNN_MAX_CPU_ISA"] = f"{plan.level.upper()}_VNNI"
-    return JobSystem("openvino", "OpenVINO GenAI", about, command, env, ROOT)
+    return JobSystem("openvino", "OpenVINO GenAI", about, command, clean_environment(plan.threads), ROOT)
 
 
 def start_llamacpp(plan: Plan) -> System:
@@ -114,7 +111,9 @@ STARTS: dict[str, Callable[[Plan], System]] = {
 
 # Those that round weights here: `vllm` and `transformers` need other checkpoints or libraries for it.
 ROUNDING = {"none": tuple(STARTS), "int8": ("oarlock", "openvino", "llamacpp"), "int4": ("oarlock", "llamacpp")}
-LEVELS = {"avx2": ("oarlock", "openvino", "llamacpp")}  # those that can be held to the instructions of a level
+# Those that can be held to the instructions of a level: OpenVINO chooses kernels by the processor whatever its oneDNN
+# may use, and with ONEDNN_MAX_CPU_ISA=AVX2 finds none for weights of 8 bits.
+LEVELS = {"avx2": ("oarlock", "llamacpp")}
 
 
 def available() -> list[str]:
