@@ -102,7 +102,7 @@ ARM_SAMPLE := simd or norm or rotation or agrees or come_back or not_rounded or 
 
 test-long: $(TOOLS)
 	@echo '==> soak'
-	@$(BIN)/python -m pytest -m soak tests/e2e tests/load tests/benchmarks tests/unit/workers/test_verify_stored.py
+	@$(BIN)/python -m pytest -m soak tests/e2e tests/load tests/benchmarks tests/unit/workers/test_verify_stored.py tests/parallel
 	@echo '==> the kernels of 64-bit ARM, emulated'
 	@$(PYTEST) -m soak -k '$(ARM_SAMPLE)' $(addprefix tests/unit/workers/test_,kernels_simd.py kernels_elementwise.py attention.py layers_matmul.py int8.py grouped.py fp8.py)
 	@echo '==> fuzz'

@@ -9,7 +9,9 @@ from random import Random
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
+from benchmarks.checkpoint import SHAPES
 from engine.sampling_params import SamplingParams
 from engine.types import Request
 from tests.golden import paged_run
@@ -19,6 +21,7 @@ from tests.parallel.rank_threads import ThreadExecutor
 from tests.unit.workers.kernel_levels import NO_KERNELS
 from workers.config import WorkerConfig
 from workers.distributed.tree_sum import tree_sum
+from workers.executor import start_executor
 
 pytestmark = pytest.mark.skipif(NO_KERNELS is not None, reason=f"no kernels here: {NO_KERNELS}")
 
@@ -125,6 +128,37 @@ def test_other_families(checkpoints: dict[str, Path], family: str) -> None:
         answers.append(run(executor, requests))
         executor.close()
     assert all(differences(other, answers[0]) == [] for other in answers)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("form", ["bfloat16", "bfloat16-int8", "bfloat16-int4"])
+def test_the_shape_of_a_real_model_on_processes(tmp_path: Path, form: str) -> None:
+    """Qwen2.5-0.5B with random weights: two ranks with one thread each against one rank with two."""
+    shape = AutoConfig.for_model("qwen2", **SHAPES["0.5b"], tie_word_embeddings=True)
+    shape.architectures = ["Qwen2ForCausalLM"]
+    shape.save_pretrained(tmp_path)
+    dtype, _, quantization = form.partition("-")
+    answers = []
+    for size in (1, 2):
+        config = WorkerConfig(
+            str(tmp_path),
+            device="cpu",
+            dtype=dtype,
+            quantization=quantization or "none",
+            load_format="dummy",
+            tensor_parallel_size=size,
+            max_model_len=128,
+            max_num_seqs=32,
+            max_num_batched_tokens=256,
+            block_size=16,
+            num_kv_blocks=200,
+            num_threads=3 - size,
+        )
+        executor = start_executor(config, inline=True, on_progress=lambda phase, fraction: None)
+        assert executor.info.rank_invariant, executor.info.rank_invariant_reason
+        answers.append(DirectEngine(executor).run(make_requests(16)))
+        executor.close()
+    assert differences(*answers) == []
 
 
 @pytest.mark.parametrize("form", ["bfloat16", "float16", "float32", "float32-int8", "float32-int4"])
