@@ -8,6 +8,7 @@ import pytest
 from server.bench.plan import ServePlan
 from server.bench.serve import measure
 from tests.e2e.running import ROOT
+from tests.golden.tiny_models import make_tiny
 from tests.load import agreement, sampling_bench
 from tests.load.paced_server import PacedServer
 from tests.unit.workers.kernel_levels import NO_KERNELS
@@ -34,6 +35,13 @@ def test_what_pinning_changes():
 def test_the_overhead_of_a_step():
     result = run_module("step_overhead", "--layers", 2, "--rounds", 1)
     assert "one call per half" in result.stdout and "separate operations" in result.stdout
+
+
+@pytest.mark.skipif(NO_KERNELS is not None, reason=f"no kernels here: {NO_KERNELS}")
+def test_what_slices_cost(tmp_path):
+    model = make_tiny(tmp_path, "qwen2", head_dim=32, max_position_embeddings=4096)
+    result = run_module("slice_cost", model, "--rounds", 1, "--threads", 1)
+    assert "8 slices" in result.stdout and result.stdout.count("ratio") == 5
 
 
 @pytest.mark.skipif(NO_KERNELS is not None, reason=f"no kernels here: {NO_KERNELS}")

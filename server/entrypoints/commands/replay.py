@@ -22,8 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tolerance",
         type=float,
         metavar="X",
-        help="largest difference of a logprob that passes (default: 0 with the recorded number of ranks; with "
-        "another, logprobs are reported but not limited)",
+        help="largest difference of a logprob that passes (default: 0 where these ranks have the same bits as the "
+        "recorded ones; elsewhere logprobs are reported but not limited)",
     )
 
 

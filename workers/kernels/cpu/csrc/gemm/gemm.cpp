@@ -28,6 +28,7 @@ namespace {
 
 constexpr long kChunk = 240;         // rows whose totals of one panel stay in the caches; a multiple of kTileRows
 constexpr long kSerial = 1 << 14;    // elements of x that one thread packs sooner than it wakes another
+constexpr long kFullTile = 32;       // inputs of a whole tile of AMX
 static_assert(kChunk % kTileRows == 0);
 
 template <class T>
@@ -47,7 +48,8 @@ struct TypeOf<BFloat16> {
 #endif
 };
 
-// Up to kChunk rows of x, in strips of about equal size: [strips][blocks][rows of the strip][kRowStride].
+// Up to kChunk rows of x, in strips of about equal size: [strips][blocks][rows of the strip][kRowStride]. Slices that are
+// shorter than a block share one: what strips read again for each panel lies close together.
 template <class T>
 struct Rows {
   using S = typename TypeOf<T>::Tiles;
@@ -55,14 +57,19 @@ struct Rows {
   X *packed;
   long rows, strips;
   Slices inputs;
-  long blocks;
+  long blocks, shared, places;  // blocks of all slices, how many of them lie in one, and how many then lie side by side
 
   Rows(long rows, const Slices &inputs)
-      : rows(rows), strips((rows + S::kRows - 1) / S::kRows), inputs(inputs), blocks(inputs.all_blocks()) {}
+      : rows(rows), strips((rows + S::kRows - 1) / S::kRows), inputs(inputs), blocks(inputs.all_blocks()),
+        shared(inputs.blocks == 1 ? S::kBlock / padded(inputs.length) : 1), places((blocks + shared - 1) / shared) {}
+  static long padded(long inputs) { return (inputs + S::kStep - 1) / S::kStep * S::kStep; }
   long begin(long strip) const { return rows * strip / strips; }
   long count(long strip) const { return begin(strip + 1) - begin(strip); }
-  long size() const { return rows * blocks * kRowStride<S>; }
-  X *at(long strip, long block) const { return packed + (begin(strip) * blocks + count(strip) * block) * kRowStride<S>; }
+  long size() const { return rows * places * kRowStride<S>; }
+  X *at(long strip, long block) const {
+    X *place = packed + (begin(strip) * places + count(strip) * (block / shared)) * kRowStride<S>;
+    return place + block % shared * padded(inputs.length);
+  }
 
   void pack(const T *x, long stride) {
 #pragma omp parallel for if (size() > kSerial)
@@ -106,10 +113,10 @@ struct Chunk {
   const Rows<T> &x;
   long first_row;
 
-  static long padded(long inputs) { return (inputs + S::kStep - 1) / S::kStep * S::kStep; }
   const T *weights(long panel, long block) const {
-    const long slice = block / x.inputs.blocks, in_slice = block % x.inputs.blocks * S::kBlock;
-    return static_cast<const T *>(p.weight) + ((panel * p.slices + slice) * padded(x.inputs.length) + in_slice) * kPanel;
+    const long slice = block / x.inputs.blocks, in_slice = block % x.inputs.blocks * x.inputs.block;
+    const long slices = panel * p.slices + slice;
+    return static_cast<const T *>(p.weight) + (slices * x.padded(x.inputs.length) + in_slice) * kPanel;
   }
 
   // totals [rows][kPanel] of one panel, over blocks `begin` to `end` of one slice.
@@ -120,7 +127,7 @@ struct Chunk {
     for (long block = begin; block < end; block++) {
       const bool first = block == begin;
       const T *w = weights(panel, block);
-      const long count = padded(x.inputs.inputs_of(block));
+      const long count = x.padded(x.inputs.inputs_of(block));
       const char *here = reinterpret_cast<const char *>(w);
       if (x.strips == 1) {
         kTiles<S>[x.rows](x.at(0, block), w, count, totals, first, {here + ahead(x.rows), kStepBytes<S>});
@@ -200,7 +207,7 @@ template <class T>
 void multiply(const Product &p) {
   const long columns_per_panel = kPanel;
   const long panels = (p.columns + columns_per_panel - 1) / columns_per_panel;
-  const Slices inputs(p.inputs, p.slices, TypeOf<T>::Tiles::kBlock);
+  const Slices inputs = Slices(p.inputs, p.slices, TypeOf<T>::Tiles::kBlock).even(kFullTile);
   for (long row = 0; row < p.rows; row += kChunk) {
     Rows<T> x(std::min(kChunk, p.rows - row), inputs);
     const Arena::Mark mark = arena().mark();

@@ -17,8 +17,17 @@ struct Slices {
   long count, length;  // slices, and inputs of each
   long block, blocks;  // inputs of a block, and blocks of a slice
 
-  Slices(long inputs, long count, long block)
-      : count(count), length(inputs / count), block(block), blocks((length + block - 1) / block) {}
+  // Blocks of at most `most` inputs.
+  Slices(long inputs, long count, long most)
+      : count(count), length(inputs / count), block(most), blocks((length + most - 1) / most) {}
+
+  // The same with blocks of about equal length, a multiple of `step`: while one is multiplied, the next is fetched.
+  Slices even(long step) const {
+    Slices other = *this;
+    other.block = (length + blocks * step - 1) / (blocks * step) * step;
+    other.blocks = (length + other.block - 1) / other.block;
+    return other;
+  }
   long all_blocks() const { return count * blocks; }
   long first_input(long index) const { return index / blocks * length + index % blocks * block; }
   long inputs_of(long index) const { return std::min(block, length - index % blocks * block); }
