@@ -40,7 +40,8 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "qwen2": {"hidden_size": 256},
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
 }
-FORMS = ("bfloat16", "float16", "float32", "bfloat16-int8", "bfloat16-int4")  # dtype and quantisation
+# dtype, quantisation, KV cache
+FORMS = ("bfloat16", "float16", "float32", "bfloat16-int8", "bfloat16-int4", "bfloat16-none-int8", "float32-int8-fp8")
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +51,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def start(path: Path, form: str, size: int, num_threads: int = 1) -> ThreadExecutor:
-    dtype, _, quantization = form.partition("-")
+    dtype, quantization, cache = [*form.split("-"), *("none", "auto")[form.count("-") :]]
     return ThreadExecutor(
         WorkerConfig(
             str(path),
             device="cpu",
             dtype=dtype,
-            quantization=quantization or "none",
+            quantization=quantization,
+            kv_cache_dtype=cache,
             tensor_parallel_size=size,
             max_model_len=128,
             max_num_seqs=32,
