@@ -79,10 +79,11 @@ def verify(arguments: argparse.Namespace) -> Report:
         from workers.verify.report import Report
 
         size = config.tensor_parallel_size
-        comparison = compare(folder, spec, size, config.dtype)
+        has_scales = config.quantization != "none"
+        comparison = compare(folder, spec, size, config.dtype, has_scales=has_scales)
         causes = explain(comparison, folder, Path(config.model_path), spec, size, config.quantization)
         return Report(
-            model=Path(config.model_path).name,
+            model=Path(arguments.name or config.model_path).name,
             architecture=spec.architecture,
             dtype=config.dtype,
             size=size,
@@ -152,6 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--parent", type=int, help="the process that must be alive for this one to be")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--name", help="of the model, for the report (default: its directory's)")
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--prompts", type=Path)

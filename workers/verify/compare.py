@@ -24,6 +24,7 @@ from workers.verify.request import Text
 LIMIT = 2.0  # of root mean square errors, and of the largest error of the logits; in transformers' own errors
 LARGEST_LIMIT = 4.0  # of the largest error of any other tensor; docs/accuracy.md has what correct models reach
 _ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}  # relative, of one operation
+_SCALES = 2.0**-11  # as kernels keep those of groups of weights
 
 # The tensors of a layer in the order they are computed; `rank.py` describes each.
 LAYER_TENSORS = (
@@ -197,10 +198,12 @@ class Comparison:
         return () if self.halves is None else self.halves.differences
 
 
-def compare(folder: Path, spec: DecoderSpec, size: int, dtype: str) -> Comparison:
-    """What `size` ranks have left in `folder` against the reference's; one tensor in memory at a time."""
+def compare(folder: Path, spec: DecoderSpec, size: int, dtype: str, *, has_scales: bool = False) -> Comparison:
+    """What `size` ranks have left in `folder` against the reference's; one tensor in memory at a time. `has_scales`:
+    weights may have scales that kernels round, which no sum makes up for where they are looked up."""
     recorded = Recorded(folder)
-    rows = [_compare_tensor(recorded, name, spec, size, _ROUNDING[dtype]) for name in tensor_names(spec.num_layers)]
+    rounding = max(_ROUNDING[dtype], _SCALES if has_scales else 0.0)
+    rows = [_compare_tensor(recorded, name, spec, size, rounding) for name in tensor_names(spec.num_layers)]
     return Comparison(rows, list(compare_tokens(folder, dtype)), Halves.read(folder, size))
 
 

@@ -55,4 +55,6 @@ def run(arguments: argparse.Namespace) -> int:
         value = getattr(arguments, name)
         if value is not None:
             words.append(f"--{name}={value}")
+    if arguments.model is not None and arguments.model.endswith(".gguf"):  # its description has another name
+        words.append(f"--name={arguments.model}")
     return run_program("workers.verify", [*words, "--", model])

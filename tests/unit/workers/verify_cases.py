@@ -93,7 +93,7 @@ class VerifyCase:
 
     def compared(self, size: int) -> tuple[Comparison, list[str]]:
         spec = read_spec(str(self.model))
-        comparison = compare(self.folder, spec, size, self.dtype)
+        comparison = compare(self.folder, spec, size, self.dtype, has_scales=self.quantization != "none")
         return comparison, explain(comparison, self.folder, self.model, spec, size, self.quantization)
 
 
