@@ -10,8 +10,8 @@
 
 namespace {
 
-constexpr long kSpan = 960;  // rows at a time between the products of an MLP, so that scratch memory stays small
-constexpr long kMaxHead = 256;
+constexpr long kRowsAtOnce = 960;  // rows at a time between the products of an MLP, so that scratch memory stays small
+constexpr long kWidestHead = 256;
 
 gemm::Product product(const PackedWeight &w, const void *x, void *y, long rows, long y_stride) {
   return {x, w.weight, w.bias, nullptr, y, rows, w.columns, w.inputs, w.inputs, y_stride, w.epilogue, w.slices};
@@ -95,7 +95,7 @@ void rotate_heads(const AttentionHalf &layer, const LayerStep &step, T *qkv, lon
     for (long head = 0; head < heads; head++) {
       T *x = qkv + row * stride + head * width;
       if (layer.head_norm) {
-        alignas(64) float normed[kMaxHead];
+        alignas(64) float normed[kWidestHead];
         rms_norm_row(x, layer.head_norm + head * width, normed, width, layer.half.eps);
         rotate_head(normed, cos, sin, x, width, half);
       } else {
@@ -125,9 +125,9 @@ template <class T>
 void mlp_half(const LayerHalf &mlp, const LayerStep &step) {
   const long width = mlp.out.inputs;
   const Arena::Mark mark = arena().mark();
-  T *gated = arena().take<T>(std::min(kSpan, step.rows) * width);
-  for (long first = 0; first < step.rows; first += kSpan) {
-    const long rows = std::min(kSpan, step.rows - first);
+  T *gated = arena().take<T>(std::min(kRowsAtOnce, step.rows) * width);
+  for (long first = 0; first < step.rows; first += kRowsAtOnce) {
+    const long rows = std::min(kRowsAtOnce, step.rows - first);
     enter(mlp, step, first, rows, gated, width);
     leave(mlp, step, first, rows, gated);
   }
