@@ -53,7 +53,7 @@ def test_rounded_weights(tmp_path: Path) -> None:
 
 
 MISTAKES = {
-    "wrong path": (["{folder}/nowhere/at/all"], "is neither a directory nor a hub id"),
+    "wrong path": (["{folder}/nowhere/at/all"], "is neither a directory, nor a GGUF file, nor a hub id"),
     "no number": (["{model}", "-tp", "two"], "--tensor-parallel-size is 'two'"),
     "size that does not divide": (["{model}", "-tp", "3"], "tensor_parallel_size 3 does not fit this model"),
 }
