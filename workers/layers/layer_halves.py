@@ -19,9 +19,9 @@ from workers.distributed.parallel_state import TensorParallel
 from workers.kernels.cpu.collective import ALL_CAME
 from workers.kernels.cpu.element_types import ELEMENT_TYPES
 from workers.kernels.cpu.fp8_gemm import PackedFp8
-from workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul
+from workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul, CppPackedGatedMatmul, CppPackedMatmul
 from workers.kernels.cpu.grouped_gemm import PackedGrouped
-from workers.kernels.cpu.int8_gemm import CppInt8GatedMatmul, CppInt8Matmul, PackedInt8
+from workers.kernels.cpu.int8_gemm import PackedInt8
 from workers.kernels.cpu.layer_halves import CAttentionHalf, CLayerHalf, CLayerStep, CPackedWeight, bound
 from workers.layers.attention import Attention
 from workers.layers.linear import GatedParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -29,10 +29,10 @@ from workers.layers.mlp import GatedMLP
 from workers.layers.norm import HeadNorm, RMSNorm
 
 Part = TypeVar("Part")
-Product = CppMatmul | CppInt8Matmul
-GatedProduct = CppGatedMatmul | CppInt8GatedMatmul
-_PRODUCTS = (CppMatmul, CppInt8Matmul)
-_GATED_PRODUCTS = (CppGatedMatmul, CppInt8GatedMatmul)
+Product = CppMatmul | CppPackedMatmul
+GatedProduct = CppGatedMatmul | CppPackedGatedMatmul
+_PRODUCTS = (CppMatmul, CppPackedMatmul)
+_GATED_PRODUCTS = (CppGatedMatmul, CppPackedGatedMatmul)
 _DENSE = 0  # the kind of a packed weight in the model's dtype: `WeightKind` in csrc/gemm/int8.h
 
 
@@ -181,7 +181,7 @@ class _Parts:
         return None
 
     def weight(self, product: Product | GatedProduct) -> CPackedWeight:
-        if isinstance(product, CppInt8Matmul | CppInt8GatedMatmul):
+        if isinstance(product, CppPackedMatmul | CppPackedGatedMatmul):
             weight = self.take(product, "weight", PackedInt8, PackedGrouped, PackedFp8)
             packed, columns, kind, slices = weight.memory, weight.columns, weight.kind, weight.slices
         else:

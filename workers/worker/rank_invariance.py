@@ -16,8 +16,7 @@ from workers.distributed.parallel_state import TensorParallel
 from workers.distributed.tree_sum import tree_sum
 from workers.distributed.vocab_slices import VOCAB_SLICES
 from workers.kernels.cpu.collective import ALL_CAME, all_reduce_of
-from workers.kernels.cpu.gemm import CppMatmul
-from workers.kernels.cpu.int8_gemm import CppInt8Matmul
+from workers.kernels.cpu.gemm import CppMatmul, CppPackedMatmul
 from workers.kernels.cpu.library import library
 from workers.kernels.cpu.sampling import can_serve
 from workers.layers.linear import RowParallelLinear
@@ -55,7 +54,7 @@ def _why_not(model: Decoder, kv: list[LayerKV], backend: AttentionBackend, sizes
         return f"on {device.type} libraries add up in an order that depends on the shape of a rank's weights"
     if model.prepared_for(kv, backend) is None:
         return f"not everything is computed by kernels that add up in one order: {model.why_not_prepared}"
-    if not isinstance(model.head.product, CppMatmul | CppInt8Matmul) or not can_serve(device):
+    if not isinstance(model.head.product, CppMatmul | CppPackedMatmul) or not can_serve(device):
         return "logits or samples are computed by torch, in an order that depends on the shape of a rank's vocabulary"
     if tp.size not in sizes or VOCAB_SLICES % tp.size:
         return f"{tp.size} ranks do not hold whole slices of the inputs; {', '.join(map(str, sizes))} would"
@@ -79,7 +78,7 @@ def _fault(model: Decoder) -> str | None:
 def _adds_up(layer: RowParallelLinear, slices: int, draw: torch.Generator) -> bool:
     """With all inputs but those of a slice at zero, a product is the sum of that slice."""
     product = layer.product
-    assert isinstance(product, CppMatmul | CppInt8Matmul)
+    assert isinstance(product, CppMatmul | CppPackedMatmul)
     share = product.as_share()
     x = torch.randn((_ROWS, layer.weight_shard.local_inputs), generator=draw).to(product.dtype)
     parts: list[Tensor] = []

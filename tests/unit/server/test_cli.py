@@ -72,7 +72,12 @@ def test_help_shows_every_flag_with_its_environment_name(capsys):
         (["serve", "--model", "Qwen/Qwen3-0.6B"], 2, "--model", "oarlock serve MODEL"),
         (["serve", "--device", "gpu"], 2, "did you mean cpu", "--device"),
         (["serve", "--config", "/nowhere.toml"], 3, "/nowhere.toml", "--config"),
-        (["serve", "./no/such/dir/model"], 3, "neither a directory, nor a GGUF file, nor a hub id", "hub ids look like"),
+        (
+            ["serve", "./no/such/dir/model"],
+            3,
+            "neither a directory, nor a GGUF file, nor a hub id",
+            "hub ids look like",
+        ),
         (["serve", str(ROOT / "oarlock.py")], 3, "is a file", "directory"),
         (["serve", str(ROOT / "server")], 3, "no config.json", "Hugging Face layout"),
         (["serve", "--host", "256.0.0.1"], 3, "256.0.0.1", "127.0.0.1"),

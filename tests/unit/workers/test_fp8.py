@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.unit.workers.kernel_levels import NO_KERNELS, PARAMETERS, using
 from workers.distributed.tree_sum import tree_sum
-from workers.kernels.cpu.int8_gemm import CppInt8GatedMatmul, CppInt8Matmul
+from workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
 from workers.kernels.cpu.levels import Level
 from workers.layers.matmul import ACTIVATIONS
 from workers.layers.quantization.formats.sizes import fp8_bytes
@@ -79,7 +79,7 @@ def test_the_kernel_agrees_with_the_reference(
     limit = 4e-7 * (x.double().abs() @ dense(values, scales, group).T.abs()).max()
     with using(level):
         packed = Fp8Weight(values, scales, group, dtype).packed(slices=slices)
-    plain, rounded = (CppInt8Matmul(packed, dtype, bias, float32_output=wide) for wide in (True, False))
+    plain, rounded = (CppPackedMatmul(packed, dtype, bias, float32_output=wide) for wide in (True, False))
     whole, added = plain(x), rounded(x, residual)
     assert (whole - bias.float() - wide).abs().max() <= limit
     assert torch.equal(added, (whole + residual.float()).to(dtype))
@@ -103,7 +103,7 @@ def test_every_number_is_widened_exactly(level: Level) -> None:
     weight = Fp8Weight(values, torch.full((40, 2), 0.75), 128, torch.float32)
     x = torch.eye(len(FINITE))
     with using(level):
-        product = CppInt8Matmul(weight.packed(), torch.float32, None)
+        product = CppPackedMatmul(weight.packed(), torch.float32, None)
     for rows in (1, len(FINITE)):
         assert torch.equal(product(x[:rows]), values.T.float()[:rows] * 0.75)
     assert torch.equal(product.rows(torch.tensor([7])), values[:1].float() * 0.75)
@@ -138,7 +138,7 @@ def test_the_gate_agrees_with_the_reference(level: Level, dtype: torch.dtype, ac
     limit = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}[dtype] * truth.abs().max()
     with using(level):
         packed = Fp8Weight(values, scales, 128, dtype).packed(gated=True)
-        product = CppInt8GatedMatmul(packed, dtype, bias, activation)
+        product = CppPackedGatedMatmul(packed, dtype, bias, activation)
     whole = product(x)
     assert (whole - truth).abs().max() <= limit
     assert all(torch.equal(product(x[60 - rows :]), whole[60 - rows :]) for rows in (1, 12, 60))
@@ -150,5 +150,5 @@ def test_rows_come_back_out_of_the_packed_weight(level: Level, dtype: torch.dtyp
     values, scales = made(77, 1030, 128)
     weight, ids = Fp8Weight(values, scales, 128, dtype), torch.randint(0, 77, (40,))
     with using(level):
-        rows = CppInt8Matmul(weight.packed(), dtype, None).rows(ids)
+        rows = CppPackedMatmul(weight.packed(), dtype, None).rows(ids)
     assert torch.equal(rows, weight.embed(ids))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.unit.workers.kernel_levels import NO_KERNELS, PARAMETERS, is_here, using
+from workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
 from workers.kernels.cpu.grouped_gemm import GROUPED, GROUPED_DOT, kind_for
-from workers.kernels.cpu.int8_gemm import CppInt8GatedMatmul, CppInt8Matmul
 from workers.kernels.cpu.levels import Level
 from workers.layers.matmul import ACTIVATIONS
 from workers.layers.quantization.grouped import GroupedGatedMatmul, GroupedMatmul, GroupedWeight, stored_groups
@@ -194,9 +194,9 @@ def test_the_kernel_equals_the_reference_bit_by_bit(
             packed = weight.packed(slices=slices, kind=kind)
         for rows in (1, 2, 13, 64, 300):
             here = slice(0, rows)
-            assert torch.equal(CppInt8Matmul(packed, dtype, None, float32_output=True)(x[here]), plain[here])
-            assert torch.equal(CppInt8Matmul(packed, dtype, None)(x[here]), plain[here].to(dtype))
-            assert torch.equal(CppInt8Matmul(packed, dtype, bias)(x[here], residual[here]), added[here])
+            assert torch.equal(CppPackedMatmul(packed, dtype, None, float32_output=True)(x[here]), plain[here])
+            assert torch.equal(CppPackedMatmul(packed, dtype, None)(x[here]), plain[here].to(dtype))
+            assert torch.equal(CppPackedMatmul(packed, dtype, bias)(x[here], residual[here]), added[here])
 
 
 @each_level
@@ -209,7 +209,7 @@ def test_the_kernel_reads_inputs_in_another_order(level: Level, bits: int, offse
     expected = reference(weight, None, slices=slices)(x)
     for kind in kinds(level):
         with using(level):
-            product = CppInt8Matmul(weight.packed(slices=slices, kind=kind), torch.bfloat16, None)
+            product = CppPackedMatmul(weight.packed(slices=slices, kind=kind), torch.bfloat16, None)
         for rows in (1, 40):
             assert torch.equal(product(x[:rows]), expected[:rows])
         assert torch.equal(product.rows(ids), weight.embed(ids))
@@ -225,7 +225,7 @@ def test_an_input_may_come_again_where_the_weight_is_zero(level: Level) -> None:
     x = torch.randn(5, 72)
     for kind in kinds(level):
         with using(level):
-            product = CppInt8Matmul(weight.packed(kind=kind), torch.float32, None)
+            product = CppPackedMatmul(weight.packed(kind=kind), torch.float32, None)
         assert torch.equal(product(x), reference(weight, None)(x))
 
 
@@ -255,7 +255,7 @@ def test_the_gate_equals_the_reference(
     whole = []
     for kind in kinds(level):
         with using(level):
-            product = CppInt8GatedMatmul(weight.packed(gated=True, kind=kind), dtype, bias, activation)
+            product = CppPackedGatedMatmul(weight.packed(gated=True, kind=kind), dtype, bias, activation)
         for count in (1, 2, 8):
             with threads(count):
                 whole.append(product(x))
@@ -282,7 +282,7 @@ def test_the_largest_sums_of_a_group_are_exact(level: Level, bits: int, offsets:
         expected = reference(weight, None)(x)
         for kind in kinds(level):
             with using(level):
-                assert torch.equal(CppInt8Matmul(weight.packed(kind=kind), torch.float32, None)(x), expected)
+                assert torch.equal(CppPackedMatmul(weight.packed(kind=kind), torch.float32, None)(x), expected)
 
 
 @each_level
@@ -295,7 +295,7 @@ def test_the_number_of_threads_changes_no_bit(level: Level, bits: int, offsets: 
     expected = reference(weight, None)(x)
     for kind in kinds(level):
         with using(level):
-            product = CppInt8Matmul(weight.packed(kind=kind), torch.bfloat16, None)
+            product = CppPackedMatmul(weight.packed(kind=kind), torch.bfloat16, None)
         for count in (1, 2, 8):
             with threads(count):
                 assert torch.equal(product(x), expected) and torch.equal(product(x[:1]), expected[:1])
@@ -310,7 +310,7 @@ def test_rows_come_back_out_of_the_packed_weight(level: Level, dtype: torch.dtyp
     ids = torch.randint(0, 77, (40,))
     for kind in kinds(level):
         with using(level):
-            rows = CppInt8Matmul(weight.packed(kind=kind), dtype, None).rows(ids)
+            rows = CppPackedMatmul(weight.packed(kind=kind), dtype, None).rows(ids)
         assert torch.equal(rows, weight.embed(ids))
 
 
@@ -320,7 +320,7 @@ def test_what_is_not_finite_stays_in_its_own_row(level: Level, broken: float) ->
     weight = weight_of(64, 100, 32, torch.float32, 4, True)
     for kind in kinds(level):
         with using(level):
-            product = CppInt8Matmul(weight.packed(kind=kind), torch.float32, None)
+            product = CppPackedMatmul(weight.packed(kind=kind), torch.float32, None)
         for at in (0, 50, 99):
             x = torch.randn(4, 100)
             clean = product(x)

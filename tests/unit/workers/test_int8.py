@@ -16,15 +16,8 @@ from tests.unit.workers.kernel_levels import NO_KERNELS, PARAMETERS, is_here, us
 from tests.unit.workers.weights_in_memory import MemoryWeights, place, random_weights
 from workers.config import WorkerConfig
 from workers.distributed.parallel_state import TensorParallel
-from workers.kernels.cpu.int8_gemm import (
-    INT8,
-    INT8_DOT,
-    MOST_INPUTS,
-    CppInt8GatedMatmul,
-    CppInt8Matmul,
-    PackedInt8,
-    kind_for,
-)
+from workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
+from workers.kernels.cpu.int8_gemm import INT8, INT8_DOT, MOST_INPUTS, PackedInt8, kind_for
 from workers.kernels.cpu.levels import Level
 from workers.layers.matmul import ACTIVATIONS
 from workers.layers.quantization.int8 import Int8GatedMatmul, Int8Matmul, Int8Weight, round_rows
@@ -81,8 +74,8 @@ def test_the_kernel_equals_the_reference_bit_by_bit(
             wide = Int8Matmul(values, scales, dtype, addend, float32_output=True)(x)
             added = Int8Matmul(values, scales, dtype, addend)(x, residual)
             for weight in packed:
-                ours = CppInt8Matmul(weight, dtype, addend)
-                assert torch.equal(CppInt8Matmul(weight, dtype, addend, float32_output=True)(x), wide)
+                ours = CppPackedMatmul(weight, dtype, addend)
+                assert torch.equal(CppPackedMatmul(weight, dtype, addend, float32_output=True)(x), wide)
                 assert torch.equal(ours(x), wide.to(dtype))
                 assert torch.equal(ours(x, residual), added)
 
@@ -100,7 +93,7 @@ def test_weights_of_minus_128_are_exact(level: Level) -> None:
     with using(level):
         for kind in kinds(level):
             packed = PackedInt8(values, scales, kind=kind)
-            assert torch.equal(CppInt8Matmul(packed, torch.float32, None)(x), expected)
+            assert torch.equal(CppPackedMatmul(packed, torch.float32, None)(x), expected)
 
 
 @each_level
@@ -119,7 +112,7 @@ def test_the_gate_equals_the_reference(level: Level, dtype: torch.dtype, activat
     whole = []
     for kind in kinds(level):
         with using(level):
-            product = CppInt8GatedMatmul(PackedInt8(values, scales, gated=True, kind=kind), dtype, bias, activation)
+            product = CppPackedGatedMatmul(PackedInt8(values, scales, gated=True, kind=kind), dtype, bias, activation)
         for count in (1, 2, 8):
             with threads(count):
                 whole.append(product(x))
@@ -142,7 +135,7 @@ def test_the_largest_sums_are_exact(level: Level) -> None:
         expected = Int8Matmul(values, scales, torch.float32, None)(x)
         for kind in kinds(level):
             with using(level):
-                ours = CppInt8Matmul(PackedInt8(values, scales, kind=kind), torch.float32, None)(x)
+                ours = CppPackedMatmul(PackedInt8(values, scales, kind=kind), torch.float32, None)(x)
             assert torch.equal(ours, expected)
 
 
@@ -155,7 +148,7 @@ def test_splitting_over_inputs_changes_no_bit(level: Level, dtype: torch.dtype) 
     expected = Int8Matmul(values, scales, dtype, None)(x)
     for kind in kinds(level):
         with using(level):
-            product = CppInt8Matmul(PackedInt8(values, scales, kind=kind), dtype, None)
+            product = CppPackedMatmul(PackedInt8(values, scales, kind=kind), dtype, None)
         for count in (1, 2, 8):
             with threads(count):
                 assert torch.equal(product(x), expected) and torch.equal(product(x[:1]), expected[:1])
@@ -167,7 +160,7 @@ def test_rows_come_back_out_of_the_packed_weight(level: Level, dtype: torch.dtyp
     values, scales = rounded(77, 1030, dtype)
     ids = torch.randint(0, 77, (40,))
     with using(level):
-        rows = CppInt8Matmul(PackedInt8(values, scales), dtype, None).rows(ids)
+        rows = CppPackedMatmul(PackedInt8(values, scales), dtype, None).rows(ids)
     assert torch.equal(rows, Int8Weight(values, scales, dtype).embed(ids))
 
 
@@ -177,7 +170,7 @@ def test_what_is_not_finite_stays_in_its_own_row(level: Level, broken: float) ->
     values, scales = rounded(64, 100, torch.float32)
     for kind in kinds(level):
         with using(level):
-            product = CppInt8Matmul(PackedInt8(values, scales, kind=kind), torch.float32, None)
+            product = CppPackedMatmul(PackedInt8(values, scales, kind=kind), torch.float32, None)
         for at in (0, 50, 99):
             x = torch.randn(4, 100)
             clean = product(x)

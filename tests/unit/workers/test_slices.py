@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tests.unit.workers.kernel_levels import PARAMETERS, is_here, using
 from workers.distributed.tree_sum import tree_sum
-from workers.kernels.cpu.gemm import CppMatmul
-from workers.kernels.cpu.int8_gemm import INT8, INT8_DOT, CppInt8Matmul, PackedInt8, kind_for
+from workers.kernels.cpu.gemm import CppMatmul, CppPackedMatmul
+from workers.kernels.cpu.int8_gemm import INT8, INT8_DOT, PackedInt8, kind_for
 from workers.kernels.cpu.levels import Level
 from workers.layers.matmul import Matmul, PlainMatmul, SlicedMatmul
 from workers.layers.quantization.grouped import GroupedMatmul, stored_groups
@@ -157,7 +157,7 @@ def test_the_kernel_for_8_bits_equals_the_reference(level: Level, dtype: torch.d
     kinds = [INT8, INT8_DOT] if not is_here(level) or kind_for(level) == INT8_DOT else [INT8]
     for kind in kinds:
         with using(level):
-            product = CppInt8Matmul(PackedInt8(values, scales, kind=kind, slices=slices), dtype, bias)
+            product = CppPackedMatmul(PackedInt8(values, scales, kind=kind, slices=slices), dtype, bias)
         for count, rows in ((1, 1), (1, 300), (4, 1), (4, 14)):
             with threads(count):
                 assert torch.equal(product(x[:rows]), expected(x[:rows]))

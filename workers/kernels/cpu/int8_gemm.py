@@ -2,14 +2,13 @@
 
 import ctypes
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from workers.kernels.cpu import library
 from workers.kernels.cpu.element_types import ELEMENT_TYPES
-from workers.kernels.cpu.gemm import GATES, Epilogue, check_slices, interleaved
+from workers.kernels.cpu.gemm import check_slices
 from workers.kernels.cpu.levels import Level
 from workers.platform.huge_pages import huge_page_empty
 from workers.platform.processor import features
@@ -79,67 +78,6 @@ class PackedInt8:
             ELEMENT_TYPES[dtype],
         )  # fmt: skip
         return out
-
-
-class PackedRounded(Protocol):
-    """A packed weight [columns, inputs] of few bits."""
-
-    kernels: ctypes.CDLL
-    kind: int
-    columns: int
-    inputs: int
-    slices: int
-    memory: Tensor
-
-    def multiply(self, x: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor, epilogue: int) -> Tensor: ...
-
-    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor: ...
-
-
-class CppInt8Matmul:
-    """`x @ weight.T + bias (+ residual)` with rows of x rounded to 8 bits: [T, K] -> [T, N]."""
-
-    def __init__(
-        self, weight: PackedRounded, dtype: torch.dtype, bias: Tensor | None, *, float32_output: bool = False
-    ) -> None:
-        """`dtype` of x, `bias` [N] and results. `float32_output`: results are float32 and not rounded."""
-        self.weight = weight
-        self.dtype = dtype
-        self.bias = bias
-        self.output_dtype = torch.float32 if float32_output else dtype
-        self.epilogue = Epilogue.FLOAT if float32_output else Epilogue.PLAIN
-
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        assert x.dtype == self.dtype
-        y = torch.empty((x.shape[0], self.weight.columns), dtype=self.output_dtype)
-        if residual is None:
-            return self.weight.multiply(x, self.bias, None, y, self.epilogue)
-        assert residual.is_contiguous() and self.epilogue == Epilogue.PLAIN
-        return self.weight.multiply(x, self.bias, residual, y, Epilogue.ADD)
-
-    def as_share(self) -> "CppInt8Matmul":
-        """The same product without bias and rounding, as ranks compute their shares of a sum."""
-        return CppInt8Matmul(self.weight, self.dtype, None, float32_output=True)
-
-    def rows(self, ids: Tensor) -> Tensor:
-        """Rows `ids` int64 [T] of the weight, times their scales: [T, inputs]."""
-        return self.weight.rows(ids, self.dtype)
-
-
-class CppInt8GatedMatmul:
-    """`activation(x @ gate.T) * (x @ up.T)` with rows of x rounded to 8 bits; the result is rounded once."""
-
-    def __init__(self, weight: PackedRounded, dtype: torch.dtype, bias: Tensor | None, activation: str) -> None:
-        """`weight` is packed as `gated`; `bias` [2 * I]."""
-        self.weight = weight
-        self.dtype = dtype
-        self.bias = None if bias is None else interleaved(weight.kernels, bias)
-        self.epilogue = GATES[activation]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        assert x.dtype == self.dtype
-        y = torch.empty((x.shape[0], self.weight.columns // 2), dtype=self.dtype)
-        return self.weight.multiply(x, self.bias, None, y, self.epilogue)
 
 
 @cache

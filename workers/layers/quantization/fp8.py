@@ -10,7 +10,7 @@ from torch import Tensor
 from workers.distributed.tree_sum import tree_sum
 from workers.kernels.cpu import library
 from workers.kernels.cpu.fp8_gemm import PackedFp8
-from workers.kernels.cpu.int8_gemm import CppInt8GatedMatmul, CppInt8Matmul
+from workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
 from workers.layers.matmul import ACTIVATIONS, GatedMatmul, Matmul
 from workers.layers.quantization.groups import MOST_AT_ONCE, group_in_slices, pieces_of
 
@@ -94,12 +94,12 @@ class Fp8Weight:
             return Fp8Matmul(
                 self.values, self.scales, self.group, self.dtype, bias, float32_output=float32_output, slices=slices
             )
-        return CppInt8Matmul(self.packed(slices=slices), self.dtype, bias, float32_output=float32_output)
+        return CppPackedMatmul(self.packed(slices=slices), self.dtype, bias, float32_output=float32_output)
 
     def gated_matmul(self, bias: Tensor | None, activation: str) -> GatedMatmul:
         if library.why_not(self.dtype) is not None:
             return Fp8GatedMatmul(self.values, self.scales, self.group, self.dtype, bias, activation)
-        return CppInt8GatedMatmul(self.packed(gated=True), self.dtype, bias, activation)
+        return CppPackedGatedMatmul(self.packed(gated=True), self.dtype, bias, activation)
 
     def packed(self, *, slices: int = 1, gated: bool = False) -> PackedFp8:
         """In the form that the kernel reads."""

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from workers.distributed.tree_sum import tree_sum
 from workers.kernels.cpu import library
+from workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
 from workers.kernels.cpu.grouped_gemm import PackedGrouped
-from workers.kernels.cpu.int8_gemm import CppInt8GatedMatmul, CppInt8Matmul
 from workers.layers.matmul import ACTIVATIONS, GatedMatmul, Matmul
 from workers.layers.quantization.groups import group_in_slices, kernel_group, pieces_of
 from workers.layers.quantization.int8 import round_rows
@@ -175,12 +175,12 @@ class GroupedWeight:
             return GroupedMatmul(
                 self.weight, self.order, self.dtype, bias, float32_output=float32_output, slices=slices
             )
-        return CppInt8Matmul(self.packed(slices=slices), self.dtype, bias, float32_output=float32_output)
+        return CppPackedMatmul(self.packed(slices=slices), self.dtype, bias, float32_output=float32_output)
 
     def gated_matmul(self, bias: Tensor | None, activation: str) -> GatedMatmul:
         if library.why_not(self.dtype) is not None:
             return GroupedGatedMatmul(self.weight, self.order, self.dtype, bias, activation)
-        return CppInt8GatedMatmul(self.packed(gated=True), self.dtype, bias, activation)
+        return CppPackedGatedMatmul(self.packed(gated=True), self.dtype, bias, activation)
 
     def packed(self, *, slices: int = 1, gated: bool = False, kind: int | None = None) -> PackedGrouped:
         """In the form that the kernel reads; `kind`: None for the fastest."""

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from workers.distributed.tree_sum import tree_sum
 from workers.kernels.cpu import library
-from workers.kernels.cpu.int8_gemm import CppInt8GatedMatmul, CppInt8Matmul, PackedInt8
+from workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
+from workers.kernels.cpu.int8_gemm import PackedInt8
 from workers.layers.matmul import ACTIVATIONS, GatedMatmul, Matmul
 from workers.layers.quantization.shard import Empty, WeightShard
 from workers.weights.source import WeightSource
@@ -101,13 +102,13 @@ class Int8Weight:
         if library.why_not(self.dtype) is not None:
             return Int8Matmul(self.values, self.scales, self.dtype, bias, float32_output=float32_output, slices=slices)
         packed = PackedInt8(self.values, self.scales, slices=slices)
-        return CppInt8Matmul(packed, self.dtype, bias, float32_output=float32_output)
+        return CppPackedMatmul(packed, self.dtype, bias, float32_output=float32_output)
 
     def gated_matmul(self, bias: Tensor | None, activation: str) -> GatedMatmul:
         if library.why_not(self.dtype) is not None:
             return Int8GatedMatmul(self.values, self.scales, self.dtype, bias, activation)
         packed = PackedInt8(self.values, self.scales, gated=True)
-        return CppInt8GatedMatmul(packed, self.dtype, bias, activation)
+        return CppPackedGatedMatmul(packed, self.dtype, bias, activation)
 
     def embed(self, ids: Tensor) -> Tensor:
         return (self.values[ids].float() * self.scales[ids].unsqueeze(1)).to(self.dtype)

@@ -53,7 +53,12 @@ URL = "http://127.0.0.1:9"
         (["throughput", "--num-request", "5"], 2, "--num-request", "--num-requests"),
         (["throughput", "--port", "5"], 2, "--port", "--help"),
         (["latency", "--batch-size", "0"], 2, "--batch-size: 0 is out of range", "--help"),
-        (["latency", "./no/such/dir/model"], 3, "neither a directory, nor a GGUF file, nor a hub id", "hub ids look like"),
+        (
+            ["latency", "./no/such/dir/model"],
+            3,
+            "neither a directory, nor a GGUF file, nor a hub id",
+            "hub ids look like",
+        ),
         (["compare", "/no/a.json"], 2, "B.json", "--help"),
         (["compare", "/no/a.json", "/no/b.json"], 3, "/no/a.json cannot be read", "--output"),
         (["compare", "/no/a.json", "/no/b.json", "--confidence", "1"], 2, "--confidence: 1 is out of range", "--help"),
