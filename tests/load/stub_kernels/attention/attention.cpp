@@ -4,11 +4,11 @@
 #include "simd/element_types.h"
 
 template <class T>
-void attend(const AttentionStep &, const AttentionLayer &, const T *, long, T *, long, const T *, const T *) {}
+void attend(const AttentionStep &, const AttentionLayer &, const T *, long, T *, long, const void *, const void *) {}
 
 #define OARLOCK_ATTEND(T)                                                                                                \
-  template void attend<T>(const AttentionStep &, const AttentionLayer &, const T *, long, T *, long, const T *,        \
-                          const T *);
+  template void attend<T>(const AttentionStep &, const AttentionLayer &, const T *, long, T *, long, const void *,     \
+                          const void *);
 OARLOCK_FOR_EACH_TYPE(OARLOCK_ATTEND)
 
 extern "C" void oarlock_attend(const AttentionStep *, const AttentionLayer *, const void *, long, void *, long,
