@@ -55,12 +55,12 @@ def agree(spec: KVSpec, layer: AttentionSpec, seqs: list[Seq], processors: int, 
         (2, 7, 64, 16, None, None),
         (1, 3, 80, 48, None, None),
         (1, 1, 96, 16, None, 5.0),
-        (1, 8, 128, 128, None, None),
+        pytest.param(1, 8, 128, 128, None, None, marks=pytest.mark.soak),  # seconds each in the interpreter
         (1, 2, 256, 32, None, None),
         (4, 2, 32, 16, 1, None),
         (2, 4, 64, 16, 40, None),
         (1, 5, 64, 32, 200, 30.0),
-        (1, 32, 64, 16, None, None),
+        pytest.param(1, 32, 64, 16, None, None, marks=pytest.mark.soak),
     ],
 )
 def test_it_agrees_with_the_reference(heads, group, width, block, window, softcap, dtype, processors):

@@ -43,9 +43,9 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], VerifyCas
 
 
 def runs() -> list:
-    """Every form on 1, 2 and 4 ranks; the usual ones on 2, and one on all, when there is little time."""
-    quick = {("gptq-4-32-asym-act", 1), ("gptq-4-32-asym-act", 4), *((name, 2) for name in (*USUAL, *GGUF))}
-    every = [(name, size) for name in (*CASES, *GGUF) for size in (1, 2, 4)]
+    """Every form on 4 ranks, the usual ones on 2 as well, and one also alone; with little time, without those on 4."""
+    quick = {("gptq-4-32-asym-act", 1), *((name, 2) for name in (*USUAL, *GGUF))}
+    every = [*sorted(quick), *((name, 4) for name in (*CASES, *GGUF))]
     return [pytest.param(*run, marks=() if run in quick else pytest.mark.soak) for run in every]
 
 
