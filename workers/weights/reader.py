@@ -140,7 +140,8 @@ class WeightReader:
         if self._check_finite and (place := first_not_finite(piece.part)) is not None:
             first_index = [piece.first_row] + [0] * (piece.part.dim() - 1)
             first_index[dim] = piece.first_row if dim == 0 else start
-            raise _not_finite(name, found, piece.part, piece.stored, place, first_index)
+            where = [first + index for first, index in zip(first_index, place, strict=True)]
+            raise not_finite(name, found, float(piece.stored[place]), piece.part.dtype, f" at {where}")
         self._on_read()
 
     def finish(self, ignorable: Callable[[str], bool]) -> None:
@@ -154,21 +155,17 @@ class WeightReader:
             )
 
 
-def _not_finite(
-    name: str, found: Located, part: Tensor, view: Tensor, place: tuple[int, ...], first_index: list[int]
-) -> StartupError:
-    """`part` is what was copied of `view`; `place` is relative to both, `first_index` is where they begin."""
-    where = [first + index for first, index in zip(first_index, place, strict=True)]
-    stored = float(view[place])
-    if math.isfinite(stored):
-        dtype = str(part.dtype).removeprefix("torch.")
+def not_finite(name: str, found: Located, value: float, dtype: torch.dtype, where: str = "") -> StartupError:
+    """`value` is what the file holds, finite if it is too large for `dtype`; `where` in the tensor, after a space."""
+    if math.isfinite(value):
         return StartupError(
-            f"{found.path}: tensor {name!r} holds {stored:g} at {where}, which is too large for {dtype}.",
+            f"{found.path}: tensor {name!r} holds {value:g}{where}, which is too large for "
+            f"{str(dtype).removeprefix('torch.')}.",
             "Use --dtype bfloat16 or --dtype float32.",
         )
     return StartupError(
-        f"{found.path}: tensor {name!r} holds {'NaN' if math.isnan(stored) else stored} at {where}: every answer of "
-        "this model would be meaningless.",
+        f"{found.path}: tensor {name!r} holds {'NaN' if math.isnan(value) else value}{where}: every answer of this "
+        "model would be meaningless.",
         "Download the file again; if it is your own, the training or conversion that wrote it went wrong.",
     )
 

@@ -3,7 +3,6 @@
 Like `WeightReader` it reads ahead in pieces of a few mebibytes, and refuses a tensor that holds a NaN or an infinity.
 """
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
@@ -18,7 +17,7 @@ from workers.weights.gguf.block_types import FLOATS, SERVED
 from workers.weights.gguf.blocks import Groups, unpacked
 from workers.weights.gguf.checkpoint import GGUFCheckpoint, type_not_served
 from workers.weights.gguf.names import Layout
-from workers.weights.reader import first_not_finite
+from workers.weights.reader import first_not_finite, not_finite
 from workers.weights.source import check_slice, wrong_shape
 
 CHUNK_BYTES = 4 << 20  # of a file, in one read
@@ -72,7 +71,7 @@ class GGUFReader:
             part = into[first : first + len(stored)]
             part.copy_(stored.float() - added if added else stored)
             if self._check_finite and (place := first_not_finite(part)) is not None:
-                raise _not_finite(name, found, stored[place].item(), part.dtype)
+                raise not_finite(name, found, stored[place].item(), part.dtype)
             self._on_read()
 
     def take_groups(
@@ -94,7 +93,7 @@ class GGUFReader:
                 if kept is not None and stored is not None:
                     kept.copy_(stored.repeat_interleave(whole.group // into.group, 1)[:, groups])
                     if self._check_finite and (place := first_not_finite(kept)) is not None:
-                        raise _not_finite(name, found, kept[place].item(), torch.float32)
+                        raise not_finite(name, found, kept[place].item(), torch.float32)
             self._on_read()
 
     def finish(self, ignorable: Callable[[str], bool]) -> None:
@@ -158,17 +157,3 @@ def _finished(offset: int, raw: Tensor, done: "Future[None]", first: int, order:
         pairs = raw[:heads].view(-1, order.head_dim // 2, 2, raw.shape[1])
         raw[:heads] = pairs.transpose(1, 2).reshape(heads, -1)
     return offset, raw
-
-
-def _not_finite(name: str, found: Located, value: float, dtype: torch.dtype) -> StartupError:
-    if math.isfinite(value):
-        return StartupError(
-            f"{found.path}: tensor {name!r} holds {value:g}, which is too large for "
-            f"{str(dtype).removeprefix('torch.')}.",
-            "Use --dtype bfloat16 or --dtype float32.",
-        )
-    return StartupError(
-        f"{found.path}: tensor {name!r} holds {'NaN' if math.isnan(value) else value}: every answer of this model "
-        "would be meaningless.",
-        "Download the file again; if it is your own, the training or conversion that wrote it went wrong.",
-    )
