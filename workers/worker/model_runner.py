@@ -20,6 +20,8 @@ from workers.attention.selector import choose
 from workers.config import WorkerConfig, WorkerInfo
 from workers.distributed.parallel_state import TensorParallel
 from workers.kernels.cpu.in_use import kernels_in_use, log_kernels
+from workers.layers.decoder_spec import tensor_shapes
+from workers.layers.quantization.formats.form import Arithmetic
 from workers.layers.quantization.formats.gguf import GGUFForms
 from workers.models.decoder import Decoder
 from workers.models.hf_quantization import stored_quantization, weight_forms
@@ -59,7 +61,6 @@ class ModelRunner:
         stored = stored_quantization(directory, read_config(directory))
         self.forms = weight_forms(config.quantization, stored, self._checkpoint)
         self._quantization = config.quantization if stored is None else stored.scheme.description
-        self._rounds_inputs = config.quantization != "none" if stored is None else stored.scheme.rounds_inputs
         if isinstance(self.forms, GGUFForms):
             self._quantization = self.forms.description
         self._load_seconds = 0.0
@@ -79,7 +80,11 @@ class ModelRunner:
 
     def _load(self, on_progress: Callable[[float], None]) -> None:
         if self.device.type == "cpu" and self.tp.rank == 0:
-            log_kernels(self.dtype, self._rounds_inputs)
+            matrices = [
+                name.removesuffix(".weight") for name, shape in tensor_shapes(self.spec).items() if len(shape) == 2
+            ]
+            arithmetic = {self.forms.form_of(module).arithmetic for module in matrices}
+            log_kernels(self.dtype, Arithmetic.ROUNDED_INPUTS in arithmetic)
         done = 0.0
 
         def report(fraction: float) -> None:

@@ -24,7 +24,6 @@ class AWQForm:
     """`StoredForm`, and the `Scheme` of every module."""
 
     group: int | None  # inputs; None: all
-    rounds_inputs: bool = True
 
     @property
     def description(self) -> str:

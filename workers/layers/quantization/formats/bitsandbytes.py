@@ -26,7 +26,6 @@ class BitsAndBytesForm:
 
     kind: str  # nf4 | fp4
     nested: bool
-    rounds_inputs: bool = False
 
     @property
     def description(self) -> str:

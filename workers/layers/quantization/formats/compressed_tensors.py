@@ -131,10 +131,6 @@ class CompressedTensorsScheme:
     description: str
     groups: tuple[_Group, ...]
 
-    @property
-    def rounds_inputs(self) -> bool:
-        return any(isinstance(group.form, IntegerForm) for group in self.groups)
-
     def form_of(self, module: str) -> StoredForm | None:
         """A name or a pattern goes before a kind of layer."""
         named = [group.form for group in self.groups if group.has(module)]

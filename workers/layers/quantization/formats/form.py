@@ -93,10 +93,6 @@ class Scheme(Protocol):
     def description(self) -> str:
         """In a few words, for people."""
 
-    @property
-    def rounds_inputs(self) -> bool:
-        """Whether products round the rows of their inputs to 8 bits, as they do where weights are whole numbers."""
-
     def form_of(self, module: str) -> StoredForm | None:
         """None: the settings leave the module as it was."""
 

@@ -22,7 +22,6 @@ class FP8Form:
 
     block: tuple[int, int] | None  # outputs and inputs; None: one scale for the tensor
     scale: str = "weight_scale_inv"  # multiplies, whatever its name says
-    rounds_inputs: bool = False
 
     @property
     def description(self) -> str:

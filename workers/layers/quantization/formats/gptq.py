@@ -67,7 +67,6 @@ class GPTQScheme:
 
     form: GPTQForm
     exceptions: tuple[tuple[re.Pattern[str], GPTQForm | None], ...]  # the first that matches a module counts
-    rounds_inputs: bool = True
 
     @property
     def description(self) -> str:
