@@ -1,0 +1,121 @@
+"""The models that are timed: true shapes with dummy weights, which are made on the spot."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_check.part import NotHere, Where
+from workers.config import WorkerConfig
+from workers.distributed.parallel_state import TensorParallel
+from workers.layers.decoder_spec import DecoderSpec
+from workers.models.registry import read_spec
+from workers.preflight import preflight
+from workers.protocol import StepMetadata
+from workers.worker.cpu_affinity import use_cpus
+from workers.worker.memory_needs import weight_bytes
+from workers.worker.model_runner import ModelRunner
+
+REST = 3 << 30  # bytes for a step and the libraries
+
+# Qwen3 as published: 596 million and 8.2 billion parameters.
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.6b": {
+        "num_hidden_layers": 28,
+        "hidden_size": 1024,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "intermediate_size": 3072,
+        "tie_word_embeddings": True,
+    },
+    "8b": {
+        "num_hidden_layers": 36,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 12288,
+        "tie_word_embeddings": False,
+    },
+}
+_QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "vocab_size": 151936,
+}
+_QWEN3 |= {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu", "max_position_embeddings": 40960}
+_TINY: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+_TINY |= {"intermediate_size": 96, "head_dim": 16, "vocab_size": 512}
+
+
+def config_json(shape: str, where: Where) -> str:
+    """A model of that shape; on the CPU a tiny one."""
+    fields = _QWEN3 | {"dtype": "bfloat16"} | SHAPES[shape]
+    return json.dumps(fields | _TINY if where.is_tiny else fields)
+
+
+def that_fit(shape: str, where: Where, batches: Sequence[int], tokens: int) -> list[int]:
+    """Numbers of sequences of `tokens` tokens for which the device has room. Raises `NotHere` if there are none."""
+    with described(shape, where) as folder:
+        spec = read_spec(folder)
+    of_a_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 2
+    free = torch.cuda.mem_get_info()[0] - weight_bytes(spec, "bfloat16") - REST if where.device == "cuda" else 0
+    found = [batch for batch in batches if batch * (tokens + 32) * of_a_token <= free or where.is_tiny]
+    if not found:
+        raise NotHere(f"a model of {shape} does not fit the device")
+    return found
+
+
+@contextmanager
+def described(shape: str, where: Where) -> Generator[str]:
+    """A folder with the model's config.json."""
+    with tempfile.TemporaryDirectory(prefix="oarlock-check-") as folder:
+        (Path(folder) / "config.json").write_text(config_json(shape, where))
+        yield folder
+
+
+def runner_of(shape: str, where: Where, *, sequences: int, tokens: int, prompt: int = 1, **options: Any) -> ModelRunner:
+    """A loaded rank with blocks for `sequences` of `tokens` tokens, and steps of up to `prompt` tokens."""
+    with described(shape, where) as folder:
+        config = WorkerConfig(
+            folder,
+            device=where.device,
+            dtype="bfloat16",
+            load_format="dummy",
+            max_model_len=tokens,
+            max_num_seqs=sequences,
+            max_num_batched_tokens=max(sequences, prompt, 64),
+        )
+        config = preflight(config.with_(**options))
+        blocks = sequences * -(-tokens // config.block_size) + 2
+        config = config.with_(num_kv_blocks=blocks)
+        use_cpus(config, 0)
+        runner = ModelRunner(config, TensorParallel.solo())
+        with torch.inference_mode():
+            runner.load(lambda share: None)
+            runner.allocate(blocks)
+    return runner
+
+
+def inner_parameters(spec: DecoderSpec) -> int:
+    """Weights that each token of a prompt is multiplied with: neither embedding nor head."""
+    matrices = 1 if spec.tie_word_embeddings else 2
+    return spec.num_parameters - matrices * spec.vocab_size * spec.hidden_size
+
+
+def streamed_bytes(runner: ModelRunner) -> int:
+    """Of the weights that a step reads: not those of an embedding beside the head, of which it reads a few rows."""
+    spec = runner.spec
+    embedding = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size * runner.dtype.itemsize
+    return runner.model.weight_bytes - embedding
+
+
+def replaced(step: StepMetadata, **fields: Any) -> StepMetadata:
+    return dataclasses.replace(step, **fields)

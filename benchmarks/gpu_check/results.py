@@ -1,0 +1,125 @@
+"""The file of results: how a part ended, what of an earlier run still holds, and the table of it all."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environments import ROOT
+from benchmarks.gpu_check.part import Part
+from workers.platform import cuda_driver
+
+FORMAT = 1
+# States of a part. Passed and measured ones are not run again, nor those that this machine cannot run.
+PASSED, MEASURED, FAILED, BROKEN, LEFT_OUT, WAITING = "passed", "measured", "failed", "broken", "left out", "waiting"
+_OVER = (PASSED, MEASURED, LEFT_OUT)
+_LOG_LINES = 30
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What the figures are of. Results of another machine, or of another state of the code, are not continued."""
+    import torch
+
+    devices = []
+    if device == "cuda" and torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            found = torch.cuda.get_device_properties(index)
+            devices.append(f"{found.name}, {found.major}.{found.minor}, {found.total_memory / 2**30:.1f} GiB")
+    triton = importlib.metadata.version("triton") if importlib.util.find_spec("triton") is not None else None
+    return {
+        "device": device,
+        "devices": devices,
+        "driver": cuda_driver.driver_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": triton,
+        "python": platform.python_version(),
+        "commit": commit(),
+    }
+
+
+def commit() -> str:
+    """Of this checkout, with a plus sign if files differ from it."""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]
+    found = subprocess.run(git, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
+
+
+def kept(file: Path, this: dict[str, Any]) -> dict[str, Any]:
+    """The parts in an earlier file of the same machine and code that need not run again."""
+    if not file.exists():
+        return {}
+    earlier = json.loads(file.read_text())
+    if earlier.get("format") != FORMAT or earlier.get("machine") != this:
+        return {}
+    return {name: part for name, part in earlier["parts"].items() if is_over(part)}
+
+
+def entry(rows: Sequence[dict[str, Any]], status: int | None, seconds: float, log: str) -> dict[str, Any]:
+    """`status`: of the part's process, None where it ran out of time. `log`: what it printed."""
+    reasons = [row["left_out"] for row in rows if "left_out" in row]
+    found: dict[str, Any] = {"seconds": round(seconds, 1), "rows": [row for row in rows if "left_out" not in row]}
+    checks = [row["ok"] for row in found["rows"] if row["ok"] is not None]
+    if reasons:
+        return found | {"state": LEFT_OUT, "note": reasons[0]}
+    if status is None:
+        return found | {"state": BROKEN, "note": f"not over after {seconds:.0f} s", "log": _end(log)}
+    if status != 0:
+        return found | {"state": BROKEN, "note": f"ended with status {status}", "log": _end(log)}
+    if not all(checks):
+        return found | {"state": FAILED, "note": "", "log": _end(log)}
+    return found | {"state": PASSED if checks else MEASURED, "note": ""}
+
+
+def left_out(why: str) -> dict[str, Any]:
+    return {"state": LEFT_OUT, "note": why, "seconds": 0.0, "rows": []}
+
+
+def waiting(why: str) -> dict[str, Any]:
+    return {"state": WAITING, "note": why, "seconds": 0.0, "rows": []}
+
+
+def is_over(part: dict[str, Any]) -> bool:
+    return part["state"] in _OVER
+
+
+def any_wrong(parts: dict[str, Any], chosen: Sequence[Part]) -> bool:
+    """Whether a check has not passed."""
+    return any(part.is_check and part.name in parts and not is_over(parts[part.name]) for part in chosen)
+
+
+def is_fine(found: dict[str, Any]) -> bool:
+    return all(is_over(part) for part in found["parts"].values())
+
+
+def table(found: dict[str, Any]) -> str:
+    """As text for a terminal."""
+    about = found["machine"]
+    lines = [
+        f"{'; '.join(about['devices']) or about['device']}; driver for CUDA {about['driver']}, torch {about['torch']}"
+    ]
+    lines[0] += f", Triton {about['triton']}, commit {about['commit']}"
+    for name, part in found["parts"].items():
+        note = f": {part['note']}" if part["note"] else ""
+        lines += ["", f"{name}: {part['state']} in {part['seconds']:.0f} s{note}"]
+        width = max((len(row["name"]) for row in part["rows"]), default=0)
+        for row in part["rows"]:
+            mark = {True: "ok    ", False: "WRONG ", None: ""}[row["ok"]]
+            figures = "  ".join(f"{key} {_number(value)}" for key, value in row["figures"].items())
+            lines.append(f"  {mark}{row['name']:<{width}}  {figures}  {row['note']}".rstrip())
+        lines += [f"    | {line}" for line in part.get("log", "").splitlines()]
+    return "\n".join(lines)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _end(log: str) -> str:
+    return "\n".join(log.splitlines()[-_LOG_LINES:])

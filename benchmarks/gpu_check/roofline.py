@@ -1,0 +1,170 @@
+"""How near the device's own limits the parts of a step come: attention, decode and prefill, with dummy weights.
+
+Each figure stands beside what was measured of the device in the same part. The floor of a step is the longer of two
+times: of its bytes at the best measured bandwidth, and of its operations at the best measured rate of products.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+
+import torch
+
+from benchmarks.gpu_check import models
+from benchmarks.gpu_check.device import Ceilings, measure_ceilings, product_rate, seconds_of
+from benchmarks.gpu_check.part import Row, Where
+from workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec
+from workers.attention.block_tables import BlockTables
+from workers.attention.forward_batch import ForwardBatch
+from workers.attention.selector import choose
+from workers.protocol import StepMetadata
+from workers.worker.cuda_graphs.device_steps import CapturableBackend
+from workers.worker.cuda_graphs.graphs import Calls, CudaGraphs, GraphMaker
+from workers.worker.greedy_step import SequenceChunk, greedy_step
+from workers.worker.model_runner import ModelRunner
+
+BATCHES = (1, 8, 32, 128, 256)
+CONTEXT = 512  # tokens of each sequence in a decode step
+STEPS = 20
+
+
+def ceilings(where: Where) -> Iterator[Row]:
+    """What the device allows, and what its products reach for the rows of a decode step."""
+    found = measure_ceilings(where)
+    memory = {"read GB/s": found.read_bytes_s / 1e9, "copy GB/s": found.copy_bytes_s / 1e9}
+    yield Row("memory", memory)
+    yield Row("products, bfloat16", {"TFLOP/s": found.product_flop_s / 1e12})
+    yield Row("launch of one operation", {"us": found.launch_s * 1e6})
+    outputs, inputs = (64, 64) if where.is_tiny else (14336, 4096)
+    for rows in (1, 8) if where.is_tiny else (1, 8, 32, 128, 256, 2048):
+        rate = product_rate(where, rows, outputs, inputs)
+        took = 2.0 * rows * outputs * inputs / rate
+        share = 2.0 * outputs * inputs / took / found.bytes_s
+        yield Row(
+            f"product of {rows} rows, {outputs} x {inputs}",
+            {"us": took * 1e6, "TFLOP/s": rate / 1e12, "share of bandwidth": share},
+        )
+
+
+def attention(where: Where) -> Iterator[Row]:
+    """Decode attention alone, on pages of several layers, so that no cache holds what is read."""
+    limits = measure_ceilings(where)
+    heads, group, width = (2, 2, 64) if where.is_tiny else (8, 4, 128)
+    cases = [(1, 64), (3, 32)] if where.is_tiny else [(1, 32768), (8, 8192), (32, 2048), (128, 1024), (256, 1024)]
+    for batch, context in cases:
+        of_a_layer = batch * context * 2 * heads * width * 2
+        layers = 2 if where.is_tiny else max(2, -(-(1 << 30) // of_a_layer))
+        spec = KVSpec(layers, heads, width, 32, torch.bfloat16, torch.device(where.device))
+        backend = choose(spec, "auto", lambda line: None)
+        rate = of_a_layer * layers / attend_seconds(where, backend, spec, batch, context, group)
+        figures = {"GB/s": rate / 1e9, "share of bandwidth": rate / limits.bytes_s}
+        yield Row(f"{backend.name}: {batch} x {context} tokens", figures)
+
+
+def attend_seconds(
+    where: Where, backend: AttentionBackend, spec: KVSpec, batch: int, context: int, group: int
+) -> float:
+    """Of all layers of `spec`, for one query token of each of `batch` sequences. As a graph, where the backend's decode
+    steps are one: the host launches more slowly than a device computes a layer."""
+    heads, width = spec.num_kv_heads, spec.head_dim
+    pages = backend.allocate(batch * -(-context // spec.block_size) + 2)
+    q = torch.randn(batch, heads * group, width, device=where.device).bfloat16()
+    layer = AttentionSpec(0, heads * group, heads, width, width**-0.5)
+    decodes = _decode_batch(batch, context, spec)
+    maker: GraphMaker = Calls()
+    if isinstance(backend, CapturableBackend):
+        plan = backend.prepare_decode(decodes)
+        maker = CudaGraphs() if where.device == "cuda" else maker
+    else:
+        plan = backend.prepare(decodes)
+
+    def every_layer() -> None:
+        for kv in pages:
+            backend.attend(q, kv, plan, layer)
+
+    return seconds_of(where, maker.capture(every_layer).replay)
+
+
+def _decode_batch(batch: int, context: int, spec: KVSpec) -> ForwardBatch:
+    width = -(-context // spec.block_size)
+    chunks = [SequenceChunk([0], context - 1, range(1 + n * width, 1 + (n + 1) * width)) for n in range(batch)]
+    step = greedy_step(chunks, spec.block_size, range(batch), step_id=1)
+    return ForwardBatch.from_step(step, BlockTables.of_step(step, spec.device))
+
+
+def decode(shape: str, where: Where, **options: bool) -> Iterator[Row]:
+    """Steps of one token for each sequence, as the ranks run them, sampling included. `options`: of the ranks."""
+    limits = measure_ceilings(where)
+    context = 40 if where.is_tiny else CONTEXT
+    batches = (1, 3) if where.is_tiny else models.that_fit(shape, where, BATCHES, context + 1)
+    runner = models.runner_of(shape, where, sequences=max(batches), tokens=context + 1, **options)
+    yield Row(f"attention by {runner.backend.name}")
+    for batch in batches:
+        step = decode_step(runner, batch, context)
+        waiting, ahead = step_seconds(runner, step, where)
+        floor = _floor(runner, limits, batch, batch * context)
+        figures = {"ms": waiting * 1e3, "ms one ahead": ahead * 1e3, "floor ms": floor * 1e3}
+        figures |= {"share of floor": floor / ahead, "tokens/s": batch / ahead}
+        yield Row(f"{shape}, {batch} sequences", figures)
+
+
+def decode_step(runner: ModelRunner, batch: int, context: int) -> StepMetadata:
+    """One token for each of `batch` sequences with `context` tokens. Every sequence has blocks of its own."""
+    size = runner.config.block_size
+    width = -(-context // size)
+    chunks = [SequenceChunk([7], context - 1, range(1 + n * width, 1 + (n + 1) * width)) for n in range(batch)]
+    return greedy_step(chunks, size, range(batch), step_id=1)
+
+
+def step_seconds(runner: ModelRunner, step: StepMetadata, where: Where) -> tuple[float, float]:
+    """Of one step from its arrays to its output: where each is waited for, and where the next is launched before that.
+
+    Block tables are sent once.
+    """
+    runner.execute(step)
+    empty = step.table_rows[:0]
+    again = models.replaced(step, table_rows=empty, table_columns=empty, table_blocks=empty)
+    runner.execute(again)
+    count = 2 if where.is_tiny else STEPS
+    waiting, ahead = [], []
+    for _ in range(3):
+        started = time.perf_counter()
+        for _ in range(count):
+            runner.execute(again)
+        waiting.append((time.perf_counter() - started) / count)
+        started = time.perf_counter()
+        pending = runner.launch(again)
+        for _ in range(count - 1):
+            following = runner.launch(again)
+            pending.wait()
+            pending = following
+        pending.wait()
+        ahead.append((time.perf_counter() - started) / count)
+    return statistics.median(waiting), statistics.median(ahead)
+
+
+def prefill(shape: str, where: Where) -> Iterator[Row]:
+    """Steps of prompts alone, one sequence each."""
+    limits = measure_ceilings(where)
+    lengths = (16,) if where.is_tiny else (512, 2048, 8192)
+    models.that_fit(shape, where, [1], max(lengths))
+    runner = models.runner_of(shape, where, sequences=1, tokens=max(lengths), prompt=max(lengths))
+    spec = runner.spec
+    for length in lengths:
+        blocks = range(1, 2 + length // runner.config.block_size)
+        step = greedy_step([SequenceChunk([7] * length, 0, blocks)], runner.config.block_size, [length - 1], step_id=1)
+        took, _ = step_seconds(runner, step, where)
+        of_attention = 2.0 * length * length * spec.num_heads * spec.head_dim * spec.num_layers  # half of it is masked
+        operations = 2.0 * models.inner_parameters(spec) * length + of_attention
+        rate = operations / took
+        figures = {"ms": took * 1e3, "TFLOP/s": rate / 1e12, "share of products": rate / limits.product_flop_s}
+        yield Row(f"{shape}, prompt of {length}", figures | {"tokens/s": length / took})
+
+
+def _floor(runner: ModelRunner, limits: Ceilings, rows: int, cached: int) -> float:
+    """Seconds that a decode step of `rows` tokens takes at least, over `cached` tokens of KV memory."""
+    weights = models.streamed_bytes(runner)
+    read = weights + cached * runner.kv_spec.bytes_per_token
+    return max(read / limits.bytes_s, weights * rows / limits.product_flop_s)  # 2 bytes of a weight, 2 operations

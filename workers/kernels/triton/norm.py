@@ -1,0 +1,106 @@
+"""RMSNorm of rows (arXiv 1910.07467), alone or together with the residual addition that comes before it.
+
+A row is read once and summed in float32 by one program, in an order that neither its place nor the number of rows
+changes. `layers/norm.py` has the same as separate operations of torch.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ELEMENTS = 512  # of a row for each warp
+
+
+@triton.jit
+def _rms_norm(x, weight, eps, column, inside, SIZE: tl.constexpr):
+    """`x` float32 [BLOCK], zero beyond SIZE."""
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps)
+    return x * scale * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def norm_row(
+    x,  # [T, SIZE], rows `x_stride` elements apart
+    weight,  # [SIZE]
+    normed,  # [T, SIZE]
+    eps,
+    x_stride,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,  # the power of 2 from SIZE on
+):
+    """One row."""
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = column < SIZE
+    values = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    result = _rms_norm(values, weight, eps, column, inside, SIZE)
+    tl.store(normed + row * SIZE + column, result.to(normed.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def add_and_norm_row(
+    x,  # [T, SIZE]   what is added
+    residual,  # [T, SIZE]
+    post_weight,  # [SIZE]   scale of the norm of `x` before it is added; anything without POST
+    weight,  # [SIZE]
+    total,  # [T, SIZE]   the sum, rounded once
+    normed,  # [T, SIZE]   the norm of the rounded sum
+    post_eps,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,  # the power of 2 from SIZE on
+    POST: tl.constexpr,
+):
+    """One row."""
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = column < SIZE
+    place = row * SIZE + column
+    values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    if POST:
+        values = _rms_norm(values, post_weight, post_eps, column, inside, SIZE)
+    values += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+    rounded = values.to(total.dtype.element_ty)
+    tl.store(total + place, rounded, mask=inside)
+    result = _rms_norm(rounded.to(tl.float32), weight, eps, column, inside, SIZE)
+    tl.store(normed + place, result.to(normed.dtype.element_ty), mask=inside)
+
+
+# A kernel's call compiles it: no annotation describes its arguments.
+_norm: Any = norm_row
+_add_and_norm: Any = add_and_norm_row
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x` [T, size], `weight` [size] -> [T, size] of `x`'s type."""
+    rows, size = x.shape
+    assert x.stride(1) == 1 and weight.is_contiguous()
+    normed = torch.empty((rows, size), dtype=x.dtype, device=x.device)
+    block = triton.next_power_of_2(size)
+    _norm[(rows,)](x, weight, normed, eps, x.stride(0), SIZE=size, BLOCK=block, num_warps=warps(block))
+    return normed
+
+
+def add_and_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, post: tuple[Tensor, float] | None = None
+) -> tuple[Tensor, Tensor]:
+    """`x` [T, size] (float32 too), `residual` [T, size] -> their sum, and the sum's norm, in `residual`'s type.
+
+    `post`: weight [size] and epsilon of a norm of `x` before it is added.
+    """
+    rows, size = residual.shape
+    assert x.shape == residual.shape and x.is_contiguous() and residual.is_contiguous() and weight.is_contiguous()
+    total, normed = torch.empty_like(residual), torch.empty_like(residual)
+    post_weight, post_eps = post or (weight, 0.0)
+    block = triton.next_power_of_2(size)
+    _add_and_norm[(rows,)](
+        x, residual, post_weight, weight, total, normed, post_eps, eps,
+        SIZE=size, BLOCK=block, POST=post is not None, num_warps=warps(block),
+    )  # fmt: skip
+    return total, normed
+
+
+def warps(block: int) -> int:
+    """Of a program for rows of up to `block` elements."""
+    return max(1, min(16, block // _ELEMENTS))

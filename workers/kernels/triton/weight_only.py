@@ -1,0 +1,191 @@
+"""Products with weights of 4 or 8 bits, whose inputs are not rounded, and the weights written out.
+
+A weight [N, K] is stored in rows of bytes. Inputs are stored in units of 16 or 32: with 8 bits a unit is as many bytes;
+with 4 bits byte number i has input i of the unit in its low half and input i + UNIT / 2 in its high one. Whole numbers
+are stored with the middle of their range added, so that none is negative; float8 is e4m3, without NaN.
+
+    weight[n, k] = (number[n, k] + zero[group of k, n]) * scale[group of k, n] * factor[n]
+
+What is multiplied is that number rounded to the type of x; without groups the number itself, which no type rounds, and
+sums are multiplied by the factor. Sums are in float32 (of float32, in three passes over TensorFloat-32 parts). Inputs
+are cut into spans, whose sums `merge` adds up in their order. None of it depends on how many rows there are.
+
+Numbers of rows change from step to step: kernels are not compiled anew for those that 16 divides.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _numbers(words, HALF: tl.constexpr, BITS: tl.constexpr, FLOAT8: tl.constexpr):
+    """Bytes as float32: exact."""
+    if FLOAT8:
+        wide = words.to(tl.uint16)
+        # As float16 the bits of e4m3, subnormal ones too, are 2 ** -8 of the number.
+        bits = ((wide & 0x7F) << 7) | ((wide & 0x80) << 8)
+        return bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    # The float32 of 2 ** 23 + n has n in its last bits: conversions of integers are slow.
+    wide = words.to(tl.int32)
+    if BITS == 4:
+        wide = (wide >> (4 * HALF)) & 15
+    return (wide | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + (1 << (BITS - 1)))
+
+
+@triton.jit
+def _scaled(numbers, scales, zeros, factors, spot, inside, ZEROS: tl.constexpr):
+    """Numbers [N, units, bytes] of groups at `spot` [N, units, 1]."""
+    if ZEROS:
+        numbers += tl.load(zeros + spot, mask=inside, other=0.0).to(tl.float32)
+    return numbers * (tl.load(scales + spot, mask=inside, other=0.0).to(tl.float32) * factors)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def multiply(
+    x,  # [T, K], rows `x_stride` elements apart
+    values,  # uint8 [N, row_bytes]
+    scales,  # [groups, N]; anything without groups
+    zeros,  # [groups, N]; anything without ZEROS
+    factors,  # float32 [N]
+    partial,  # float32 [spans, T, N]
+    rows,  # T
+    columns,  # N
+    inputs,  # K
+    units,  # of a row
+    x_stride,
+    row_bytes,
+    span,  # units of one program: a multiple of UNITS
+    BITS: tl.constexpr,
+    FLOAT8: tl.constexpr,
+    UNIT: tl.constexpr,  # inputs
+    GROUP_UNITS: tl.constexpr,  # units of a group; 0: no groups
+    ZEROS: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # rows of x
+    BLOCK_N: tl.constexpr,
+    UNITS: tl.constexpr,  # of one step
+):
+    """`x @ weight.T` over one span of inputs. The weight is the left side of the product, as its tile has many rows."""
+    BYTES: tl.constexpr = UNIT * BITS // 8
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_column, is_row = column < columns, row < rows
+    begin = tl.program_id(1) * span
+    end = tl.minimum(begin + span, units)
+    factor = tl.load(factors + column, mask=is_column, other=0.0)
+    stored = values + column.to(tl.int64)[:, None, None] * row_bytes + tl.arange(0, BYTES)[None, None, :]
+    place = tl.arange(0, UNITS * BYTES)
+    x_rows = x + row.to(tl.int64)[None, :] * x_stride
+    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for at in range(begin, end, UNITS):
+        unit = at + tl.arange(0, UNITS)
+        inside = is_column[:, None, None] & (unit < end)[None, :, None]
+        words = tl.load(stored + (unit * BYTES)[None, :, None], mask=inside, other=0)  # [BLOCK_N, UNITS, BYTES]
+        of_place = at + place // BYTES
+        for half in tl.static_range(8 // BITS):
+            numbers = _numbers(words, half, BITS, FLOAT8)
+            if GROUP_UNITS:
+                spot = (unit // GROUP_UNITS)[None, :, None] * columns + column[:, None, None]
+                numbers = _scaled(numbers, scales, zeros, factor[:, None, None], spot, inside, ZEROS)
+            weight = tl.reshape(numbers.to(x.dtype.element_ty), [BLOCK_N, UNITS * BYTES])
+            k = of_place * UNIT + place % BYTES + half * BYTES
+            is_input = (of_place < end) & (k < inputs)
+            part = tl.load(x_rows + k[:, None], mask=is_input[:, None] & is_row[None, :], other=0.0)
+            sums = tl.dot(weight, part, sums, input_precision="tf32x3")
+    if GROUP_UNITS == 0:
+        sums *= factor[:, None]
+    into = partial + (tl.program_id(1) * rows + row).to(tl.int64)[None, :] * columns + column[:, None]
+    tl.store(into, sums, mask=is_column[:, None] & is_row[None, :])
+
+
+@triton.jit
+def _sum(partial, bias, row, rows, column, columns, inside, spans, BIAS: tl.constexpr):
+    """Of one row's outputs, over spans; with their bias."""
+    at = partial + row.to(tl.int64) * columns + column
+    total = tl.load(at, mask=inside, other=0.0)
+    for number in range(1, spans):
+        total += tl.load(at + (number * rows).to(tl.int64) * columns, mask=inside, other=0.0)
+    if BIAS:
+        total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit(do_not_specialize=["rows"])
+def merge(
+    partial,  # float32 [spans, T, N]
+    bias,  # [N]; anything without BIAS
+    residual,  # [T, N], rows `residual_stride` elements apart; anything without RESIDUAL
+    out,  # [T, N], or with a gate [T, N / 2]
+    rows,
+    columns,
+    spans,
+    residual_stride,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    GATE: tl.constexpr,  # "": none; silu or gelu_tanh of the first half of outputs times the second half
+    BLOCK: tl.constexpr,
+):
+    """Adds the spans up, with bias and residual or the activation, and rounds once."""
+    row, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    width = columns
+    if GATE != "":
+        width = columns // 2
+    inside = column < width
+    result = _sum(partial, bias, row, rows, column, columns, inside, spans, BIAS)
+    if GATE != "":
+        up = _sum(partial, bias, row, rows, width + column, columns, inside, spans, BIAS)
+        inner = result
+        if GATE == "gelu_tanh":  # (1 + tanh(y)) / 2 = sigmoid(2 * y)
+            inner = 1.5957691216057308 * (result + 0.044715 * result * result * result)
+        result = result * tl.sigmoid(inner) * up
+    if RESIDUAL:
+        added = tl.load(residual + row.to(tl.int64) * residual_stride + column, mask=inside, other=0.0)
+        result += added.to(tl.float32)
+    tl.store(out + row.to(tl.int64) * width + column, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["first", "rows"])
+def write_out(
+    values,
+    scales,
+    zeros,
+    factors,
+    ids,  # int64 [R]: the row of the weight for each row of `out`; anything without IDS
+    out,  # [R, K]
+    first,  # without IDS: the first row
+    rows,  # R
+    columns,  # N, of the whole weight
+    inputs,
+    units,
+    row_bytes,
+    IDS: tl.constexpr,
+    BITS: tl.constexpr,
+    FLOAT8: tl.constexpr,
+    UNIT: tl.constexpr,
+    GROUP_UNITS: tl.constexpr,
+    ZEROS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UNITS: tl.constexpr,
+):
+    """Some rows of the weight as numbers of the type of `out`, rounded once. Arguments are those of `multiply`."""
+    BYTES: tl.constexpr = UNIT * BITS // 8
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    unit = tl.program_id(1) * UNITS + tl.arange(0, UNITS)
+    is_row = row < rows
+    column = first + row
+    if IDS:
+        column = tl.load(ids + row, mask=is_row, other=0)
+    factor = tl.load(factors + column, mask=is_row, other=0.0)[:, None, None]
+    inside = is_row[:, None, None] & (unit < units)[None, :, None]
+    byte = tl.arange(0, BYTES)[None, None, :]
+    at = column.to(tl.int64)[:, None, None] * row_bytes + (unit * BYTES)[None, :, None] + byte
+    words = tl.load(values + at, mask=inside, other=0)
+    for half in tl.static_range(8 // BITS):
+        numbers = _numbers(words, half, BITS, FLOAT8)
+        if GROUP_UNITS:
+            spot = (unit // GROUP_UNITS)[None, :, None] * columns + column[:, None, None]
+            numbers = _scaled(numbers, scales, zeros, factor, spot, inside, ZEROS)
+        else:
+            numbers *= factor
+        k = (unit * UNIT)[None, :, None] + byte + half * BYTES
+        into = out + row.to(tl.int64)[:, None, None] * inputs + k
+        tl.store(into, numbers.to(out.dtype.element_ty), mask=inside & (k < inputs))

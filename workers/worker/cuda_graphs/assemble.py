@@ -1,0 +1,78 @@
+"""What a rank on a CUDA device runs its steps with, and for which numbers of sequences it captures graphs."""
+
+import logging
+import time
+
+from workers.attention.backend import AttentionBackend
+from workers.attention.block_tables import BlockTables
+from workers.config import WorkerConfig
+from workers.distributed.parallel_state import TensorParallel
+from workers.models.decoder import Decoder
+from workers.protocol import table_width
+from workers.sampling.dense_histories import DenseHistories
+from workers.sampling.device_sampler import DeviceSampler
+from workers.worker.cuda_graphs.buckets import graph_sizes, logits_rows_at_once
+from workers.worker.cuda_graphs.device_sampling import DeviceSampling
+from workers.worker.cuda_graphs.device_steps import CapturableBackend, DeviceSteps
+from workers.worker.cuda_graphs.graphs import GraphMaker
+from workers.worker.cuda_graphs.inputs import Shape, StepInputs
+from workers.worker.memory.graph_memory import graph_bytes
+from workers.worker.memory.meter import MemoryMeter
+
+logger = logging.getLogger("oarlock.runner")
+
+
+def device_steps(
+    config: WorkerConfig, model: Decoder, backend: AttentionBackend, tp: TensorParallel, tables: BlockTables
+) -> DeviceSteps:
+    """With all memory that steps and graphs share, so that what is left can be measured."""
+    assert config.max_model_len is not None
+    seqs, device, vocab_size = config.max_num_seqs, tables.tables.device, model.spec.vocab_size
+    rows = max(seqs, config.max_num_batched_tokens)
+    sampled = seqs * (1 + config.num_speculative_tokens)
+    at_once = logits_rows_at_once(config)
+    histories = DenseHistories(seqs, 0, vocab_size, device)
+    sampler = DeviceSampler(vocab_size, at_once, histories, device)
+    sampler.warm_up(tp.size * model.vocab_local)
+    return DeviceSteps(
+        model,
+        backend,
+        tp,
+        StepInputs(tables, Shape(rows, seqs, rows, seqs * table_width(config)), sampled, vocab_size),
+        DeviceSampling(sampler, rows, device, answers=tp.rank == 0),
+        rows_at_once=at_once,
+        max_model_len=config.max_model_len,
+    )
+
+
+def capture(
+    steps: DeviceSteps, maker: GraphMaker, config: WorkerConfig, backend: AttentionBackend, rank: int = 0
+) -> None:
+    """Capture the graphs of a rank, unless it cannot or must not have any."""
+    reason, sizes, begun = _why_none(config, backend), graph_sizes(config), time.monotonic()
+    if reason is not None:
+        logger.info("event=no_graphs reason=%r", reason)
+        return
+    count = steps.capture(maker, sizes)
+    if rank == 0:
+        seconds = time.monotonic() - begun
+        logger.info("event=graphs_captured count=%d largest=%d seconds=%.1f", count, sizes[-1], seconds)
+
+
+def bytes_of_graphs(
+    steps: DeviceSteps, maker: GraphMaker, config: WorkerConfig, backend: AttentionBackend, meter: MemoryMeter
+) -> int:
+    """What `capture` will take from the device. Captures some graphs, and destroys them: every rank must call this at
+    the same point."""
+    if _why_none(config, backend) is not None:
+        return 0
+    return graph_bytes(lambda size: steps.capture(maker, [size]), steps.release, graph_sizes(config), meter)
+
+
+def _why_none(config: WorkerConfig, backend: AttentionBackend) -> str | None:
+    """Why a rank has no graphs; None if it has."""
+    if config.enforce_eager:
+        return "--enforce-eager"
+    if not isinstance(backend, CapturableBackend):
+        return f"attention backend {backend.name} reads lengths on the host"
+    return None

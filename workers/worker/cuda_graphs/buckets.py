@@ -1,0 +1,47 @@
+"""The numbers of sequences for which graphs of decode steps are captured.
+
+A step runs in the smallest that holds it, its other rows being padding: close together where rows are few, so that no
+step computes much more than it asks for.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from workers.config import WorkerConfig
+
+if TYPE_CHECKING:
+    from workers.protocol import StepMetadata  # it needs numpy, which nothing before the ranks imports
+
+_LARGEST_BUCKET = 512  # sequences; launching that many row by row takes less than computing them
+_ROWS_AT_ONCE = 128  # of logits, in steps without a graph: scoring a prompt may need thousands of them
+
+
+def bucket_sizes(max_num_seqs: int) -> list[int]:
+    """Ascending: 1, 2, 4, 8, 16, then every 8th up to 64, then every 16th; `max_num_seqs` is the last."""
+    sizes = [1, 2, 4, 8, *range(16, 64, 8), *range(64, max_num_seqs, 16)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+def graph_sizes(config: WorkerConfig) -> list[int]:
+    """Numbers of sequences for which a rank captures graphs, ascending."""
+    return bucket_sizes(min(config.max_num_seqs, _LARGEST_BUCKET))
+
+
+def logits_rows_at_once(config: WorkerConfig) -> int:
+    """For which a rank on a CUDA device has memory: as many as the largest graph computes, or more."""
+    rows = max(config.max_num_seqs, config.max_num_batched_tokens)
+    return min(rows, max(_ROWS_AT_ONCE, graph_sizes(config)[-1]))
+
+
+def bucket_of(step: StepMetadata, sizes: Sequence[int]) -> int | None:
+    """The smallest of `sizes` that holds `step`; None where it is no plain decode, or too large.
+
+    A plain decode has one token and one row of logits for each sequence, and no drafts. A prompt's last token is one.
+    """
+    rows = step.num_seqs
+    if not (rows == step.num_tokens == len(step.logits_indices)) or len(step.num_drafts) or rows > sizes[-1]:
+        return None
+    return sizes[bisect_left(sizes, rows)]

@@ -1,0 +1,81 @@
+"""Graphs of a device: work that is recorded once, and then launched whole.
+
+The work must read and write the same memory each time, and must not look at the device from the host. All ranks capture
+the same graphs in the same order, since collectives are captured with the rest; and all graphs must be gone before the
+process group is.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+Work = Callable[[], object]
+
+
+class Graph(Protocol):
+    """Recorded work."""
+
+    def replay(self) -> None:
+        """Do it again, in the order of the device's other work. Does not wait for it."""
+
+
+class GraphMaker(Protocol):
+    """Records graphs, which share memory for what they compute on the way: so only one of them runs at a time, and its
+    results are kept elsewhere. The largest comes first, and the others find room in what it took."""
+
+    def capture(self, work: Work) -> Graph:
+        """`work` as a graph. It is done at least once before, for whatever happens only the first time."""
+
+    def release(self) -> None:
+        """Destroy all graphs, and give back their memory; others may be captured afterwards."""
+
+
+class Call:
+    """A graph where the device is the host: the work itself."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def replay(self) -> None:
+        self._work()
+
+
+class Calls:
+    """Makes `Call`s."""
+
+    def capture(self, work: Work) -> Graph:
+        work()
+        return Call(work)
+
+    def release(self) -> None:
+        """A call holds nothing of a device."""
+
+
+class CudaGraphs:
+    """CUDA's graphs, in one pool of memory and on one stream."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+
+    def capture(self, work: Work) -> Graph:
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            work()
+        current.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # NCCL's own thread may use the device meanwhile, which the default mode of capturing takes for an error.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            work()
+        self._graphs.append(graph)
+        return graph
+
+    def release(self) -> None:
+        torch.cuda.synchronize()
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()
+        self._pool = torch.cuda.graph_pool_handle()  # a pool that has lost its graphs takes no others
