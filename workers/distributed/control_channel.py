@@ -1,15 +1,19 @@
 """The control socket between the executor and one rank: JSON lines, used at start and for failures only.
 
-End-of-file on it means that the other side has ended.
+A field whose name ends in `_fd`, at any depth, is a descriptor: the receiver gets one of its own for the same file.
+End-of-file on the socket means that the other side has ended.
 """
 
 import json
 import socket
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from workers.distributed.shm_ring import ChannelClosedError
 
 _MAX_LINE = 1 << 20
+_MAX_FDS = 32  # of the messages that one call receives
 
 
 class Control:
@@ -18,6 +22,7 @@ class Control:
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._pending = b""
+        self._received: deque[int] = deque()  # descriptors, in the order of the messages that they came with
 
     @staticmethod
     def pair() -> tuple["Control", "Control"]:
@@ -32,9 +37,17 @@ class Control:
         return self._socket.fileno()
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Raises `ChannelClosedError` when the other side is gone."""
+        """Descriptors among `fields` stay open here. Raises `ChannelClosedError` when the other side is gone."""
+        fds: list[int] = []
+
+        def added(fd: int) -> int:
+            fds.append(fd)
+            return fd
+
+        line = json.dumps({"kind": kind, **_with_descriptors(fields, added)}).encode() + b"\n"
         try:
-            self._socket.sendall(json.dumps({"kind": kind, **fields}).encode() + b"\n")
+            sent = socket.send_fds(self._socket, [line], fds) if fds else 0
+            self._socket.sendall(line[sent:])
         except OSError as error:
             raise ChannelClosedError(str(error)) from error
 
@@ -42,14 +55,15 @@ class Control:
         """The next message; blocks. Raises `ChannelClosedError` at end-of-file."""
         while b"\n" not in self._pending:
             try:
-                data = self._socket.recv(65536)
+                data, fds, _, _ = socket.recv_fds(self._socket, 65536, _MAX_FDS)
             except OSError as error:
                 raise ChannelClosedError(str(error)) from error
             if not data or len(self._pending) > _MAX_LINE:
                 raise ChannelClosedError("the other side is gone")
             self._pending += data
+            self._received += fds
         line, self._pending = self._pending.split(b"\n", 1)
-        return json.loads(line)
+        return _with_descriptors(json.loads(line), lambda _: self._received.popleft())
 
     @property
     def has_pending(self) -> bool:
@@ -58,3 +72,15 @@ class Control:
 
     def close(self) -> None:
         self._socket.close()
+
+
+def _with_descriptors(fields: dict[str, Any], change: Callable[[int], int]) -> dict[str, Any]:
+    """`fields` with every descriptor in them changed, in their order."""
+    return {
+        name: _with_descriptors(value, change)
+        if isinstance(value, dict)
+        else change(value)
+        if name.endswith("_fd") and value is not None
+        else value
+        for name, value in fields.items()
+    }

@@ -1,39 +1,63 @@
 """The tensor-parallel process group as a value that layers get in their constructor.
 
-The only module that imports `torch.distributed`. CPU ranks of an x86 host use shared memory (`shm_all_reduce.py`), on
-other processors gloo; CUDA ranks use NCCL.
+The only module that imports `torch.distributed`. CPU ranks of an x86 host use shared memory (`shm_all_reduce.py`), of
+several hosts TCP besides (`peers/node_sums.py`), on other processors gloo; CUDA ranks use NCCL, or symmetric memory for
+small sums.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-import socket
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
-import psutil
 import torch
+import torch.cuda.nccl
 import torch.distributed as dist
 from torch import Tensor
 
+from workers.distributed.device_all_reduce import SIZES, Sum, choose, seconds_on_device
+from workers.distributed.peers.node_sums import NodeSums
 from workers.distributed.rendezvous import RendezvousInfo
-from workers.distributed.shm_all_reduce import SharedMemoryGroup
+from workers.distributed.shm_all_reduce import PeerLostError, SharedMemoryGroup
 from workers.distributed.shm_layout import Flags
 from workers.distributed.tree_sum import tree_sum
-from workers.errors import StartupError
+from workers.platform.network import interface_with
+
+logger = logging.getLogger("oarlock.runner")
 
 
 class TensorParallel:
     """`rank` of `size` identical processes. Sums on the CPU run over a tree (`tree_sum.py`): all get the same bits."""
 
     def __init__(
-        self, rank: int = 0, size: int = 1, shared: SharedMemoryGroup | None = None, flags: Flags | None = None
+        self,
+        rank: int = 0,
+        size: int = 1,
+        shared: SharedMemoryGroup | NodeSums | None = None,
+        record: Callable[[int], None] | None = None,
+        group: dist.ProcessGroup | None = None,
+        *,
+        over_host: bool = False,
+        in_order: bool = False,
     ) -> None:
-        """`flags`: where to record which collective this rank has reached, if `shared` does not do it."""
+        """`shared`: what computes sums of the CPU; None: torch's collectives do. `record`: gets the number of each
+        of those that this rank reaches. `group`: its ranks, where they are not all. `over_host`: the group knows
+        tensors of the CPU alone, and others are copied there and back. `in_order`: sums of a device run over the tree
+        as well, where NCCL would choose an order by their size."""
         self.rank = rank
         self.size = size
         self._shared = shared
-        self._flags = flags
+        self._record = record
+        self._group = group
+        self._over_host = over_host
+        self._in_order = in_order
         self._collectives = 0
+        # a phrase; of CUDA devices with what was measured
+        self.sums_by = "gloo" if shared is None else shared.sums_by
+        self._device_sum: Sum = self._nccl_sum
 
     @staticmethod
     def solo() -> TensorParallel:
@@ -44,10 +68,10 @@ class TensorParallel:
         """The sum over ranks of `x` (any shape), bitwise the same on every rank. May reuse `x`'s memory."""
         if self.size > 1:
             if self._shared is None:
-                if x.device.type == "cpu":
+                if x.device.type == "cpu" or self._over_host or self._in_order:
                     return tree_sum([part.float() for part in self.all_gather(x)]).to(x.dtype)
                 self._count_collective()
-                dist.all_reduce(x)
+                return self._device_sum(x.contiguous())
             else:
                 x = self._shared.all_reduce(x.contiguous())
         return x
@@ -55,7 +79,7 @@ class TensorParallel:
     @property
     def group_for_kernels(self) -> SharedMemoryGroup | None:
         """The group in which kernels compute sums over ranks themselves; None: they leave them to `all_reduce`."""
-        return self._shared
+        return self._shared if isinstance(self._shared, SharedMemoryGroup) else None
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Every rank's `x` (equal shapes), stacked in rank order: [size, *x.shape]."""
@@ -63,63 +87,141 @@ class TensorParallel:
             return x.unsqueeze(0)
         if self._shared is not None:
             return self._shared.all_gather(x)
+        if self._over_host and x.device.type != "cpu":
+            return self.all_gather(x.cpu()).to(x.device)
         self._count_collective()
         out = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
-        dist.all_gather(list(out.unbind(0)), x.contiguous())
+        dist.all_gather(list(out.unbind(0)), x.contiguous(), self._group)
         return out
+
+    def choose_all_reduce(self, device: torch.device) -> None:
+        """Measure the ways a sum may take on a CUDA device, and log the choice. Every rank must call this."""
+
+        def agree(number: float) -> float:
+            return float(self.all_gather(torch.tensor([number], dtype=torch.float64, device=device)).max())
+
+        self._device_sum, self.sums_by = choose(
+            lambda: OneShot(max(SIZES), device, self._group), self._nccl_sum, device, agree, seconds_on_device
+        )
+        if self.rank == 0:
+            logger.info("event=all_reduce ranks=%d chosen=%r", self.size, self.sums_by)
 
     def destroy(self) -> None:
         """Destroy the process group and close its sockets. It cannot be used afterwards."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
+    def _nccl_sum(self, x: Tensor) -> Tensor:
+        """The sum over ranks, in place."""
+        dist.all_reduce(x, group=self._group)
+        return x
+
     def _count_collective(self) -> None:
         self._collectives += 1
-        if self._flags is not None:
-            self._flags[self.rank] = self._collectives
+        if self._record is not None:
+            self._record(self._collectives)
 
 
-def init_distributed(info: RendezvousInfo, device: torch.device, *, shared_memory: bool = True) -> TensorParallel:
-    """The process group of all ranks; one rank alone needs none. Blocks until all are there, at most `info.timeout_s`.
-
-    `shared_memory=False` keeps CPU ranks on gloo.
-    """
-    if info.size == 1:
-        return TensorParallel.solo()
-    if "GLOO_SOCKET_IFNAME" not in os.environ:
-        os.environ["GLOO_SOCKET_IFNAME"] = loopback_interface()
-    timeout = timedelta(seconds=info.timeout_s)
-    store = dist.TCPStore(
-        "127.0.0.1",
+def open_store(info: RendezvousInfo) -> dist.TCPStore:
+    """The store that rank 0 keeps for all ranks. Waits for it, at most `info.timeout_s`."""
+    return dist.TCPStore(
+        info.address,
         info.port,
         info.size,
         is_master=info.rank == 0,
-        timeout=timeout,
+        timeout=timedelta(seconds=info.timeout_s),
         wait_for_workers=False,
         master_listen_fd=info.listen_fd,
     )
+
+
+def init_distributed(
+    info: RendezvousInfo,
+    device: torch.device,
+    shared: SharedMemoryGroup | NodeSums | None = None,
+    store: dist.TCPStore | None = None,
+    *,
+    share_device: bool = False,
+    in_order: bool = False,
+) -> TensorParallel:
+    """The ranks of one stage, by torch's process groups. Blocks until all ranks are there, at most `info.timeout_s`.
+
+    `shared`: computes sums in their place. `store`: opened before. `share_device`: several ranks have one CUDA device,
+    which NCCL refuses; so they are on gloo too. `in_order`: see `TensorParallel`.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_with(info.local_address).name)
+    if info.nnodes > 1:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "=" + interface_with(info.local_address).name)
+    on_nccl = device.type == "cuda" and not share_device
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=store,
+        "nccl" if on_nccl else "gloo",
+        store=store or open_store(info),
         rank=info.rank,
         world_size=info.size,
-        timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
+        timeout=timedelta(seconds=info.timeout_s),
+        device_id=device if on_nccl else None,
     )
-    if device.type == "cpu" and shared_memory and SharedMemoryGroup.supported():
-        shared = SharedMemoryGroup(
-            info.memory_fd, info.rank, info.size, info.buffer_bytes, info.timeout_s, shares_cores=info.shares_cores
-        )
-        return TensorParallel(info.rank, info.size, shared)
-    return TensorParallel(info.rank, info.size, flags=Flags(info.memory_fd, info.size))
+    topology = info.topology
+    rank, size, local = topology.tensor_rank(info.rank), topology.tensor_parallel_size, topology.local_rank(info.rank)
+    if shared is not None:
+        return TensorParallel(rank, size, shared)
+    group = None
+    if topology.pipeline_parallel_size > 1:  # every rank must name all groups
+        stages = [dist.new_group(list(topology.stage_ranks(s))) for s in range(topology.pipeline_parallel_size)]
+        group = stages[topology.stage_of(info.rank)]
+    record = partial(Flags(info.memory_fd, topology.ranks_per_node).__setitem__, local)
+    tp = TensorParallel(rank, size, None, record, group, over_host=share_device, in_order=in_order)
+    if on_nccl and not in_order and 1 < size <= topology.ranks_per_node:  # devices of one host
+        tp.choose_all_reduce(device)
+    return tp
 
 
-def loopback_interface() -> str:
-    """The name of the interface that has 127.0.0.1: `lo` on Linux, `lo0` on macOS. Raises `StartupError`."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.family == socket.AF_INET and address.address == "127.0.0.1" for address in addresses):
-            return name
-    raise StartupError(
-        "No network interface has the address 127.0.0.1, over which ranks communicate.",
-        "Bring the loopback interface up, or name another interface in GLOO_SOCKET_IFNAME.",
-    )
+class DeviceRows:
+    """Rows to or from one other rank, from device to device."""
+
+    def __init__(self, peer: int) -> None:
+        self._peer = peer
+        self._sent: list[tuple[dist.Work, Tensor]] = []
+
+    def send(self, rows: Tensor) -> None:
+        """Does not wait for the receiver. `rows` may be overwritten once this returns."""
+        self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
+        kept = rows.clone()
+        work = dist.isend(kept, self._peer)
+        assert work is not None, "this rank is of the group"
+        self._sent.append((work, kept))
+
+    def receive(self, rows: Tensor) -> None:
+        """Into `rows` (contiguous): what is launched after this finds them there."""
+        work = dist.irecv(rows, self._peer)
+        assert work is not None, "this rank is of the group"
+        work.wait()
+
+
+class OneShot:
+    """Sums of up to `most_bytes` of float32. Every rank must make one, and the same calls."""
+
+    def __init__(self, most_bytes: int, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        """`group`: None: all ranks. Raises `RuntimeError` where devices cannot read each other's memory."""
+        from torch.distributed import _symmetric_memory as symmetric  # only CUDA ranks need it
+
+        group = group or dist.group.WORLD
+        assert group is not None, "the group has been formed"
+        self._group = group.group_name
+        self._inputs = symmetric.empty(most_bytes // 4, dtype=torch.float32, device=device)
+        symmetric.rendezvous(self._inputs, self._group)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        mine = self._inputs[: x.numel()]
+        mine.copy_(x.reshape(-1))
+        return torch.ops.symm_mem.one_shot_all_reduce(mine, "sum", self._group).view(x.shape)
+
+
+def follows_from_peer(error: Exception) -> bool:
+    """Whether the cause is that another rank is lost, as far as one can tell."""
+    return isinstance(error, dist.DistError | PeerLostError) or "gloo" in str(error)
+
+
+def nccl_version() -> str | None:
+    """Of the NCCL that torch has; None where it has none."""
+    return ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from workers.distributed.memory_order import STORES_KEEP_ORDER
-from workers.distributed.shm_layout import LINE, RankGroup, data_offset, total_bytes
+from workers.distributed.shm_layout import LINE, Neighbours, RankGroup, data_offset, total_bytes
 from workers.distributed.tree_sum import tree_sum
 
 _SPINS_BEFORE_YIELD = 2_000  # about 100 us: longer than ranks differ while each has a core of its own
@@ -38,28 +38,44 @@ _SLEEP_S = 50e-6
 
 
 class PeerLostError(RuntimeError):
-    """Another rank did not reach the collective in time: it has ended, is stopped, or is far too slow."""
+    """Another rank did not reach the collective in time: it has ended, is stopped, or is far too slow. On another node,
+    it may also have closed its connection."""
 
 
 class SharedMemoryGroup:
     """Collectives of one rank. Every rank must make the same calls in the same order."""
 
+    sums_by = "shared memory"
+
     def __init__(
-        self, memory_fd: int, rank: int, size: int, buffer_bytes: int, timeout_s: float, *, shares_cores: bool = False
+        self,
+        memory_fd: int,
+        rank: int,
+        size: int,
+        buffer_bytes: int,
+        timeout_s: float,
+        *,
+        shares_cores: bool = False,
+        within: Neighbours | None = None,
     ) -> None:
-        """`shares_cores`: there are fewer cores than ranks, so one that waits makes way for the others at once."""
+        """`shares_cores`: there are fewer cores than ranks, so one that waits makes way for the others at once.
+        `within`: where these ranks are among those of their node; None: they are all."""
         self.rank = rank
         self.size = size
-        self._buffer_bytes = buffer_bytes
-        self._map = mmap.mmap(memory_fd, total_bytes(size, buffer_bytes))
-        self._flags = memoryview(self._map)[: size * LINE].cast("Q")
-        self._raw = torch.frombuffer(self._map, dtype=torch.uint8, offset=data_offset(size))
+        self.buffer_bytes = buffer_bytes
+        self._within = within or Neighbours.alone(size)
+        assert self._within.size == size
+        ranks, place = self._within.ranks_of_node, self._within.place
+        self._map = mmap.mmap(memory_fd, total_bytes(ranks, buffer_bytes))
+        self._flags = memoryview(self._map)[place * LINE :][: size * LINE].cast("Q")
+        inputs = data_offset(ranks) + 2 * place * buffer_bytes
+        self._raw = torch.frombuffer(self._map, dtype=torch.uint8, offset=inputs, count=2 * size * buffer_bytes)
         self._spins = 0 if shares_cores else _SPINS_BEFORE_YIELD
         # Also counts the collectives of this form: both may follow each other.
         self._group = RankGroup(
-            ctypes.addressof(ctypes.c_char.from_buffer(self._map)), self._raw.data_ptr(), buffer_bytes, rank, size, 0,
-            0.0 if shares_cores else _SPIN_S, _CROWDED_YIELDS_BEFORE_SLEEP if shares_cores else _YIELDS_BEFORE_SLEEP,
-            timeout_s,
+            ctypes.addressof(ctypes.c_char.from_buffer(self._map, place * LINE)), self._raw.data_ptr(), buffer_bytes,
+            rank, size, 0, 0.0 if shares_cores else _SPIN_S,
+            _CROWDED_YIELDS_BEFORE_SLEEP if shares_cores else _YIELDS_BEFORE_SLEEP, timeout_s,
         )  # fmt: skip
 
     @staticmethod
@@ -73,14 +89,15 @@ class SharedMemoryGroup:
 
     def lost(self, rank: int) -> PeerLostError:
         """The error when `rank` has not reached the collective that this rank is in."""
+        number = self._within.number + rank
         return PeerLostError(
-            f"rank {rank} did not reach collective {self._group.collective} within {self._group.timeout_s} s"
+            f"rank {number} did not reach collective {self._group.collective} within {self._group.timeout_s} s"
         )
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, written into `x` (contiguous, on the CPU) and returned."""
         flat = x.view(-1)
-        limit = self._buffer_bytes // x.element_size()
+        limit = self.buffer_bytes // x.element_size()
         for start in range(0, flat.numel(), limit):
             part = flat[start : start + limit]
             inputs = self._exchange(part)
@@ -94,26 +111,63 @@ class SharedMemoryGroup:
         """Every rank's `x` in rank order: [size, *x.shape]."""
         flat = x.contiguous().view(-1)
         out = torch.empty((self.size, flat.numel()), dtype=x.dtype)
-        limit = self._buffer_bytes // x.element_size()
+        limit = self.buffer_bytes // x.element_size()
         for start in range(0, flat.numel(), limit):
             part = flat[start : start + limit]
             for rank, peer in enumerate(self._exchange(part)):
                 out[rank, start : start + limit] = peer
         return out.view(self.size, *x.shape)
 
+    def to_first(self, part: Tensor) -> list[Tensor]:
+        """A collective that only the first rank waits for: it gets views of every rank's `part` (flat, fits a buffer),
+        the others nothing. `from_first` must follow."""
+        if self.size == 1:
+            self._enter()
+            return [part]
+        inputs = self._publish(part)
+        if self.rank:
+            return []
+        self._wait_for_all()
+        return inputs
+
+    def from_first(self, part: Tensor) -> None:
+        """Fill every rank's `part` (contiguous, fits a buffer) with the first rank's."""
+        # Two are enough here too. Those of `to_first` only the first rank reads, and its flag shows that it has;
+        # what it wrote here before, the others had read when they set their flags for the `to_first` ahead of this.
+        if self.size == 1:
+            self._enter()
+        elif self.rank == 0:
+            self._publish(part.view(-1))
+        else:
+            self._enter()
+            self._wait_for(0)
+            part.view(-1).copy_(self._buffer(0, part.numel(), part.dtype))
+
     def _exchange(self, part: Tensor) -> list[Tensor]:
         """Publish `part`, wait for all peers, and return views of every rank's input in rank order."""
+        inputs = self._publish(part)
+        self._wait_for_all()
+        return inputs
+
+    def _enter(self) -> None:
+        """The next collective, in which this rank has no input."""
+        self._group.collective += 1
+        self._flags[self.rank * LINE // 8] = self._group.collective
+
+    def _publish(self, part: Tensor) -> list[Tensor]:
         self._group.collective += 1
         count, dtype = part.numel(), part.dtype
         inputs = [self._buffer(rank, count, dtype) for rank in range(self.size)]
         inputs[self.rank].copy_(part)
         self._flags[self.rank * LINE // 8] = self._group.collective
-        for rank in range(self.size):
-            self._wait_for(rank)
         return inputs
 
+    def _wait_for_all(self) -> None:
+        for rank in range(self.size):
+            self._wait_for(rank)
+
     def _buffer(self, rank: int, count: int, dtype: torch.dtype) -> Tensor:
-        start = (self._group.collective % 2 * self.size + rank) * self._buffer_bytes
+        start = (self._group.collective % 2 * self.size + rank) * self.buffer_bytes
         return self._raw[start : start + count * dtype.itemsize].view(dtype)
 
     def _wait_for(self, rank: int) -> None:

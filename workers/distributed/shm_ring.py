@@ -1,12 +1,14 @@
 """A ring of fixed slots in anonymous shared memory: one writer, N readers, no copying, no pickling.
 
-    header   N reader counters, one cache line each: the newest message the reader has finished with
+    header   one cache line for each of N readers: the newest message that it has finished with, and how long it worked
+             on the newest that it was asked to time
     slots    num_slots x slot_bytes
 
 The writer fills a slot in place and wakes each reader with one byte through its pipe; a blocked reader uses no
 processor time. A message may come in two parts: the reader is woken for the first, and waits for the rest only when it
-needs it. The memory has no name, so a crash leaves no segment behind; end-of-file on the pipe means that the writer has
-ended. Message n is in slot n % num_slots, which may be overwritten once every reader has finished the message.
+needs it; the writer sends the rest when it has it, but before the next message. The memory has no name, so a crash
+leaves no segment behind; end-of-file on the pipe means that the writer has ended. Message n is in slot n % num_slots,
+which may be overwritten once every reader has finished the message.
 
 Does not know what the bytes mean.
 """
@@ -66,9 +68,10 @@ class RingLayout:
         return asdict(self)
 
     @staticmethod
-    def holding(message_bytes: int, num_readers: int) -> "RingLayout":
-        """The layout whose slots hold messages of up to `message_bytes`."""
-        return RingLayout(num_readers, (message_bytes + _PAGE - 1) // _PAGE * _PAGE)
+    def holding(message_bytes: int, num_readers: int, in_flight: int = 1) -> "RingLayout":
+        """The layout whose slots hold messages of up to `message_bytes`, with so many `in_flight` at most, or 2."""
+        slot_bytes = (message_bytes + _PAGE - 1) // _PAGE * _PAGE
+        return RingLayout(num_readers, slot_bytes, max(2, in_flight) + 2)
 
 
 class _Mapping:
@@ -90,6 +93,12 @@ class _Mapping:
     def set_finished(self, reader: int, message: int) -> None:
         self._counters[reader * _LINE // 8] = message
 
+    def durations(self) -> list[int]:
+        return self._counters[1 :: _LINE // 8].tolist()
+
+    def set_duration(self, reader: int, nanoseconds: int) -> None:
+        self._counters[reader * _LINE // 8 + 1] = nanoseconds
+
     def close(self) -> None:
         self._counters.release()
         self._bytes.release()
@@ -105,14 +114,17 @@ class RingWriter:
         self._pages = _Mapping(memory_fd, layout)
         self._wake_fds = wake_fds
         self._message = 0
+        self._lacks_rest = False  # the last message
 
     @contextlib.contextmanager
     def send(self, *, rest_follows: bool = False) -> Generator[memoryview]:
-        """Yields the next slot to fill; on leaving, every reader is woken. With `rest_follows`, `send_rest` comes next.
+        """Yields the next slot to fill; on leaving, every reader is woken. With `rest_follows`, `send_rest` must come
+        before the next message.
 
         Raises `RuntimeError` when a reader still holds the slot (more messages in flight than slots), and
         `ChannelClosedError` when a reader is gone.
         """
+        assert not self._lacks_rest, "the rest of the last message was not sent"
         message = self._message + 1
         for reader in range(len(self._wake_fds)):
             if self._pages.finished(reader) + self._pages.layout.num_slots < message:
@@ -124,12 +136,13 @@ class RingWriter:
             yield slot
         finally:
             slot.release()
-        self._message = message
+        self._message, self._lacks_rest = message, rest_follows
         self._wake(_FIRST_PART if rest_follows else _WHOLE)
 
     @contextlib.contextmanager
     def send_rest(self) -> Generator[memoryview]:
         """Yields the slot of the last message again; on leaving, readers are woken for what was written."""
+        assert self._lacks_rest, "the last message is complete"
         slot = self._pages.slot(self._message)
         try:
             yield slot
@@ -137,6 +150,7 @@ class RingWriter:
             # The traceback of a failure may keep arrays over the slot alive.
             with contextlib.suppress(BufferError):
                 slot.release()
+        self._lacks_rest = False
         self._wake(_REST)
 
     def _wake(self, kind: bytes) -> None:
@@ -150,9 +164,19 @@ class RingWriter:
         """The newest message that `reader` has finished with."""
         return self._pages.finished(reader)
 
+    def durations(self) -> list[int]:
+        """What each reader has noted last, in nanoseconds; 0: nothing yet."""
+        return self._pages.durations()
+
     @property
     def sent(self) -> int:
         return self._message
+
+    @property
+    def has_room(self) -> bool:
+        """Whether every reader has finished with the slot of the next message."""
+        oldest = self._message + 1 - self._pages.layout.num_slots
+        return all(self._pages.finished(reader) >= oldest for reader in range(len(self._wake_fds)))
 
     def close(self) -> None:
         for fd in self._wake_fds:
@@ -190,6 +214,10 @@ class RingReader:
             if not STORES_KEEP_ORDER:
                 fence()  # the counter is written after the slot was read
             self._pages.set_finished(self._reader, self._message)
+
+    def note_duration(self, nanoseconds: int) -> None:
+        """Tell the writer how long this reader has worked on a message."""
+        self._pages.set_duration(self._reader, nanoseconds)
 
     def wait_for_rest(self, timeout_s: float | None = None) -> None:
         """Blocks until the message that `recv` yielded is complete; most are from the start. Raises like `recv`."""

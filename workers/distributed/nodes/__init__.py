@@ -1,0 +1,1 @@
+"""How nodes, the hosts of one group of ranks, find each other, prove that they belong together, and talk."""

@@ -1,0 +1,92 @@
+"""Sums and gathers over the ranks of a stage that several nodes hold: shared memory within a node, TCP between them.
+
+    each node       the first rank adds up the inputs of its node, which it reads in shared memory
+    between nodes   the first ranks send each other those sums, and each adds all of them
+    each node       the first rank leaves the total in shared memory
+
+Sums run over the tree of `tree_sum.py`. A node's ranks are a branch of it where they are a power of two of ranks; then
+the total has the same bits as on one host. Where they are not, the first ranks send all inputs in place of their sums,
+which is more to send, and each adds them over the tree of all ranks.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from workers.distributed.peers.peer_socket import PeerSocket, data_of, exchange
+from workers.distributed.shm_all_reduce import SharedMemoryGroup
+from workers.distributed.tree_sum import tree_sum
+
+
+class NodeSums:
+    """Collectives of one rank. Every rank of the stage must make the same calls in the same order."""
+
+    sums_by = "shared memory, and TCP between nodes"
+
+    def __init__(self, local: SharedMemoryGroup, node: int, nodes: int, peers: Sequence[PeerSocket]) -> None:
+        """`local`: the stage's ranks on this node, equally many on each. `node`: its place among the `nodes` of the
+        stage. `peers`: the first ranks of the other nodes, in order; of the first rank alone."""
+        assert len(peers) == (0 if local.rank else nodes - 1)
+        self._local = local
+        self._node, self._nodes = node, nodes
+        self._peers = list(peers)
+        self._adds_here = local.size & (local.size - 1) == 0
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over ranks, written into `x` (contiguous, on the CPU) and returned."""
+        flat = x.view(-1)
+        limit = self._local.buffer_bytes // x.element_size()
+        for start in range(0, flat.numel(), limit):
+            part = flat[start : start + limit]
+            inputs = self._local.to_first(part)
+            if inputs:
+                self._add_up(inputs, part)
+            self._local.from_first(part)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Every rank's `x` in rank order: [ranks, *x.shape]."""
+        flat = x.contiguous().view(-1)
+        nodes, ranks = self._nodes, self._local.size
+        out = torch.empty((nodes, ranks, flat.numel()), dtype=x.dtype)
+        bytes_each = x.element_size() * nodes * ranks  # all inputs go through one buffer
+        limit = max(1, self._local.buffer_bytes // bytes_each)
+        for start in range(0, flat.numel(), limit):
+            part = flat[start : start + limit]
+            every = torch.empty((nodes, ranks, part.numel()), dtype=x.dtype)
+            inputs = self._local.to_first(part)
+            if inputs:
+                torch.stack(self._from_all_nodes(torch.stack(inputs)), out=every)
+            self._local.from_first(every)
+            out[..., start : start + limit] = every
+        return out.view(nodes * ranks, *x.shape)
+
+    def all_agree(self, mine: bool) -> bool:
+        """Whether every first rank says yes. Only those call this."""
+        return all(said.item() for said in self._from_all_nodes(torch.tensor([mine])))
+
+    def close(self) -> None:
+        for peer in self._peers:
+            peer.close()
+
+    def _add_up(self, inputs: list[Tensor], total: Tensor) -> None:
+        """The inputs of this node's ranks -> the sum of all nodes' ranks."""
+        if len(inputs) > 1:
+            added = tree_sum([part.float() for part in inputs]) if self._adds_here else torch.cat(inputs)
+        else:
+            added = inputs[0]
+        parts = self._from_all_nodes(added)
+        if len(inputs) > 1 and not self._adds_here:
+            parts = [part for of_node in parts for part in of_node.chunk(len(inputs))]
+        if len(parts) == 2:
+            torch.add(parts[0], parts[1], out=total)  # in float32, rounded once
+        else:
+            total.copy_(tree_sum([part.float() for part in parts]))
+
+    def _from_all_nodes(self, mine: Tensor) -> list[Tensor]:
+        """`mine` (contiguous) of the first rank of each node, in order."""
+        every = [mine if node == self._node else torch.empty_like(mine) for node in range(self._nodes)]
+        others = [data_of(part) for part in every if part is not mine]
+        exchange(self._peers, [data_of(mine)] * len(self._peers), others)
+        return every

@@ -1,0 +1,105 @@
+"""One rank's place in a pipeline: hidden states come from the stage before and go to the stage after.
+
+Each rank of a stage has one peer in the stage before and one in the stage after, those of its own tensor rank. It sends
+them its share of the rows, 1/TP, and the ranks of the receiving stage gather: each row crosses between stages once.
+Every step is one message from each rank to its peer, also a step that a stage refuses (`StepGuard`), so that stages
+stay in step without asking each other.
+
+Does not know what carries the messages (`Channel`).
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from workers.distributed.parallel_state import TensorParallel
+
+
+class StepRefusedError(Exception):
+    """A stage ahead had no memory for this step."""
+
+
+class Channel(Protocol):
+    """Messages in order to or from one peer: rows, or None for a step that was refused."""
+
+    def send(self, rows: Tensor | None) -> None:
+        """Does not wait for the receiver. `rows` may be overwritten once this returns."""
+        ...
+
+    def receive(self, rows: Tensor) -> bool:
+        """Wait for the next message, and write it to `rows` (contiguous). False: the step was refused.
+
+        Raises `PeerLostError`."""
+        ...
+
+    def discard(self) -> None:
+        """Wait for the next message, and forget it. Raises `PeerLostError`."""
+        ...
+
+
+class PipelineStage:
+    """Stage `number` of `size`. Every step calls `receive`, or `drop`, once unless it is the first; and `send`, or
+    `refuse`, once unless it is the last."""
+
+    def __init__(
+        self,
+        number: int = 0,
+        size: int = 1,
+        tp: TensorParallel | None = None,
+        before: Channel | None = None,
+        after: Channel | None = None,
+    ) -> None:
+        """`tp`: the ranks of this stage; None: one alone."""
+        assert (before is None) == (number == 0) and (after is None) == (number == size - 1)
+        self.number = number
+        self.size = size
+        self._tp = tp or TensorParallel.solo()
+        self._before = before
+        self._after = after
+
+    @staticmethod
+    def solo() -> "PipelineStage":
+        """The only stage: it has all layers."""
+        return PipelineStage()
+
+    @property
+    def is_first(self) -> bool:
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == self.size - 1
+
+    def send(self, hidden: Tensor) -> None:
+        """Send `hidden` [T, hidden size], T > 0, the same on all ranks of this stage, to the next stage. Returns before
+        it has arrived; `hidden` may then be overwritten."""
+        assert self._after is not None, "the last stage sends nothing"
+        share = self._share(len(hidden))
+        self._after.send(hidden[share * self._tp.rank : share * (self._tp.rank + 1)])
+
+    def receive(self, num_tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """What the stage before sent for this step: [num_tokens, hidden_size], contiguous, the same bits on all ranks.
+
+        Raises `StepRefusedError`, on all ranks of the stage alike, and before any of its collectives."""
+        assert self._before is not None, "the first stage receives nothing"
+        share = self._share(num_tokens)
+        rows = torch.empty((share, hidden_size), dtype=dtype, device=device)
+        mine = max(0, min(share, num_tokens - share * self._tp.rank))
+        if not self._before.receive(rows[:mine]):
+            raise StepRefusedError
+        return self._tp.all_gather(rows).view(-1, hidden_size)[:num_tokens]
+
+    def drop(self) -> None:
+        """Take the message of a step that this stage does not run."""
+        if self._before is not None:
+            self._before.discard()
+
+    def refuse(self) -> None:
+        """Tell the stages after this one that it does not run the step."""
+        if self._after is not None:
+            self._after.send(None)
+
+    def _share(self, num_tokens: int) -> int:
+        """Rows of each rank; the last ones have fewer."""
+        return -(-num_tokens // self._tp.size)

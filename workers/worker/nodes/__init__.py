@@ -1,0 +1,1 @@
+"""What runs the ranks of each node, and joins those of several."""

@@ -1,0 +1,32 @@
+"""How a group of nodes ended, as its head tells the others."""
+
+from dataclasses import dataclass
+
+from workers.errors import EXIT_BUG, EXIT_OK, StartupError, WorkerError
+from workers.worker.nodes.messages import packed, unpacked
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """`exit_code` is that of every node. A `fix` comes with a start that failed."""
+
+    exit_code: int
+    cause: str = ""
+    fix: str = ""
+
+    @staticmethod
+    def of(failure: Exception | None) -> "Ending":
+        if failure is None:
+            return Ending(EXIT_OK)
+        if isinstance(failure, StartupError):
+            return Ending(failure.exit_code, failure.cause, failure.fix)
+        if isinstance(failure, WorkerError):
+            return Ending(failure.exit_code, str(failure))
+        return Ending(EXIT_BUG, str(failure) or type(failure).__name__)
+
+    def to_bytes(self) -> bytes:
+        return packed(exit_code=self.exit_code, cause=self.cause, fix=self.fix)
+
+    @staticmethod
+    def from_bytes(payload: bytes) -> "Ending":
+        return Ending(**unpacked(payload))
