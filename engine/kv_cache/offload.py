@@ -1,0 +1,360 @@
+"""What is kept of KV blocks beyond the pool, in slots of host memory and in files: decides every copy that ranks make.
+
+A block that the pool evicts is saved to a slot, and from there written to a file, and so is one that a second prompt
+begins with, and at the end all that is cached. A prompt's beginning is loaded from slots when its sequence is admitted,
+a long one in the steps before; what lies in files is read into slots before that, while the sequence waits. Pure: no
+clock, no files, no tensors; the same calls give the same copies. Knows digests, block ids and numbers of requests.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from engine.kv_cache.host_tier import HostTier
+from engine.stats import EngineStats
+from workers.kv_offload import MAX_COPIES, Copy, KVOffloadInfo, KVReport, Report
+from workers.step_cost import StepCost
+
+MAX_LOADS = 32  # sequences that wait for files at the same time
+LOAD_TIMEOUT_S = 30.0  # then it is computed after all: the file system may never answer
+_FIXED_READ_S = 0.002  # of any load: two more turns of the loop
+STEP_LOAD_BYTES = 64 << 20  # that a rank copies from slots to pages in one step: 13 to 19 ms of one core of a CPU
+
+
+@dataclass(slots=True, eq=False)
+class Copies:
+    """What one step tells ranks to copy, in this order; the slots are pinned until it is answered."""
+
+    commands: list[tuple[Copy, int, int, bytes]] = field(default_factory=list)  # kind, block, slot, digest
+    slots: list[int] = field(default_factory=list)  # pinned, once for each entry
+    num_loads: int = 0  # of the commands
+
+    def __bool__(self) -> bool:
+        return bool(self.commands)
+
+
+NO_COPIES = Copies()  # of every step that has none: never changed
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """A slot that ranks read from their files, or write to them."""
+
+    digest: bytes
+    num_left: int  # ranks that have not reported
+    failed: bool = False
+    loads: list[int] = field(default_factory=list)  # that wait for it
+
+
+@dataclass(slots=True)
+class _Load:
+    """The blocks that one waiting sequence will be given."""
+
+    slots: list[int]  # pinned
+    num_left: int  # of these: not read yet
+    deadline_s: float
+    is_over: bool = False  # `take_ready` has named it
+
+
+class KVOffload:
+    """The engine's side of the tiers below the pool."""
+
+    def __init__(
+        self, info: KVOffloadInfo | None, block_size: int, step_cost: StepCost | None, stats: EngineStats
+    ) -> None:
+        """`info`: what ranks have; None: nothing is kept beyond the pool."""
+        self.is_on = info is not None
+        self.info = info = info or KVOffloadInfo(0, 0)
+        self.host = HostTier(info.num_slots)
+        self._most_writes = max(1, info.num_slots // 2)
+        self._block_size = block_size
+        self._step_cost = step_cost
+        self._most_loads = min(MAX_COPIES // 2, max(1, STEP_LOAD_BYTES // max(1, info.bytes_per_block)))
+        self._stats = stats
+        self._on_disk: set[bytes] = set()  # never iterated
+        self._next = Copies()
+        self._num_sent = 0  # pins of steps that are not answered
+        self._reads: dict[int, _Transfer] = {}  # by slot
+        self._read_slot: dict[bytes, int] = {}
+        self._writes: dict[int, _Transfer] = {}  # by slot
+        self._written: set[bytes] = set()  # the digests of `_writes`
+        self._loads: dict[int, _Load] = {}  # by request id
+        stats.kv_offload_host_blocks_total = info.num_slots
+        stats.kv_offload_disk_bytes_total = info.max_disk_bytes
+
+    @property
+    def has_disk(self) -> bool:
+        return self.info.read_bytes_per_s is not None
+
+    @property
+    def num_on_disk(self) -> int:
+        """Blocks that files of this model hold, as far as is known."""
+        return len(self._on_disk)
+
+    # -- what the pool says
+
+    def evicted(self, block: int, digest: bytes) -> None:
+        """The pool gives `block`, which holds the content of `digest`, to another sequence in the next step."""
+        if self.host.find(digest) is not None:
+            return
+        slot = None if self._is_full else self.host.take()
+        if slot is None:
+            self._stats.kv_offload_dropped_blocks += 1
+            return
+        self.host.name(slot, digest)
+        self._copy(Copy.SAVE, block, slot)
+        self._stats.kv_offload_saved_blocks += 1
+
+    def used_again(self, block: int, digest: bytes | None) -> None:
+        """A sequence takes `block` from the cache, which earlier steps have computed. What several requests begin with
+        is written to a file although the pool may never evict it: for other replicas, and for after a restart."""
+        if self.has_disk and digest is not None and digest not in self._on_disk:
+            self.evicted(block, digest)
+
+    def keep(self, block: int | None, digest: bytes) -> bool:
+        """Write the content of `digest`, which a slot or `block` holds, to a file. False: no room for that now."""
+        if digest in self._on_disk or digest in self._written:
+            return True
+        num_saves = sum(command[0] is Copy.SAVE for command in self._next.commands) + self._num_sent
+        if self._is_full or len(self._writes) + num_saves >= self._most_writes:
+            return False
+        slot = self.host.find(digest)
+        if slot is not None:
+            self._write(slot)
+        elif block is not None:
+            self.evicted(block, digest)  # written when this is answered
+        return True
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is to be copied, and nothing is being read or written."""
+        return not (self._next or self._num_sent or self._reads or self._writes)
+
+    def forget(self, digests: Iterable[bytes]) -> None:
+        """These blocks were not computed after all, or must not be found in host memory."""
+        for digest in digests:
+            self.host.forget(digest)
+
+    @property
+    def load_room(self) -> int:
+        """How many blocks the next step may still load, so that it stays short."""
+        return max(0, self._most_loads - self._next.num_loads)
+
+    def hold(self, digests: Iterable[bytes]) -> list[int]:
+        """The slots of the longest beginning of `digests` that host memory holds, pinned until `load` or `let_go`."""
+        slots: list[int] = []
+        for digest in digests:
+            slot = self.host.find(digest)
+            if slot is None:
+                break
+            self.host.pin(slot)
+            slots.append(slot)
+        return slots
+
+    def let_go(self, slots: Iterable[int]) -> None:
+        """These were held, and are not loaded now."""
+        for slot in slots:
+            self.host.unpin(slot)
+
+    def load(self, slot: int, block: int) -> None:
+        """Copy what the held `slot` has into `block` before the next step."""
+        self._next.num_loads += 1
+        self._next.commands.append((Copy.LOAD, block, slot, b""))
+        self._next.slots.append(slot)
+        self._stats.kv_offload_loaded_blocks += 1
+        self._stats.kv_offload_hit_tokens += self._block_size
+
+    # -- steps
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether the next step has no more room for copies, beside those that sequences must be given."""
+        return len(self._next.commands) >= MAX_COPIES // 2
+
+    @property
+    def has_copies(self) -> bool:
+        return bool(self._next)
+
+    def take_copies(self) -> Copies:
+        """For the next step."""
+        if not self._next.commands:
+            return NO_COPIES
+        copies, self._next = self._next, Copies()
+        self._num_sent += len(copies.slots)
+        return copies
+
+    def give_back(self, copies: Copies) -> None:
+        """The step was not sent: the copies are the first of the next one."""
+        self._num_sent -= len(copies.slots)
+        self._next.commands[:0] = copies.commands
+        self._next.slots[:0] = copies.slots
+        self._next.num_loads += copies.num_loads
+
+    def answered(self, copies: Copies) -> None:
+        """The step is over, and with it its copies between pages and slots, also where the step itself was refused."""
+        if copies is NO_COPIES:
+            return
+        for kind, _, slot, _ in copies.commands:
+            if kind is Copy.SAVE:
+                self._write(slot)
+        for slot in copies.slots:
+            self.host.unpin(slot)
+        self._num_sent -= len(copies.slots)
+
+    def _write(self, slot: int) -> None:
+        """Begin to write what was saved to `slot`, unless too many slots are being written."""
+        digest = self.host.digest_of(slot)
+        if not self.has_disk or digest is None or digest in self._on_disk or digest in self._written:
+            return
+        if self._is_full or slot in self._writes or len(self._writes) >= self._most_writes:
+            self._stats.kv_offload_dropped_blocks += 1
+            return
+        self.host.pin(slot)
+        self._writes[slot] = _Transfer(digest, self.info.num_ranks)
+        self._written.add(digest)
+        self._copy(Copy.WRITE, 0, slot, digest, pin=True)
+
+    def _copy(self, kind: Copy, block: int, slot: int, digest: bytes = b"", *, pin: bool = False) -> None:
+        """Add a copy to the next step. `pin`: the slot's pin is kept for something else."""
+        if pin:
+            self.host.pin(slot)
+        self._next.commands.append((kind, block, slot, digest))
+        self._next.slots.append(slot)
+
+    # -- loads
+
+    def begin_load(self, request_id: int, digests: Iterable[bytes], first_column: int, now: float) -> bool:
+        """Read from files what the sequence needs of its beginning: `digests` of its full blocks from `first_column`
+        on, the first that the pool lacks. True if it is to wait until `take_ready` names it."""
+        if not self.has_disk or len(self._loads) >= MAX_LOADS:
+            return False
+        known = list(self._known(digests))
+        missing = [column for column, digest in enumerate(known) if self.host.find(digest) is None]
+        if not missing or not self._pays(len(missing), first_column + missing[0], first_column + len(known)):
+            return False
+        load = _Load([], 0, now + LOAD_TIMEOUT_S)
+        for digest in known:
+            slot = self.host.find(digest)
+            if slot is not None:
+                self.host.pin(slot)
+            else:
+                slot = self._read(digest, request_id)
+                if slot is None:
+                    break
+                load.num_left += 1
+            load.slots.append(slot)
+        if not load.num_left:
+            self._release(load)
+            return False
+        self._loads[request_id] = load
+        return True
+
+    def take_ready(self, now: float) -> list[int]:
+        """The requests whose loads have ended, whatever came of them, and those that have waited too long. Their blocks
+        stay in host memory until `release`."""
+        ready = []
+        for number, load in self._loads.items():
+            if not load.is_over and (not load.num_left or now > load.deadline_s):
+                load.is_over = True
+                ready.append(number)
+        return ready
+
+    def release(self, request_id: int) -> None:
+        """The sequence waits for nothing any more: it has its blocks, or it has ended."""
+        load = self._loads.pop(request_id, None)
+        if load is not None:
+            self._release(load)
+
+    def _release(self, load: _Load) -> None:
+        self.let_go(load.slots)
+
+    def _known(self, digests: Iterable[bytes]) -> Iterator[bytes]:
+        """The longest beginning that host memory and files hold."""
+        for digest in digests:
+            if self.host.find(digest) is None and digest not in self._on_disk:
+                return
+            yield digest
+
+    def _pays(self, num_reads: int, first_column: int, end_column: int) -> bool:
+        """Whether reading so many blocks is faster than computing the columns from the first of them on."""
+        assert self.info.read_bytes_per_s is not None
+        if self._step_cost is None:
+            return True
+        first, end = first_column * self._block_size, end_column * self._block_size
+        context = (first + end) // 2
+        computing_s = (end - first) * (self._step_cost.token_s + self._step_cost.context_s * context)
+        return _FIXED_READ_S + num_reads * self.info.bytes_per_block / self.info.read_bytes_per_s < computing_s
+
+    def _read(self, digest: bytes, request_id: int) -> int | None:
+        """A slot, pinned for the request, into which ranks read the block. None when there is none."""
+        slot = self._read_slot.get(digest)
+        if slot is None:
+            slot = None if self._is_full else self.host.take()
+            if slot is None:
+                return None
+            self._reads[slot] = _Transfer(digest, self.info.num_ranks)
+            self._read_slot[digest] = slot
+            self._copy(Copy.READ, 0, slot, digest, pin=True)
+        self.host.pin(slot)
+        self._reads[slot].loads.append(request_id)
+        return slot
+
+    # -- what ranks report
+
+    def report(self, report: KVReport) -> None:
+        """One report of one rank."""
+        if report.kind is Report.READ:
+            for slot, succeeded in report.results:
+                self._has_read(slot, succeeded)
+        elif report.kind is Report.WRITTEN:
+            for slot, succeeded in report.results:
+                self._has_written(slot, succeeded)
+        elif report.kind is Report.APPEARED:
+            self._on_disk.update(report.digests)
+        elif report.kind is Report.VANISHED:
+            self._on_disk.difference_update(report.digests)
+        else:
+            self._stats.kv_offload_disk_bytes = report.num_bytes
+            self._stats.kv_offload_disk_blocks = report.num_blocks
+
+    def _has_read(self, slot: int, succeeded: bool) -> None:
+        read = self._reads[slot]
+        read.num_left, read.failed = read.num_left - 1, read.failed or not succeeded
+        if read.num_left:
+            return
+        del self._reads[slot], self._read_slot[read.digest]
+        if read.failed:
+            # It is computed, and then written again.
+            self._on_disk.discard(read.digest)
+            self._stats.kv_offload_failed_blocks += 1
+        else:
+            self._stats.kv_offload_read_blocks += 1
+            if self.host.find(read.digest) is None:
+                self.host.name(slot, read.digest)
+        for request_id in read.loads:
+            load = self._loads.get(request_id)
+            if load is not None and slot in load.slots:
+                load.num_left -= 1
+        self.host.unpin(slot)
+
+    def _has_written(self, slot: int, succeeded: bool) -> None:
+        write = self._writes[slot]
+        write.num_left, write.failed = write.num_left - 1, write.failed or not succeeded
+        if write.num_left:
+            return
+        del self._writes[slot]
+        self._written.discard(write.digest)
+        if write.failed:
+            self._stats.kv_offload_failed_blocks += 1
+        else:
+            self._stats.kv_offload_written_blocks += 1
+            self._on_disk.add(write.digest)
+        self.host.unpin(slot)
+
+    def set_gauges(self) -> None:
+        self._stats.kv_offload_host_blocks = self.host.num_blocks
+
+    def audit(self) -> None:
+        """Raise AssertionError unless every slot is accounted for."""
+        self.host.audit()
+        pins = sum(len(load.slots) for load in self._loads.values()) + len(self._reads) + len(self._writes)
+        assert self.host.num_pins == pins + len(self._next.slots) + self._num_sent, "a slot is pinned for nothing"

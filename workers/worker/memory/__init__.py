@@ -1,0 +1,1 @@
+"""How much memory a rank's steps take, and what happens when there is not enough for one."""

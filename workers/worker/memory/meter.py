@@ -1,0 +1,57 @@
+"""Reads the memory of a device: an interface of three numbers, so that sizes can be tested on a made-up device."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from workers.platform.host_memory import free_host_bytes
+
+
+class MemoryMeter(Protocol):
+    """Of one device, in bytes."""
+
+    def total_bytes(self) -> int:
+        """All that the device has."""
+
+    def free_bytes(self) -> int:
+        """What nobody holds, after this process has given back what it does not use."""
+
+    def peak_of(self, run: Callable[[], object]) -> int:
+        """The most that `run` took from the device beside what was held before; it is given back."""
+
+
+class CudaMeter:
+    """A CUDA device, through torch's caching allocator: its blocks, which are larger than the tensors in them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def total_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self._device)[1]
+
+    def free_bytes(self) -> int:
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self._device)[0]
+
+    def peak_of(self, run: Callable[[], object]) -> int:
+        """Without what libraries allocate by themselves: they keep it, and `free_bytes` is less by it afterwards."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_reserved(self._device)
+        run()
+        torch.cuda.synchronize(self._device)
+        peak = torch.cuda.max_memory_reserved(self._device) - before
+        torch.cuda.empty_cache()
+        return peak
+
+
+def meter_of(device: torch.device) -> MemoryMeter | None:
+    """None on the CPU, whose memory others use as well: there steps are estimated, and KV memory is a share."""
+    return CudaMeter(device) if device.type == "cuda" else None
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free bytes of the memory of `device`."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
