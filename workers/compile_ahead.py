@@ -44,7 +44,7 @@ def likely_element_type(model: str | None, dtype: str) -> str:
     try:
         config = json.loads((Path(model or "").expanduser() / "config.json").read_text("utf-8"))
         declared = config.get("dtype") or config.get("torch_dtype")
-    except (OSError, ValueError, AttributeError):  # whoever loads the model says what is wrong with it
+    except (OSError, ValueError, AttributeError):  # loading the model will say what is wrong with it
         declared = None
     return declared if declared in ITEM_BYTES else "bfloat16"
 

@@ -1,17 +1,21 @@
 """The configuration of a rank, and what ranks report after loading. Frozen, torch-free, sent between processes as JSON.
 
-Defaults of flags are in `server/config/settings.py`.
+Defaults of flags are in `server/config/groups/`.
 """
 
 import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol
 
+from workers.kv_offload import KVOffloadInfo
 from workers.step_cost import StepCost
 
-# Called with a phase of starting ("loading") and the share of it that is done, 0 to 1.
-OnProgress = Callable[[str, float], None]
+
+class OnProgress(Protocol):
+    """Called with a phase of starting ("loading"), the share of it that is done, 0 to 1, and what it waits for."""
+
+    def __call__(self, phase: str, fraction: float, detail: str = "", /) -> object: ...
+
 
 LOADING_TIMEOUT_S = 300.0  # without progress of any rank; longer than compiling the kernels may take
 
@@ -29,12 +33,18 @@ class WorkerConfig:
     dtype: str = "auto"  # auto | bfloat16 | float16 | float32
     quantization: str = "none"  # none | int8 | int4, or the method of a quantised checkpoint
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1  # groups of neighbouring layers, each of `tensor_parallel_size` ranks
+    nnodes: int = 1  # hosts that the ranks are dealt to
+    data_parallel_size: int = 1  # replicas on this host, each with an engine and ranks of its own; all else is of one
+    data_parallel_rank: int = 0  # which of them these ranks are
+    host_free_bytes: int | None = None  # of memory, before any replica was loaded; None: measured, there is only one
     load_format: str = "auto"  # auto | safetensors | dummy
     tie_word_embeddings: bool | None = None  # None: as config.json says, unless the stored head is another matrix
     seed: int = 0  # of dummy weights only; sampling seeds come with each request
     max_model_len: int | None = None  # tokens; None: what the model was trained for
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
+    num_speculative_tokens: int = 0  # drafts that may follow the newest token of a sequence in a step
     lower_step_size: bool = (
         False  # whether max_num_batched_tokens may be lowered after timing: see `workers.worker.step_limits`
     )
@@ -43,13 +53,41 @@ class WorkerConfig:
     kv_cache_bytes: int | None = None  # over all ranks' shards of one rank; None: measured
     kv_cache_dtype: str = "auto"  # auto | int8 | fp8 (or fp8_e4m3); auto is resolved to the dtype
     num_kv_blocks: int | None = None  # exactly so many, the null block included; None: what fits the memory
+    kv_offload_bytes: int | None = None  # host memory of one rank for blocks beyond the pool; resolved where there is a
+    # directory
+    kv_offload_path: str | None = None  # directory for files of such blocks
+    kv_offload_disk_bytes: int | None = None  # that all files in it may take; None: half of what is free
     gpu_memory_utilization: float = 0.9
     num_threads: int | None = None  # CPU threads of one rank; None: one for each core that it gets
     cpu_affinity: str = "auto"  # auto | none | the CPUs of each rank: see `workers.worker.cpu_affinity`
     attention_backend: str = "auto"  # auto | cpp | torch | reference
+    share_device: bool = False  # ranks may share CUDA devices; resolved to whether they must. Sums go over the host
+    enforce_eager: bool = False  # no graphs of decode steps; only CUDA devices have any
+    batch_invariant: bool = False  # refuse to start unless a request's numbers depend on nothing else in its batch
     step_timeout_s: float = 120.0  # a step that takes longer is a hung rank
     raise_step_timeout: bool = False  # whether it may be raised after timing
     log_level: str = "INFO"  # of the engine's and the ranks' logs, a name of the logging module
+    log_format: str = "text"  # of the same: text | json
+
+    @property
+    def offloads_kv(self) -> bool:
+        """Whether blocks are kept beyond the pool."""
+        return self.kv_offload_bytes is not None or self.kv_offload_path is not None
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Of all stages; on one host, all ranks."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size // self.nnodes
+
+    @property
+    def ranks_on_host(self) -> int:
+        """Of all replicas: they share the host's memory, cores and devices."""
+        return self.ranks_per_node * self.data_parallel_size
+
+    @property
+    def first_on_host(self) -> int:
+        """The place of this replica's first rank among those of the host."""
+        return self.ranks_per_node * self.data_parallel_rank
 
     def with_(self, **changes: Any) -> "WorkerConfig":
         """A copy with some fields replaced."""
@@ -61,6 +99,19 @@ class WorkerConfig:
     @staticmethod
     def from_json(text: str | bytes) -> "WorkerConfig":
         return WorkerConfig(**json.loads(text))
+
+
+@dataclass(frozen=True, slots=True)
+class NodesConfig:
+    """How this host, a node, finds the others that hold ranks of the same model. Never recorded, never logged."""
+
+    node_rank: int  # 0: the head, which also runs the frontend and the engine
+    nnodes: int
+    address: str  # of the head; name or number
+    port: int  # of the head, for the other nodes
+    interface: str | None  # network interface or its address, for all that goes between nodes; None: the route's
+    secret: str = field(repr=False)  # known to all nodes and to nobody else
+    timeout_s: float = 300.0  # for all nodes to have joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +139,9 @@ class WorkerInfo:
     batch_invariant_reason: str = "it was not tested"  # why not, or what was measured
     rank_invariant: bool = False  # its bits do not depend on the number of ranks; tried at the start
     rank_invariant_reason: str = "it was not tested"
+    pipeline_parallel_size: int = 1
     step_cost: StepCost | None = None  # None: not measured
+    kv_offload: KVOffloadInfo | None = None  # None: no blocks are kept beyond the pool
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -96,5 +149,9 @@ class WorkerInfo:
     @staticmethod
     def from_json(text: str | bytes) -> "WorkerInfo":
         fields = json.loads(text)
-        cost = fields.pop("step_cost", None)
-        return WorkerInfo(**fields, step_cost=None if cost is None else StepCost(**cost))
+        cost, offload = fields.pop("step_cost", None), fields.pop("kv_offload", None)
+        return WorkerInfo(
+            **fields,
+            step_cost=None if cost is None else StepCost(**cost),
+            kv_offload=None if offload is None else KVOffloadInfo(**offload),
+        )

@@ -1,13 +1,20 @@
-"""Errors of starting and running ranks. Torch-free, so that the engine and the server can import them."""
+"""Errors of starting and running ranks, and the exit codes that follow. Torch-free: engine and server use them."""
+
+from typing import Final
+
+# Exit codes of the server and of its engine. 2, a wrong command line, is the server's alone.
+EXIT_OK: Final = 0
+EXIT_BUG: Final = 1
+EXIT_CONFIGURATION: Final = 3  # of the configuration, or of the model
+EXIT_OUT_OF_MEMORY: Final = 4  # at start
+EXIT_RANK_DIED: Final = 5  # or the engine
+EXIT_RANK_HUNG: Final = 6  # or the engine
 
 
 class StartupError(Exception):
-    """The ranks cannot start as configured: one line of cause and one of fix, shown to the operator as they are.
+    """The ranks cannot start as configured: one line of cause and one of fix, shown to the operator as they are."""
 
-    `exit_code` follows the documented table: 3 bad configuration or model, 4 out of memory at start.
-    """
-
-    def __init__(self, cause: str, fix: str, exit_code: int = 3) -> None:
+    def __init__(self, cause: str, fix: str, exit_code: int = EXIT_CONFIGURATION) -> None:
         super().__init__(f"{cause} {fix}")
         self.cause = cause
         self.fix = fix
@@ -26,3 +33,7 @@ class WorkerError(Exception):
         self.step_id = step_id
         self.cause = cause
         self.hung = hung
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_RANK_HUNG if self.hung else EXIT_RANK_DIED

@@ -1,13 +1,18 @@
-"""The engine's handle on its ranks: submit a step, collect its output, notice when a rank has ended.
+"""The engine's handle on its ranks: submit a step, collect its output, notice when a rank has ended. Torch-free."""
 
-Torch-free at import: the engine process loads torch only when it runs the single rank itself.
-"""
-
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from workers.config import OnProgress, WorkerConfig, WorkerInfo
+import numpy as np
+
+from workers.config import NodesConfig, OnProgress, WorkerConfig, WorkerInfo
+from workers.fingerprint import node_facts
+from workers.kv_offload import KVReports
 from workers.preflight import preflight
-from workers.protocol import FillMasks, StepMetadata, StepOutput
+from workers.protocol import StepMetadata, StepOutput
+from workers.rank_processes import RankProcess, end_ranks
+from workers.worker.multiproc_executor import MultiprocExecutor
+from workers.worker.nodes.host_ranks import HostRanks
 
 
 class Executor(Protocol):
@@ -21,17 +26,29 @@ class Executor(Protocol):
     max_in_flight: int  # steps that may be submitted and not collected
 
     @property
+    def kv_reports(self) -> KVReports | None:
+        """What ranks say about files of KV blocks; None where they keep no blocks beyond the pool."""
+
+    @property
     def best_in_flight(self) -> int:
         """How many of these are fastest on this machine."""
 
     @property
     def rank_pids(self) -> tuple[int, ...]:
-        """Empty when the single rank is the calling process."""
+        """In the order of the ranks; empty where ranks are no processes."""
 
-    def submit(self, step: StepMetadata, fill_masks: FillMasks | None = None) -> None:
-        """Start a step. With `fill_masks` the ranks begin before the masks are computed, and wait for them to sample.
+    @property
+    def step_times_ns(self) -> Sequence[int]:
+        """Nanoseconds that ranks have worked on the newest step that they have ended, in the order of the ranks; of
+        several hosts those of the first. A CUDA device may still compute then. Empty where ranks are no processes."""
 
-        `fill_masks` has returned when this returns, and the ranks have what it wrote; `step.mask_bits` may not.
+    def submit(self, step: StepMetadata, *, masks_follow: bool = False) -> None:
+        """Start a step. With `masks_follow` the ranks begin without its masks, and wait for them when they sample."""
+
+    def send_masks(self, bits: np.ndarray) -> None:
+        """Complete the step that was submitted last, with `masks_follow`: `bits` takes the place of its `mask_bits`.
+
+        Must come before the next `submit`; the answer to the step before may be collected first.
         """
 
     def collect(self) -> StepOutput:
@@ -43,26 +60,33 @@ class Executor(Protocol):
     def fileno_for_death(self) -> list[int]:
         """Descriptors that become readable when a rank ends while nothing is in flight."""
 
-    def close(self) -> None:
-        """End every rank. Idempotent."""
+    def close(self, failure: Exception | None = None) -> None:
+        """End every rank. `failure`: why, if it is one that the executor does not know. Idempotent."""
 
 
-def import_rank() -> None:
-    """Import what the calling process needs to run a rank itself, which takes seconds; later imports find it."""
-    import workers.worker.uniproc_executor  # noqa: F401
-
-
-def start_executor(config: WorkerConfig, *, inline: bool, on_progress: OnProgress) -> Executor:
+def start_executor(
+    config: WorkerConfig,
+    on_progress: OnProgress,
+    *,
+    ahead: Sequence[RankProcess] = (),
+    nodes: NodesConfig | None = None,
+    on_leave: Callable[[], None] = lambda: None,
+) -> Executor:
     """Check the configuration, start the ranks and load the model.
 
-    Raises `StartupError` with a cause and a fix; what can be known from headers and numbers is checked before any
-    weight is read. `inline` runs a single rank inside the calling process.
+    `ahead`: rank processes that run already; none of them is left when this fails. `nodes`: how the other hosts are
+    found, where the ranks are dealt to several; `on_leave` is called, in another thread, when the operator of one of
+    them wants it to stop. Raises `StartupError` with a cause and a fix; what can be known from
+    headers and numbers is checked before any weight is read.
     """
-    resolved = preflight(config)
-    if inline and resolved.tensor_parallel_size == 1:
-        from workers.worker.uniproc_executor import UniProcExecutor
+    try:
+        resolved = preflight(config)
+    except BaseException:
+        end_ranks(ahead)
+        raise
+    if nodes is None:
+        return MultiprocExecutor(resolved, HostRanks(resolved, ahead), on_progress)
+    from workers.worker.nodes.gather import gather  # with it the cryptography, which one host does without
 
-        return UniProcExecutor(resolved, on_progress)
-    from workers.worker.multiproc_executor import MultiprocExecutor
-
-    return MultiprocExecutor(resolved, on_progress)
+    ranks = gather(resolved, nodes, node_facts(resolved), on_progress, ahead, on_leave)
+    return MultiprocExecutor(resolved, ranks, on_progress)

@@ -3,10 +3,11 @@
 A step is a fixed header followed by flat numpy sections in one buffer, whose size follows from the limits at start, so
 that it cannot overflow. Nothing is pickled. Sizes in the shapes below:
 
-    S  sequences in the step        T  query tokens in the step       B  block-table columns
+    S  sequences in the step        T  query tokens in the step       N  entries of block tables that changed
     L  rows that want logits        M  logit-bias entries             K  largest number of top logprobs asked for
-    G  rows with a mask             W  32-bit words of one mask
-    P  rows with penalties          H  their distinct earlier ids, all rows together
+    G  rows with a mask             W  32-bit words of one mask         D  S where there are drafts, else 0
+    P  rows with penalties          F  histories of earlier ids         H  distinct ids, all histories together
+    C  copies of KV blocks between pages, host memory and files
 
 Imports numpy, but not torch.
 """
@@ -14,7 +15,6 @@ Imports numpy, but not torch.
 import math
 import struct
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from workers.config import WorkerConfig
+from workers.kv_offload import DIGEST_BYTES, MAX_COPIES
 
 MAX_LOGPROBS = 20
 MAX_BIAS_PER_ROW = 3 * 1024  # stop ids banned by min_tokens, logit_bias and bad words, a third each
@@ -30,21 +31,20 @@ NULL_BLOCK = 0
 NONFINITE, FINITE, ALL_BANNED = 0, 1, 2  # of `StepOutput.finite`
 _MAGIC = 0x4F41524C  # "OARL"
 _ALIGN = 64
-# magic, step_id, then the counts that decide every offset, then a checksum of all that stands before it
-_HEADER = struct.Struct("<IQIIIIIIIIIi")
+# magic, step_id, then the counts that decide every offset, a mark, and a checksum of all that stands before it
+_HEADER = struct.Struct("<IQIIIIIIIIIIIIi?")
 _CHECKSUM = struct.Struct("<I")
 _HEADER_BYTES = _HEADER.size + _CHECKSUM.size
 _ITEM_BYTES = {"<i4": 4, "<u4": 4, "<i8": 8, "<f4": 4, "|u1": 1}
 
-
-# Writes every word of a step's `mask_bits` (uint32 [G, W]) into the array it is given.
-FillMasks = Callable[[np.ndarray], None]
 
 # defaults of the sections that few steps use
 _no_ints = partial(np.zeros, 0, "<i4")
 _no_floats = partial(np.zeros, 0, "<f4")
 _no_history = partial(np.zeros, 1, "<i4")
 _no_bits = partial(np.zeros, (0, 0), "<u4")
+_no_copies = partial(np.zeros, (0, 3), "<i4")
+_no_digests = partial(np.zeros, (0, DIGEST_BYTES), "|u1")
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class StepMetadata:
     slot_mapping: np.ndarray  # int64 [T]   block_id * block_size + offset: where the token's K and V are written
     query_start_loc: np.ndarray  # int32 [S + 1]
     seq_lens: np.ndarray  # int32 [S]
-    block_tables: np.ndarray  # int32 [S, B]   padded with NULL_BLOCK
+    rows: np.ndarray  # int32 [S]   each sequence's row of the block tables that ranks keep
     # rows that want logits, one per sampled or scored token
     logits_indices: np.ndarray  # int32 [L]   which of the T tokens
     target_ids: np.ndarray  # int32 [L]   -1: sample a token; else score this one (prompt logprobs), nothing is sampled
@@ -77,17 +77,38 @@ class StepMetadata:
     bias_rows: np.ndarray  # int32 [M]   index into the L rows
     bias_ids: np.ndarray  # int32 [M]   vocabulary id
     bias_values: np.ndarray  # float32 [M]
-    # penalties of ids that came earlier, applied to the biased logits. Sorted by row.
+    # entries of the block tables to write before any is read; none twice. A row's entries are all written by the step
+    # in which a sequence gets the row.
+    table_rows: np.ndarray = field(default_factory=_no_ints)  # int32 [N]
+    table_columns: np.ndarray = field(default_factory=_no_ints)  # int32 [N]   position // block_size
+    table_blocks: np.ndarray = field(default_factory=_no_ints)  # int32 [N]
+    # penalties of ids that came earlier, applied to the biased logits. Sorted by row. Ranks keep the histories, and add
+    # the tokens that these rows sample.
     penalty_rows: np.ndarray = field(default_factory=_no_ints)  # int32 [P]   index into the L rows
     repetition: np.ndarray = field(default_factory=_no_floats)  # float32 [P]   divides logits above 0, else multiplies
     frequency: np.ndarray = field(default_factory=_no_floats)  # float32 [P]   subtracted once per count
     presence: np.ndarray = field(default_factory=_no_floats)  # float32 [P]   subtracted where the count is not 0
-    history_starts: np.ndarray = field(default_factory=_no_history)  # int32 [P + 1]   of each row's part of these two:
-    history_ids: np.ndarray = field(default_factory=_no_ints)  # int32 [H]   distinct within a row
+    # histories to write whole before anything is sampled: in the first step that samples after a sequence got its row
+    history_rows: np.ndarray = field(default_factory=_no_ints)  # int32 [F]   of the engine's tables, as `rows`
+    history_starts: np.ndarray = field(default_factory=_no_history)  # int32 [F + 1]   of each one's part of these two:
+    history_ids: np.ndarray = field(default_factory=_no_ints)  # int32 [H]   distinct within a history
     history_counts: np.ndarray = field(default_factory=_no_ints)  # int32 [H]   times generated; 0: in the prompt only
     # which ids a row may sample: all others get a logit of -inf. Sorted by row.
     mask_rows: np.ndarray = field(default_factory=_no_ints)  # int32 [G]   index into the L rows
     mask_bits: np.ndarray = field(default_factory=_no_bits)  # uint32 [G, W]   bit v % 32 of word v // 32: v is allowed
+
+    # How many of a sequence's last query tokens are drafts: guesses of the tokens after its newest one. Such a sequence
+    # has a row of logits for its newest token and one for each draft, and samples in all of them.
+    num_drafts: np.ndarray = field(default_factory=_no_ints)  # int32 [D]
+
+    # Copies of KV blocks, made in this order before anything else of the step, and also if it is refused; see
+    # `workers.kv_offload`.
+    kv_copies: np.ndarray = field(default_factory=_no_copies)  # int32 [C, 3]   `Copy`, block id, slot
+    kv_digests: np.ndarray = field(default_factory=_no_digests)  # uint8 [C, 32]   of files, else 0
+
+    # Sent before the answer to the step before was known. Where that one was refused, so is this one, untried: what it
+    # follows has not happened.
+    is_ahead: bool = False
 
     @property
     def num_seqs(self) -> int:
@@ -116,6 +137,11 @@ class StepOutput:
     ranks: np.ndarray | None = None  # int32 [L]   1 = most likely
     top_ids: np.ndarray | None = None  # int32 [L, K]   most likely first
     top_logprobs: np.ndarray | None = None  # float32 [L, K]
+    # int32 [D]   how many of each sequence's drafts were right: so many rows after its first are valid as well. None
+    # where the step has no drafts.
+    num_accepted: np.ndarray | None = None
+    # Whether the step was refused for lack of memory: no rows, and nothing of it holds. It may be tried again, smaller.
+    out_of_memory: bool = False
 
 
 class ProtocolError(ValueError):
@@ -127,25 +153,31 @@ class _Counts(NamedTuple):
 
     s: int = 0
     t: int = 0
-    b: int = 1
+    n: int = 0
     rows: int = 0
     m: int = 0
     p: int = 0
     h: int = 0
     g: int = 0
     w: int = 0
+    d: int = 0
+    f: int = 0
+    c: int = 0
 
     @staticmethod
     def of(step: StepMetadata) -> "_Counts":
         return _Counts(
             len(step.seq_lens),
             len(step.token_ids),
-            step.block_tables.shape[1],
+            len(step.table_blocks),
             len(step.logits_indices),
             len(step.bias_rows),
             len(step.penalty_rows),
             len(step.history_ids),
             *step.mask_bits.shape,
+            len(step.num_drafts),
+            len(step.history_rows),
+            len(step.kv_copies),
         )
 
 
@@ -157,7 +189,10 @@ def _step_sections(n: _Counts) -> list[tuple[str, str, tuple[int, ...]]]:
         ("slot_mapping", "<i8", (n.t,)),
         ("query_start_loc", "<i4", (n.s + 1,)),
         ("seq_lens", "<i4", (n.s,)),
-        ("block_tables", "<i4", (n.s, n.b)),
+        ("rows", "<i4", (n.s,)),
+        ("table_rows", "<i4", (n.n,)),
+        ("table_columns", "<i4", (n.n,)),
+        ("table_blocks", "<i4", (n.n,)),
         ("logits_indices", "<i4", (n.rows,)),
         ("target_ids", "<i4", (n.rows,)),
         ("sample_positions", "<i4", (n.rows,)),
@@ -174,15 +209,19 @@ def _step_sections(n: _Counts) -> list[tuple[str, str, tuple[int, ...]]]:
         ("repetition", "<f4", (n.p,)),
         ("frequency", "<f4", (n.p,)),
         ("presence", "<f4", (n.p,)),
-        ("history_starts", "<i4", (n.p + 1,)),
+        ("history_rows", "<i4", (n.f,)),
+        ("history_starts", "<i4", (n.f + 1,)),
         ("history_ids", "<i4", (n.h,)),
         ("history_counts", "<i4", (n.h,)),
         ("mask_rows", "<i4", (n.g,)),
         ("mask_bits", "<u4", (n.g, n.w)),
+        ("num_drafts", "<i4", (n.d,)),
+        ("kv_copies", "<i4", (n.c, 3)),
+        ("kv_digests", "|u1", (n.c, DIGEST_BYTES)),
     ]
 
 
-def _output_sections(rows: int, k: int) -> list[tuple[str, str, tuple[int, ...]]]:
+def _output_sections(rows: int, d: int, k: int) -> list[tuple[str, str, tuple[int, ...]]]:
     """Sections of an output; `k` is -1 without logprobs."""
     sections: list[tuple[str, str, tuple[int, ...]]] = [("token_ids", "<i4", (rows,)), ("finite", "|u1", (rows,))]
     if k >= 0:
@@ -192,11 +231,15 @@ def _output_sections(rows: int, k: int) -> list[tuple[str, str, tuple[int, ...]]
             ("top_ids", "<i4", (rows, k)),
             ("top_logprobs", "<f4", (rows, k)),
         ]
+    if d:
+        sections.append(("num_accepted", "<i4", (d,)))
     return sections
 
 
-def _num_top(output: StepOutput) -> int:
-    return -1 if output.top_ids is None else output.top_ids.shape[1]
+def _counts_of_output(output: StepOutput) -> tuple[int, int, int]:
+    """The arguments of `_output_sections`."""
+    num_top = -1 if output.top_ids is None else output.top_ids.shape[1]
+    return len(output.token_ids), 0 if output.num_accepted is None else len(output.num_accepted), num_top
 
 
 def _aligned(size: int) -> int:
@@ -210,12 +253,15 @@ def _size(sections: list[tuple[str, str, tuple[int, ...]]]) -> int:
     return total
 
 
-def _views(buffer: memoryview, sections: list[tuple[str, str, tuple[int, ...]]]) -> dict[str, np.ndarray]:
+def _views(
+    buffer: memoryview, sections: list[tuple[str, str, tuple[int, ...]]], *, with_empty: bool = True
+) -> dict[str, np.ndarray]:
     views = {}
     offset = _aligned(_HEADER_BYTES)
     for name, dtype, shape in sections:
         count = math.prod(shape)
-        views[name] = np.frombuffer(buffer, dtype, count, offset).reshape(shape)
+        if count or with_empty:
+            views[name] = np.frombuffer(buffer, dtype, count, offset).reshape(shape)
         offset += _aligned(_ITEM_BYTES[dtype] * count)
     return views
 
@@ -223,7 +269,7 @@ def _views(buffer: memoryview, sections: list[tuple[str, str, tuple[int, ...]]])
 def empty_step(step_id: int) -> StepMetadata:
     """A heartbeat: no sequence, nothing to compute."""
     sections = {name: np.zeros(shape, dtype) for name, dtype, shape in _step_sections(_Counts())}
-    return StepMetadata(step_id=step_id, **sections)
+    return StepMetadata(step_id=step_id, is_ahead=False, **sections)
 
 
 def table_width(config: WorkerConfig) -> int:
@@ -245,13 +291,17 @@ def max_step_bytes(config: WorkerConfig) -> int:
     s, t = config.max_num_seqs, config.max_num_batched_tokens
     history = s * min(config.max_model_len, MAX_VOCAB_SIZE)
     words = mask_words(MAX_VOCAB_SIZE)
-    counts = _Counts(s, t, table_width(config), max(s, t), s * MAX_BIAS_PER_ROW, s, history, s, words)
+    sampled = s * (1 + config.num_speculative_tokens)  # rows
+    bias = sampled * MAX_BIAS_PER_ROW
+    copies = MAX_COPIES if config.offloads_kv else 0
+    counts = _Counts(s, t, s * table_width(config), max(s, t), bias, sampled, history, sampled, words, s, s, copies)
     return _size(_step_sections(counts))
 
 
 def max_output_bytes(config: WorkerConfig) -> int:
     """Bytes of the largest output these limits allow."""
-    return _size(_output_sections(max(config.max_num_seqs, config.max_num_batched_tokens), MAX_LOGPROBS))
+    s, t = config.max_num_seqs, config.max_num_batched_tokens
+    return _size(_output_sections(max(s, t), s, MAX_LOGPROBS))
 
 
 def step_bytes(step: StepMetadata) -> int:
@@ -261,7 +311,7 @@ def step_bytes(step: StepMetadata) -> int:
 
 def output_bytes(output: StepOutput) -> int:
     """Bytes that `pack_output` writes."""
-    return _size(_output_sections(len(output.token_ids), _num_top(output)))
+    return _size(_output_sections(*_counts_of_output(output)))
 
 
 def pack_step(step: StepMetadata, buffer: memoryview, *, without_masks: bool = False) -> int:
@@ -274,56 +324,73 @@ def pack_step(step: StepMetadata, buffer: memoryview, *, without_masks: bool = F
     size = _size(sections)
     if size > len(buffer):
         raise ProtocolError(f"step {step.step_id} needs {size} bytes, the slot holds {len(buffer)}")
-    for name, view in _views(buffer, sections).items():
+    for name, view in _views(buffer, sections, with_empty=False).items():
         if not (without_masks and name == "mask_bits"):
             view[...] = getattr(step, name)
-    _write_header(buffer, step.step_id, counts, -1)
+    _write_header(buffer, step.step_id, counts, -1, step.is_ahead)
     return size
 
 
 def unpack_step(buffer: memoryview) -> StepMetadata:
     """Views of the step in `buffer`: valid until the slot is written again. Raises `ProtocolError` on foreign bytes."""
-    step_id, counts, _ = _read_header(buffer)
+    step_id, counts, _, is_ahead = _read_header(buffer)
     sections = _step_sections(counts)
     if _size(sections) > len(buffer):
         raise ProtocolError("the header announces more than the buffer holds")
-    return StepMetadata(step_id=step_id, **_views(buffer, sections))
+    return StepMetadata(step_id=step_id, is_ahead=is_ahead, **_views(buffer, sections))
+
+
+def mask_span(buffer: memoryview) -> tuple[int, int]:
+    """Where the bytes of `mask_bits` begin and end in a packed step, of which the header is enough."""
+    _, counts, _, _ = _read_header(buffer)
+    offset = _aligned(_HEADER_BYTES)
+    for name, dtype, shape in _step_sections(counts):
+        size = _aligned(_ITEM_BYTES[dtype] * math.prod(shape))
+        if name == "mask_bits":
+            return offset, offset + size
+        offset += size
+    raise AssertionError("every step has that section")
 
 
 def pack_output(output: StepOutput, buffer: memoryview) -> int:
     """Write `output` into `buffer` and return the bytes used."""
-    k, rows = _num_top(output), len(output.token_ids)
-    sections = _output_sections(rows, k)
+    rows, d, k = _counts_of_output(output)
+    sections = _output_sections(rows, d, k)
     size = _size(sections)
     if size > len(buffer):
         raise ProtocolError(f"the answer to step {output.step_id} needs {size} bytes, the slot holds {len(buffer)}")
     for name, view in _views(buffer, sections).items():
         view[...] = getattr(output, name)
-    _write_header(buffer, output.step_id, _Counts(rows=rows), k)
+    _write_header(buffer, output.step_id, _Counts(rows=rows, d=d), k, output.out_of_memory)
     return size
 
 
 def unpack_output(buffer: memoryview) -> StepOutput:
     """A copy of the output in `buffer`. Raises `ProtocolError` on foreign bytes."""
-    step_id, counts, k = _read_header(buffer)
-    sections = _output_sections(counts.rows, k)
+    step_id, counts, k, out_of_memory = _read_header(buffer)
+    sections = _output_sections(counts.rows, counts.d, k)
     if _size(sections) > len(buffer):
         raise ProtocolError("the header announces more than the buffer holds")
     views = {name: view.copy() for name, view in _views(buffer, sections).items()}
-    return StepOutput(step_id=step_id, **views)
+    return StepOutput(step_id=step_id, out_of_memory=out_of_memory, **views)
 
 
-def _write_header(buffer: memoryview, step_id: int, counts: _Counts, k: int) -> None:
-    _HEADER.pack_into(buffer, 0, _MAGIC, step_id, *counts, k)
+def refusal(step_id: int) -> StepOutput:
+    """The answer to a step for which there is not enough memory."""
+    return StepOutput(step_id, np.empty(0, np.int32), np.empty(0, np.uint8), out_of_memory=True)
+
+
+def _write_header(buffer: memoryview, step_id: int, counts: _Counts, k: int, mark: bool) -> None:
+    _HEADER.pack_into(buffer, 0, _MAGIC, step_id, *counts, k, mark)
     _CHECKSUM.pack_into(buffer, _HEADER.size, zlib.crc32(buffer[: _HEADER.size]))
 
 
-def _read_header(buffer: memoryview) -> tuple[int, _Counts, int]:
-    """The header's numbers, which decide every offset. Raises `ProtocolError` when the checksum is wrong."""
+def _read_header(buffer: memoryview) -> tuple[int, _Counts, int, bool]:
+    """The header's numbers, which decide every offset, and its mark. `ProtocolError` if the checksum is wrong."""
     if len(buffer) < _HEADER_BYTES:
         raise ProtocolError(f"{len(buffer)} bytes cannot hold a header")
     (checksum,) = _CHECKSUM.unpack_from(buffer, _HEADER.size)
-    magic, step_id, *counts, k = _HEADER.unpack_from(buffer, 0)
+    magic, step_id, *counts, k, mark = _HEADER.unpack_from(buffer, 0)
     if magic != _MAGIC or checksum != zlib.crc32(buffer[: _HEADER.size]):
         raise ProtocolError("not a step of this layout: wrong magic or checksum")
-    return step_id, _Counts(*counts), k
+    return step_id, _Counts(*counts), k, mark

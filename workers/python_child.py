@@ -1,16 +1,20 @@
-"""Starts Python processes that can import our packages, but nothing from the current directory. Torch-free.
+"""Python processes that this one starts: they import our packages, and nothing from the current directory, and they
+leave it to the one that started them when to end, and end with it. Torch-free.
 
 `python -m` puts the current directory first on the path, so a `json.py` or an `engine/` there would be imported in
 place of ours; `-P` prevents it. The user's PYTHONPATH is kept, except for its empty entries, which mean the current
 directory as well and mostly come from `PYTHONPATH=$PYTHONPATH:/more`.
 """
 
+import ctypes
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+_PR_SET_PDEATHSIG = 1
 _ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -40,3 +44,21 @@ def start_python(
 def import_path(of_user: str) -> str:
     """The PYTHONPATH of the new process, from the user's."""
     return os.pathsep.join([str(_ROOT), *filter(None, of_user.split(os.pathsep))])
+
+
+def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Let the kernel send signal `number` to this process when its parent ends. Linux only.
+
+    The signal also comes when the *thread* that started this process ends: that thread must stay alive.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number))
+    if os.getppid() != parent:  # it ended before the call above
+        os._exit(1)
+
+
+def leave_signals_to_parent() -> None:
+    """Ignore Ctrl-C, which a terminal sends to all its processes, and SIGTERM, which a service manager or torchrun
+    does: the parent decides what ends, and in which order."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)

@@ -1,13 +1,14 @@
 """The protocol of an attention backend, and the descriptions of KV memory and of a layer that it works from."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from workers.attention.forward_batch import ForwardBatch
 from workers.attention.kv_format import FORMATS, ROUNDED, KVFormat
+from workers.attention.kv_shape import KVShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class KVSpec:
     dtype: torch.dtype  # of the model
     device: torch.device
     cache_dtype: str = "auto"  # a name of `FORMATS`; auto: `dtype`
+    fixed_span: int | None = None  # keys of one program, where rows must not depend on the batch; else as suits a step
 
     @property
     def form(self) -> KVFormat:
@@ -32,17 +34,18 @@ class KVSpec:
         return self.cache_dtype in ROUNDED
 
     @property
-    def bytes_per_row(self) -> int:
-        """Of one KV head's key, or value, of one token in one layer."""
-        return self.form.elements(self.head_dim) * self.form.dtype(self.dtype).itemsize
+    def shape(self) -> KVShape:
+        """What its bytes follow from."""
+        item = self.dtype.itemsize
+        return KVShape(self.num_layers, self.num_kv_heads, self.head_dim, self.block_size, item, self.cache_dtype)
 
     @property
     def bytes_per_token(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.bytes_per_row
+        return self.shape.bytes_per_token
 
     @property
     def bytes_per_block(self) -> int:
-        return self.bytes_per_token * self.block_size
+        return self.shape.bytes_per_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,3 +99,18 @@ class AttentionBackend(Protocol):
         layer has a window, block tables hold the null block in place of blocks before it, which may have been freed;
         the contents of the null block must not change any result.
         """
+
+
+@runtime_checkable
+class FusedBackend(AttentionBackend, Protocol):
+    """A backend that does in one kernel what stands between the projection and `attend`."""
+
+    def rotate_and_write(
+        self, kv: LayerKV, qkv: Tensor, norm: tuple[Tensor, float] | None, cos: Tensor, sin: Tensor, batch: ForwardBatch
+    ) -> Tensor:
+        """`qkv` [T, heads + 2 kv_heads, head_dim] -> rotated queries [T, heads, head_dim]; keys and values are written.
+
+        `norm`: the scale of the head norm, float32 [heads + kv_heads, head_dim], and its epsilon. `cos`, `sin`: of the
+        elements that are rotated, float32 [T, 1, rotary_dim]; see `RotaryTable`.
+        """
+        ...

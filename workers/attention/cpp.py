@@ -28,6 +28,7 @@ class CAttentionStep(ctypes.Structure):
 
     _fields_ = (
         ("tables", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
         ("query_start_loc", ctypes.c_void_p),
         ("seq_lens", ctypes.c_void_p),
         ("seqs", ctypes.c_long),
@@ -110,13 +111,14 @@ class CppBackend:
         return [LayerKV(huge_page_empty(shape, dtype), huge_page_empty(shape, dtype)) for _ in range(spec.num_layers)]
 
     def prepare(self, batch: ForwardBatch) -> CppPlan:
-        tables, starts, lens = (
+        tables, rows, starts, lens = (
             np.ascontiguousarray(tensor.numpy())
-            for tensor in (batch.block_tables, batch.query_start_loc, batch.seq_lens)
+            for tensor in (batch.block_tables, batch.rows, batch.query_start_loc, batch.seq_lens)
         )
-        assert tables.dtype == starts.dtype == lens.dtype == np.int32
-        step = CAttentionStep(tables.ctypes.data, starts.ctypes.data, lens.ctypes.data, *tables.shape)
-        return CppPlan(step, (tables, starts, lens))
+        arrays = (tables, rows, starts, lens)
+        assert all(array.dtype == np.int32 for array in arrays)
+        step = CAttentionStep(*(array.ctypes.data for array in arrays), len(rows), tables.shape[1])
+        return CppPlan(step, arrays)
 
     def layer(self, layer: AttentionSpec) -> CAttentionLayer:
         """`layer` as the kernel reads it; made once."""

@@ -1,6 +1,6 @@
 """One step on the device: the arrays of `StepMetadata` as tensors, and the numbers that backends need on the host.
 
-T  query tokens      S  sequences      B  block-table columns      L  logits rows
+T  query tokens      S  sequences      R  rows of block tables      B  their columns      L  logits rows
 """
 
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from workers.attention.block_tables import BlockTables
 from workers.protocol import StepMetadata
 
 
@@ -26,7 +27,8 @@ class ForwardBatch:
     slot_mapping: Tensor  # int64 [T]
     query_start_loc: Tensor  # int32 [S + 1]
     seq_lens: Tensor  # int32 [S]
-    block_tables: Tensor  # int32 [S, B]
+    rows: Tensor  # int32 [S]   of `block_tables`
+    block_tables: Tensor  # int32 [R, B]   the rank's own, not a copy
     logits_indices: Tensor  # int64 [L]
 
     @property
@@ -34,8 +36,10 @@ class ForwardBatch:
         return len(self.query_lens)
 
     @staticmethod
-    def from_step(step: StepMetadata, device: torch.device) -> "ForwardBatch":
-        """Copy a step to `device`. On the CPU, arrays that need no widening stay views of the step's buffer."""
+    def from_step(step: StepMetadata, tables: BlockTables) -> "ForwardBatch":
+        """Copy a step to the device of `tables`, whose entries for it must be written. On the CPU, arrays that need no
+        widening stay views of the step's buffer."""
+        device = tables.tables.device
 
         def widened(array: np.ndarray) -> Tensor:
             return torch.from_numpy(array.astype(np.int64)).to(device, non_blocking=True)
@@ -54,6 +58,7 @@ class ForwardBatch:
             slot_mapping=widened(step.slot_mapping),
             query_start_loc=moved(step.query_start_loc),
             seq_lens=moved(step.seq_lens),
-            block_tables=moved(step.block_tables),
+            rows=moved(step.rows),
+            block_tables=tables.tables,
             logits_indices=widened(step.logits_indices),
         )

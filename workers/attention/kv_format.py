@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from workers.attention.kv_shape import row_bytes
 from workers.platform.dtypes import ITEM_BYTES
 
 _LARGEST_E4M3 = 448.0
@@ -55,7 +56,7 @@ class Int8:
     no number is beyond 127. A row with a number that is not finite has scale NaN."""
 
     def elements(self, head_dim: int) -> int:
-        return head_dim + 2
+        return row_bytes("int8", head_dim, 1)
 
     def dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         return torch.uint8

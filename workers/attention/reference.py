@@ -15,7 +15,7 @@ from workers.attention.kv_format import dequantized
 
 
 @dataclass(frozen=True, slots=True)
-class _Sequence:
+class Sequence:
     """Query rows `start` to `stop` of one sequence, and the slots of all tokens it has in the cache."""
 
     start: int
@@ -45,14 +45,14 @@ class ReferenceBackend:
 
         return [LayerKV(pages(), pages()) for _ in range(spec.num_layers)]
 
-    def prepare(self, batch: ForwardBatch) -> list[_Sequence]:
+    def prepare(self, batch: ForwardBatch) -> list[Sequence]:
         size = self.spec.block_size
         plan = []
         start = 0
         for seq, (query_len, context_len) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
             token = torch.arange(context_len, device=batch.block_tables.device)
-            blocks = batch.block_tables[seq].long()[token // size]
-            plan.append(_Sequence(start, start + query_len, blocks * size + token % size))
+            blocks = batch.block_tables[batch.rows[seq], token // size].long()
+            plan.append(Sequence(start, start + query_len, blocks * size + token % size))
             start += query_len
         return plan
 
@@ -61,24 +61,27 @@ class ReferenceBackend:
         kv.k.flatten(0, 1).index_copy_(0, batch.slot_mapping, form.rounded(k))
         kv.v.flatten(0, 1).index_copy_(0, batch.slot_mapping, form.rounded(v))
 
-    def attend(self, q: Tensor, kv: LayerKV, plan: list[_Sequence], layer: AttentionSpec) -> Tensor:
+    def attend(self, q: Tensor, kv: LayerKV, plan: list[Sequence], layer: AttentionSpec) -> Tensor:
         out, form = torch.empty_like(q), self.spec.form
         for seq in plan:
             slots = seq.slots[_first_seen(seq, layer.sliding_window) :]
             k = dequantized(form, kv.k.flatten(0, 1)[slots])  # [C, kv_heads, D]
             v = dequantized(form, kv.v.flatten(0, 1)[slots])
-            out[seq.start : seq.stop] = _attend_one(q[seq.start : seq.stop].float(), k, v, layer).to(q.dtype)
+            out[seq.start : seq.stop] = attend_one(q[seq.start : seq.stop].float(), k, v, layer).to(q.dtype)
         return out.flatten(1)
 
 
-def _first_seen(seq: _Sequence, window: int | None) -> int:
+def _first_seen(seq: Sequence, window: int | None) -> int:
     """The first position that a query of `seq` attends to: blocks before it may have been freed and reused."""
     first_query = len(seq.slots) - (seq.stop - seq.start)
     return 0 if window is None else max(0, first_query - window + 1)
 
 
-def _attend_one(q: Tensor, k: Tensor, v: Tensor, layer: AttentionSpec) -> Tensor:
-    """float32 `q` [Q, heads, D] at the last Q positions of a context `k`, `v` [C, kv_heads, D] -> [Q, heads, D]."""
+def attend_one(q: Tensor, k: Tensor, v: Tensor, layer: AttentionSpec) -> Tensor:
+    """`q` [Q, heads, D] at the last Q positions of a context `k`, `v` [C, kv_heads, D] -> [Q, heads, D].
+
+    All in one type: here float32.
+    """
     num_queries_per_kv = layer.num_heads // layer.num_kv_heads
     k = k.repeat_interleave(num_queries_per_kv, dim=1)  # [C, heads, D]   copies, for clarity
     v = v.repeat_interleave(num_queries_per_kv, dim=1)

@@ -9,8 +9,8 @@ from workers.attention.torch_backend import TorchBackend
 from workers.attention.triton_backend import TritonBackend
 from workers.errors import StartupError
 
-# Fastest first. The reference supports everything; what comes after it is chosen by name alone.
-BACKENDS: tuple[type[AttentionBackend], ...] = (CppBackend, TorchBackend, ReferenceBackend, TritonBackend)
+# Fastest first. Triton's interpreter, which is for tests, is chosen by name alone: others serve before it on the CPU.
+BACKENDS: tuple[type[AttentionBackend], ...] = (CppBackend, TorchBackend, TritonBackend, ReferenceBackend)
 
 
 def choose(spec: KVSpec, name: str, log: Callable[[str], None]) -> AttentionBackend:

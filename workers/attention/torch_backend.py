@@ -85,7 +85,8 @@ class _Prefill:
 class _Plan:
     """The units of work of a step: one list for each window length, built by the first layer that has it."""
 
-    tables: np.ndarray  # int32 [S, B]
+    tables: np.ndarray  # int32 [R, B]
+    rows: np.ndarray  # int32 [S]   of `tables`
     query_lens: list[int]
     context_lens: list[int]
     units: dict[tuple[int | None, int], tuple[list[_Decode], list[_Prefill]]] = field(default_factory=dict)
@@ -150,7 +151,7 @@ class TorchBackend:
         return [LayerKV(huge_page_empty(shape, dtype), huge_page_empty(shape, dtype)) for _ in range(spec.num_layers)]
 
     def prepare(self, batch: ForwardBatch) -> _Plan:
-        return _Plan(batch.block_tables.numpy(), batch.query_lens, batch.context_lens)
+        return _Plan(batch.block_tables.numpy(), batch.rows.numpy(), batch.query_lens, batch.context_lens)
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -190,7 +191,7 @@ class TorchBackend:
         columns = self._padded(contexts - firsts)
         single = np.flatnonzero(query_lens == 1)
         decodes = [
-            self._decode(plan.tables[group], starts[group], contexts[group], firsts[group], columns[group], layer)
+            self._decode(plan, group, starts[group], contexts[group], firsts[group], columns[group], layer)
             for group in self._groups(single, columns)
         ]
         prefills = []
@@ -200,7 +201,7 @@ class TorchBackend:
             )
             one = slice(seq, seq + 1)
             count = max(block.last_column for block in blocks)
-            prefills.append(_Prefill(self._pages(plan.tables[one], contexts[one], firsts[one], count), blocks))
+            prefills.append(_Prefill(self._pages(plan, one, contexts[one], firsts[one], count), blocks))
         return decodes, prefills
 
     def _first_columns(self, first_queries: np.ndarray, window: int | None) -> np.ndarray:
@@ -231,19 +232,22 @@ class TorchBackend:
         seqs = np.sort(seqs)
         return [seqs[start : start + size] for start in range(0, len(seqs), size)]
 
-    def _pages(self, tables: np.ndarray, contexts: np.ndarray, firsts: np.ndarray, columns: int) -> Tensor:
+    def _pages(
+        self, plan: _Plan, seqs: np.ndarray | slice, contexts: np.ndarray, firsts: np.ndarray, columns: int
+    ) -> Tensor:
         """Pages of each (sequence, KV head) by position, the zero page where there is none: int64 [n * H * P]."""
         size, heads = self.spec.block_size, self.spec.num_kv_heads
         wanted = (firsts // size)[:, None] + np.arange(columns // size)  # [n, P]
         held = wanted < (-(-contexts // size))[:, None]
-        blocks = np.take_along_axis(tables.astype(np.int64), np.where(held, wanted, 0), axis=1)
+        blocks = plan.tables[plan.rows[seqs, None], np.where(held, wanted, 0)].astype(np.int64)
         held &= blocks != NULL_BLOCK  # freed, because they are outside the window
         blocks = np.where(held, blocks, self._zero_page)
         return torch.from_numpy((blocks[:, None, :] * heads + np.arange(heads)[None, :, None]).reshape(-1))
 
     def _decode(
         self,
-        tables: np.ndarray,
+        plan: _Plan,
+        seqs: np.ndarray,
         rows: np.ndarray,
         contexts: np.ndarray,
         firsts: np.ndarray,
@@ -255,7 +259,7 @@ class TorchBackend:
         masks = _masks(query[:, None, None, None], count, layer.sliding_window)
         consecutive = rows[-1] - rows[0] == len(rows) - 1
         where = slice(int(rows[0]), int(rows[-1]) + 1) if consecutive else torch.from_numpy(rows)
-        return _Decode(where, len(rows), self._pages(tables, contexts, firsts, count), masks)
+        return _Decode(where, len(rows), self._pages(plan, seqs, contexts, firsts, count), masks)
 
     def _row_blocks(self, start: int, query_len: int, context: int, first: int, layer: AttentionSpec) -> list[_Rows]:
         """Split a sequence's query rows so that the scores of one part fit the scratch memory."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from workers.attention.backend import AttentionBackend, AttentionSpec, LayerKV
+from workers.attention.backend import AttentionBackend, AttentionSpec, FusedBackend, LayerKV
 from workers.attention.forward_batch import ForwardBatch
 from workers.layers.decoder_spec import DecoderSpec
 from workers.layers.linear import QKVParallelLinear, RowParallelLinear
@@ -63,12 +63,29 @@ class Attention:
 
         `cos`, `sin`: see `RotaryTable`. `plan`: what the backend's `prepare` returned for this step.
         """
+        return self.output(self.mixed(x, cos, sin, batch, kv, backend, plan), residual)
+
+    def mixed(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        batch: ForwardBatch,
+        kv: LayerKV,
+        backend: AttentionBackend,
+        plan: Any,
+    ) -> Tensor:
+        """Values as the rank's heads mix them, before `output`: [T, H * D]."""
         heads, kv_heads = self.spec.num_heads, self.spec.num_kv_heads
         qkv = self.qkv(x).view(x.shape[0], heads + 2 * kv_heads, self.head_dim)
-        qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
-        if self.norm is not None:
-            qk = self.norm(qk)
-        qk = rotate(qk, cos, sin, x.dtype)  # [T, H + K, D]
-        backend.write(kv, qk[:, heads:], v, batch)
-        mixed = backend.attend(qk[:, :heads], kv, plan, self.spec)  # [T, H * D]
-        return self.output(mixed, residual)
+        if isinstance(backend, FusedBackend):
+            norm = None if self.norm is None else (self.norm.weight, self.norm.eps)
+            q = backend.rotate_and_write(kv, qkv, norm, cos, sin, batch)  # [T, H, D]
+        else:
+            qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
+            if self.norm is not None:
+                qk = self.norm(qk)
+            qk = rotate(qk, cos, sin, x.dtype)  # [T, H + K, D]
+            backend.write(kv, qk[:, heads:], v, batch)
+            q = qk[:, :heads]
+        return backend.attend(q, kv, plan, self.spec)

@@ -104,9 +104,15 @@ class RowParallelLinear:
     def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
         if self.place.tp.size == 1:
             return self.product(x, residual)  # rounded once, after the addition
+        total = self._total(x)
+        return (total if residual is None else total + residual).to(x.dtype)
+
+    def unrounded(self, x: Tensor) -> Tensor:
+        """The same without a residual, for who adds it and rounds then: of several ranks in float32, where the product
+        gives that."""
+        return self.product(x) if self.place.tp.size == 1 else self._total(x)
+
+    def _total(self, x: Tensor) -> Tensor:
         partial = self.product(x)
         total = self.place.tp.all_reduce(partial.float() if self.place.slices > 1 else partial)
-        for addend in (self.bias, residual):
-            if addend is not None:
-                total = total + addend
-        return total.to(x.dtype)
+        return total if self.bias is None else total + self.bias

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from workers.distributed.tree_sum import tree_sum
 from workers.kernels.cpu.gemm import CppGatedMatmul, CppMatmul, can_serve
+from workers.kernels.triton import availability
 from workers.layers.row_invariance import PairedRows, needs_second_row
 
 _log = logging.getLogger(__name__)
@@ -78,6 +79,18 @@ class PlainMatmul:
         return y if residual is None else y.add_(residual)
 
 
+class Float32Matmul:
+    """A product of 16-bit inputs on a device, whose sums in float32 are given out as they are, without a bias."""
+
+    def __init__(self, weight: Tensor, multiply: Callable[..., Tensor] = torch.mm) -> None:
+        """`multiply(x, y, out_dtype=)`: `torch.mm`, which has it on CUDA only."""
+        self.weight, self._multiply = weight, multiply  # [N, K]
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        y = self._multiply(x, self.weight.t(), out_dtype=torch.float32)
+        return y if residual is None else y.add_(residual)
+
+
 class PackedMatmul:
     """A product with a weight in oneDNN's own layout. The plain weight is not kept."""
 
@@ -122,17 +135,30 @@ class SlicedMatmul:
         return y.to(self.dtype)
 
 
+def gated(activation: str, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """`activation(gate) * up` of products [T, 2 * I], gate before up -> [T, I]: by a kernel in Triton where it runs."""
+    if availability.can_serve(device):
+        from workers.kernels.triton.activation import gated as one_kernel
+
+        return partial(one_kernel, activation=activation)
+    return partial(gated_with_torch, activation=activation)
+
+
+def gated_with_torch(y: Tensor, activation: str) -> Tensor:
+    """The same by torch's operations, which round twice; tests compare the kernel with it."""
+    gate, up = y.chunk(2, -1)
+    return ACTIVATIONS[activation].function(gate).mul_(up)
+
+
 class PlainGatedMatmul:
     """One product with gate and up stacked, then the activation."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, activation: str) -> None:
-        self.width = weight.shape[0] // 2
         self.both = PlainMatmul(weight, bias)
-        self.activation = ACTIVATIONS[activation].function
+        self.gated = gated(activation, weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = self.both(x)  # [T, 2 * I]
-        return self.activation(y[:, : self.width]).mul_(y[:, self.width :])
+        return self.gated(self.both(x))
 
 
 class PackedGatedMatmul:
@@ -166,6 +192,9 @@ def matmul(weight: Tensor, bias: Tensor | None = None, *, float32_output: bool =
     """
     if can_serve(weight):
         return CppMatmul(weight, bias, float32_output=float32_output, slices=slices)
+    if weight.device.type != "cpu":  # in one piece: nothing is promised there of bits at other numbers of ranks
+        wide = float32_output and bias is None and weight.dtype != torch.float32
+        return Float32Matmul(weight) if wide else PlainMatmul(weight, bias)
     if slices > 1:
         parts = [matmul(part) for part in weight.chunk(slices, 1)]
         return SlicedMatmul(parts, bias, weight.dtype, float32_output=float32_output)
@@ -187,7 +216,7 @@ def gated_matmul(weight: Tensor, bias: Tensor | None, activation: str) -> GatedM
 def holds_weight(product: Matmul) -> bool:
     """Whether the product uses the tensor it was made from, without a packed copy."""
     inner = product.product if isinstance(product, PairedRows) else product
-    return isinstance(inner, PlainMatmul)
+    return isinstance(inner, PlainMatmul | Float32Matmul)
 
 
 def _needs_pairs(product: Callable[..., Tensor], weight: Tensor, *kind: object, adds: bool = False) -> bool:

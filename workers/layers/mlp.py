@@ -24,3 +24,7 @@ class GatedMLP:
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
         return self.down(self.gate_up(x), residual)
+
+    def unrounded(self, x: Tensor) -> Tensor:
+        """Without a residual, as `RowParallelLinear.unrounded`."""
+        return self.down.unrounded(self.gate_up(x))

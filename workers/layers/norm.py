@@ -1,9 +1,12 @@
 """RMSNorm, replicated on every rank. It computes in float32 whatever the dtype and rounds the result once."""
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor
 
 from workers.kernels.cpu import elementwise
+from workers.kernels.triton import availability
 from workers.layers.placement import Placement
 from workers.weights.source import WeightSource
 
@@ -22,6 +25,7 @@ class RMSNorm:
         self.offset = offset
         self.place = place
         self.has_kernel = elementwise.can_serve(place.dtype, place.device)
+        self.triton = triton_kernels() if availability.can_serve(place.device) else None
 
     @property
     def weight_bytes(self) -> int:
@@ -36,9 +40,20 @@ class RMSNorm:
     def __call__(self, x: Tensor) -> Tensor:
         if self.has_kernel:
             return elementwise.rms_norm(x, self.weight, self.eps)
+        if self.triton is not None:
+            return self.triton.rms_norm(x, self.weight, self.eps)
         if self.weight.dtype == x.dtype:
             return F.rms_norm(x, (self.size,), self.weight, self.eps)
         return F.rms_norm(x.float(), (self.size,), self.weight, self.eps).to(x.dtype)
+
+    def of_sum(self, residual: Tensor, x: Tensor, post_norm: "RMSNorm | None" = None) -> tuple[Tensor, Tensor]:
+        """`residual + x`, both [T, size], and the norm of that sum, in `residual`'s type; `x` may be float32. With a
+        `post_norm`, `x` is normed before."""
+        if self.triton is None:
+            total = (residual + (x if post_norm is None else post_norm(x))).to(residual.dtype)
+            return total, self(total)
+        post = None if post_norm is None else (post_norm.weight, post_norm.eps)
+        return self.triton.add_and_norm(x, residual, self.weight, self.eps, post)
 
 
 class HeadNorm:
@@ -81,3 +96,10 @@ class HeadNorm:
         if self.has_kernel:
             return elementwise.rms_norm(qk, self.weight, self.eps, float32_output=True)
         return F.rms_norm(qk.float(), (self.head_dim,), None, self.eps).mul_(self.weight)
+
+
+def triton_kernels() -> Any:
+    """`workers.kernels.triton.norm`, imported where Triton is installed."""
+    from workers.kernels.triton import norm
+
+    return norm

@@ -41,10 +41,10 @@ class Placement:
         """One rank's weight of a product. Parts that a checkpoint stores in different forms are loaded one by one."""
         forms = self._forms(shard)
         if all(form == forms[0] for form in forms):
-            return forms[0].method().load(shard, weights, self.empty)
+            return self._placed(forms[0].method().load(shard, weights, self.empty))
         assert not shard.padding, "only a weight of one part is filled up"
         parts = zip(forms, shard.separate(), strict=True)
-        loaded = [form.method().load(part, weights, self.empty) for form, part in parts]
+        loaded = [self._placed(form.method().load(part, weights, self.empty)) for form, part in parts]
         return StackedWeight(loaded, [part.count for part in shard.parts])
 
     def weight_bytes(self, shard: WeightShard, bias: bool) -> int:
@@ -57,6 +57,15 @@ class Placement:
             need = sum(form.weight_bytes(part.count, shard.local_inputs, item) for form, part in parts)
         return need + bias * shard.rows * item
 
+    def _placed(self, weight: LinearWeight) -> LinearWeight:
+        """Where products with it run."""
+        return weight if runs_on_host(self.device) else weight.on(self.device)
+
     def _forms(self, shard: WeightShard) -> list[Form]:
         """Of each part."""
         return [self.quantization.form_of(part.name) for part in shard.parts]
+
+
+def runs_on_host(device: torch.device) -> bool:
+    """Whether products run on the CPU, by its kernels."""
+    return device.type == "cpu"

@@ -1,4 +1,5 @@
-"""The decoder that all families run: embedding, layers, final norm, output head.
+"""The decoder that all families run: embedding, layers, final norm, output head; or the part of them that a pipeline
+stage holds.
 
 Keeps no state between calls: the step and the KV memory are arguments. Knows nothing of requests or sampling.
 """
@@ -14,6 +15,7 @@ from torch import Tensor
 from workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec, LayerKV
 from workers.attention.forward_batch import ForwardBatch
 from workers.distributed.parallel_state import TensorParallel
+from workers.layers import joined_halves
 from workers.layers.attention import Attention
 from workers.layers.decoder_spec import DecoderSpec, is_ignorable
 from workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead
@@ -24,8 +26,11 @@ from workers.layers.placement import Placement
 from workers.layers.quantization.formats.form import WeightForms
 from workers.layers.quantization.registry import NONE, Quantization
 from workers.layers.rotary import RotaryTable
+from workers.layers.stage_layers import is_in_stage
 from workers.models.post_norm_layer import PostNormDecoderLayer
 from workers.weights.source import WeightSource
+
+_STAND_INS = 256  # different rows
 
 
 class _Part(Protocol):
@@ -66,7 +71,7 @@ class DecoderLayer:
 
 
 class Decoder:
-    """One rank's shard of the model. It holds no weights until `load`."""
+    """One rank's shard of the model, or of the `stage` of it. It holds no weights until `load`."""
 
     def __init__(
         self,
@@ -75,8 +80,12 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         quantization: WeightForms = NONE,
+        stage: range | None = None,
     ) -> None:
+        """`stage`: the layers of a pipeline stage; None: all."""
         self.spec = spec
+        self.stage = stage = stage or range(spec.num_layers)
+        self.is_first, self.is_last = stage.start == 0, stage.stop == spec.num_layers
         # Elsewhere sums over ranks are left to libraries, and slices would only cost time.
         slices = slices_of(spec, quantization) if device.type == "cpu" else 1
         self.place = place = Placement(tp, dtype, device, quantization, slices)
@@ -84,14 +93,15 @@ class Decoder:
         words = replace(place, quantization=quantization.of_head)
         self.embedding = VocabParallelEmbedding("model.embed_tokens", vocab, hidden, words, spec.embedding_scale)
         block = PostNormDecoderLayer if spec.post_norms else DecoderLayer
-        self.layers = [block(f"model.layers.{i}", spec, i, place) for i in range(spec.num_layers)]
+        self.layers = [block(f"model.layers.{i}", spec, i, place) for i in stage]
         self.norm = RMSNorm("model.norm", hidden, spec.rms_norm_eps, place, spec.norm_offset)
         self.head = VocabParallelHead("lm_head", vocab, hidden, words, spec.logit_softcap)
-        ropes = [spec.rope_of(i) for i in range(spec.num_layers)]
+        ropes = [spec.rope_of(i) for i in stage]
         self.rotary = {rope: RotaryTable(rope, device) for rope in ropes}  # one, or two where windows have their own
         self.rotary_of = [list(self.rotary).index(rope) for rope in ropes]
         self._prepared: PreparedLayers | None = None
         self.why_not_prepared: str | None = None  # in the newest step
+        self.joins_halves = joined_halves.pays_off(device)
         self.attention_specs: list[AttentionSpec] = [block.attention.spec for block in self.layers]
 
     def with_layers(self, layers: list[int]) -> "Decoder":
@@ -119,12 +129,12 @@ class Decoder:
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights on this rank, including a tied head's packed copy."""
-        return sum(part.weight_bytes for part in self._parts()) + self.head.weight_bytes
+        return sum(part.weight_bytes for part in self._parts()) + (self.head.weight_bytes if self.is_last else 0)
 
     def kv_spec(self, block_size: int, device: torch.device, cache_dtype: str = "auto") -> KVSpec:
         """The shape of this rank's KV memory. `cache_dtype`: a name of `workers.attention.kv_format.FORMATS`."""
         first = self.attention_specs[0]
-        layers, dtype = self.spec.num_layers, self.place.dtype
+        layers, dtype = len(self.layers), self.place.dtype
         return KVSpec(layers, first.num_kv_heads, first.head_dim, block_size, dtype, device, cache_dtype)
 
     def load(self, weights: WeightSource, on_progress: Callable[[float], None]) -> None:
@@ -134,33 +144,63 @@ class Decoder:
             part.load(weights)
             done += part.weight_bytes
             on_progress(min(done / total, 0.999))
-        if self.spec.tie_word_embeddings:
+        if self.is_last and self.spec.tie_word_embeddings:
             self.head.tie(self.embedding)
-        else:
+        elif self.is_last:
             self.head.load(weights)
-        weights.finish(lambda name: is_ignorable(self.spec, name) or self.place.quantization.ignores(name))
+        weights.finish(self._may_stay_unused)
         self.place.staging.release()
         on_progress(1.0)
 
+    def _may_stay_unused(self, name: str) -> bool:
+        """A tensor of the checkpoint that another stage takes, or none."""
+        if is_ignorable(self.spec, name) or not is_in_stage(self.spec, name, self.stage):
+            return True
+        return self.place.quantization.ignores(name)
+
     def _parts(self) -> Iterator[_Part]:
         """All layers that load weights, except the output head, which may share the embedding's."""
-        yield self.embedding
+        if self.is_first or (self.is_last and self.spec.tie_word_embeddings):
+            yield self.embedding
         for block in self.layers:
             yield from block.parts
-        yield self.norm
+        if self.is_last:
+            yield self.norm
 
-    def __call__(self, batch: ForwardBatch, kv: list[LayerKV], backend: AttentionBackend, plan: Any) -> Tensor:
-        """One step -> [T, hidden], after the final norm. `plan`: what `backend.prepare(batch)` returned."""
+    def stand_in(self, token_ids: Tensor) -> Tensor | None:
+        """For trials of one stage alone: in place of what the stage before would send for `token_ids`, int64 [T], rows
+        that depend on the id alone. None on the first stage, which embeds."""
+        if self.is_first:
+            return None
+        rows = torch.randn((_STAND_INS, self.spec.hidden_size), generator=torch.Generator().manual_seed(0))
+        return rows.to(self.place.dtype)[token_ids.cpu() % _STAND_INS].to(self.place.device)
+
+    def __call__(
+        self,
+        batch: ForwardBatch,
+        kv: list[LayerKV],
+        backend: AttentionBackend,
+        plan: Any,
+        hidden: Tensor | None = None,
+    ) -> Tensor:
+        """One step -> [T, hidden], after the final norm; of a stage that is not the last, what goes to the next one.
+        `plan`: what `backend.prepare(batch)` returned. `hidden`: of the stage before, may be overwritten; None on the
+        first stage."""
+        assert (hidden is None) == self.is_first, "the first stage embeds, the others get hidden states"
         longest = max(batch.context_lens)
-        hidden = self.embedding(batch.token_ids)  # [T, hidden]
+        if hidden is None:
+            hidden = self.embedding(batch.token_ids)  # [T, hidden]
         prepared = self.prepared_for(kv, backend)
         if prepared is not None:
             prepared(hidden, batch, [table.up_to(longest) for table in self.rotary.values()], plan)
-            return self.norm(hidden)
+            return self.norm(hidden) if self.is_last else hidden
         angles = [table(batch.positions, longest) for table in self.rotary.values()]  # once per step for all layers
+        if self.joins_halves and self.is_last and joined_halves.can_join(self.layers):
+            turns = [angles[which] for which in self.rotary_of]
+            return joined_halves.run(self.layers, self.norm, hidden, turns, batch, kv, backend, plan)
         for block, which, pages in zip(self.layers, self.rotary_of, kv, strict=True):
             hidden = block(hidden, *angles[which], batch, pages, backend, plan)
-        return self.norm(hidden)
+        return self.norm(hidden) if self.is_last else hidden
 
     def prepared_for(self, kv: list[LayerKV], backend: AttentionBackend) -> PreparedLayers | None:
         """The layers in the form of one call per half, prepared again if a part was replaced; None: not possible."""

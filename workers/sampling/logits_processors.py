@@ -14,6 +14,10 @@ from torch import Tensor
 
 from workers.kernels.cpu import library
 from workers.protocol import StepMetadata
+from workers.sampling.dense_histories import DenseHistories
+from workers.sampling.token_histories import Entries, Histories, TokenHistories
+
+_ROWS_AT_ONCE = 16
 
 
 @dataclass(slots=True)
@@ -21,7 +25,7 @@ class AppliedChanges:
     """The logits before each change, to restore them."""
 
     entries: list[tuple[Tensor, Tensor]]  # for each change: places in the flat logits, int64 [n], and the values before
-    rows: Tensor  # int64 [R]   masked rows that report logprobs
+    rows: Tensor  # int64 [R]   rows that report logprobs and were changed as a whole: masked, or penalised densely
     raw_rows: Tensor  # float32 [R, V]
 
     def undo(self, x: Tensor) -> None:
@@ -32,7 +36,7 @@ class AppliedChanges:
 
 
 def apply_logits_processors(
-    x: Tensor, step: StepMetadata, first_id: int, reporting: np.ndarray
+    x: Tensor, step: StepMetadata, histories: Histories, first_id: int, reporting: np.ndarray
 ) -> AppliedChanges | None:
     """Change `x`, this rank's contiguous float32 [L, V] from id `first_id` on.
 
@@ -41,13 +45,20 @@ def apply_logits_processors(
     has_mask = len(step.mask_rows) > 0
     if not (has_mask or len(step.bias_rows) or len(step.penalty_rows)):
         return None
-    kept = step.mask_rows[reporting[step.mask_rows]]
+    whole = step.mask_rows
+    if isinstance(histories, DenseHistories):
+        whole = np.union1d(whole, step.penalty_rows)
+    kept = whole[reporting[whole]]
     rows = torch.from_numpy(kept).to(x.device, torch.int64)
     done = AppliedChanges([], rows, x[rows])
     if len(step.bias_rows):
         _add_bias(x, step, first_id, done)
     if len(step.penalty_rows):
-        _penalise(x, step, first_id, done)
+        if isinstance(histories, DenseHistories):
+            _penalise_densely(x, step, histories)
+        else:
+            assert isinstance(histories, TokenHistories)
+            _penalise(x, step, histories.entries(step), first_id, done)
     if has_mask:
         _mask(x, step, first_id)
     return done
@@ -61,10 +72,11 @@ def _add_bias(x: Tensor, step: StepMetadata, first_id: int, done: AppliedChanges
     logits.index_add_(0, places, _moved(step.bias_values[ours], x, torch.float32))
 
 
-def _penalise(x: Tensor, step: StepMetadata, first_id: int, done: AppliedChanges) -> None:
+def _penalise(x: Tensor, step: StepMetadata, entries: Entries, first_id: int, done: AppliedChanges) -> None:
     """Repetition first, then frequency and presence, in float64, rounded once to float32."""
-    lengths = np.diff(step.history_starts)
-    ours, places = _places(x, np.repeat(step.penalty_rows, lengths), step.history_ids - first_id)
+    lengths = entries.lengths
+    where = np.repeat(entries.firsts - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())
+    ours, places = _places(x, np.repeat(step.penalty_rows, lengths), entries.ids[where] - first_id)
 
     def column(values: np.ndarray) -> Tensor:
         return _moved(np.repeat(values, lengths)[ours], x, torch.float64)
@@ -76,10 +88,29 @@ def _penalise(x: Tensor, step: StepMetadata, first_id: int, done: AppliedChanges
         factor = column(step.repetition)
         logits = logits.clamp(min=0).div_(factor).add_(logits.clamp(max=0).mul_(factor))
     if step.frequency.any() or step.presence.any():
-        counts = _moved(step.history_counts[ours], x, torch.float64)
+        counts = _moved(entries.counts[where][ours], x, torch.float64)
         logits -= column(step.frequency) * counts
         logits -= column(step.presence) * (counts > 0)
     x.view(-1).index_copy_(0, places, logits.float())
+
+
+def _penalise_densely(x: Tensor, step: StepMetadata, histories: DenseHistories) -> None:
+    """The same for every id of the shard at once, some rows at a time."""
+    for start in range(0, len(step.penalty_rows), _ROWS_AT_ONCE):
+        some = slice(start, start + _ROWS_AT_ONCE)
+        seen = histories.of(step, some)  # [p, V]
+        repetition, frequency, presence = (
+            _moved(column[some], x, torch.float64).unsqueeze(1)
+            for column in (step.repetition, step.frequency, step.presence)
+        )
+        rows = _moved(step.penalty_rows[some], x, torch.int64)
+        before = x[rows]
+        logits = before.double()
+        logits = logits.clamp(min=0).div_(repetition).add_(logits.clamp(max=0).mul_(repetition))
+        counts = seen >> 1
+        logits -= frequency * counts
+        logits -= presence * (counts > 0)
+        x[rows] = torch.where(seen > 0, logits.float(), before)
 
 
 def _places(x: Tensor, rows: np.ndarray, local_ids: np.ndarray) -> tuple[slice | np.ndarray, Tensor]:

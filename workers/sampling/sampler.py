@@ -37,6 +37,7 @@ from workers.sampling.logits_processors import apply_logits_processors, bans_all
 from workers.sampling.logits_shard import LogitsShard, LogitsShards, total_mass
 from workers.sampling.logprobs import RawLogprobs, raw_logprobs
 from workers.sampling.noise import row_keys
+from workers.sampling.token_histories import Histories, TokenHistories
 from workers.sampling.top_k_top_p import CANDIDATES, Filters, draw_from_list, draw_from_long_list, draw_in_rounds
 
 
@@ -63,8 +64,12 @@ class _Gathered:
 class Sampler:
     """Of the logits of `vocab_local` ids from `vocab_start` on; ids from `vocab_size` on are padding with -inf."""
 
-    def __init__(self, tp: TensorParallel, vocab_start: int, vocab_local: int, vocab_size: int) -> None:
+    def __init__(
+        self, tp: TensorParallel, vocab_start: int, vocab_local: int, vocab_size: int, histories: Histories
+    ) -> None:
+        """`histories`: of the rows with penalties; the caller writes them and adds to them."""
         self.tp = tp
+        self.histories = histories
         self.vocab_size = vocab_size
         self._shards = LogitsShards(vocab_start, vocab_local, vocab_slice(vocab_size, tp.size))
 
@@ -75,11 +80,15 @@ class Sampler:
         """
         logits = logits.contiguous()
         if self.tp.size == 1 and can_serve(logits.device):
-            tops, columns = kernel_sample(logits, step, self.vocab_size)
-            output = StepOutput(step.step_id, finite=_states(step, tops, self.vocab_size), **columns)
+            assert isinstance(self.histories, TokenHistories)
+            histories = self.histories.entries(step) if len(step.penalty_rows) else ()
+            tops, columns = kernel_sample(logits, step, histories, self.vocab_size)
+            output = StepOutput(
+                step.step_id, finite=_states(step, tops, self.vocab_size), out_of_memory=False, **columns
+            )
             return torch.from_numpy(output.token_ids).to(torch.int64), output
         reporting = (step.num_logprobs >= 0) | (step.target_ids >= 0)
-        adjusted = apply_logits_processors(logits, step, self._shards.first_id, reporting)
+        adjusted = apply_logits_processors(logits, step, self.histories, self._shards.first_id, reporting)
         shard = self._shards(logits)
         tokens, peak = self._choose(shard, step)
         scored = torch.from_numpy(step.target_ids).to(logits.device, torch.int64)

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 from workers.config import WorkerConfig
 from workers.errors import StartupError
 from workers.models.registry import read_spec
-from workers.parent_death import die_with_parent
 from workers.preflight import preflight
+from workers.python_child import die_with_parent
 from workers.verify.launch import run_ranks, run_reference
 from workers.verify.request import (
     BUILT_IN_PROMPTS,
@@ -69,7 +69,7 @@ def verify(arguments: argparse.Namespace) -> Report:
         request.write(folder)
         say("transformers: starting")
         run_reference(folder, say)
-        say(f"our {config.tensor_parallel_size} rank(s): starting")
+        say(f"our {config.ranks_per_node} rank(s): starting")
         run_ranks(config, folder, say)
         say("comparing")
         # Imported late: torch takes seconds, and whatever can be checked without it has been checked by now.
@@ -80,7 +80,8 @@ def verify(arguments: argparse.Namespace) -> Report:
 
         size = config.tensor_parallel_size
         has_scales = config.quantization != "none"
-        comparison = compare(folder, spec, size, config.dtype, has_scales=has_scales)
+        stages = config.pipeline_parallel_size
+        comparison = compare(folder, spec, size, config.dtype, has_scales=has_scales, stages=stages)
         causes = explain(comparison, folder, Path(config.model_path), spec, size, config.quantization)
         return Report(
             model=Path(arguments.name or config.model_path).name,
@@ -94,6 +95,7 @@ def verify(arguments: argparse.Namespace) -> Report:
             seconds=time.monotonic() - started,
             quantization=config.quantization,
             loss=RoundingLoss.read(folder),
+            stages=stages,
         )
 
 
@@ -120,10 +122,14 @@ def checked(arguments: argparse.Namespace) -> tuple[WorkerConfig, list[list[int]
             dtype=arguments.dtype,
             quantization=arguments.quantization,
             tensor_parallel_size=arguments.tensor_parallel_size,
+            pipeline_parallel_size=arguments.pipeline_parallel_size,
+            share_device=True,
             block_size=BLOCK_SIZE,
             log_level="WARNING",
         )
     )
+    if config.share_device:
+        say(f"{config.ranks_per_node} ranks share what CUDA devices there are, and sums go over the host")
     assert config.max_model_len is not None, "preflight resolves the context length"
     vocab_size, longest = read_spec(config.model_path).vocab_size, config.max_model_len - NEW_TOKENS
     if has_tokenizer(model):
@@ -152,6 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("model", metavar="DIRECTORY")
     parser.add_argument("--parent", type=int, help="the process that must be alive for this one to be")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--pipeline-parallel-size", type=int, default=1)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--name", help="of the model, for the report (default: its directory's)")
     parser.add_argument("--quantization", default="none")

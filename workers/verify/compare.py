@@ -46,8 +46,9 @@ def tensor_names(num_layers: int) -> list[str]:
 
 
 def file_of(name: str) -> str:
-    """The file a tensor is stored in, without its prefix: one per layer, and `"ends"` for what no layer computes."""
-    return name.rpartition(".")[0] or "ends"
+    """The file a tensor is stored in, without its prefix: one per layer, and others for what no layer computes: the
+    first stage of a pipeline writes one of them, the last the other."""
+    return name.rpartition(".")[0] or ("beginning" if name == "embedding" else "ends")
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,13 +199,16 @@ class Comparison:
         return () if self.halves is None else self.halves.differences
 
 
-def compare(folder: Path, spec: DecoderSpec, size: int, dtype: str, *, has_scales: bool = False) -> Comparison:
-    """What `size` ranks have left in `folder` against the reference's; one tensor in memory at a time. `has_scales`:
-    weights may have scales that kernels round, which no sum makes up for where they are looked up."""
+def compare(
+    folder: Path, spec: DecoderSpec, size: int, dtype: str, *, has_scales: bool = False, stages: int = 1
+) -> Comparison:
+    """What `size` ranks of each of `stages` have left in `folder` against the reference's; one tensor in memory at a
+    time. `has_scales`: weights may have scales that kernels round, which no sum makes up for where they are looked
+    up."""
     recorded = Recorded(folder)
     rounding = max(_ROUNDING[dtype], _SCALES if has_scales else 0.0)
     rows = [_compare_tensor(recorded, name, spec, size, rounding) for name in tensor_names(spec.num_layers)]
-    return Comparison(rows, list(compare_tokens(folder, dtype)), Halves.read(folder, size))
+    return Comparison(rows, list(compare_tokens(folder, dtype)), Halves.read(folder, size, stages))
 
 
 def _compare_tensor(recorded: Recorded, name: str, spec: DecoderSpec, size: int, rounding: float) -> Row:

@@ -45,22 +45,23 @@ class Halves:
     differences: tuple[HalfDifference, ...] = ()  # in the order in which they are computed
 
     @staticmethod
-    def read(folder: Path, size: int) -> Halves | None:
-        """Those of all ranks; None where no tensors were recorded."""
-        files = [_file(folder, rank) for rank in range(size)]
+    def read(folder: Path, size: int, stages: int = 1) -> Halves | None:
+        """Those of all `size` ranks of each of `stages`; None where no tensors were recorded."""
+        files = [_file(folder, rank, stage) for stage in range(stages) for rank in range(size)]
         if not all(file.is_file() for file in files):
             return None
         ranks = [json.loads(file.read_text("utf-8")) for file in files]
         found = [HalfDifference(**difference) for rank in ranks for difference in rank["differences"]]
         why_not = next((rank["why_not"] for rank in ranks if rank["why_not"] is not None), None)
-        return Halves(ranks[0]["compared"], why_not, tuple(sorted(found, key=lambda difference: difference.place)))
+        compared = sum(rank["compared"] for rank in ranks[::size])
+        return Halves(compared, why_not, tuple(sorted(found, key=lambda difference: difference.place)))
 
-    def write(self, folder: Path, rank: int) -> None:
-        _file(folder, rank).write_text(json.dumps(asdict(self)), "utf-8")
+    def write(self, folder: Path, rank: int, stage: int = 0) -> None:
+        _file(folder, rank, stage).write_text(json.dumps(asdict(self)), "utf-8")
 
 
-def _file(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}-halves.json"
+def _file(folder: Path, rank: int, stage: int) -> Path:
+    return folder / f"rank-{rank}-halves-{stage}.json"
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -89,14 +90,15 @@ class RecordedHalves:
         if self._prepared is not None:
             self._prepared.after_half = None
 
-    def compare(self, separate: Sequence[dict[str, Tensor]], rank: int) -> Halves:
-        """`separate`: for each of the same steps, the tensors of the separate operations, by name."""
+    def compare(self, separate: Sequence[dict[str, Tensor]], rank: int, first_layer: int = 0) -> Halves:
+        """`separate`: for each of the same steps, the tensors of the separate operations, by name. `first_layer`: of
+        the stage."""
         if self._prepared is None:
             return Halves(0, self._why_not)
         count = len(self._steps[0])
         found = []
         for number in range(count):
-            layer, half = number // len(HALVES), HALVES[number % len(HALVES)]
+            layer, half = first_layer + number // len(HALVES), HALVES[number % len(HALVES)]
             pairs = [
                 (served[number], step[f"{layer}.{_TENSORS[half]}"])
                 for served, step in zip(self._steps, separate, strict=True)

@@ -17,7 +17,7 @@ from workers.distributed.shm_ring import ChannelClosedError
 from workers.errors import StartupError
 from workers.python_child import start_python
 from workers.worker.load_progress import HUNG
-from workers.worker.spawn_ranks import RankExtras, SpawnedRanks, describe_exit, spawn_ranks
+from workers.worker.spawn_ranks import SpawnedRanks, describe_exit, spawn_ranks
 
 _KILL_S = 5.0  # for the kernel to end a rank; one that waits for a dead network file system may never end
 _LOOK_S = 1.0  # between two looks at the processor time of the reference
@@ -87,19 +87,12 @@ def run_ranks(config: WorkerConfig, folder: Path, say: Say, *, timeout_s: float 
 
     `timeout_s`: the longest time without progress of any rank. Raises `StartupError` after that, and when a rank fails.
     """
-    extras = [RankExtras({"folder": str(folder)})] * config.tensor_parallel_size
+    extras = [{"folder": str(folder)}] * config.ranks_per_node
     ranks = spawn_ranks("workers.verify.rank", config, extras)
     try:
         _follow(ranks, say, timeout_s)
     finally:
-        for process in ranks.processes:
-            if process.poll() is None:
-                process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_KILL_S)
-        for control in ranks.controls:
-            control.close()
-        ranks.collectives.close()
+        ranks.end()
 
 
 def _follow(ranks: SpawnedRanks, say: Say, timeout_s: float) -> None:

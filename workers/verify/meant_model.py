@@ -13,9 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from workers.layers.quantization import int8
+from workers.layers.quantization import int8, scaled_float8
 from workers.layers.quantization.formats.form import Arithmetic
 from workers.verify.meant_weights import MeantWeights
+
+RoundRows = Callable[[Tensor], tuple[Tensor, Tensor]]  # [T, K] -> numbers [T, K], and scales [T]
+_ROUNDED: dict[tuple[str, Arithmetic], RoundRows] = {
+    ("cpu", Arithmetic.ROUNDED_INPUTS): int8.round_rows,
+    ("cuda", Arithmetic.FLOAT8_INPUTS): scaled_float8.round_rows,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +56,19 @@ class RoundingLoss:
 class MeantModel:
     """A transformers model whose quantised weights are replaced, in float32, by what they mean."""
 
-    def __init__(self, model: nn.Module, meant: MeantWeights, dtype: torch.dtype, *, was_dense: bool) -> None:
-        """`dtype`: what the model computes in. `was_dense`: it has the weights it was stored with, in that dtype."""
+    def __init__(
+        self, model: nn.Module, meant: MeantWeights, dtype: torch.dtype, *, was_dense: bool, device: str
+    ) -> None:
+        """`dtype`: what the model computes in. `was_dense`: it has the weights it was stored with, in that dtype.
+
+        `device`: where ranks serve it, by which products round inputs.
+        """
         self.was_dense = was_dense
         self._model = model
         self._dtype = dtype
         self._was: dict[Tensor, Tensor] = {}
         self._meant: dict[Tensor, Tensor] = {}
-        self._rounds: dict[Tensor, bool] = {}  # whether its product rounds inputs
+        self._rounds: dict[Tensor, RoundRows | None] = {}  # how its product rounds inputs
         seen: set[Tensor] = set()
         for name, module in model.named_modules():
             if not isinstance(module, nn.Linear | nn.Embedding) or module.weight in seen:
@@ -66,12 +77,12 @@ class MeantModel:
             arithmetic, weight = meant.arithmetic(name), module.weight
             if arithmetic is Arithmetic.DENSE:
                 if not was_dense:
-                    weight.data = meant.weight(name).to(dtype)
+                    weight.data = meant.weight(name).to(weight.device, dtype)
                 continue
             if was_dense:
                 self._was[weight] = weight.data
-            self._meant[weight] = weight.data = meant.weight(name).float()
-            self._rounds[weight] = arithmetic is Arithmetic.ROUNDED_INPUTS
+            self._meant[weight] = weight.data = meant.weight(name).to(weight.device, torch.float32)
+            self._rounds[weight] = _ROUNDED.get((device, arithmetic))
         for module in model.modules():
             if isinstance(module, nn.Embedding) and hasattr(module, "embed_scale"):
                 # part of what the model means: rounded as the model's own weights were
@@ -123,10 +134,10 @@ class MeantModel:
         return lambda x: _product(module, x, rounds)
 
 
-def _product(module: nn.Linear, x: Tensor, rounds: bool) -> Tensor:
+def _product(module: nn.Linear, x: Tensor, rounds: RoundRows | None) -> Tensor:
     rows = x.flatten(0, -2).float()
-    if rounds:
-        values, scales = int8.round_rows(rows)
+    if rounds is not None:
+        values, scales = rounds(rows)
         rows = values.float() * scales.unsqueeze(1)
     y = rows @ module.weight.T
     if module.bias is not None:

@@ -1,15 +1,14 @@
 """One rank of a verification: the model runner that serves, fed known text, with every tensor of every layer recorded.
 
-`python -m workers.verify.rank ARGUMENTS`, started by `launch.py`, writes `rank-R-*.safetensors` and, on rank 0,
-`tokens.json`. Pages, sampler and collectives are those that serve. The text runs twice: as it is served, which gives
-the tokens, and with recording hooks in the decoder, which then runs the separate operations of each layer. After each
-half of a layer, both runs must have the same bits.
+`python -m workers.verify.rank PARENT_PID CONTROL_FD`, started by `launch.py`, writes `rank-R-*.safetensors` and, on
+rank 0, `tokens.json`. Pages, sampler and collectives are those that serve. The text runs twice: as it is served, which
+gives the tokens, and with recording hooks in the decoder, which then runs the separate operations of each layer. After
+each half of a layer, both runs must have the same bits.
 """
 
 import json
 import os
 import random
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,12 +21,11 @@ from torch import Tensor
 from workers.attention.backend import AttentionBackend, AttentionSpec, LayerKV
 from workers.attention.forward_batch import ForwardBatch
 from workers.config import WorkerConfig
-from workers.distributed.control_channel import Control
 from workers.distributed.parallel_state import TensorParallel
+from workers.distributed.pipeline_stage import PipelineStage
 from workers.distributed.shm_ring import ChannelClosedError
 from workers.errors import StartupError
 from workers.models.decoder import Decoder
-from workers.parent_death import die_with_parent
 from workers.protocol import StepMetadata
 from workers.verify.compare import file_of
 from workers.verify.halves import RecordedHalves
@@ -35,18 +33,25 @@ from workers.verify.request import Request, Text
 from workers.worker.greedy_step import SequenceChunk, greedy_step
 from workers.worker.model_runner import ModelRunner
 from workers.worker.spawn_ranks import RankArguments
-from workers.worker.worker_process import init_distributed, log_to_stderr
+from workers.worker.worker_process import begin, join, log_to_stderr
 
 _STEPS_PER_LINE = 16  # of progress
 
 
-def run_rank(config: WorkerConfig, tp: TensorParallel, folder: Path, on_progress: Callable[[str], None]) -> None:
-    """Run the text in `folder` on this rank and write what it computed there.
+def run_rank(
+    config: WorkerConfig,
+    tp: TensorParallel,
+    folder: Path,
+    on_progress: Callable[[str], None],
+    stage: PipelineStage | None = None,
+) -> None:
+    """Run the text in `folder` on this rank of `stage` and write what it computed there. `stage`: None where there is
+    one only.
 
     `on_progress` gets what is being done, often the same line again: it also shows that something moves.
     """
     request, text = Request.read(folder), Text.read(folder)
-    runner = ModelRunner(config, tp)
+    runner = ModelRunner(config, tp, stage=stage)
     runner.load(lambda fraction: on_progress("reading the weights"))
     on_progress("allocating KV memory")
     runner.allocate(blocks_needed(text, config.block_size))
@@ -61,7 +66,7 @@ def run_rank(config: WorkerConfig, tp: TensorParallel, folder: Path, on_progress
         if output is not None:
             chosen |= dict(zip(here, output.token_ids.tolist(), strict=True))
     halves.close()
-    if tp.rank == 0:
+    if runner.answers:
         (folder / "tokens.json").write_text(json.dumps(_answers(text, chosen)), "utf-8")
     if request.record:
         recording = RecordingDecoder(runner.model, diagnostics=True)
@@ -70,7 +75,7 @@ def run_rank(config: WorkerConfig, tp: TensorParallel, folder: Path, on_progress
             on_progress("recording the tensors")
             runner.execute(step)
         recording.close()
-        halves.compare(recording.steps, tp.rank).write(folder, tp.rank)
+        halves.compare(recording.steps, tp.rank, runner.layers.start).write(folder, tp.rank, runner.stage.number)
         order = torch.tensor(sorted(range(len(rows)), key=rows.__getitem__))
         for file, tensors in _files(recording.steps, order):
             on_progress("writing the tensors")
@@ -180,10 +185,17 @@ class RecordingDecoder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.decoder, name)
 
-    def __call__(self, batch: ForwardBatch, kv: list[LayerKV], backend: AttentionBackend, plan: Any) -> Tensor:
+    def __call__(
+        self,
+        batch: ForwardBatch,
+        kv: list[LayerKV],
+        backend: AttentionBackend,
+        plan: Any,
+        hidden: Tensor | None = None,
+    ) -> Tensor:
         self.steps.append({})
         recording = _RecordingBackend(backend, self._record)
-        return self.decoder(batch, kv, recording, plan)  # ty: ignore[invalid-argument-type]
+        return self.decoder(batch, kv, recording, plan, hidden)  # ty: ignore[invalid-argument-type]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """As the decoder's."""
@@ -204,16 +216,17 @@ class RecordingDecoder:
     def _install(self) -> None:
         decoder = self.decoder
         self._hook(decoder, "norm", after=lambda y: self._record("final_norm", y))
-        for layer in range(len(decoder.layers)):
-            self._install_layer(layer)
+        for place in range(len(decoder.layers)):
+            self._install_layer(place)
         # An instance attribute hides the method of the group, which other code keeps using.
         tp = decoder.place.tp
         before = vars(tp).get("all_reduce")
         self._undo.append(lambda: delattr(tp, "all_reduce") if before is None else setattr(tp, "all_reduce", before))
         tp.all_reduce = self._recording_all_reduce(tp.all_reduce)  # ty: ignore[invalid-assignment]
 
-    def _install_layer(self, layer: int) -> None:
-        block = self.decoder.layers[layer]
+    def _install_layer(self, place: int) -> None:
+        """Of the layer at `place` in its stage."""
+        block, layer = self.decoder.layers[place], self.decoder.stage[place]
         attention, mlp = block.attention, block.mlp
 
         def record(name: str) -> Callable[[Tensor], None]:
@@ -233,9 +246,9 @@ class RecordingDecoder:
         if self._diagnostics:
             gate_up = mlp.gate_up
             self._hook(mlp, "gate_up", before=lambda x: self._record(f"{layer}.gate_up_mirrored", gate_up(-x)))
-        self._undo.append(lambda: self.decoder.layers.__setitem__(layer, block))
+        self._undo.append(lambda: self.decoder.layers.__setitem__(place, block))
         before = (lambda x: self._record("embedding", x)) if layer == 0 else None
-        self.decoder.layers[layer] = _Hooked(block, before, record("residual"))  # ty: ignore[invalid-assignment]
+        self.decoder.layers[place] = _Hooked(block, before, record("residual"))  # ty: ignore[invalid-assignment]
 
     def _hook(self, owner: Any, name: str, before: Any = None, after: Any = None) -> None:
         original = getattr(owner, name)
@@ -315,21 +328,22 @@ class _RecordingBackend:
 
 
 def main(argv: list[str]) -> int:
-    arguments = RankArguments.from_json(argv[0])
-    die_with_parent(arguments.parent_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the parent decides
-    log_to_stderr(arguments.rank, arguments.config.log_level)
-    control = Control.from_fd(arguments.control_fd)
+    control = begin(argv)
+    try:
+        arguments = RankArguments.receive(control)
+    except ChannelClosedError:
+        return 1
+    log_to_stderr(arguments.config, arguments.rank)
 
     def on_progress(text: str) -> None:
         control.send("progress", text=text)
 
     try:
         on_progress("joining the other ranks")
-        tp = init_distributed(arguments)
-        run_rank(arguments.config, tp, Path(arguments.extra["folder"]), on_progress)
+        groups = join(arguments)
+        run_rank(arguments.config, groups.tp, Path(arguments.extra["folder"]), on_progress, groups.stage)
         control.send("done")
-        tp.destroy()
+        groups.destroy()
     except StartupError as error:
         control.send("failed", cause=error.cause, fix=error.fix, exit_code=error.exit_code)
         return error.exit_code

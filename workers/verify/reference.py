@@ -26,7 +26,7 @@ from workers.distributed.control_channel import Control
 from workers.layers.decoder_spec import DecoderSpec
 from workers.layers.quantization.registry import QUANTIZATIONS
 from workers.models.registry import read_spec
-from workers.parent_death import die_with_parent
+from workers.python_child import die_with_parent
 from workers.verify.compare import file_of, tensor_names
 from workers.verify.meant_model import LayerLoss, MeantModel, RoundingLoss
 from workers.verify.meant_weights import meant_weights
@@ -78,7 +78,7 @@ def load_for(request: Request, dtype: torch.dtype) -> tuple[PreTrainedModel, Mea
         for name, parameter in model.named_parameters():
             if name not in products:
                 parameter.data = meant.other(name).to(dtype)
-    return model, MeantModel(model, meant, dtype, was_dense=is_dense)
+    return model, MeantModel(model, meant, dtype, was_dense=is_dense, device=request.device)
 
 
 def _unfilled_model(path: str, dtype: torch.dtype) -> PreTrainedModel:

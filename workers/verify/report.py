@@ -27,6 +27,7 @@ class Report:
     seconds: float
     quantization: str = "none"
     loss: RoundingLoss | None = None
+    stages: int = 1
 
     @property
     def result(self) -> str:
@@ -44,6 +45,7 @@ class Report:
             "architecture": self.architecture,
             "dtype": self.dtype,
             "tensor_parallel_size": self.size,
+            "pipeline_parallel_size": self.stages,
             "quantization": self.quantization,
             "kv_cache_dtype": self.dtype,
             "truth": f"transformers in float64, on the weights as they are in {self.form}",
@@ -81,6 +83,8 @@ class Report:
         comparison = self.comparison
         form = self.dtype if self.quantization == "none" else f"{self.quantization} in {self.dtype}"
         head = f"{self.model} ({self.architecture}), {form}, KV cache in {self.dtype}, tensor-parallel size {self.size}"
+        if self.stages > 1:
+            head += f", {self.stages} pipeline stages"
         lines = [f"{head}: {self.tokens} tokens through every layer, compared with transformers in float64", ""]
         lines += [*table(shown(comparison)), ""]
         if self.size > 1:

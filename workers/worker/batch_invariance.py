@@ -8,17 +8,20 @@ for different shapes of the batch.
 
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from workers.attention.backend import AttentionBackend, LayerKV
+from workers.attention.block_tables import BlockTables
 from workers.attention.forward_batch import ForwardBatch
 from workers.attention.reference import ReferenceBackend
+from workers.errors import StartupError
 from workers.models.decoder import Decoder
 from workers.protocol import NULL_BLOCK
+from workers.worker.cuda_graphs.device_steps import CapturableBackend
 from workers.worker.greedy_step import SequenceChunk, greedy_step
 
 PROMPT = 67  # tokens; odd, and more than two blocks of key columns
@@ -31,6 +34,14 @@ class InvarianceResult:
 
     batch_invariant: bool
     reason: str
+
+    def require(self) -> None:
+        """Raise `StartupError` unless numbers do not depend on the batch, as `--batch-invariant` asks."""
+        if not self.batch_invariant:
+            raise StartupError(
+                f"--batch-invariant: numbers depend on the batch here. {self.reason}.",
+                "Leave it out, or choose another --dtype or --attention-backend.",
+            )
 
 
 class _InvarianceTest:
@@ -46,6 +57,7 @@ class _InvarianceTest:
         self.block_size = block_size
         self.random = random.Random(0)
         self.prompt = self._tokens(length)
+        self.longest = length + 1000  # tokens: more than any sequence here has
         self.table = range(NULL_BLOCK + 1, NULL_BLOCK + 2 + (length - 1) // block_size)
 
     def whole(self) -> Tensor:
@@ -61,16 +73,26 @@ class _InvarianceTest:
         cuts = [0, *(cut for cut in (5, 11, 28, 36) if cut < len(self.prompt)), len(self.prompt)]
         return torch.cat([self._run([self._own(a, b)])[0] for a, b in pairwise(cuts)])
 
-    def decoded(self, count: int, others: int) -> Tensor:
-        """The last `count` tokens one by one, after the rest of the prompt."""
+    def decoded(self, count: int, others: int, *, as_captured: bool = False) -> Tensor:
+        """The last `count` tokens one by one, after the rest of the prompt. `as_captured`: by a graph's plan."""
         first = max(0, len(self.prompt) - count)
         results = [self._run([self._own(0, first)])[0]] if first else []
         for position in range(first, len(self.prompt)):
             rest = [self._other(1, 1 + 3 * number) for number in range(others)]
             place = others // 2
             parts = [*rest[:place], self._own(position, position + 1), *rest[place:]]
-            results.append(self._run(parts)[place])
+            results.append(self._run(parts, as_captured=as_captured)[place])
         return torch.cat(results)
+
+    def behind_drafts(self, count: int, others: int) -> Tensor:
+        """The last `count` tokens in one step, as a newest token and drafts after it."""
+        first = max(0, len(self.prompt) - count)
+        results = [self._run([self._own(0, first)])[0]] if first else []
+        rest = [self._other(1 + number % 3, 5 + 3 * number) for number in range(others)]
+        place = others // 2
+        return torch.cat(
+            [*results, self._run([*rest[:place], self._own(first, len(self.prompt)), *rest[place:]])[place]]
+        )
 
     def _own(self, start: int, stop: int) -> SequenceChunk:
         return SequenceChunk(self.prompt[start:stop], start, self.table)
@@ -82,10 +104,17 @@ class _InvarianceTest:
     def _tokens(self, count: int) -> list[int]:
         return [self.random.randrange(self.model.spec.vocab_size) for _ in range(count)]
 
-    def _run(self, parts: list[SequenceChunk]) -> list[Tensor]:
+    def _run(self, parts: list[SequenceChunk], *, as_captured: bool = False) -> list[Tensor]:
         """The hidden states of one step, for each part: [tokens, hidden]."""
-        batch = ForwardBatch.from_step(greedy_step(parts, self.block_size), self.model.place.device)
-        hidden = self.model(batch, self.kv, self.backend, self.backend.prepare(batch))  # [T, hidden]
+        step = greedy_step(parts, self.block_size)
+        batch = ForwardBatch.from_step(step, BlockTables.of_step(step, self.model.place.device))
+        if as_captured:
+            assert isinstance(self.backend, CapturableBackend)
+            plan = self.backend.prepare_decode(replace(batch, context_lens=[self.longest] * batch.num_seqs))
+        else:
+            plan = self.backend.prepare(batch)
+        hidden = self.model.stand_in(batch.token_ids)
+        hidden = self.model(batch, self.kv, self.backend, plan, hidden)  # [T, hidden]
         return list(hidden.split([len(part.token_ids) for part in parts]))
 
 
@@ -97,20 +126,25 @@ def check_batch_invariance(
     num_blocks: int,
     block_size: int,
     max_len: int,
+    span: int = 0,
+    is_asked: bool = False,
 ) -> InvarianceResult:
     """Compute the prompt in every way and compare. Every rank must call this at the same point: layers all-reduce.
 
-    Overwrites the first blocks of `kv`, before any request uses them. `max_len`: tokens of one sequence.
+    Overwrites the first blocks of `kv`, before any request uses them. `max_len`: tokens of one sequence. `span`: keys
+    that one program reads, where that is fixed; the prompt is longer. `is_asked`: for the kernels that
+    `--batch-invariant` chooses; without it nothing is tried on a CUDA device.
     """
     device = model.place.device
-    if device.type != "cpu":
-        return InvarianceResult(False, f"on {device.type} the libraries choose kernels by the shape of the batch")
+    if device.type != "cpu" and not is_asked:
+        reason = f"on {device.type} the libraries choose kernels by the shape of the batch, without --batch-invariant"
+        return InvarianceResult(False, reason)
     if isinstance(backend, ReferenceBackend):
         return InvarianceResult(
             False, "reference attention adds up in an order that torch chooses by shape, and promises nothing"
         )
     started = time.monotonic()
-    length = min(PROMPT, max_len, (num_blocks - 1) * block_size)
+    length = min(PROMPT + span, max_len, (num_blocks - 1) * block_size)
     trial = _InvarianceTest(model, kv, backend, block_size, length)
     whole = trial.whole()
     ways = {
@@ -118,9 +152,14 @@ def check_batch_invariance(
         "a prompt in chunks": trial.in_chunks,
         "tokens decoded alone": lambda: trial.decoded(4, 0),
         f"a token decoded among {OTHERS} others": lambda: trial.decoded(1, OTHERS),
+        f"a token and drafts among {OTHERS} others": lambda: trial.behind_drafts(5, OTHERS),
     }
+    if is_asked and isinstance(backend, CapturableBackend):
+        name = f"a token decoded among {OTHERS} others by a graph's plan"
+        ways[name] = lambda: trial.decoded(1, OTHERS, as_captured=True)
     faults = [_difference(name, whole, way()) for name, way in ways.items()]
-    faults.append(_logits_fault(model, whole))
+    if model.is_last:
+        faults.append(_logits_fault(model, whole))
     found = [fault for fault in faults if fault is not None]
     if found:
         return InvarianceResult(False, f"{found[0]}, with {backend.name} attention in {_name(model)}")
@@ -129,9 +168,9 @@ def check_batch_invariance(
 
 
 def one_of_each_kind(model: Decoder) -> list[int]:
-    """The first layer of each window and rotation."""
+    """The first layer of each window and rotation, counted from the first of its stage."""
     spec = model.spec
-    kinds = [(spec.windows[layer], spec.rope_of(layer)) for layer in range(spec.num_layers)]
+    kinds = [(spec.windows[layer], spec.rope_of(layer)) for layer in model.stage]
     return [layer for layer, kind in enumerate(kinds) if kinds.index(kind) == layer]
 
 

@@ -118,7 +118,7 @@ def check_affinity(config: WorkerConfig) -> None:
 
 def with_cpus(config: WorkerConfig, device: str) -> WorkerConfig:
     """`config` with its threads and CPUs decided, for ranks on `device`; it has passed `check_affinity`."""
-    ranks, parts = config.tensor_parallel_size, cpus_of_ranks(config)
+    ranks, parts = config.ranks_on_host, cpus_of_ranks(config)
     if parts is not None:
         return config.with_(num_threads=config.num_threads or min(map(len, parts)))
     bound = next((name for name in _OF_OPENMP if os.environ.get(name)), None)
@@ -135,8 +135,9 @@ def with_cpus(config: WorkerConfig, device: str) -> WorkerConfig:
 
 
 def cpus_of_ranks(config: WorkerConfig) -> list[set[int]] | None:
-    """What `cpu_affinity` lists for each rank; None for `auto` and `none`. Raises `StartupError` for a wrong list."""
-    text, ranks = config.cpu_affinity, config.tensor_parallel_size
+    """What `cpu_affinity` lists for each rank of each replica; None for `auto` and `none`. Raises `StartupError` for a
+    wrong list."""
+    text, ranks = config.cpu_affinity, config.ranks_on_host
     if text in (AUTO, NONE):
         return None
     try:
@@ -149,9 +150,11 @@ def cpus_of_ranks(config: WorkerConfig) -> list[set[int]] | None:
             "Give auto, none, or a list for each rank, such as 0-7 for one and 0-7|8-15 for two.",
         )
     if len(parts) != ranks:
+        alone = config.data_parallel_size == 1
+        other = f"or --tensor-parallel-size {len(parts)}" if alone else "those of a replica side by side"
         raise StartupError(
             f"--cpu-affinity has {len(parts)} list(s) of CPUs, and there are {ranks} rank(s).",
-            f"Give one list for each rank, with | between them, or --tensor-parallel-size {len(parts)}.",
+            f"Give one list for each rank, with | between them, {other}.",
         )
     return parts
 
@@ -159,23 +162,24 @@ def cpus_of_ranks(config: WorkerConfig) -> list[set[int]] | None:
 def ranks_share_cores(config: WorkerConfig) -> bool:
     """Whether there are fewer cores than ranks, so that a rank that waits takes time from another."""
     parts = cpus_of_ranks(config)
-    return config.tensor_parallel_size > (available_cores() if parts is None else len(set().union(*parts)))
+    return config.ranks_on_host > (available_cores() if parts is None else len(set().union(*parts)))
 
 
 def use_cpus(config: WorkerConfig, rank: int) -> None:
-    """Pin the calling thread as `config` says, which is resolved, and set torch's number of threads.
+    """Pin the calling thread as `config` says, which is resolved, and set torch's number of threads. `rank`: its place
+    among the replica's ranks of this host.
 
     The threads that it starts from then on are pinned with it, among them those of OpenMP: call this before the first
     operation of torch that uses several.
     """
     import torch
 
-    parts = cpus_of_ranks(config)
+    parts, place = cpus_of_ranks(config), config.first_on_host + rank
     if parts is not None:
-        os.sched_setaffinity(0, parts[rank])
+        os.sched_setaffinity(0, parts[place])
     if config.device == "cpu" and config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    cpus = allowed_cpus() if parts is None else parts[rank]
+    cpus = allowed_cpus() if parts is None else parts[place]
     nodes = format_cpu_list({core.node for core in physical_cores(cpus)})
     pinned = "false" if parts is None else "true"
     threads = torch.get_num_threads()

@@ -1,17 +1,24 @@
 """How many KV blocks a rank has memory for, and the error with the arithmetic when one sequence does not fit.
 
 Knows the memory of the machine and the bytes of a block, not the layout of pages (the attention backend owns it).
+Torch-free.
 """
 
-import torch
+from __future__ import annotations
 
-from workers.attention.backend import KVSpec
+from typing import TYPE_CHECKING, NamedTuple
+
+from workers.attention.kv_shape import KVShape
 from workers.config import WorkerConfig
-from workers.errors import StartupError
+from workers.errors import EXIT_OUT_OF_MEMORY, StartupError
 from workers.layers.decoder_spec import DecoderSpec
-from workers.platform.dtypes import KV_CACHE_DTYPES
+from workers.layers.sharding import shard_heads
+from workers.layers.stage_layers import layers_of_stage
+from workers.platform.dtypes import ITEM_BYTES, KV_CACHE_DTYPES
 from workers.platform.host_memory import free_host_bytes, human_bytes
-from workers.worker.memory_needs import OUT_OF_MEMORY
+
+if TYPE_CHECKING:
+    from workers.worker.memory.meter import MemoryMeter
 
 # Of the memory that is free once the weights are loaded; the rest is for other processes and the page cache.
 CPU_SHARE = 0.25
@@ -19,24 +26,68 @@ CPU_SHARE = 0.25
 RESERVED_BLOCKS = 2
 
 
-def available_kv_bytes(config: WorkerConfig, device: torch.device) -> int:
-    """Bytes this rank may use for KV memory, measured after its weights are loaded, unless a size is given."""
+class KVRoom(NamedTuple):
+    """Bytes this rank may use for KV memory, and where the number comes from, in words that end before it."""
+
+    available: int
+    source: str
+
+
+def room_for_kv(
+    config: WorkerConfig, meter: MemoryMeter | None, step_bytes: int, graph_bytes: int = 0, weight_bytes: int = 0
+) -> KVRoom:
+    """Measured after the weights are loaded and the largest step has run, which took `step_bytes`, unless a size is
+    given. `graph_bytes`: of decode graphs. `meter`: of the device; None for the host's memory. Where replicas load side
+    by side that was measured before: then each is yet to take `weight_bytes` from it, those of this one."""
     if config.kv_cache_bytes is not None:
-        return config.kv_cache_bytes
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(device)
-        # The rest is for activations, libraries and other processes.
-        return max(0, int(config.gpu_memory_utilization * total) - (total - free))
-    return int(free_host_bytes() * CPU_SHARE) // config.tensor_parallel_size
+        return room_given(config)
+    if meter is not None:
+        total = meter.total_bytes()
+        return room_on_device(config, total, total - meter.free_bytes(), step_bytes, graph_bytes)
+    if config.host_free_bytes is None:
+        return room_on_host(config, free_host_bytes())
+    return room_on_host(config, max(0, config.host_free_bytes - config.data_parallel_size * weight_bytes))
 
 
-def free_bytes(device: torch.device) -> int:
-    """Free bytes of the memory of `device`."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
+def room_given(config: WorkerConfig) -> KVRoom:
+    """As `--kv-cache-memory` says."""
+    assert config.kv_cache_bytes is not None
+    return KVRoom(config.kv_cache_bytes, "--kv-cache-memory gives")
 
 
-def blocks_that_fit(spec: KVSpec, config: WorkerConfig, available_bytes: int) -> int:
+def room_on_device(config: WorkerConfig, total: int, used: int, step_bytes: int, graph_bytes: int = 0) -> KVRoom:
+    """Of a device with `total` bytes, of which `used` are taken when the weights are loaded."""
+    share = config.gpu_memory_utilization
+    graphs = f", {human_bytes(graph_bytes)} for decode graphs" if graph_bytes else ""
+    source = (
+        f"--gpu-memory-utilization {share} of {human_bytes(total)} leaves, beside {human_bytes(used)} in use"
+        f"{graphs} and {human_bytes(step_bytes)} for a step of {config.max_num_batched_tokens} tokens,"
+    )
+    # The rest is for libraries and other processes.
+    return KVRoom(max(0, int(share * total) - used - step_bytes - graph_bytes), source)
+
+
+def room_on_host(config: WorkerConfig, free: int) -> KVRoom:
+    """Of a host with `free` bytes when the weights of all its ranks are loaded."""
+    ranks = config.ranks_on_host
+    free = max(0, free - (config.kv_offload_bytes or 0) * ranks)
+    return KVRoom(int(free * CPU_SHARE) // ranks, f"{CPU_SHARE:.0%} of free memory shared by {ranks} rank(s) is")
+
+
+def kv_shape(config: WorkerConfig, spec: DecoderSpec, stage: int = 0) -> KVShape:
+    """Of a rank of `stage`; the first has the most layers. `config`: with its dtype and lengths resolved."""
+    shard = shard_heads("attention", spec.num_heads, spec.num_kv_heads, 0, config.tensor_parallel_size)
+    return KVShape(
+        num_layers=len(layers_of_stage(spec.num_layers, stage, config.pipeline_parallel_size)),
+        num_kv_heads=shard.num_kv_heads,
+        head_dim=spec.head_dim,
+        block_size=config.block_size,
+        item_bytes=ITEM_BYTES[config.dtype],
+        cache_dtype=KV_CACHE_DTYPES.get(config.kv_cache_dtype, config.kv_cache_dtype),
+    )
+
+
+def blocks_that_fit(spec: KVShape, config: WorkerConfig, room: KVRoom) -> int:
     """Blocks to allocate, the null block included: at least one full sequence's, else `StartupError` (exit code 4).
 
     Of measured host memory at most what `max_num_seqs` full sequences can use is taken. A given size and device memory
@@ -44,53 +95,42 @@ def blocks_that_fit(spec: KVSpec, config: WorkerConfig, available_bytes: int) ->
     """
     assert config.max_model_len is not None, "preflight resolves the context length"
     per_sequence = -(-config.max_model_len // spec.block_size)
-    fitting = available_bytes // spec.bytes_per_block
+    fitting = room.available // spec.bytes_per_block
     if fitting < per_sequence + RESERVED_BLOCKS:
-        raise _too_small(spec, config, available_bytes, per_sequence)
+        raise _too_small(spec, config, room, per_sequence)
     blocks = fitting - RESERVED_BLOCKS + 1
-    if config.kv_cache_bytes is None and spec.device.type == "cpu":
+    if config.kv_cache_bytes is None and config.device != "cuda":
         blocks = min(blocks, config.max_num_seqs * per_sequence + 1)
     return blocks
 
 
 def check_given_size(config: WorkerConfig, spec: DecoderSpec) -> None:
     """Whether `--kv-cache-memory` holds one sequence, as far as that can be known before a rank starts."""
-    assert config.kv_cache_bytes is not None, "only a given size can be checked beforehand"
-    kv_spec = KVSpec(
-        num_layers=spec.num_layers,
-        num_kv_heads=max(1, spec.num_kv_heads // config.tensor_parallel_size),
-        head_dim=spec.head_dim,
-        block_size=config.block_size,
-        dtype=getattr(torch, config.dtype),
-        device=torch.device(config.device),
-        cache_dtype=KV_CACHE_DTYPES.get(config.kv_cache_dtype, config.kv_cache_dtype),
-    )
-    blocks_that_fit(kv_spec, config, config.kv_cache_bytes)
+    blocks_that_fit(kv_shape(config, spec), config, room_given(config))
 
 
-def _too_small(spec: KVSpec, config: WorkerConfig, available: int, per_sequence: int) -> StartupError:
-    need = (per_sequence + RESERVED_BLOCKS) * spec.bytes_per_block
+def _too_small(spec: KVShape, config: WorkerConfig, room: KVRoom, per_sequence: int) -> StartupError:
+    available, need = room.available, (per_sequence + RESERVED_BLOCKS) * spec.bytes_per_block
     largest = max(0, (available // spec.bytes_per_block - RESERVED_BLOCKS) * spec.block_size)
-    if config.kv_cache_bytes is not None:
-        source = "--kv-cache-memory gives"
-    elif spec.device.type == "cuda":
-        source = f"--gpu-memory-utilization {config.gpu_memory_utilization} leaves"
-    else:
-        source = f"{CPU_SHARE:.0%} of free memory shared by {config.tensor_parallel_size} rank(s) is"
     cause = (
         f"Not enough KV memory for one sequence of {config.max_model_len} tokens: it needs {human_bytes(need)} per "
         f"rank ({per_sequence} + {RESERVED_BLOCKS} blocks x {spec.block_size} tokens x {spec.bytes_per_token} bytes = "
-        f"2 x {spec.num_layers} layers x {spec.num_kv_heads} KV heads x {_row(spec)} bytes a token), and {source} "
+        f"2 x {spec.num_layers} layers x {spec.num_kv_heads} KV heads x {_row(spec)} bytes a token), and {room.source} "
         f"{human_bytes(available)}."
     )
-    eight = "use --kv-cache-dtype int8, " if not spec.is_rounded and spec.device.type == "cpu" else ""
+    eight = "use --kv-cache-dtype int8, " if not spec.is_rounded and config.device != "cuda" else ""
     shorter = f"lower --max-model-len to {largest} or less" if largest else "free memory or use a smaller model"
-    fix = f"Raise --kv-cache-memory to {-(-need // 2**20)}MiB, {eight}or {shorter}."
-    return StartupError(cause, fix, OUT_OF_MEMORY)
+    if config.device == "cuda" and config.kv_cache_bytes is None:
+        fix = (
+            "Lower --max-num-batched-tokens, raise --gpu-memory-utilization, use more ranks (--tensor-parallel-size), "
+            f"or {shorter}."
+        )
+    else:
+        fix = f"Raise --kv-cache-memory to {-(-need // 2**20)}MiB, {eight}or {shorter}."
+    return StartupError(cause, fix, EXIT_OUT_OF_MEMORY)
 
 
-def _row(spec: KVSpec) -> str:
+def _row(spec: KVShape) -> str:
     """The bytes of one KV head's key, or value, of one token, in factors."""
-    item = spec.form.dtype(spec.dtype).itemsize
-    scale = spec.bytes_per_row - spec.head_dim * item
+    item, scale = divmod(spec.bytes_per_row, spec.head_dim)
     return f"({spec.head_dim} x {item} + {scale})" if scale else f"{spec.head_dim} x {item}"

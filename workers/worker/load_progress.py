@@ -31,10 +31,16 @@ class LoadProgress:
         self.infos: dict[int, WorkerInfo] = {}
 
     def handle(self, rank: int, message: dict) -> None:
-        """Raises `StartupError` when the rank has failed."""
+        """Raises `StartupError` when the rank has failed or ended."""
         kind = message["kind"]
         if kind == "failed":
             raise StartupError(message["cause"], message["fix"], int(message["exit_code"]))
+        if kind == "ended":
+            raise StartupError(
+                f"rank {rank} ended while loading ({message['cause']}).",
+                "If it was killed, the machine ran out of memory: use a smaller model or more ranks.",
+                4,
+            )
         if kind == "phase":
             self._phases[rank] = message["name"]
         elif kind == "progress":

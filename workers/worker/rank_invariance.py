@@ -54,7 +54,7 @@ def _why_not(model: Decoder, kv: list[LayerKV], backend: AttentionBackend, sizes
         return f"on {device.type} libraries add up in an order that depends on the shape of a rank's weights"
     if model.prepared_for(kv, backend) is None:
         return f"not everything is computed by kernels that add up in one order: {model.why_not_prepared}"
-    if not isinstance(model.head.product, CppMatmul | CppPackedMatmul) or not can_serve(device):
+    if model.is_last and not (isinstance(model.head.product, CppMatmul | CppPackedMatmul) and can_serve(device)):
         return "logits or samples are computed by torch, in an order that depends on the shape of a rank's vocabulary"
     if tp.size not in sizes or VOCAB_SLICES % tp.size:
         return f"{tp.size} ranks do not hold whole slices of the inputs; {', '.join(map(str, sizes))} would"

@@ -12,13 +12,19 @@ FEWEST_TOKENS = 64  # of a step; with fewer, reading the weights takes most of t
 PATIENCE = 4.0  # times the worst step: load on the machine must not look like a hung rank
 
 
+def step_tokens(config: WorkerConfig, cost: StepCost) -> int:
+    """Of the largest step."""
+    tokens = config.max_num_batched_tokens
+    if not config.lower_step_size:
+        return tokens
+    return min(tokens, cost.largest_step(max(FEWEST_TOKENS, config.max_num_seqs), tokens))
+
+
 def adapted(config: WorkerConfig, cost: StepCost) -> WorkerConfig:
     """`config` with the limits that it leaves to the measurement. Logs them, and warns about a step timeout of the
     operator's that a legitimate step could exceed."""
     assert config.max_model_len is not None, "preflight resolves the context length"
-    tokens = config.max_num_batched_tokens
-    if config.lower_step_size:
-        tokens = min(tokens, cost.largest_step(max(FEWEST_TOKENS, config.max_num_seqs), tokens))
+    tokens = step_tokens(config, cost)
     worst = cost.worst_step_s(tokens, config.max_model_len)
     timeout = config.step_timeout_s
     if config.raise_step_timeout:

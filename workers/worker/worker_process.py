@@ -1,11 +1,13 @@
-"""The process of one rank: receive a step, execute it, send the output (rank 0 only), until the pipe ends.
+"""The process of one rank: receive a step, execute it, send the output (the answering rank only), until the pipe ends.
 
-`python -m workers.worker.worker_process ARGUMENTS`, started by `spawn_ranks.py`. It decides nothing: everything it does
-follows from the bytes of the step, so that all ranks do the same.
+`python -m workers.worker.worker_process PARENT_PID CONTROL_FD`, started by `workers/rank_processes.py`. It imports
+torch at once, then waits for its arguments. It decides nothing: everything it does follows from the bytes of the step,
+so that all ranks do the same.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import logging
@@ -18,17 +20,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from workers.config import WorkerConfig
 from workers.distributed.control_channel import Control
 from workers.distributed.shm_ring import ChannelClosedError, RingLayout, RingReader, RingWriter
-from workers.errors import StartupError
-from workers.parent_death import die_with_parent
-from workers.protocol import pack_output, unpack_step
+from workers.errors import EXIT_CONFIGURATION, EXIT_OUT_OF_MEMORY, StartupError
+from workers.kv_offload import KVReportSender
+from workers.log_format import JsonFormatter
+from workers.protocol import StepOutput, pack_output, unpack_step
+from workers.python_child import die_with_parent, leave_signals_to_parent
 from workers.worker.cpu_affinity import use_cpus
-from workers.worker.memory_needs import OUT_OF_MEMORY, is_out_of_memory
+from workers.worker.memory_needs import is_out_of_memory
+from workers.worker.pending_output import AnsweringThread
 from workers.worker.spawn_ranks import RankArguments
 
 if TYPE_CHECKING:
-    from workers.distributed.parallel_state import TensorParallel
+    from workers.distributed.rank_groups import RankGroups
     from workers.worker.model_runner import ModelRunner
 
 logger = logging.getLogger("oarlock.rank")
@@ -36,46 +42,60 @@ logger = logging.getLogger("oarlock.rank")
 
 @dataclass(frozen=True, slots=True)
 class RankRings:
-    """The ends of both rings that one rank inherits: steps to read and, for rank 0, answers to write."""
+    """The ends of both rings that one rank inherits: steps to read and, for the answering rank, answers to write."""
 
     step_memory_fd: int
     step_wake_fd: int
     step_layout: dict[str, int]
     output_memory_fd: int
-    output_wake_fd: int  # -1 for all ranks but 0
+    output_wake_fd: int | None  # of the answering rank alone
     output_layout: dict[str, int]
-
-    @property
-    def fds(self) -> tuple[int, ...]:
-        wake_fds = (self.step_wake_fd, self.output_wake_fd)
-        return (self.step_memory_fd, self.output_memory_fd, *(fd for fd in wake_fds if fd >= 0))
+    kv_report_fd: int | None = None  # to the engine, for all ranks; None: no blocks are kept beyond the pool
 
 
-def log_to_stderr(rank: int, level: str) -> None:
-    """Lines like the engine's, with the rank in place of the process."""
+def log_to_stderr(config: WorkerConfig, rank: int) -> None:
+    """Lines like the engine's, with the rank in place of the process; of replicas also with the engine's number."""
+    if config.log_format == "json":
+        engines = {} if config.data_parallel_size == 1 else {"engine": config.data_parallel_rank}
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(JsonFormatter(**engines, rank=rank))
+        logging.basicConfig(level=config.log_level, handlers=[handler])
+        return
+    engine = "" if config.data_parallel_size == 1 else f"engine={config.data_parallel_rank} "
     logging.Formatter.converter = time.gmtime
     logging.basicConfig(
-        level=level,
+        level=config.log_level,
         stream=sys.stderr,
-        format=f"time=%(asctime)s.%(msecs)03dZ level=%(levelname)s logger=%(name)s rank={rank} %(message)s",
+        format=f"time=%(asctime)s.%(msecs)03dZ level=%(levelname)s logger=%(name)s {engine}rank={rank} %(message)s",
         datefmt="%Y-%m-%dT%H:%M:%S",
     )
 
 
+def begin(argv: list[str]) -> Control:
+    """What every kind of rank process does first: it ends with its parent, which alone decides. `argv`: as given."""
+    parent_pid, control_fd = map(int, argv)
+    die_with_parent(parent_pid)
+    leave_signals_to_parent()
+    return Control.from_fd(control_fd)
+
+
 def main(argv: list[str]) -> int:
     """Entry point of a rank process. Returns the exit status; exits at once when the parent has ended."""
-    arguments = RankArguments.from_json(argv[0])
-    die_with_parent(arguments.parent_pid)
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C goes to all processes of the terminal; the parent ends this one
+    control = begin(argv)
+    # Read when torch is imported. Its warnings are about names of hosts that no name service knows, which nobody needs.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # sent by the executor when a step hangs
-    log_to_stderr(arguments.rank, arguments.config.log_level)
-    control = Control.from_fd(arguments.control_fd)
     gc.disable()  # until it serves: imports make nothing but objects that stay
+    with contextlib.suppress(Exception):  # `start` needs it as well, and reports the failure
+        import workers.worker.model_runner  # noqa: F401
     try:
-        runner, tp = start(arguments, control)
+        arguments = RankArguments.receive(control)
+    except ChannelClosedError:
+        return 1
+    log_to_stderr(arguments.config, arguments.rank)
+    try:
+        runner, groups = start(arguments, control)
     except StartupError as error:
         control.send("failed", cause=error.cause, fix=error.fix, exit_code=error.exit_code)
         return error.exit_code
@@ -84,44 +104,53 @@ def main(argv: list[str]) -> int:
     except Exception as error:
         if is_out_of_memory(error):  # before the model's sizes are known
             cause = f"rank {arguments.rank} ran out of memory while starting: {error}"
-            control.send("failed", cause=cause, fix="Free memory, or use fewer ranks.", exit_code=OUT_OF_MEMORY)
-            return OUT_OF_MEMORY
+            control.send("failed", cause=cause, fix="Free memory, or use fewer ranks.", exit_code=EXIT_OUT_OF_MEMORY)
+            return EXIT_OUT_OF_MEMORY
+        from workers.distributed import parallel_state
+
         traceback.print_exc()
         control.send(
             "failed",
             cause=f"rank {arguments.rank} failed while loading: {type(error).__name__}: {error}",
             fix="The traceback above names the place; `--load-format dummy` shows whether the weights are at fault.",
-            exit_code=3,
+            exit_code=EXIT_CONFIGURATION,
+            of_peer=parallel_state.follows_from_peer(error),
         )
-        return 3
+        return EXIT_CONFIGURATION
     gc.collect()
     gc.freeze()
     gc.enable()
     try:
-        serve(arguments, control, runner)
+        serve(arguments, control, runner, groups)
     finally:
-        tp.destroy()
+        runner.close()  # graphs hold collectives of the group
+        groups.destroy()
     return 0
 
 
-def init_distributed(arguments: RankArguments) -> TensorParallel:
-    """This rank's process group, once all ranks are there. First puts this process on its CPUs."""
-    # Imported late: torch takes seconds, and a parent that is already gone should be noticed before.
-    from workers.distributed import parallel_state
+def join(arguments: RankArguments) -> RankGroups:
+    """This rank's groups, once all ranks are there. First puts this process on its CPUs."""
+    # Imported late: a parent that is already gone should be noticed before.
+    from workers.distributed.rank_groups import join_groups
     from workers.worker.model_runner import device_of
 
-    use_cpus(arguments.config, arguments.rank)
-    return parallel_state.init_distributed(arguments.rendezvous, device_of(arguments.config, arguments.rank))
+    use_cpus(arguments.config, arguments.local_rank)
+    return join_groups(
+        arguments.rendezvous,
+        device_of(arguments.config, arguments.local_rank),
+        share_device=arguments.config.share_device,
+        in_order=arguments.config.batch_invariant,
+    )
 
 
-def start(arguments: RankArguments, control: Control) -> tuple[ModelRunner, TensorParallel]:
-    """Form the process group, load this rank's slice and allocate its pages, together with the other ranks."""
+def start(arguments: RankArguments, control: Control) -> tuple[ModelRunner, RankGroups]:
+    """Join the other ranks, load this rank's slice and allocate its pages, together with the other ranks."""
     from workers.worker.model_runner import ModelRunner
 
     control.send("phase", name="joining")
-    tp = init_distributed(arguments)
+    groups = join(arguments)
     control.send("phase", name="loading")
-    runner = ModelRunner(arguments.config, tp)
+    runner = ModelRunner(arguments.config, groups.tp, stage=groups.stage)
     last_report = 0.0
 
     def on_progress(fraction: float) -> None:
@@ -138,35 +167,73 @@ def start(arguments: RankArguments, control: Control) -> tuple[ModelRunner, Tens
     control.send("phase", name="timing")
     runner.time_steps()
     control.send("ready", info=runner.info().to_json())
-    return runner, tp
+    return runner, groups
 
 
-def serve(arguments: RankArguments, control: Control, runner: ModelRunner) -> None:
-    """The step loop. Returns when the executor closes the ring; a failure is reported before the process ends."""
+def serve(arguments: RankArguments, control: Control, runner: ModelRunner, groups: RankGroups) -> None:
+    """The step loop. Returns when the executor closes the ring; a failure is reported before the process ends.
+
+    Where the device computes on its own, the next step is launched as soon as it is in the ring, and another thread
+    waits for the outputs.
+    """
+    from workers.worker.memory.step_guard import StepGuard  # imports torch
+
     rings = RankRings(**arguments.extra)
-    steps = RingReader(rings.step_memory_fd, rings.step_wake_fd, arguments.rank, RingLayout(**rings.step_layout))
+    steps = RingReader(rings.step_memory_fd, rings.step_wake_fd, arguments.local_rank, RingLayout(**rings.step_layout))
     answers = None
-    if rings.output_wake_fd >= 0:
+    if rings.output_wake_fd is not None:
         answers = RingWriter(rings.output_memory_fd, [rings.output_wake_fd], RingLayout(**rings.output_layout))
+    later = None
+    if answers is not None and runner.runs_ahead:
+        later = AnsweringThread(partial(_send, answers), partial(_report, control))
     await_masks = partial(steps.wait_for_rest, runner.config.step_timeout_s)
+    if runner.kv_offload is not None:
+        assert rings.kv_report_fd is not None
+        runner.kv_offload.start(KVReportSender(rings.kv_report_fd, arguments.rank))
+    guard = StepGuard(runner.bytes_of, runner.device, groups.votes, groups.stage)
     step_id = 0
     try:
         while True:
             with steps.recv() as slot:
+                begun_ns = time.monotonic_ns()
                 step = unpack_step(slot)
                 step_id = step.step_id
-                output = runner.execute(step, await_masks)
-                if answers is not None:
-                    assert output is not None, "rank 0 answers every step"
-                    with answers.send() as buffer:
-                        pack_output(output, buffer)
+                if len(step.kv_copies):
+                    assert runner.kv_offload is not None
+                    runner.kv_offload.obey(step)
+                pending = guard.run(step, partial(runner.launch, step, await_masks))
+                if step.num_tokens:  # not of a heartbeat
+                    steps.note_duration(time.monotonic_ns() - begun_ns)
+                if later is not None:
+                    later.add(step_id, pending)
+                elif answers is not None:
+                    output = pending.wait()
+                    assert output is not None, "the answering rank answers every step"
+                    _send(answers, output)
     except ChannelClosedError:
         return
     except Exception as error:
-        # The cause must reach the executor before this process ends: other ranks only see a lost connection.
-        traceback.print_exc()
-        control.send("raised", step_id=step_id, cause=f"{type(error).__name__}: {error}")
+        _report(control, step_id, error)
         raise SystemExit(1) from error
+    finally:
+        if later is not None:
+            later.close()
+
+
+def _send(answers: RingWriter, output: StepOutput) -> None:
+    with answers.send() as buffer:
+        pack_output(output, buffer)
+
+
+def _report(control: Control, step_id: int, error: Exception) -> None:
+    """The cause must reach the executor before this process ends: other ranks only see a lost connection."""
+    if not isinstance(error, ChannelClosedError):
+        from workers.distributed import parallel_state
+
+        cause, of_peer = f"{type(error).__name__}: {error}", parallel_state.follows_from_peer(error)
+        if not of_peer:  # else nothing is wrong here
+            traceback.print_exception(error)
+        control.send("raised", step_id=step_id, cause=cause, of_peer=of_peer)
 
 
 if __name__ == "__main__":

@@ -59,8 +59,11 @@ def why_not_obtainable(level: Level) -> str | None:
 
 
 def for_type(level: Level, element: str) -> Level:
-    """`level` for an element type alone, by its name in torch; `level` itself where all types came with the sources."""
-    return level if _carried(level) else of_one_type(level, element)
+    """`level` for an element type alone, by its name in torch; `level` itself where the library of all is there."""
+    with suppress(KernelsUnavailable):  # who compiles says why that cannot be done
+        if existing(level) is not None:
+            return level
+    return of_one_type(level, element)
 
 
 def compiled(level: Level) -> Path:

@@ -15,9 +15,8 @@ from workers.protocol import StepMetadata
 # sections of `StepMetadata`; all are of 32 bits but for seeds, of 64
 _COLUMNS = ("target_ids", "temperature", "top_p", "top_k", "min_p", "seeds", "sample_positions", "num_logprobs")
 _BIAS = ("bias_rows", "bias_ids", "bias_values")
-_PENALTIES = (
-    "penalty_rows", "repetition", "frequency", "presence", "history_starts", "history_ids", "history_counts",
-)  # fmt: skip
+_PENALTIES = ("penalty_rows", "repetition", "frequency", "presence")
+_HISTORIES = ("history_firsts", "history_lengths", "history_ids", "history_counts")
 _MASKS = ("mask_rows", "mask_bits")
 _FLOATS = {"temperature", "top_p", "min_p", "bias_values", "repetition", "frequency", "presence"}
 _OUTPUTS = ("token_ids", "tops", "logprobs", "ranks", "top_ids", "top_logprobs")
@@ -40,7 +39,7 @@ class _Step(ctypes.Structure):
     _fields_ = _structure(
         "rows", "vocab_size", _COLUMNS,
         "num_bias", _BIAS,
-        "num_penalties", _PENALTIES,
+        "num_penalties", _PENALTIES, _HISTORIES,
         "num_masks", "mask_words", _MASKS,
     )  # fmt: skip
 
@@ -51,10 +50,13 @@ class _Output(ctypes.Structure):
     _fields_ = _structure("top_columns", _OUTPUTS)
 
 
-def sample(logits: Tensor, step: StepMetadata, vocab_size: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def sample(
+    logits: Tensor, step: StepMetadata, histories: tuple[np.ndarray, ...], vocab_size: int
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """The largest logit of each row after its changes, float32 [L], and the arrays of a `StepOutput` but for `finite`.
 
-    `logits`: float32 [L, V], not changed; ids from `vocab_size` on are padding with -inf.
+    `logits`: float32 [L, V], not changed; ids from `vocab_size` on are padding with -inf. `histories`: the arrays of
+    `Entries`, of the rows with penalties if there are any.
     """
     rows, width = logits.shape
     given = _Step(rows=rows, vocab_size=vocab_size)
@@ -63,6 +65,11 @@ def sample(logits: Tensor, step: StepMetadata, vocab_size: int) -> tuple[np.ndar
         if number := len(getattr(step, names[0])):
             setattr(given, count, number)
             kept += _point(given, step, names)
+    if given.num_penalties:
+        kept += histories
+        for name, array in zip(_HISTORIES, histories, strict=True):
+            assert array.flags.c_contiguous and array.itemsize == (8 if name == "history_firsts" else 4), name
+            setattr(given, name, array.ctypes.data)
     given.mask_words = step.mask_bits.shape[1]
     columns = {"token_ids": np.empty(rows, np.int32)}
     reporting = (step.num_logprobs >= 0).any() or (step.target_ids >= 0).any()

@@ -13,6 +13,9 @@ from workers.kernels.cpu.fp8_gemm import PackedFp8
 from workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
 from workers.layers.matmul import ACTIVATIONS, GatedMatmul, Matmul
 from workers.layers.quantization.groups import MOST_AT_ONCE, group_in_slices, pieces_of
+from workers.layers.quantization.method import LinearWeight
+from workers.layers.quantization.unquantized import DenseWeight
+from workers.layers.quantization.weight_only import UNITS, WeightOnly, of_float8
 
 
 class Fp8Matmul:
@@ -77,10 +80,13 @@ class Fp8GatedMatmul:
 class Fp8Weight:
     """`LinearWeight` of numbers of 8 bits and their groups' scales."""
 
-    def __init__(self, values: Tensor, scales: Tensor, group: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, values: Tensor, scales: Tensor, group: int, dtype: torch.dtype, *, rounds_rows: bool = False
+    ) -> None:
         """`values` float8_e4m3fn [N, K], finite; `scales` float32 [N, ceil(K / group)].
 
-        With a scale for each output `group` is K. `dtype` is the one that the model computes in.
+        With a scale for each output `group` is K. `dtype` is the one that the model computes in. `rounds_rows`: many
+        rows of x may be rounded to float8, on devices.
         """
         assert values.dtype == torch.float8_e4m3fn
         assert scales.dtype == torch.float32 and scales.shape == (len(values), -(-values.shape[1] // group))
@@ -88,6 +94,7 @@ class Fp8Weight:
         self.scales = scales
         self.group = group
         self.dtype = dtype
+        self.rounds_rows = rounds_rows
 
     def matmul(self, bias: Tensor | None = None, *, float32_output: bool = False, slices: int = 1) -> Matmul:
         if library.why_not(self.dtype) is not None:
@@ -107,5 +114,16 @@ class Fp8Weight:
         return PackedFp8(self.values, self.scales, self.group, group_in_slices=group, gated=gated, slices=slices)
 
     def embed(self, ids: Tensor) -> Tensor:
-        group_of = torch.arange(self.values.shape[1]) // self.group
-        return (self.values[ids].float() * self.scales[ids][:, group_of]).to(self.dtype)
+        return _times_scales(self.values[ids], self.scales[ids], self.group).to(self.dtype)
+
+    def on(self, device: torch.device) -> LinearWeight:
+        if self.scales.shape[1] > 1 and self.group % UNITS[0]:  # no checkpoint that is known: kernels have no such unit
+            return DenseWeight(_times_scales(self.values, self.scales, self.group).to(device, self.dtype))
+        stored = of_float8(self.values.to(device), self.scales, self.group, rounds_rows=self.rounds_rows)
+        return WeightOnly(stored, self.dtype)
+
+
+def _times_scales(values: Tensor, scales: Tensor, group: int) -> Tensor:
+    """float32 [N, K]."""
+    group_of = torch.arange(values.shape[1]) // group
+    return values.float() * scales[:, group_of]

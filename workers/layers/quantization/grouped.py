@@ -22,6 +22,7 @@ from workers.kernels.cpu.grouped_gemm import PackedGrouped
 from workers.layers.matmul import ACTIVATIONS, GatedMatmul, Matmul
 from workers.layers.quantization.groups import group_in_slices, kernel_group, pieces_of
 from workers.layers.quantization.int8 import round_rows
+from workers.layers.quantization.weight_only import WeightOnly, of_groups
 
 # The largest scale of an output lies below 2 ** 15, so that it can be rounded up. Just below 2 ** 16 it could not, and
 # a rank that holds other inputs of the output, and so has another largest scale, would round it differently.
@@ -206,3 +207,10 @@ class GroupedWeight:
         if self.order is not None:
             rows = torch.empty_like(rows).index_copy_(1, self.order, rows)
         return rows.to(self.dtype)
+
+    def on(self, device: torch.device) -> WeightOnly:
+        weight, order = self.weight, None if self.order is None else self.order.to(device)
+        stored = of_groups(
+            weight.values.to(device), weight.scales, weight.zeros, weight.factors, weight.group, self.bits
+        )
+        return WeightOnly(stored, self.dtype, order)

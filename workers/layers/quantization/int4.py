@@ -40,8 +40,8 @@ def dequantised(values: Tensor, scales: Tensor) -> Tensor:
 def rounded(weight: Tensor) -> GroupedWeight:
     """A weight [N, K], which need not be kept, in 4 bits."""
     rows, inputs = weight.shape
-    values = torch.empty(weight.shape, dtype=torch.int8)
-    scales = torch.empty((rows, -(-inputs // GROUP)))
+    values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    scales = torch.empty((rows, -(-inputs // GROUP)), device=weight.device)
     for row in range(0, rows, _ROWS_AT_ONCE):
         part = slice(row, row + _ROWS_AT_ONCE)
         values[part], scales[part] = round_groups(weight[part])

@@ -13,6 +13,7 @@ from workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
 from workers.kernels.cpu.int8_gemm import PackedInt8
 from workers.layers.matmul import ACTIVATIONS, GatedMatmul, Matmul
 from workers.layers.quantization.shard import Empty, WeightShard
+from workers.layers.quantization.weight_only import WeightOnly, of_channels
 from workers.weights.source import WeightSource
 
 _LARGEST = 127.0
@@ -113,6 +114,9 @@ class Int8Weight:
     def embed(self, ids: Tensor) -> Tensor:
         return (self.values[ids].float() * self.scales[ids].unsqueeze(1)).to(self.dtype)
 
+    def on(self, device: torch.device) -> WeightOnly:
+        return WeightOnly(of_channels(self.values.to(device), self.scales.to(device)), self.dtype)
+
 
 class Int8LinearMethod:
     """Reads a weight in the dtype that it is stored in, and rounds it."""
@@ -121,8 +125,8 @@ class Int8LinearMethod:
         # The scale of an output is that of its whole row: then its weights are the same at every number of ranks.
         whole = shard.take(weights, empty, whole_rows=True)
         here = slice(shard.first_input, shard.first_input + shard.local_inputs)
-        values = torch.empty((shard.rows, shard.local_inputs), dtype=torch.int8)
-        scales = torch.empty(shard.rows)
+        values = torch.empty((shard.rows, shard.local_inputs), dtype=torch.int8, device=whole.device)
+        scales = torch.empty(shard.rows, device=whole.device)
         for row in range(0, shard.rows, _ROWS_AT_ONCE):
             part = slice(row, row + _ROWS_AT_ONCE)
             rounded, scales[part] = round_rows(whole[part])

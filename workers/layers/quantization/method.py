@@ -5,6 +5,7 @@ Named as in vLLM: a method creates and loads a layer's weight, and the product t
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from workers.layers.matmul import GatedMatmul, Matmul
@@ -28,6 +29,9 @@ class LinearWeight(Protocol):
 
     def embed(self, ids: Tensor) -> Tensor:
         """Rows `ids` int64 [T] -> [T, K]."""
+
+    def on(self, device: torch.device) -> "LinearWeight":
+        """The same weight on a CUDA device, multiplied there with inputs that are not rounded."""
 
 
 class LinearMethod(Protocol):

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from workers.layers.matmul import ACTIVATIONS, GatedMatmul, Matmul
+from workers.kernels.triton import availability
+from workers.layers.matmul import ACTIVATIONS, GatedMatmul, Matmul, gated
 from workers.layers.quantization.method import LinearWeight
 
 
@@ -26,12 +27,15 @@ class StackedGatedMatmul:
     def __init__(self, gate: Matmul, up: Matmul, activation: str) -> None:
         self.gate = gate
         self.up = up
-        self.activation = ACTIVATIONS[activation].function
+        self.activation = activation
 
     def __call__(self, x: Tensor) -> Tensor:
+        if availability.can_serve(x.device):
+            both = torch.cat([self.gate(x), self.up(x)], 1)  # [T, 2 * I], in float32 if one of them is
+            return gated(self.activation, x.device)(both).to(x.dtype)
         # torch computes the last few elements of an array with another exponential function, by whose last bits a row
         # would depend on its place and on the number of ranks: in float64, rounding to float32 hides them.
-        gate = self.activation(self.gate(x).double()).float()
+        gate = ACTIVATIONS[self.activation].function(self.gate(x).double()).float()
         return (gate * self.up(x)).to(x.dtype)
 
 
@@ -59,6 +63,9 @@ class StackedWeight:
 
     def embed(self, ids: Tensor) -> Tensor:
         raise AssertionError("an embedding has one part")
+
+    def on(self, device: torch.device) -> "StackedWeight":
+        return StackedWeight([part.on(device) for part in self.parts], self.rows)
 
     def _biases(self, bias: Tensor | None) -> Sequence[Tensor | None]:
         return [None] * len(self.parts) if bias is None else [own.clone() for own in bias.split(list(self.rows))]

@@ -1,5 +1,6 @@
 """Weights in the dtype that the model computes in."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -22,6 +23,9 @@ class DenseWeight:
 
     def embed(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self.tensor)
+
+    def on(self, device: torch.device) -> "DenseWeight":
+        return DenseWeight(self.tensor.to(device))
 
 
 class UnquantizedLinearMethod:

@@ -77,6 +77,7 @@ class FloatForm:
 
     strategy: str  # channel | group
     group: int | None
+    rounds_rows: bool  # of inputs, as the settings have it
 
     @property
     def spare(self) -> tuple[str, ...]:
@@ -84,12 +85,12 @@ class FloatForm:
 
     @property
     def arithmetic(self) -> Arithmetic:
-        return Arithmetic.EXACT_INPUTS
+        return Arithmetic.FLOAT8_INPUTS if self.rounds_rows and self.group is None else Arithmetic.EXACT_INPUTS
 
     def method(self) -> LinearMethod:
         from workers.layers.quantization.readers.fp8 import FP8LinearMethod
 
-        return FP8LinearMethod("weight_scale", (1, self.group))
+        return FP8LinearMethod("weight_scale", (1, self.group), rounds_rows=self.rounds_rows)
 
     def tensors(self, rows: int, inputs: int) -> Mapping[str, StoredTensor]:
         groups = inputs // (self.group or inputs)
@@ -151,10 +152,10 @@ def compressed_tensors(settings: Settings) -> CompressedTensorsScheme:
         weights = table.table("weights")
         if not weights.raw:
             raise table.unsupported("weights", table.get("weights"))
-        _check_activations(table)
+        rounds_rows = _has_activations(table)
         own = table.one_of(("format",), outer, _FORMATS)
         kind = weights.one_of(("type",), "int", ("int", "float"))
-        form = _integers(weights, own) if kind == "int" else _floats(weights, own)
+        form = _integers(weights, own) if kind == "int" else _floats(weights, own, rounds_rows)
         targets = tuple(table.words("targets"))
         _check_patterns(table, targets)
         groups.append(_Group(targets, form))
@@ -170,15 +171,17 @@ def _integers(weights: Settings, own: str) -> IntegerForm:
     return IntegerForm(bits, own == _PACKED, strategy, group, weights.flag("symmetric", default=True))
 
 
-def _floats(weights: Settings, own: str) -> FP8Form | FloatForm:
+def _floats(weights: Settings, own: str, rounds_rows: bool) -> FP8Form | FloatForm:
     weights.one_of(("num_bits",), 8, (8,))
     weights.one_of(("symmetric",), True, (True,))
     if own in (_PACKED, _INTEGERS):
         raise weights.unsupported("type", "float", f"Repair the settings: format {own!r} is of another type.")
     group, strategy = _group(weights, ("tensor", "channel", "group", "block"))
     if strategy == "block":
-        return FP8Form(block_of(weights, "block_structure"), "weight_scale")
-    return FP8Form(None, "weight_scale") if strategy == "tensor" else FloatForm(strategy, group)
+        return FP8Form(block_of(weights, "block_structure"), "weight_scale", rounds_rows)
+    if strategy == "tensor":
+        return FP8Form(None, "weight_scale", rounds_rows)
+    return FloatForm(strategy, group, rounds_rows)
 
 
 def _group(weights: Settings, strategies: tuple[str, ...]) -> tuple[int | None, str]:
@@ -191,18 +194,19 @@ def _group(weights: Settings, strategies: tuple[str, ...]) -> tuple[int | None, 
     return (size if strategy == "group" else None), strategy
 
 
-def _check_activations(table: Settings) -> None:
-    """Dynamic ones of 8 bits only: others need scales, or roundings, that we do not have."""
+def _has_activations(table: Settings) -> bool:
+    """Whether there are any. Dynamic ones of 8 bits only: others need scales, or roundings, that we do not have."""
     if table.get("output_activations") is not None:
         raise table.unsupported("output_activations", table.get("output_activations"))
     if table.get("input_activations") is None:
-        return
+        return False
     inputs = table.table("input_activations")
     inputs.one_of(("num_bits",), 8, (8,))
     if inputs.get("dynamic") is not True:
         raise inputs.unsupported(
             "dynamic", inputs.get("dynamic"), f"Activations with stored scales are not served. {USE_ANOTHER}"
         )
+    return True
 
 
 def _check_patterns(table: Settings, targets: tuple[str, ...]) -> None:

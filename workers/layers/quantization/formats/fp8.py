@@ -22,6 +22,7 @@ class FP8Form:
 
     block: tuple[int, int] | None  # outputs and inputs; None: one scale for the tensor
     scale: str = "weight_scale_inv"  # multiplies, whatever its name says
+    rounds_rows: bool = True  # of inputs, as the settings have it
 
     @property
     def description(self) -> str:
@@ -36,12 +37,12 @@ class FP8Form:
 
     @property
     def arithmetic(self) -> Arithmetic:
-        return Arithmetic.EXACT_INPUTS
+        return Arithmetic.FLOAT8_INPUTS if self.rounds_rows and self.block is None else Arithmetic.EXACT_INPUTS
 
     def method(self) -> LinearMethod:
         from workers.layers.quantization.readers.fp8 import FP8LinearMethod
 
-        return FP8LinearMethod(self.scale, self.block)
+        return FP8LinearMethod(self.scale, self.block, rounds_rows=self.rounds_rows)
 
     def tensors(self, rows: int, inputs: int) -> Mapping[str, StoredTensor]:
         if self.block is None:

@@ -15,9 +15,10 @@ from workers.weights.source import WeightSource
 class FP8LinearMethod:
     """`LinearMethod` of `weight` float8 [N, K] and its scales."""
 
-    def __init__(self, scale: str, block: tuple[int, int | None] | None) -> None:
+    def __init__(self, scale: str, block: tuple[int, int | None] | None, *, rounds_rows: bool) -> None:
         """`scale`: the tensor of scales, by what follows the module's name. `block`: outputs and inputs that share one,
-        None for all of them."""
+        None for all of them. `rounds_rows`: of inputs, as the checkpoint means it."""
+        self._rounds_rows = rounds_rows
         self._scale = scale
         self._height, self._width = (None, None) if block is None else block
 
@@ -35,7 +36,7 @@ class FP8LinearMethod:
             found = self._scales(weights, part, here)  # [N, groups]
             scales[row : row + len(view)] = found[:, form.group_of - here.first]
             row += len(view)
-        return Fp8Weight(values, scales, form.group, empty(0).dtype)
+        return Fp8Weight(values, scales, form.group, empty(0).dtype, rounds_rows=self._rounds_rows)
 
     def _scales(self, weights: WeightSource, part: StoredPart, groups: Span) -> Tensor:
         """float32 [N, groups]."""

@@ -154,7 +154,7 @@ struct Groups {
 template <class T>
 void find_groups(const Call<T> &call, const Task &task, long begin, long end, long span, Groups &groups) {
   const AttentionLayer &layer = call.layer;
-  const int32_t *table = call.step.tables + task.seq * call.step.table_width;
+  const int32_t *table = call.step.tables + call.step.rows[task.seq] * call.step.table_width;
   const long groups_per_page = layer.block_size / kGroup, size = group_bytes<T>(layer);
   const long first = begin > span * kSpan ? begin : span * kSpan;
   const long stop = end < (span + 1) * kSpan ? end : (span + 1) * kSpan;

@@ -8,9 +8,10 @@
 #pragma once
 #include <cstdint>
 
-// What all layers of a step share. S sequences; B columns of `tables`.
+// What all layers of a step share. S sequences; B columns of `tables`, which has a row for each sequence of the engine.
 struct AttentionStep {
-  const int32_t *tables;           // [S, B]     blocks of each sequence, in the order of positions
+  const int32_t *tables;           // [R, B]     blocks of the sequence in each row, in the order of positions
+  const int32_t *rows;             // [S]        the row of each sequence
   const int32_t *query_start_loc;  // [S + 1]    rows of the queries of each sequence
   const int32_t *seq_lens;         // [S]        positions after this step
   long seqs, table_width;

@@ -7,7 +7,8 @@
 
 namespace sampling {
 
-// The sections of `StepMetadata`, where each array and its order are described: rows are sorted.
+// The sections of `StepMetadata`, where each array and its order are described: rows are sorted. Histories are `Entries`
+// of `workers/sampling/token_histories.py`.
 struct Changes {
   long num_bias;
   const int32_t *bias_rows, *bias_ids;
@@ -15,7 +16,8 @@ struct Changes {
   long num_penalties;
   const int32_t *penalty_rows;
   const float *repetition, *frequency, *presence;
-  const int32_t *history_starts, *history_ids, *history_counts;
+  const int64_t *history_firsts;  // [num_penalties]   of each row's entries
+  const int32_t *history_lengths, *history_ids, *history_counts;
   long num_masks, mask_words;
   const int32_t *mask_rows;
   const uint32_t *mask_bits;
@@ -73,7 +75,8 @@ class RowChanges {
 
   // In float64, rounded once: products of a float32 and a count are exact.
   void penalise(float *x, long width, long first_id, long p) const {
-    for (long h = of_.history_starts[p]; h < of_.history_starts[p + 1]; h++) {
+    const long first = of_.history_firsts[p];
+    for (long h = first; h < first + of_.history_lengths[p]; h++) {
       const long id = of_.history_ids[h] - first_id;
       if (id < 0 || id >= width) continue;
       double value = x[id];

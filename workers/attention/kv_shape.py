@@ -1,0 +1,42 @@
+"""The bytes of keys and values in KV memory. Torch-free."""
+
+from dataclasses import dataclass
+
+# The forms in 8 bits, by name -> bytes of the scale that a row has beside its elements of one byte each.
+EIGHT_BIT_SCALES = {"int8": 2, "fp8": 0}
+
+
+def row_bytes(cache_dtype: str, head_dim: int, item_bytes: int) -> int:
+    """Of one KV head's key, or value, of one token. `item_bytes`: of a number of the model."""
+    scale = EIGHT_BIT_SCALES.get(cache_dtype)
+    return head_dim * item_bytes if scale is None else head_dim + scale
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """One rank's KV memory, as far as its size goes."""
+
+    num_layers: int
+    num_kv_heads: int  # local to the rank
+    head_dim: int
+    block_size: int
+    item_bytes: int  # of a number of the model
+    cache_dtype: str = "auto"  # a name of `workers.attention.kv_format.FORMATS`
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether pages hold other numbers than the model computes."""
+        return self.cache_dtype in EIGHT_BIT_SCALES
+
+    @property
+    def bytes_per_row(self) -> int:
+        """Of one KV head's key, or value, of one token in one layer."""
+        return row_bytes(self.cache_dtype, self.head_dim, self.item_bytes)
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.bytes_per_row
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self.bytes_per_token * self.block_size

@@ -1,0 +1,241 @@
+"""What ranks would hold and do of a model on a machine that need not be there: `oarlock plan`. Torch-free.
+
+Sizes are those that `workers/preflight.py` and the ranks themselves compute with. Reads `config.json` and the headers
+of the weight files; allocates nothing. Does not know speeds: `RankWork` says how much there is to read and to compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psutil
+
+from workers.attention.kv_shape import KVShape
+from workers.config import WorkerConfig
+from workers.errors import EXIT_OUT_OF_MEMORY, StartupError
+from workers.layers.decoder_spec import DecoderSpec, tensor_shapes
+from workers.layers.quantization.formats.form import WeightForms
+from workers.layers.sharding import supported_tp_sizes
+from workers.layers.stage_layers import layers_of_stage
+from workers.platform.dtypes import ITEM_BYTES
+from workers.platform.host_memory import free_host_bytes, human_bytes
+from workers.platform.processor import features
+from workers.preflight import OpenModel, open_model, with_lengths_and_types
+from workers.weights.tied import EMBEDDING
+from workers.worker.cpu_affinity import with_cpus
+from workers.worker.kv_cache_size import (
+    RESERVED_BLOCKS,
+    KVRoom,
+    blocks_that_fit,
+    kv_shape,
+    room_given,
+    room_on_device,
+    room_on_host,
+)
+from workers.worker.memory.rank_weights import rank_weight_bytes
+from workers.worker.memory_needs import largest_step_bytes, sampling_bytes, weight_bytes_of_node
+from workers.worker.preflight.limits import check_limits
+from workers.worker.preflight.parallel import check_parallel
+from workers.worker.step_limits import step_tokens
+
+# Of one core in one cycle: multiplications and additions of 32 bits, and how many times as many of narrower numbers.
+_CORE_OPS = (("avx512f", 64), ("avx2", 32), ("asimd", 16))
+_NARROW = {
+    "bfloat16": (("amx_bf16", 16), ("avx512_bf16", 2), ("bf16", 2)),
+    "int8": (("amx_int8", 32), ("avx512_vnni", 4)),
+}
+_CYCLES_PER_S = 2.5e9  # where the system does not say
+
+__all__ = [
+    "Capacity",
+    "Memory",
+    "OpenModel",
+    "RankWork",
+    "capacity",
+    "cpu_ops",
+    "free_host_bytes",
+    "human_bytes",
+    "open_model",
+    "step_tokens",
+    "tensor_parallel_sizes",
+    "work_of",
+]
+
+# Of each CUDA device, for CUDA's context, NCCL, workspaces and graphs: a guess that errs upwards.
+CUDA_BYTES = 1 << 30
+# Of a host, for each process of a server that computes on the CPU: Python, torch and what they allocate at first use.
+CPU_RANK_BYTES, CPU_SERVER_BYTES = 320 << 20, 400 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What there is: bytes of each CUDA device, or of a host that nobody uses yet."""
+
+    device: str  # cpu | cuda
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What each replica holds, rank by rank; of several pipeline stages the one with the least room."""
+
+    config: WorkerConfig  # with everything resolved
+    kv: KVShape  # of the rank that limits
+    num_blocks: int  # of a replica, the null block included; 0: it does not fit
+    refusal: StartupError | None = None  # why it does not fit
+    missing_bytes: int = 0  # of a device, or of the host
+    weight_bytes: tuple[int, ...] = ()  # of a rank, by stage
+    step_bytes: int = 0  # of the rank with the most, beside weights and KV memory
+    other_bytes: int = 0  # of the rank with the most, for libraries, graphs and sampling
+
+    @property
+    def kv_tokens(self) -> int:
+        return max(0, self.num_blocks - 1) * self.kv.block_size
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of the rank that limits."""
+        return self.num_blocks * self.kv.bytes_per_block
+
+    @property
+    def least_kv_mib(self) -> int:
+        """Of a rank, for one sequence of the longest context."""
+        assert self.config.max_model_len is not None
+        blocks = -(-self.config.max_model_len // self.kv.block_size) + RESERVED_BLOCKS
+        return -(-blocks * self.kv.bytes_per_block // 2**20)
+
+    def users(self, context: int) -> int:
+        """How many sequences of `context` tokens it holds at once; 0 where no sequence may be so long."""
+        assert self.config.max_model_len is not None
+        if context > self.config.max_model_len:
+            return 0
+        return max(0, self.num_blocks - 1) // -(-context // self.kv.block_size)
+
+
+def tensor_parallel_sizes(model: OpenModel) -> list[int]:
+    """Numbers of ranks that this model's layers can be divided among."""
+    spec, found = model.spec, []
+    for size in supported_tp_sizes(spec.num_heads, spec.num_kv_heads, spec.intermediate_size):
+        try:
+            check_parallel(model.config.with_(tensor_parallel_size=size, pipeline_parallel_size=1), spec)
+        except StartupError:
+            continue
+        found.append(size)
+    return found
+
+
+def capacity(model: OpenModel, changes: Mapping[str, Any], memory: Memory) -> Capacity:
+    """What each replica holds, with `changes` to the model's configuration, where all share `memory` of a host, or have
+    such devices each. Raises `StartupError` for a configuration that no memory could serve."""
+    config = model.config.with_(**changes)
+    check_limits(config)
+    check_parallel(config, model.spec)
+    config = with_lengths_and_types(model._replace(config=config), memory.device)
+    spec, forms = model.spec, model.forms
+    stages = range(config.pipeline_parallel_size)
+    weights = tuple(rank_weight_bytes(config, spec, forms, stage) for stage in stages)
+    steps = tuple(largest_step_bytes(config, spec, has_head=stage == stages[-1]) for stage in stages)
+    shapes, given = [kv_shape(config, spec, stage) for stage in stages], config.kv_cache_bytes or 0
+    if memory.device == "cuda":
+        total, others = memory.total_bytes, [CUDA_BYTES] * len(stages)
+        others[-1] += sampling_bytes(config, spec)
+        usable = total if given else int(total * config.gpu_memory_utilization)
+        used = [sum(parts) for parts in zip(weights, others, strict=True)]
+        rooms = [room_on_device(config, total, each, step) for each, step in zip(used, steps, strict=True)]
+        short = [max(0, each + step + given - usable) for each, step in zip(used, steps, strict=True)]
+    else:
+        others, shapes = [CPU_RANK_BYTES], shapes[:1]
+        left = memory.total_bytes - CPU_SERVER_BYTES - config.ranks_on_host * CPU_RANK_BYTES
+        left -= config.data_parallel_size * weight_bytes_of_node(config, spec, config.dtype, forms)
+        rooms, short = [room_on_host(config, max(0, left))], [max(0, given * config.ranks_on_host - left)]
+    if given:
+        rooms = [room_given(config)] * len(rooms)
+    each = [_held(config, shape, room, lack) for shape, room, lack in zip(shapes, rooms, short, strict=True)]
+    least = min(each, key=lambda held: (held.num_blocks, -held.missing_bytes))
+    return replace(least, weight_bytes=weights, step_bytes=max(steps), other_bytes=max(others))
+
+
+def _held(config: WorkerConfig, shape: KVShape, room: KVRoom, short: int) -> Capacity:
+    """What one rank's pages come to. `short`: the bytes that are lacking before there is any room."""
+    assert config.max_model_len is not None
+    least = (-(-config.max_model_len // config.block_size) + RESERVED_BLOCKS) * shape.bytes_per_block
+    if short:
+        what = "Weights and --kv-cache-memory take" if config.kv_cache_bytes else "Weights alone take"
+        refusal = StartupError(
+            f"{what} {human_bytes(short)} more than there is.",
+            "Use more or larger devices, or smaller weights.",
+            EXIT_OUT_OF_MEMORY,
+        )
+        return Capacity(config, shape, 0, refusal, short + (0 if config.kv_cache_bytes else least))
+    try:
+        return Capacity(config, shape, blocks_that_fit(shape, config, room))
+    except StartupError as error:
+        return Capacity(config, shape, 0, error, least - room.available)
+
+
+@dataclass(frozen=True, slots=True)
+class RankWork:
+    """What a step costs one rank of a pipeline stage: bytes to read and numbers to compute."""
+
+    weight_bytes: int  # read by every step
+    kv_bytes: int  # read for each token of context of each sequence
+    token_ops: float  # of each token: a multiplication or an addition each
+    row_ops: float  # of each row of logits
+    pair_ops: float  # of each token for each token of its context
+    sum_bytes: int  # exchanged with the other ranks of the stage for each token, in `num_sums` sums
+    num_sums: int
+    pass_bytes: int  # of each token, to the next stage
+
+
+def work_of(model: OpenModel, config: WorkerConfig) -> tuple[RankWork, ...]:
+    """By stage. `config`: as a `Capacity` has it."""
+    spec, forms, stages = model.spec, model.forms, config.pipeline_parallel_size
+    return tuple(_work(spec, forms, config, stage, stages) for stage in range(stages))
+
+
+def _work(spec: DecoderSpec, forms: WeightForms, config: WorkerConfig, stage: int, stages: int) -> RankWork:
+    size, item, layers = (
+        config.tensor_parallel_size,
+        ITEM_BYTES[config.dtype],
+        layers_of_stage(spec.num_layers, stage, stages),
+    )
+    shapes = tensor_shapes(spec)
+    in_layers = [f"model.layers.{layer}." for layer in layers]
+    matrices = sum(
+        shape[0] * shape[1] for name, shape in shapes.items() if len(shape) == 2 and name.startswith(tuple(in_layers))
+    )
+    is_last, head = stage == stages - 1, spec.vocab_size * spec.hidden_size
+    read = rank_weight_bytes(config, spec, forms, stage)
+    if stage == 0 and not (
+        spec.tie_word_embeddings and is_last
+    ):  # of an embedding that is no head, single rows are read
+        form = forms.of_head.form_of(EMBEDDING.removesuffix(".weight"))
+        read -= form.weight_bytes(spec.vocab_size, spec.hidden_size, item) // size
+    return RankWork(
+        weight_bytes=read,
+        kv_bytes=kv_shape(config, spec, stage).bytes_per_token,
+        token_ops=2 * matrices / size,
+        row_ops=2 * head / size if is_last else 0.0,
+        pair_ops=4 * spec.num_heads * spec.head_dim * len(layers) / size,
+        sum_bytes=2 * len(layers) * spec.hidden_size * item if size > 1 else 0,
+        num_sums=2 * len(layers) if size > 1 else 0,
+        pass_bytes=0 if is_last else spec.hidden_size * item,
+    )
+
+
+def cpu_ops(config: WorkerConfig) -> float:
+    """Multiplications and additions per second that this host's cores promise, of the numbers that `config` computes
+    with, over all ranks."""
+    flags = features()
+    width = next((ops for name, ops in _CORE_OPS if name in flags), 8)
+    kind = config.dtype if config.quantization == "none" else "int8"
+    times = next((times for name, times in _NARROW.get(kind, ()) if name in flags), 1)
+    threads = with_cpus(config, "cpu").num_threads or 1
+    return width * times * threads * config.ranks_on_host * _cycles_per_s()
+
+
+def _cycles_per_s() -> float:
+    frequency = psutil.cpu_freq() if hasattr(psutil, "cpu_freq") else None
+    return 1e6 * (frequency.max or frequency.current) if frequency else _CYCLES_PER_S

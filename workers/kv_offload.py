@@ -1,0 +1,143 @@
+"""KV blocks beyond the pool: what the engine tells ranks to do with them, and what ranks report. Torch-free.
+
+Each rank has *slots* in host memory, each for its share of one block, and may have a directory of files. The engine
+alone decides what they hold: it numbers the slots, and each step carries copies to be made in their order, before
+anything else of the step. Copies between pages and slots are over when the step is; those between slots and files are
+made by threads of the rank, which report their ends through a pipe.
+"""
+
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+DIGEST_BYTES = 32
+MAX_COPIES = 1 << 15  # in one step
+DEFAULT_SLOT_BYTES = 1 << 30  # of a rank, where only a directory is given
+_FRAME = struct.Struct("<BHH")  # kind, rank, number of entries
+_ENTRY = struct.Struct("<IB")  # slot, whether it succeeded
+_USAGE = struct.Struct("<QQ")  # bytes, blocks
+_MAX_FRAME_BYTES = 4096  # so that writes of several ranks do not mix: PIPE_BUF
+_MAX_RESULTS = (_MAX_FRAME_BYTES - _FRAME.size) // _ENTRY.size
+_MAX_DIGESTS = (_MAX_FRAME_BYTES - _FRAME.size) // DIGEST_BYTES
+
+
+class Copy(IntEnum):
+    """From where to where."""
+
+    SAVE = 0  # the page of a block -> slot
+    LOAD = 1  # slot -> the page of a block
+    WRITE = 2  # slot -> the file of a digest
+    READ = 3  # the file of a digest -> slot
+
+
+@dataclass(frozen=True, slots=True)
+class KVOffloadInfo:
+    """What a rank has beyond its pages."""
+
+    num_slots: int
+    bytes_per_block: int  # of this rank's share
+    read_bytes_per_s: float | None = None  # measured at start, through the same threads; None: no directory
+    num_ranks: int = 1  # that report
+    max_disk_bytes: int = 0  # that files may take, of all ranks and models in the directory
+
+
+class Report(IntEnum):
+    """What a rank tells."""
+
+    READ = 0
+    WRITTEN = 1
+    APPEARED = 2  # files of other processes, or of an earlier start
+    VANISHED = 3
+    USAGE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class KVReport:
+    """One report of one rank."""
+
+    kind: Report
+    rank: int
+    results: list[tuple[int, bool]] = field(default_factory=list)  # (slot, success) of READ and WRITTEN
+    digests: list[bytes] = field(default_factory=list)  # of APPEARED and VANISHED
+    num_bytes: int = 0  # of USAGE: what the directory holds
+    num_blocks: int = 0
+
+
+class KVReportSender:
+    """A rank's end of the pipe. Its threads may share it. Raises `BrokenPipeError` when the engine is gone."""
+
+    def __init__(self, fd: int, rank: int) -> None:
+        self._fd = fd
+        self._rank = rank
+
+    def results(self, kind: Report, results: Sequence[tuple[int, bool]]) -> None:
+        for start in range(0, len(results), _MAX_RESULTS):
+            some = results[start : start + _MAX_RESULTS]
+            self._send(kind, len(some), b"".join(_ENTRY.pack(slot, ok) for slot, ok in some))
+
+    def digests(self, kind: Report, digests: Sequence[bytes]) -> None:
+        for start in range(0, len(digests), _MAX_DIGESTS):
+            some = digests[start : start + _MAX_DIGESTS]
+            self._send(kind, len(some), b"".join(some))
+
+    def usage(self, num_bytes: int, num_blocks: int) -> None:
+        self._send(Report.USAGE, 1, _USAGE.pack(num_bytes, num_blocks))
+
+    def _send(self, kind: Report, count: int, payload: bytes) -> None:
+        os.write(self._fd, _FRAME.pack(kind, self._rank, count) + payload)  # whole: shorter than PIPE_BUF
+
+
+class KVReports:
+    """The engine's end of the pipe, for all ranks of its host. Never blocks."""
+
+    def __init__(self, fd: int) -> None:
+        os.set_blocking(fd, False)
+        self._fd = fd
+        self._pending = b""
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def receive(self) -> list[KVReport]:
+        """What has come since the last call."""
+        while True:
+            try:
+                data = os.read(self._fd, 1 << 16)
+            except BlockingIOError:
+                break
+            if not data:  # no rank is left: others notice
+                break
+            self._pending += data
+        reports, start = [], 0
+        while (size := _frame_bytes(self._pending, start)) is not None:
+            reports.append(_parse(self._pending[start : start + size]))
+            start += size
+        self._pending = self._pending[start:]
+        return reports
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def _frame_bytes(data: bytes, start: int) -> int | None:
+    """The length of the frame that begins at `start`; None if it is not there whole."""
+    if len(data) < start + _FRAME.size:
+        return None
+    kind, _, count = _FRAME.unpack_from(data, start)
+    entry = {Report.READ: _ENTRY.size, Report.WRITTEN: _ENTRY.size, Report.USAGE: _USAGE.size}.get(kind, DIGEST_BYTES)
+    size = _FRAME.size + count * entry
+    return size if len(data) >= start + size else None
+
+
+def _parse(frame: bytes) -> KVReport:
+    number, rank, _ = _FRAME.unpack_from(frame)
+    kind, payload = Report(number), frame[_FRAME.size :]
+    if kind in (Report.READ, Report.WRITTEN):
+        return KVReport(kind, rank, results=[(slot, bool(ok)) for slot, ok in _ENTRY.iter_unpack(payload)])
+    if kind is Report.USAGE:
+        num_bytes, num_blocks = _USAGE.unpack(payload)
+        return KVReport(kind, rank, num_bytes=num_bytes, num_blocks=num_blocks)
+    digests = [payload[at : at + DIGEST_BYTES] for at in range(0, len(payload), DIGEST_BYTES)]
+    return KVReport(kind, rank, digests=digests)

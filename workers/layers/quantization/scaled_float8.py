@@ -1,0 +1,79 @@
+"""Products of many rows with weights in float8, on devices whose tensor cores multiply float8.
+
+Rows of x are rounded to float8 with a scale each, as checkpoints with dynamic activations mean it; torch multiplies,
+and applies the scales of rows and of outputs to sums in float32 (`torch.nn.functional.scaled_mm`, both scales by row).
+"""
+
+import logging
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.functional import ScalingType
+
+_log = logging.getLogger(__name__)
+
+LARGEST = 448.0  # number of e4m3
+_SMALLEST = 1e-30  # a row without a larger number is all zeros: its scale has no inverse
+_LEAST_CAPABILITY = (8, 9)
+_ALIGNED = 16  # what numbers of inputs and of outputs must be multiples of
+_BLOCK = 2048  # inputs of one step of the kernel
+
+
+def why_not(values: Tensor, dtype: torch.dtype) -> str | None:
+    """Why a weight [N, K] has no such products with results of `dtype`; None: it has. Tried once for each size."""
+    device = values.device
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+        return "no tensor cores for float8"
+    if values.shape[0] % _ALIGNED or values.shape[1] % _ALIGNED:
+        return f"outputs and inputs are no multiples of {_ALIGNED}"
+    return _refused(*values.shape, values.stride(0), dtype, device)
+
+
+def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row [K] as float8 and the scale that it is a multiple of: float8_e4m3fn [T, K], float32 [T]."""
+    size = x.float().abs().amax(1)
+    inverse = torch.where(size > _SMALLEST, LARGEST / size, 0.0)
+    return (x.float() * inverse.unsqueeze(1)).to(torch.float8_e4m3fn), size / LARGEST
+
+
+def round_rows_fused(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`round_rows` by one kernel."""
+    from workers.kernels.triton import round_rows as kernels  # Triton is on some machines only
+
+    rows, columns = x.shape
+    assert x.stride(1) == 1
+    out = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+    kernel: Any = kernels.round_rows  # a kernel's call compiles it: no annotation describes its arguments
+    kernel[(rows,)](x, out, scales, columns, x.stride(0), BLOCK=_BLOCK, num_warps=8)
+    return out, scales
+
+
+def multiply(x: Tensor, values: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x @ (values * factors).T`: x [T, K], values float8_e4m3fn [N, K], factors float32 [N] -> [T, N] of `dtype`."""
+    rounded, scales = round_rows_fused(x)
+    return _product(rounded, scales, values, factors, dtype)
+
+
+def _product(rounded: Tensor, scales: Tensor, values: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
+    by_row = ScalingType.RowWise
+    return F.scaled_mm(rounded, values.T, scales.unsqueeze(1), by_row, factors.unsqueeze(0), by_row, output_dtype=dtype)
+
+
+@cache
+def _refused(columns: int, inputs: int, stride: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """What torch says of a product of this size: which types of results there are depends on device and libraries."""
+    memory = torch.zeros((columns, stride), dtype=torch.uint8, device=device)
+    rows = torch.zeros((_ALIGNED, inputs), dtype=torch.uint8, device=device)
+    ones = torch.ones(max(columns, _ALIGNED), device=device)
+    try:
+        values, rounded = (part.view(torch.float8_e4m3fn) for part in (memory[:, :inputs], rows))
+        _product(rounded, ones[:_ALIGNED], values, ones[:columns], dtype)
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        _log.info("no float8 products outputs=%d inputs=%d results=%s reason=%r", columns, inputs, dtype, reason)
+        return reason
+    return None

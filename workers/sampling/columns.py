@@ -1,0 +1,160 @@
+"""What a device must know of a step to sample its rows: numpy arrays for the host, tensors of a fixed place.
+
+Columns have R rows, at least as many as the step has rows of logits; what lies beyond those is padding, which is
+sampled greedily and without any option. Everything is 32 bits wide. Two sections have a length of their own: additions
+to logits, and the words of masks, which may become known later than the rest.
+
+Knows the layout of a step. Does not know how it reaches the device.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.protocol import StepMetadata
+from workers.sampling.noise import row_keys
+
+NONE = -1
+
+
+class Variant(NamedTuple):
+    """What a step asks of sampling: each is launched only for steps that have such rows."""
+
+    random: bool = False  # rows that are drawn
+    filtered: bool = False  # rows with min-p, top-k or top-p
+    processed: bool = False  # bias, penalties or masks
+    logprobs: bool = False
+
+    @staticmethod
+    def of(step: StepMetadata) -> "Variant":
+        drawn = (step.target_ids < 0) & (step.temperature > 0) & (step.top_k != 1)
+        filtered = drawn & ((step.top_p < 1) | (step.min_p > 0) | (step.top_k > 0))
+        processed = len(step.bias_rows) or len(step.penalty_rows) or len(step.mask_rows)
+        logprobs = (step.num_logprobs >= 0) | (step.target_ids >= 0)
+        return Variant(bool(drawn.any()), bool(filtered.any()), bool(processed), bool(logprobs.any()))
+
+    def serves(self, other: "Variant") -> bool:
+        """Whether what this one launches is enough for a step of `other`."""
+        return all(mine or not wanted for mine, wanted in zip(self, other, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingColumns:
+    """On the device. A kernel reads row r of the logits' columns for row r of the logits."""
+
+    temperature: Tensor  # float32 [R]   0: greedy
+    top_p: Tensor  # float32 [R]   1: off
+    top_k: Tensor  # int32 [R]   0: off
+    min_p: Tensor  # float32 [R]   0: off
+    keys: Tensor  # int32 [R, 2]   of the noise
+    target_ids: Tensor  # int32 [R]   -1: sample; else this token is scored, and nothing is sampled
+    num_logprobs: Tensor  # int32 [R]   -1: none wanted; 0: the token's own; k: the k best as well
+    history_rows: Tensor  # int32 [R]   of the engine's tables; -1: a row without penalties
+    repetition: Tensor  # float32 [R]
+    frequency: Tensor  # float32 [R]
+    presence: Tensor  # float32 [R]
+    # Rows of one sequence's newest token and drafts follow each other.
+    guesses: Tensor  # int32 [R]   the draft for the token that the row samples; -1: none
+    drafts_before: Tensor  # int32 [R]   how many drafts of the sequence come before what the row samples
+    mask_index: Tensor  # int32 [R]   row of `mask_bits`; -1: no mask
+    changed: Tensor  # int32 [R]   1: penalties, a mask or bias change the row's logits; else 0
+    bias_starts: Tensor  # int32 [R + 1]   of the rows' parts of `bias`
+    bias: Tensor  # int32 [M, 2]   an id (-1: nothing; none twice in a row), and the bits of the float32 that is added
+    mask_bits: Tensor  # int32 [G, W]   bit v % 32 of word v // 32: v is allowed
+
+    @staticmethod
+    def of_step(step: StepMetadata, device: torch.device) -> "SamplingColumns":
+        """In tensors of their own, without padding."""
+        arrays = {name: np.empty(shape, dtype) for name, dtype, shape in sections(len(step.logits_indices))}
+        write_rows(step, arrays)
+        arrays["bias"], arrays["mask_bits"] = bias_entries(step), step.mask_bits.view(np.int32)
+        return SamplingColumns(**{name: torch.from_numpy(array).to(device) for name, array in arrays.items()})
+
+
+def sections(rows: int) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Name, dtype and shape of the columns of `rows` rows: all but `bias` and `mask_bits`."""
+    return [
+        ("temperature", "<f4", (rows,)),
+        ("top_p", "<f4", (rows,)),
+        ("top_k", "<i4", (rows,)),
+        ("min_p", "<f4", (rows,)),
+        ("keys", "<i4", (rows, 2)),
+        ("target_ids", "<i4", (rows,)),
+        ("num_logprobs", "<i4", (rows,)),
+        ("history_rows", "<i4", (rows,)),
+        ("repetition", "<f4", (rows,)),
+        ("frequency", "<f4", (rows,)),
+        ("presence", "<f4", (rows,)),
+        ("guesses", "<i4", (rows,)),
+        ("drafts_before", "<i4", (rows,)),
+        ("mask_index", "<i4", (rows,)),
+        ("changed", "<i4", (rows,)),
+        ("bias_starts", "<i4", (rows + 1,)),
+    ]
+
+
+def write_rows(step: StepMetadata, into: Mapping[str, np.ndarray]) -> None:
+    """Write the columns of `step` into arrays of the names and shapes of `sections`, and padding behind them."""
+    count = len(step.logits_indices)
+    for name, padding in _PADDING.items():
+        into[name][count:] = padding
+    for name in ("temperature", "top_p", "top_k", "min_p", "target_ids", "num_logprobs"):
+        into[name][:count] = getattr(step, name)
+    into["keys"][:count] = row_keys(step.seeds, step.sample_positions)
+    into["mask_index"][:count] = NONE
+    into["mask_index"][step.mask_rows] = np.arange(len(step.mask_rows))
+    into["changed"][:count] = 0
+    for rows in (step.penalty_rows, step.mask_rows, step.bias_rows):
+        into["changed"][rows] = 1
+    into["bias_starts"][:] = np.searchsorted(step.bias_rows, np.arange(len(into["bias_starts"])))
+    _write_penalties(step, into, count)
+    _write_drafts(step, into, count)
+
+
+_PADDING = {
+    "temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0, "keys": 1, "target_ids": NONE, "num_logprobs": NONE,
+    "history_rows": NONE, "repetition": 1, "frequency": 0, "presence": 0, "guesses": NONE, "drafts_before": 0,
+    "mask_index": NONE, "changed": 0,
+}  # fmt: skip
+
+
+def _write_penalties(step: StepMetadata, into: Mapping[str, np.ndarray], count: int) -> None:
+    for name in ("history_rows", "repetition", "frequency", "presence"):
+        into[name][:count] = _PADDING[name]
+    if len(step.penalty_rows):
+        into["history_rows"][step.penalty_rows] = step.rows[_sequences(step, step.logits_indices[step.penalty_rows])]
+        for name in ("repetition", "frequency", "presence"):
+            into[name][step.penalty_rows] = getattr(step, name)
+
+
+def _write_drafts(step: StepMetadata, into: Mapping[str, np.ndarray], count: int) -> None:
+    guesses, before = into["guesses"][:count], into["drafts_before"][:count]
+    guesses[:], before[:] = NONE, 0
+    if len(step.num_drafts):
+        tokens = step.logits_indices
+        seqs = _sequences(step, tokens)
+        ends = step.query_start_loc[seqs + 1]
+        before[:] = np.maximum(tokens + 1 - (ends - step.num_drafts[seqs]), 0)
+        guessed = (step.num_drafts[seqs] > 0) & (tokens + 1 < ends)
+        guesses[guessed] = step.token_ids[tokens[guessed] + 1]
+
+
+def _sequences(step: StepMetadata, tokens: np.ndarray) -> np.ndarray:
+    """The sequence of each of `tokens`, indices among the T: int64."""
+    return np.searchsorted(step.query_start_loc, tokens, "right") - 1
+
+
+def bias_entries(step: StepMetadata) -> np.ndarray:
+    """The section `bias`: int32 [M, 2]. Where an id comes several times in a row, its first entry has the sum."""
+    places = step.bias_rows.astype(np.int64) << 32 | step.bias_ids
+    distinct, firsts, index = np.unique(places, return_index=True, return_inverse=True)
+    if len(distinct) == len(places):
+        return np.stack([step.bias_ids, step.bias_values.view(np.int32)], 1)
+    ids, sums = np.full(len(places), NONE, np.int32), np.zeros(len(places), np.float32)
+    ids[firsts] = step.bias_ids[firsts]
+    np.add.at(sums, firsts[index], step.bias_values)
+    return np.stack([ids, sums.view(np.int32)], 1)

@@ -1,0 +1,188 @@
+"""Samples on a CUDA device by Triton kernels, from whole rows of logits: the same on each rank, without collectives.
+
+What `Sampler` does, which is its judge, in launches whose number and shapes depend on the `Variant` and the number of
+rows alone. Nothing is read back between them, so that they can be captured in a graph and replayed with other columns.
+
+    processed   the changed logits, beside the raw ones
+    survey      one pass over all logits: for each block of 128 ids its maximum, the best score of its noise, its mass
+    choose      from these: states, tokens of rows without filters, and which blocks matter for those with filters
+    filtered    draws from the 64 best blocks, and in rounds where these are not enough
+    logprobs    a pass over the raw logits of the rows that want them, then the best of them in order
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.protocol import MAX_LOGPROBS, empty_step, mask_words
+from workers.sampling.columns import SamplingColumns, Variant, sections, write_rows
+from workers.sampling.dense_histories import DenseHistories
+from workers.sampling.device_outputs import DeviceOutputs
+
+BLOCK = 128
+_SURVEYED = 16  # blocks for one program: [16, 128] logits
+_SHORT = 64  # blocks that usually hold what filters keep
+_LONG = 16  # blocks at a time in rounds
+_BIASED = 256  # entries at a time
+# Steps that together launch every form of every kernel.
+_FORMS = (Variant(), Variant(random=True), Variant(random=True, filtered=True), Variant(True, True, True, True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Scratch:
+    """For up to L rows."""
+
+    maxima: Tensor  # float32 [L, B]
+    screens: Tensor  # float32 [L, B]
+    masses: Tensor  # float32 [L, B]
+    listed: Tensor  # int32 [L, B]
+    num_listed: Tensor  # int32 [L]
+    short: Tensor  # int32 [L, SHORT]
+    short_end: Tensor  # int32 [L, 2]
+    totals: Tensor  # float64 [L]
+    peaks: Tensor  # float32 [L]
+    pending: Tensor  # int32 [L]
+    adjusted: Tensor  # float32 [L, V]   of rows that bias, penalties or masks change: their logits after that
+    per_tile: Tensor  # int32 [L, tiles]   ids that masks allow, later logits above a token's
+    banned: Tensor  # int32 [L]
+
+
+class DeviceSampler:
+    """Of a vocabulary of V ids, at most `max_rows` rows of logits at a time."""
+
+    def __init__(
+        self, vocab_size: int, max_rows: int, histories: DenseHistories, device: torch.device, short: int = _SHORT
+    ) -> None:
+        """`histories`: of all V ids. `short`: a power of 2; how many blocks are tried before rounds."""
+        from workers.kernels.triton.sampling import choose, filters, logprobs, processors, rounds, survey
+
+        self._kernels: Any = choose, filters, logprobs, processors, rounds, survey  # a call compiles: no annotations
+        self.vocab_size, self.max_rows, self.histories = vocab_size, max_rows, histories
+        self._device, self._short = device, short
+        self._blocks = -(-vocab_size // BLOCK)
+        self._tiles = -(-self._blocks // _SURVEYED)
+        self._scratch = self._make_scratch()
+
+    def _make_scratch(self) -> _Scratch:
+        rows, blocks = self.max_rows, self._blocks
+
+        def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.empty((rows, *shape), dtype=dtype, device=self._device)
+
+        ints, floats = torch.int32, torch.float32
+        return _Scratch(
+            maxima=empty(floats, blocks), screens=empty(floats, blocks), masses=empty(floats, blocks),
+            listed=empty(ints, blocks), num_listed=empty(ints), short=empty(ints, self._short),
+            short_end=empty(ints, 2), totals=empty(torch.float64), peaks=empty(floats), pending=empty(ints),
+            adjusted=empty(floats, self.vocab_size), per_tile=empty(ints, self._tiles), banned=empty(ints),
+        )  # fmt: skip
+
+    def sample(
+        self, logits: Tensor, columns: SamplingColumns, outputs: DeviceOutputs, variant: Variant, first: int = 0
+    ) -> None:
+        """Sample rows `first` to `first + L` of the columns into these rows of the outputs.
+
+        `logits`: float32 [L, V or more], which stay as they are. `variant`: what at least these rows ask for.
+        """
+        assert len(logits) <= self.max_rows and logits.stride(1) == 1
+        if variant.processed:
+            self._process(logits, columns, first)
+        self._choose(logits, columns, outputs, variant, first)
+        if variant.random and variant.filtered:
+            self._filter(logits, columns, outputs, variant, first)
+        if variant.logprobs:
+            self._report(logits, columns, outputs, first)
+
+    def warm_up(self, width: int) -> None:
+        """Compile all kernels, which takes seconds where Triton has not kept them from an earlier start.
+
+        `width`: elements from one row of logits to the next.
+        """
+        arrays = {name: np.empty(shape, dtype) for name, dtype, shape in sections(1)}
+        write_rows(empty_step(0), arrays)
+        arrays |= {
+            "bias": np.zeros((1, 2), np.int32),
+            "mask_bits": np.zeros((1, mask_words(self.vocab_size)), np.int32),
+        }
+        columns = SamplingColumns(**{name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()})
+        outputs = DeviceOutputs.empty(1, self._device)
+        logits = torch.zeros((1, width), dtype=torch.float32, device=self._device)
+        for variant in _FORMS:
+            self.sample(logits, columns, outputs, variant)
+        self.count(columns, outputs, 1)
+
+    def count(self, columns: SamplingColumns, outputs: DeviceOutputs, rows: int) -> None:
+        """Add to the histories what the first `rows` rows sampled: all rows of the step, after the last `sample`."""
+        _, _, _, processors, _, _ = self._kernels
+        processors.count_sampled[(rows,)](
+            self.histories.seen, outputs.tokens, columns.history_rows, columns.guesses, columns.drafts_before,
+            self.vocab_size, num_warps=1,
+        )  # fmt: skip
+
+    def _process(self, logits: Tensor, columns: SamplingColumns, first: int) -> None:
+        _, _, _, processors, _, _ = self._kernels
+        c, s, rows = columns, self._scratch, len(logits)
+        penalties = c.changed, c.history_rows, c.repetition, c.frequency, c.presence, c.guesses, c.drafts_before
+        words = c.mask_bits.shape[1]
+        processors.penalise_and_mask[(rows, self._tiles)](
+            logits, s.adjusted, s.per_tile, self.histories.seen, *penalties, c.mask_index, c.mask_bits,
+            first, logits.stride(0), self.vocab_size, self._tiles, words, TILE=_SURVEYED * BLOCK, num_warps=8,
+        )  # fmt: skip
+        processors.add_bias[(rows,)](
+            logits, s.adjusted, s.banned, self.histories.seen, *penalties, c.mask_index, c.mask_bits,
+            c.bias_starts, c.bias, first, logits.stride(0), self.vocab_size, words, TILE=_BIASED, num_warps=4,
+        )  # fmt: skip
+
+    def _choose(self, logits: Tensor, c: SamplingColumns, out: DeviceOutputs, variant: Variant, first: int) -> None:
+        choose, _, _, _, _, survey = self._kernels
+        s, rows = self._scratch, len(logits)
+        # With changed rows there is one form of the kernels: each takes seconds to compile.
+        random = variant.random or variant.processed
+        filtered = (variant.random and variant.filtered) or variant.processed
+        parts = {"RANDOM": random, "FILTERED": filtered, "PROCESSED": variant.processed}
+        survey.survey[(rows, self._tiles)](
+            logits, s.adjusted, s.maxima, s.screens, s.masses, c.changed, c.temperature, c.keys,
+            first, logits.stride(0), self.vocab_size, self._blocks, TILE=_SURVEYED, num_warps=4, **parts,
+        )  # fmt: skip
+        choose.choose[(rows,)](
+            logits, s.adjusted, s.maxima, s.screens, s.masses, s.per_tile, s.banned, s.listed, s.num_listed, s.short,
+            s.short_end, s.totals, s.peaks, out.tokens, out.states, c.changed, c.target_ids, c.temperature, c.top_p,
+            c.top_k, c.min_p, c.keys, first, logits.stride(0), self.vocab_size, self._blocks, self._tiles,
+            WIDTH=_power_of_2(self._blocks), TILES=_power_of_2(self._tiles), SHORT=self._short, num_warps=4, **parts,
+        )  # fmt: skip
+
+    def _filter(self, logits: Tensor, c: SamplingColumns, out: DeviceOutputs, variant: Variant, first: int) -> None:
+        _, filters, _, _, rounds, _ = self._kernels
+        s, rows = self._scratch, len(logits)
+        options = c.temperature, c.top_p, c.top_k, c.min_p, c.keys, first, logits.stride(0), self.vocab_size
+        filters.draw_kept[(rows,)](
+            logits, s.adjusted, s.short, s.short_end, s.totals, s.peaks, s.pending, out.tokens, out.states, c.changed,
+            c.target_ids, *options, SHORT=self._short, PROCESSED=variant.processed, num_warps=16,
+        )  # fmt: skip
+        rounds.draw_in_rounds[(rows,)](
+            logits, s.adjusted, s.listed, s.num_listed, s.peaks, s.pending, out.tokens, c.changed, *options,
+            self._blocks, TILE=_LONG, PROCESSED=variant.processed, num_warps=8,
+        )  # fmt: skip
+
+    def _report(self, logits: Tensor, c: SamplingColumns, out: DeviceOutputs, first: int) -> None:
+        _, _, logprobs, _, _, _ = self._kernels
+        s, rows = self._scratch, len(logits)
+        sizes = first, logits.stride(0), self.vocab_size, self._blocks, self._tiles
+        logprobs.survey_raw[(rows, self._tiles)](
+            logits, s.maxima, s.masses, s.per_tile, out.tokens, c.num_logprobs, c.target_ids, *sizes,
+            TILE=_SURVEYED, num_warps=4,
+        )  # fmt: skip
+        logprobs.report_logprobs[(rows,)](
+            logits, s.maxima, s.masses, s.per_tile, out.tokens, out.logprobs, out.ranks, out.top_ids,
+            out.top_logprobs, out.states, c.num_logprobs, c.target_ids, *sizes, MOST=MAX_LOGPROBS,
+            MOST_WIDTH=_power_of_2(MAX_LOGPROBS), WIDTH=_power_of_2(self._blocks), TILES=_power_of_2(self._tiles),
+            num_warps=8,
+        )  # fmt: skip
+
+
+def _power_of_2(count: int) -> int:
+    """The smallest that is not below `count`."""
+    return 1 << (count - 1).bit_length()

@@ -1,0 +1,78 @@
+"""Checks of a model with its settings: what `serve` would check before it reads weights, and what it would choose."""
+
+from pathlib import Path
+
+import torch
+
+from workers.attention.backend import KVSpec
+from workers.attention.selector import BACKENDS
+from workers.config import WorkerConfig
+from workers.errors import StartupError
+from workers.layers.sharding import shard_heads
+from workers.models.hf_quantization import stored_quantization, weight_forms
+from workers.models.registry import read_config, read_spec
+from workers.platform.host_memory import human_bytes
+from workers.preflight import preflight
+from workers.verify.doctor.finding import ERROR, NOTE, Finding
+from workers.weights.open_checkpoint import open_checkpoint
+from workers.worker.memory_needs import weight_bytes
+
+
+def findings(config: WorkerConfig) -> list[Finding]:
+    """`config` as settings have it, with its "auto"s."""
+    try:
+        resolved = preflight(config)
+    except StartupError as error:
+        return [Finding("model", error.cause, ERROR, error.fix)]
+    return [_model(resolved), _threads(resolved), _attention(resolved)]
+
+
+def missing(reason: str) -> Finding:
+    """The model is not on this machine: what depends on it is not known."""
+    return Finding("model", f"not looked at: {reason}", NOTE)
+
+
+def _model(config: WorkerConfig) -> Finding:
+    directory = Path(config.model_path)
+    spec = read_spec(config.model_path, config.max_model_len, tied=config.tie_word_embeddings)
+    checkpoint = None if config.load_format == "dummy" else open_checkpoint(directory)
+    forms = weight_forms(config.quantization, stored_quantization(directory, read_config(directory)), checkpoint)
+    size = weight_bytes(spec, config.dtype, forms)
+    facts = {"dtype": config.dtype, "device": config.device, "weight_bytes": size, "architecture": spec.architecture}
+    text = f"{spec.architecture}, {spec.num_parameters:,} parameters, {config.dtype} on {config.device}, "
+    return Finding(
+        "model", f"{text}{human_bytes(size)} of weights over {config.tensor_parallel_size} rank(s)", facts=facts
+    )
+
+
+def _threads(config: WorkerConfig) -> Finding:
+    where = "on any CPU" if config.cpu_affinity == "none" else f"on CPUs {config.cpu_affinity}"
+    facts = {"threads_per_rank": config.num_threads, "cpu_affinity": config.cpu_affinity}
+    return Finding("threads", f"{config.num_threads} for each rank, {where}", facts=facts)
+
+
+def _attention(config: WorkerConfig) -> Finding:
+    """The backend that serves, and why those before it do not."""
+    spec = read_spec(config.model_path, config.max_model_len)
+    shard = shard_heads("attention", spec.num_heads, spec.num_kv_heads, 0, config.tensor_parallel_size)
+    kv = KVSpec(
+        num_layers=spec.num_layers,
+        num_kv_heads=shard.num_kv_heads,
+        head_dim=spec.head_dim,
+        block_size=config.block_size,
+        dtype=getattr(torch, config.dtype),
+        device=torch.device(config.device),
+        cache_dtype=config.kv_cache_dtype,
+    )
+    refused: dict[str, str] = {}
+    for backend in BACKENDS:
+        if config.attention_backend not in ("auto", backend.name):
+            continue
+        reason = backend.why_not(kv)
+        if reason is None:
+            text = "; ".join([backend.name, *(f"not {name}: {why}" for name, why in refused.items())])
+            state = NOTE if refused else "ok"
+            return Finding("attention", text, state, facts={"backend": backend.name, "refused": refused})
+        refused[backend.name] = reason
+    text = "; ".join(f"{name}: {why}" for name, why in refused.items())
+    return Finding("attention", f"no backend serves: {text}", ERROR, "Leave --attention-backend out.")

@@ -1,0 +1,58 @@
+"""Outputs of steps that were launched: there at once, or when the device has computed them, and what waits for those.
+
+A rank that waited itself could not launch the next step meanwhile, and the device would stand still in between.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from workers.protocol import StepOutput
+
+
+class PendingOutput(Protocol):
+    """What a launched step will answer."""
+
+    def wait(self) -> StepOutput | None:
+        """Blocks until the step has been computed. The output on rank 0, None on others. Called once."""
+
+
+class Computed:
+    """The output of a step that is over."""
+
+    def __init__(self, output: StepOutput | None) -> None:
+        self._output = output
+
+    def wait(self) -> StepOutput | None:
+        return self._output
+
+
+class AnsweringThread:
+    """Waits for outputs in the order of their steps, and sends each as soon as it is there. It does not spin."""
+
+    def __init__(self, send: Callable[[StepOutput], None], on_failure: Callable[[int, Exception], None]) -> None:
+        """`on_failure` gets the number of the step that failed and why; nothing is sent afterwards."""
+        self._send, self._on_failure = send, on_failure
+        self._steps: queue.SimpleQueue[tuple[int, PendingOutput] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="answers", daemon=True)
+        self._thread.start()
+
+    def add(self, step_id: int, pending: PendingOutput) -> None:
+        self._steps.put((step_id, pending))
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """Wait for the steps that were added, unless the device hangs."""
+        self._steps.put(None)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (item := self._steps.get()) is not None:
+            step_id, pending = item
+            try:
+                output = pending.wait()
+                assert output is not None, "rank 0 answers every step"
+                self._send(output)
+            except Exception as error:
+                self._on_failure(step_id, error)
+                return
