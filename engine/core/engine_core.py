@@ -9,14 +9,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.config import EngineConfig
+from engine.core.step_log import StepLog
 from engine.core.step_times import StepTimes
 from engine.errors import INTERNAL, WorkerError
+from engine.input_batch.grammar_bitmask import FillMasks, GrammarBitmask, fill_one_by_one
 from engine.input_batch.input_batch import BuiltStep, InputBatch
 from engine.scheduler.output import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
 from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.sequence import Sequence
-from engine.types import TokenEvent
-from workers.protocol import StepOutput
+from engine.types import TokenEvent, TokenEvents
 
 if TYPE_CHECKING:
     from workers.executor import Executor
@@ -36,10 +36,18 @@ class EngineCore:
     """`begin` schedules and submits a step, `finish` collects and applies the answer to the oldest one submitted.
 
     At a pipeline depth of 1 they alternate. At 2 a step is begun while the one before runs, so that ranks need not wait
-    for the engine; tokens that only the answer to that one will tell are references in the step.
+    for the engine; tokens that only the answer to that one will tell are references in the step, and masks that they
+    decide are sent after it: `send_masks`. With pipeline stages a step is in flight for each of them, and their
+    sequences are different ones, so that all tokens are known.
     """
 
-    def __init__(self, config: EngineConfig, executor: "Executor", clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: "Executor",
+        clock: Callable[[], float],
+        fill_masks: FillMasks = fill_one_by_one,
+    ) -> None:
         info = executor.info
         self.executor = executor
         self.scheduler = Scheduler(config, info)
@@ -49,11 +57,17 @@ class EngineCore:
             block_size=info.block_size,
             vocab_size=info.vocab_size,
         )
-        self._step_times = StepTimes(info.step_cost, config.max_step_s)
+        self._step_times = StepTimes(info.step_cost, config.max_step_s, config.num_micro_batches)
+        self.step_log = StepLog()
         self._clock = clock
         self._events: list[TokenEvent] = []
-        self._depth = min(config.pipeline_depth or executor.best_in_flight, executor.max_in_flight)
+        depth = config.pipeline_depth or executor.best_in_flight
+        if config.num_micro_batches > 1:
+            depth = config.num_micro_batches
+        self._depth = min(depth, executor.max_in_flight)
         self._submitted: deque[_Submitted] = deque()
+        self._masks: GrammarBitmask | None = None  # of the step submitted last, as long as the ranks lack them
+        self._fill_masks = fill_masks
         self._finished_s = 0.0  # when the last answer came
 
     @property
@@ -66,13 +80,20 @@ class EngineCore:
         """Whether `finish` must come next."""
         return len(self._submitted) >= self._depth
 
-    def begin(self) -> SchedulerOutput | None:
-        """Schedule and submit a step; ranks begin before its masks are computed.
+    def receive_reports(self) -> None:
+        """Take what ranks say about blocks that they read from files or wrote to them."""
+        if self.executor.kv_reports is not None:
+            for report in self.executor.kv_reports.receive():
+                self.scheduler.kv_offload.report(report)
 
-        None when there is nothing to do, or nothing before an answer is known: then all steps in flight must be
+    def begin(self) -> SchedulerOutput | None:
+        """Schedule and submit a step. If it has masks, `send_masks` must follow before the ranks are to sample.
+
+        None when there is nothing to do, or nothing before an answer is known: then the oldest step in flight must be
         finished before the next call. Raises `WorkerError` when the ranks are lost.
         """
         assert not self.is_full
+        self.send_masks()
         now = self._clock()
         output = self.scheduler.schedule(
             now, ahead=self.num_in_flight > 0, most_prompt_tokens=self._step_times.most_prompt_tokens
@@ -81,18 +102,21 @@ class EngineCore:
         if output is None or built is None:
             return None
         self._submitted.append(_Submitted(output, len(built.step.logits_indices), now))
-        if built.masks is None:
-            self.executor.submit(built.step)
-            return output
-        self.executor.submit(built.step, built.masks.fill)
-        for seq in built.masks.failed:  # the answer to the step in flight is ignored for them
-            self._fail(seq, now)
+        self._masks = built.masks
+        self.executor.submit(built.step, masks_follow=built.masks is not None)
         return output
 
-    def finish(self) -> list[TokenEvent]:
-        """Collect and apply the next answer; return its events. Raises `WorkerError` when the ranks are lost."""
+    def finish(self) -> TokenEvents:
+        """Collect and apply the next answer; return its events. Raises `WorkerError` when the ranks are lost.
+
+        Masks that had to wait for this answer are the next thing that the ranks need. When the ranks had not enough
+        memory for the step, this and all in flight behind it are taken back.
+        """
+        self.send_masks()
         output, num_rows, begun_s = self._submitted.popleft()
         answer = self.executor.collect()
+        if answer.out_of_memory:
+            return self._take_back(output)
         if answer.step_id != output.step_id or len(answer.token_ids) != num_rows:
             raise WorkerError(
                 0,
@@ -100,11 +124,63 @@ class EngineCore:
                 f"it answered step {answer.step_id} with {len(answer.token_ids)} rows instead of {num_rows}",
             )
         now = self._clock()
-        seconds = now - max(begun_s, self._finished_s)
-        self.scheduler.stats.step_time_s.observe(seconds)
-        self._step_times.observe(output.num_decodes, output.num_prompt_tokens, seconds)
+        if output.num_seqs:
+            self._observe(output, begun_s, now - max(begun_s, self._finished_s))
         self._finished_s = now
-        return self.scheduler.update_from_output(output, _as_lists(answer), now)
+        return self.scheduler.update_from_output(output, ModelRunnerOutput(answer), now)
+
+    def _observe(self, output: SchedulerOutput, begun_s: float, seconds: float) -> None:
+        stats = self.scheduler.stats
+        stats.step_time_s.observe(seconds)
+        self.step_log.observe(
+            begun_s, seconds, output.num_prompt_tokens, stats.generation_tokens, self.executor.step_times_ns
+        )
+        traces = self.scheduler.traces
+        traces.steps.add(begun_s, seconds, output.num_seqs, output.num_prompt_tokens)
+        num_rows = output.num_decodes + output.num_drafts
+        self._step_times.observe(num_rows, output.num_prompt_tokens, seconds)
+        if self.scheduler.drafter is not None and not output.num_prompt_tokens:
+            self.scheduler.drafter.costs.observe(num_rows, seconds)
+
+    def _take_back(self, output: SchedulerOutput) -> TokenEvents:
+        """The ranks have refused `output`, and so those that were sent ahead behind it."""
+        if self._masks is not None:  # those of the last step, which were to follow from a token of `output`
+            self.executor.send_masks(self._masks.until_known)
+            self._masks = None
+        outputs = [output]
+        while self._submitted:
+            later = self._submitted.popleft().output
+            answer = self.executor.collect()
+            if answer.step_id != later.step_id or not answer.out_of_memory:
+                raise WorkerError(0, later.step_id, f"it ran a step behind step {output.step_id}, which it had refused")
+            outputs.append(later)
+        self._finished_s = now = self._clock()
+        failed = self.scheduler.take_back(outputs, now)
+        self._input_batch.forget_histories()
+        logger.warning(
+            "event=step_out_of_memory step=%d most_tokens=%d num_failed=%d",
+            output.step_id,
+            self.scheduler.refused_steps.most_tokens,
+            len(failed),
+        )
+        return TokenEvents(others=failed)
+
+    def send_masks(self) -> None:
+        """Give the ranks the masks that they lack, if all tokens that decide them are known. `begin` and `finish` do so
+        first if it was not done.
+
+        What is sampled for a sequence that ends here, because its grammar allows nothing but the end or raises, is
+        dropped.
+        """
+        masks = self._masks
+        if masks is None or (self.num_in_flight > 1 and masks.must_wait):
+            return
+        self._masks = None
+        self.executor.send_masks(masks.compute(self._fill_masks))
+        now = self._clock()
+        failures = [self.scheduler.fail(seq.request_id, INTERNAL, now) for seq in masks.failed]
+        self._events += [event for event in failures if event is not None]
+        self._events += [self.scheduler.complete(seq, now) for seq in masks.complete]
 
     def take_events(self) -> list[TokenEvent]:
         """Terminal events of requests that failed outside `finish`."""
@@ -117,16 +193,11 @@ class EngineCore:
             return self._input_batch.build(output)
         except Exception:
             logger.exception("event=build_failed step=%d", output.step_id)
-            unfit = [item for item in output.scheduled if not self._fits(item, output)]
+            unfit = [item for item in output.items() if not self._fits(item, output)]
             if not unfit:
                 raise
         self.scheduler.withdraw(output, unfit, now)
-        return self._input_batch.build(output) if output.scheduled else None
-
-    def _fail(self, seq: Sequence, now: float) -> None:
-        event = self.scheduler.fail(seq.request_id, INTERNAL, now)
-        if event is not None:
-            self._events.append(event)
+        return self._input_batch.build(output) if output.num_seqs else None
 
     def _fits(self, item: ScheduledTokens, output: SchedulerOutput) -> bool:
         """Whether `item` can be built on its own."""
@@ -143,15 +214,3 @@ class EngineCore:
             logger.exception("event=request_failed request_id=%d stage=build", item.seq.request_id)
             return False
         return True
-
-
-def _as_lists(answer: StepOutput) -> ModelRunnerOutput:
-    """Plain lists: the scheduler reads single numbers, which numpy makes slow."""
-    result = ModelRunnerOutput(answer.token_ids.tolist(), answer.finite.tolist(), answer=answer)
-    if answer.logprobs is not None:
-        assert answer.ranks is not None and answer.top_ids is not None and answer.top_logprobs is not None
-        result.logprobs = answer.logprobs.tolist()
-        result.ranks = answer.ranks.tolist()
-        result.top_ids = answer.top_ids.tolist()
-        result.top_logprobs = answer.top_logprobs.tolist()
-    return result

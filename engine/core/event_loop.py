@@ -5,38 +5,40 @@ not know asyncio, HTTP or text; never waits for the frontend to read.
 """
 
 import logging
-import os
 import selectors
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
 from engine.core.engine_core import EngineCore
-from engine.errors import INTERNAL, QueueFullError, RequestError, UnavailableError, WorkerError
-from engine.ipc import messages
+from engine.core.live_state import history, live_state
+from engine.errors import EXIT_BUG, EXIT_OK, INTERNAL, QueueFullError, RequestError, UnavailableError, WorkerError
+from engine.input_batch.grammar_bitmask import fill_one_by_one
+from engine.ipc import messages, questions
+from engine.ipc.block_changes import blocks
 from engine.ipc.frame_socket import FrameSocket, FrameSocketClosedError
 from engine.ipc.frames import Frame, FrameError
+from engine.kv_cache.events import BlockChanges, BlockEvent, BlockEventLog
+from engine.kv_cache.flush import Flush
 from engine.stats import EngineStats
-from engine.types import FinishReason, Request, TokenEvent
+from engine.types import FinishReason, Request, TokenEvent, TokenEvents
 
 if TYPE_CHECKING:
+    from engine.kv_cache.publisher import KvEventPublisher
     from engine.structured_output.manager import StructuredOutputManager
     from workers.executor import Executor
 
 logger = logging.getLogger("oarlock.engine")
 
-EXIT_OK = 0
-EXIT_BUG = 1
-EXIT_RANK_DIED = 5
-EXIT_RANK_HUNG = 6
-
 DEAD = "The inference engine stopped while this request was running. Nothing more can be served until it is restarted."
 STOPPING = "The server is shutting down; this request was not completed."
 
 _DRAIN_S = 2.0  # for sending the last events to a frontend that reads slowly
+FLUSH_S = 3.0  # for writing what is cached to files; the frontend waits for the end of this process a little longer
 
 
 class EngineLoop:
@@ -49,12 +51,12 @@ class EngineLoop:
         frame_socket: FrameSocket,
         *,
         structured_output: "StructuredOutputManager | None" = None,
-        wake_fd: int | None = None,
+        kv_events: "KvEventPublisher | None" = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.engine_core = EngineCore(config, executor, clock)
+        fill_masks = fill_one_by_one if structured_output is None else structured_output.fill_masks
+        self.engine_core = EngineCore(config, executor, clock, fill_masks)
         self.scheduler = self.engine_core.scheduler
-        self.busy_since: float | None = None  # when the running step or ping began; read by the watchdog
         self._executor = executor
         self._frame_socket = frame_socket
         self._structured_output = structured_output
@@ -62,24 +64,36 @@ class EngineLoop:
         self._interval_s = config.heartbeat_interval_s
         self._started_s = clock()
         self._next_beat_s = self._started_s + self._interval_s
-        # Ranks in processes of their own compute while events are sent; an inline rank computes inside `submit`.
-        self._sends_during_step = bool(executor.rank_pids)
         self._request_reader = messages.RequestReader()
-        self._outbox: list[TokenEvent] = []
+        self._outbox: list[TokenEvents] = []  # in the order in which they happened; each becomes a frame, or several
+        self._block_subscribers: list[Callable[[list[BlockEvent]], None]] = []
+        self._kv_events = kv_events
+        if kv_events is not None:
+            self.subscribe_to_blocks(kv_events.publish)
+        if config.reports_blocks:
+            self.subscribe_to_blocks(self._report_blocks)
+        self._state_asked: list[int] = []  # numbers of the questions
         self._stopping = False
         self._was_stuck = False
         self._selector = selectors.DefaultSelector()
         self._selector.register(frame_socket, selectors.EVENT_READ, "socket")
         for fd in executor.fileno_for_death():
             self._selector.register(fd, selectors.EVENT_READ, "death")
+        if executor.kv_reports is not None:
+            self._selector.register(executor.kv_reports, selectors.EVENT_READ, "kv_reports")
         if structured_output is not None:
             self._selector.register(structured_output, selectors.EVENT_READ, "structured_output")
-        if wake_fd is not None:
-            os.set_blocking(wake_fd, False)
-            self._selector.register(wake_fd, selectors.EVENT_READ, "wake")
+
+    def subscribe_to_blocks(self, subscriber: Callable[[list[BlockEvent]], None]) -> None:
+        """Call `subscriber` with the events of the prefix cache, from the first on, in order: once per turn that has
+        any, while the ranks compute. It must return at once. Only before `run`; without a subscriber nothing is kept.
+        """
+        manager = self.scheduler.kv_cache_manager
+        manager.event_log = manager.event_log or BlockEventLog()
+        self._block_subscribers.append(subscriber)
 
     def stop(self) -> None:
-        """Leave the loop after the step in flight. May be called from a signal handler."""
+        """Leave the loop after the step in flight."""
         self._stopping = True
 
     def run(self) -> int:
@@ -89,13 +103,14 @@ class EngineLoop:
                 if not self.tick() and not self._stopping:
                     self._wait()
             self._shut_down(STOPPING)
+            self._flush()
             return EXIT_OK
         except FrameSocketClosedError as error:
             logger.info('event=frontend_gone cause="%s"', error)
             return EXIT_OK
         except WorkerError as error:
             logger.error('event=rank_lost rank=%d step=%d hung=%s cause="%s"', *_facts(error))
-            return self._die(str(error), EXIT_RANK_HUNG if error.hung else EXIT_RANK_DIED)
+            return self._die(str(error), error.exit_code)
         except Exception as error:
             logger.exception("event=engine_failed")
             return self._die(f"the engine loop failed: {type(error).__name__}", EXIT_BUG)
@@ -108,12 +123,13 @@ class EngineLoop:
             while self.engine_core.num_in_flight:
                 self._finish_step()
             return False
-        self.busy_since = self._clock()
         output = self.engine_core.begin()
-        self._outbox += self.engine_core.take_events()
-        self._send_outbox()
+        self._post(self.engine_core.take_events())
+        self._send_outbox()  # while the ranks compute; they need masks only when they sample
+        self.engine_core.send_masks()
+        self._tell_blocks()
+        self._tell_state()
         if output is None and not self.engine_core.num_in_flight:
-            self.busy_since = None
             return self._may_go_on()
         self._was_stuck = False
         if output is None or self.engine_core.is_full:
@@ -122,14 +138,15 @@ class EngineLoop:
 
     def _finish_step(self) -> None:
         """Wait for the answer to the oldest step in flight."""
-        self.busy_since = self._clock()
-        self._outbox += self.engine_core.finish()
-        self.busy_since = None
+        events = self.engine_core.finish()
         self._next_beat_s = self._clock() + self._interval_s
-        if not self._outbox:
+        if len(events):
+            self._outbox.append(events)
+        elif not self._outbox:
             self._frame_socket.send(messages.alive(self.scheduler.stats.step_id))
-        if not self._sends_during_step:
+        if self.engine_core.num_in_flight:
             self._send_outbox()
+            self.engine_core.send_masks()
 
     # -- inbox
 
@@ -137,6 +154,7 @@ class EngineLoop:
         for frame in self._frame_socket.receive():
             self._handle(frame)
         self._add_compiled()
+        self.engine_core.receive_reports()
 
     def _handle(self, frame: Frame) -> None:
         if frame.kind == "request":
@@ -145,6 +163,12 @@ class EngineLoop:
             self._abort(messages.read_id(frame))
         elif frame.kind == "stats":
             self._frame_socket.send(messages.stats(messages.read_number(frame), self.snapshot()))
+        elif frame.kind == "state":
+            self._state_asked.append(messages.read_number(frame))
+        elif frame.kind == "histories":
+            found = [history(self.scheduler, request_id) for request_id in questions.read_ids(frame)]
+            known = [one for one in found if one is not None]
+            self._frame_socket.send(questions.histories(messages.read_number(frame), known))
         elif frame.kind == "reset_cache":
             num_blocks = self.scheduler.kv_cache_manager.reset_prefix_cache()
             self._frame_socket.send(messages.cache_reset(messages.read_number(frame), num_blocks))
@@ -179,7 +203,7 @@ class EngineLoop:
             self._frame_socket.send(messages.refused(request_id, error))
         except Exception:
             logger.exception("event=request_failed request_id=%d stage=add", request_id)
-            self._outbox.append(self._fail(request_id))
+            self._post([self._fail(request_id)])
 
     def _add_with_grammar(self, request: Request, now: float) -> None:
         """A request whose grammar must be compiled first is pending in the manager until then."""
@@ -212,7 +236,7 @@ class EngineLoop:
         if event is None and manager is not None and manager.abort(request_id):
             event = TokenEvent(request_id, finish_reason=FinishReason.ABORT)
         if event is not None:
-            self._outbox.append(event)
+            self._post([event])
 
     def _fail(self, request_id: int) -> TokenEvent:
         """End one request by the engine's fault, whether the scheduler knows it or not."""
@@ -226,53 +250,81 @@ class EngineLoop:
         self._count_pending()
         stats = self.scheduler.refresh_gauges()
         stats.uptime_s = self._clock() - self._started_s
+        if (publisher := self._kv_events) is not None:
+            stats.num_kv_event_batches = publisher.num_sent
+            stats.num_kv_event_batches_dropped = publisher.num_dropped
+            stats.num_kv_event_overflows = publisher.num_overflows
         return stats
 
     # -- outbox
 
+    def _post(self, events: list[TokenEvent]) -> None:
+        """Into the outbox, behind all that is there."""
+        if events and not self._outbox:
+            self._outbox.append(TokenEvents())
+        if events:
+            self._outbox[-1].others += events
+
     def _send_outbox(self) -> None:
         outbox, self._outbox = self._outbox, []
-        for chunk in messages.chunks(outbox):
+        for chunk in chain.from_iterable(map(messages.chunks, outbox)):
             try:
                 frame = messages.events(chunk)
             except Exception:
                 logger.exception("event=encode_failed")
-                frame = messages.events([self._sendable(event) for event in chunk])
+                sendable = [self._sendable(event) for event in chunk.others]
+                frame = messages.events(replace(chunk, others=sendable))
             self._frame_socket.send(frame)
 
     def _sendable(self, event: TokenEvent) -> TokenEvent:
         """`event`, or the failure of its request when it cannot be encoded."""
         try:
-            messages.events([event])
+            messages.events(TokenEvents(others=[event]))
         except Exception:
             logger.exception("event=request_failed request_id=%d stage=send", event.request_id)
             return self._fail(event.request_id)
         return event
 
+    def _tell_blocks(self) -> None:
+        log = self.scheduler.kv_cache_manager.event_log
+        if log is not None and (events := log.take()):
+            for subscriber in self._block_subscribers:
+                subscriber(events)
+
+    def _tell_state(self) -> None:
+        """Answer those who asked for the live state: while the ranks compute, since it takes part of a millisecond."""
+        if self._state_asked:
+            self._count_pending()
+            state = live_state(self.scheduler, self.engine_core.step_log, self._clock())
+            for number in self._state_asked:
+                self._frame_socket.send(questions.state(number, state))
+            self._state_asked.clear()
+
+    def _report_blocks(self, events: list[BlockEvent]) -> None:
+        self._frame_socket.send(blocks(BlockChanges.of(events)))
+
     # -- idle
 
     def _may_go_on(self) -> bool:
         """After a turn without a step: whether to try another. If two in a row have none, fail all open requests."""
-        if not self.scheduler.has_work:
+        if not self.scheduler.has_work or self.scheduler.num_loading:
             return False
         if not self._was_stuck:
             self._was_stuck = True
             return True
         counts = (self.scheduler.num_running, self.scheduler.num_waiting)
         logger.error("event=scheduler_stuck running=%d waiting=%d", *counts)
-        self._outbox += self.scheduler.fail_all(INTERNAL, self._clock())
+        self._post(self.scheduler.fail_all(INTERNAL, self._clock()))
         self._send_outbox()
         return False
 
     def _wait(self) -> None:
-        """Block until the socket is ready, a rank ends, a signal comes or a heartbeat is due."""
+        """Block until the socket is ready, a rank ends or a heartbeat is due."""
         now = self._clock()
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._frame_socket.has_pending else 0)
         self._selector.modify(self._frame_socket, wanted, "socket")
         for key, ready in self._selector.select(max(0.0, self._next_beat_s - now)):
-            if key.data == "wake":
-                os.read(key.fd, 4096)
-            elif key.data == "death":
+            if key.data == "death":
                 self._executor.ping()  # raises an error that names the rank
                 raise WorkerError(-1, self.scheduler.stats.step_id, "the channel of a rank was closed")
             elif ready & selectors.EVENT_WRITE:
@@ -282,9 +334,7 @@ class EngineLoop:
 
     def _beat(self) -> None:
         """Check that every rank answers, and report it to the frontend."""
-        self.busy_since = self._clock()
         self._executor.ping()
-        self.busy_since = None
         self._next_beat_s = self._clock() + self._interval_s
         self._frame_socket.send(messages.alive(self.scheduler.stats.step_id))
 
@@ -303,11 +353,10 @@ class EngineLoop:
 
     def _shut_down(self, message: str) -> None:
         """End every open request, and send what the frontend reads within `_DRAIN_S`."""
-        self.busy_since = None
-        self._outbox += self.engine_core.take_events() + self.scheduler.fail_all(message, self._clock())
+        self._post(self.engine_core.take_events() + self.scheduler.fail_all(message, self._clock()))
         manager = self._structured_output
         for request_id in [] if manager is None else manager.abort_all():
-            self._outbox.append(TokenEvent(request_id, finish_reason=FinishReason.ERROR, error=message))
+            self._post([TokenEvent(request_id, finish_reason=FinishReason.ERROR, error=message)])
         self._send_outbox()
         drain_deadline = time.monotonic() + _DRAIN_S
         with selectors.DefaultSelector() as selector:
@@ -315,6 +364,26 @@ class EngineLoop:
             while self._frame_socket.has_pending and (left := drain_deadline - time.monotonic()) > 0:
                 selector.select(left)
                 self._frame_socket.flush()
+
+    def _flush(self) -> None:
+        """Write what is cached to files, where there are any, for `FLUSH_S` at most."""
+        stats, reports = self.scheduler.stats, self._executor.kv_reports
+        if reports is None or not self.scheduler.kv_offload.has_disk:
+            return
+        while self.engine_core.num_in_flight:
+            self.engine_core.finish()
+        begun_s, num_before = self._clock(), stats.kv_offload_written_blocks
+        flush = Flush(self.scheduler.kv_offload, self.scheduler.kv_cache_manager.cached_blocks())
+        with selectors.DefaultSelector() as selector:
+            selector.register(reports, selectors.EVENT_READ)
+            while flush.go_on() and (left_s := begun_s + FLUSH_S - self._clock()) > 0:
+                if self.engine_core.begin() is not None:
+                    self.engine_core.finish()
+                else:
+                    selector.select(left_s)
+                self.engine_core.receive_reports()
+        num_written, seconds = stats.kv_offload_written_blocks - num_before, self._clock() - begun_s
+        logger.info("event=kv_flushed written=%d left=%d seconds=%.2f", num_written, flush.num_left, seconds)
 
 
 def _facts(error: WorkerError) -> tuple[int, int, bool, str]:

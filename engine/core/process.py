@@ -1,12 +1,9 @@
-"""The engine's process: `python -m engine.core.process --fd N --parent PID`, started by `engine.client`.
+"""What the engine's process does: it reads its configuration, starts the ranks and runs the loop.
 
-The first frame on the descriptor is the configuration. Loading sends progress frames, then the loop runs. The process
-never outlives its frontend: end-of-file on the socket ends it, and so does the kernel when the parent dies. Does not
-import torch (an inline rank does).
+The first frame on the socket is the configuration. Loading sends progress frames, then the loop runs. The process never
+outlives its frontend: end-of-file on the socket ends it. Does not import torch.
 """
 
-import argparse
-import contextlib
 import faulthandler
 import gc
 import logging
@@ -19,23 +16,26 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 from engine.config import EngineConfig
-from engine.core.event_loop import EXIT_BUG, EXIT_OK, EXIT_RANK_DIED, EXIT_RANK_HUNG, EngineLoop
-from engine.errors import StartupError, WorkerError
+from engine.core.event_loop import EngineLoop
+from engine.errors import EXIT_BUG, EXIT_OK, EXIT_RANK_HUNG, StartupError, WorkerError
 from engine.ipc import messages
 from engine.ipc.frame_socket import FrameSocket
 from engine.ipc.frames import Frame, FrameError, FrameReader
+from engine.kv_cache.wire import Wire
+from engine.log_format import JsonFormatter
 from engine.replay.fingerprint import numbers_digest
 from engine.replay.recorder import RecordingExecutor
 from engine.replay.recording import RecordingWriter
 from engine.structured_output.manager import StructuredOutputManager
 from engine.types import EngineInfo
-from workers.config import LOADING_TIMEOUT_S
-from workers.parent_death import die_with_parent
+from workers.config import LOADING_TIMEOUT_S, NodesConfig, OnProgress, WorkerConfig
 
 if TYPE_CHECKING:
+    from engine.kv_cache.publisher import KvEventPublisher
     from workers.executor import Executor
 
 logger = logging.getLogger("oarlock.engine")
@@ -44,42 +44,33 @@ _SHUTDOWN_S = 5.0  # for clean-up; then the process ends, whatever hangs
 _ORPHAN_S = 1.0  # the same when the frontend is gone; ranks notice the end of this process by themselves
 _WATCH_S = 1.0
 
-StartExecutor = Callable[..., "Executor"]
+
+class StartExecutor(Protocol):
+    """Starts the ranks and loads the model: `workers.executor.start_executor` with its `ahead` given."""
+
+    def __call__(
+        self,
+        config: WorkerConfig,
+        on_progress: OnProgress,
+        /,
+        *,
+        nodes: NodesConfig | None,
+        on_leave: Callable[[], None],
+    ) -> "Executor": ...
 
 
-def main(
-    argv: list[str], start_executor: StartExecutor | None = None, *, loading_timeout_s: float = LOADING_TIMEOUT_S
-) -> int:
-    """Serve one frontend until it leaves. Returns the exit code: 0, 1 (our bug), 3 and 4 (start), 5 and 6 (ranks)."""
-    parser = argparse.ArgumentParser(prog="engine.core.process", description="Internal: started by the server.")
-    parser.add_argument("--fd", type=int, required=True, help="the inherited socket")
-    parser.add_argument("--parent", type=int, required=True, help="the process that must be alive for this one to be")
-    parser.add_argument("--runs-rank", action="store_true", help="this process will run the single rank")
-    arguments = parser.parse_args(argv)
-    die_with_parent(arguments.parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole foreground group: the parent decides
+def run(fd: int, start_executor: StartExecutor, *, loading_timeout_s: float = LOADING_TIMEOUT_S) -> int:
+    """Serve the frontend behind socket `fd` until it leaves.
+
+    Returns the exit code: 0, 1 (our bug), 3 and 4 (start), 5 and 6 (ranks).
+    """
     log_to_stderr()
-    if start_executor is None:
-        gc.disable()  # until the loop runs: imports make nothing but objects that stay
-        if arguments.runs_rank:
-            threading.Thread(target=_import_rank, name="imports", daemon=True).start()
-        from workers.executor import start_executor as start_ranks
-
-        start_executor = start_ranks
-    with socket.socket(fileno=arguments.fd) as sock:
+    with socket.socket(fileno=fd) as sock:
         try:
             return _serve(sock, start_executor, loading_timeout_s)
         except ConnectionError as error:
             logger.info('event=frontend_gone cause="%s"', error)
             return EXIT_OK
-
-
-def _import_rank() -> None:
-    """Import torch and the rank's modules while the configuration is on its way. Who needs them reports a failure."""
-    with contextlib.suppress(Exception):
-        import workers.executor
-
-        workers.executor.import_rank()
 
 
 def _serve(sock: socket.socket, start_executor: StartExecutor, loading_timeout_s: float) -> int:
@@ -89,39 +80,42 @@ def _serve(sock: socket.socket, start_executor: StartExecutor, loading_timeout_s
     except FrameError as error:
         logger.error('event=bad_config cause="%s"', error)
         return EXIT_BUG
-    log_to_stderr(config.worker.log_level)
-    loader = _GrammarLoader(config.worker.model_path)
-    # An executor with rank processes finds a stuck rank by itself, and gets some time to report it first.
-    watchdog = _LoadingWatchdog(
-        sock, loading_timeout_s if config.inline_single_rank else loading_timeout_s + 2 * _SHUTDOWN_S
-    )
+    log_to_stderr(config.worker.log_level, is_json=config.worker.log_format == "json")
+    loader = _GrammarLoader(config.tokenizer_path or config.worker.model_path)
+    watchdog = _LoadingWatchdog(sock, loading_timeout_s)
     watchdog.start()
+    kv_events = None
     try:
+        kv_events = _open_kv_events(config)
         executor = _start(config, start_executor, watchdog.progress)
         structured_output = loader.result()
     except ConnectionError:
         raise
     except Exception as error:
+        if kv_events is not None:
+            kv_events.close()
         failure = _startup_failure(error)
         sock.sendall(messages.failed(failure))
         return failure.exit_code
     finally:
         watchdog.stop()
-    code = _loop(sock, replace(config, worker=executor.config), executor, structured_output)
+    code = _loop(sock, replace(config, worker=executor.config, nodes=None), executor, structured_output, kv_events)
     _Deadline(_SHUTDOWN_S, code).start()
+    if kv_events is not None:
+        kv_events.close()
     structured_output.close()
-    executor.close()
+    executor.close(None if code == EXIT_OK else RuntimeError("the engine failed; the log of node 0 says how"))
     logger.info("event=engine_stopped exit_code=%d", code)
     return code
 
 
-def _start(
-    config: EngineConfig, start_executor: StartExecutor, on_progress: Callable[[str, float], None]
-) -> "Executor":
+def _start(config: EngineConfig, start_executor: StartExecutor, on_progress: OnProgress) -> "Executor":
     """Start and load the ranks. A recording file that cannot be made fails before the model is read."""
     writer = None if config.record_path is None else RecordingWriter(config.record_path)
     try:
-        executor = start_executor(config.worker, inline=config.inline_single_rank, on_progress=on_progress)
+        # A node that leaves ends the group as the operator of this host would.
+        on_leave = partial(os.kill, os.getppid(), signal.SIGTERM)
+        executor = start_executor(config.worker, on_progress, nodes=config.nodes, on_leave=on_leave)
     except BaseException:
         if writer is not None:
             writer.discard()
@@ -136,30 +130,45 @@ def _startup_failure(error: Exception) -> StartupError:
     logger.exception("event=start_failed")
     if isinstance(error, WorkerError):
         fix = "The log says more. If memory ran out, use a smaller model or more ranks."
-        return StartupError(f"Rank {error.rank} was lost while starting: {error.cause}.", fix, EXIT_RANK_DIED)
+        return StartupError(f"Rank {error.rank} was lost while starting: {error.cause}.", fix, error.exit_code)
     cause = f"The engine failed while starting: {type(error).__name__}: {error}."
     return StartupError(cause, "The log has the traceback; please report it.", EXIT_BUG)
 
 
+def _open_kv_events(config: EngineConfig) -> "KvEventPublisher | None":
+    """Bind the sockets of KV events, before the model is read. Its libraries are needed only where it is asked for."""
+    if config.kv_events is None:
+        return None
+    from engine.kv_cache.publisher import KvEventPublisher
+
+    return KvEventPublisher(config.kv_events, config.worker.data_parallel_rank)
+
+
 def _loop(
-    sock: socket.socket, config: EngineConfig, executor: "Executor", structured_output: StructuredOutputManager
+    sock: socket.socket,
+    config: EngineConfig,
+    executor: "Executor",
+    structured_output: StructuredOutputManager,
+    kv_events: "KvEventPublisher | None",
 ) -> int:
+    info = executor.info
+    if config.kv_events is not None and kv_events is not None:
+        kv_events.start(Wire(info.block_size, info.sliding_window, config.kv_events.has_key_in_salts))
     sock.sendall(messages.ready(engine_info(config, executor)))
-    wake_read, wake_write = os.pipe()
-    os.set_blocking(wake_write, False)
-    loop = EngineLoop(config, executor, FrameSocket(sock), structured_output=structured_output, wake_fd=wake_read)
-    signal.set_wakeup_fd(wake_write)
-    signal.signal(signal.SIGTERM, lambda *_: loop.stop())
-    _StepWatchdog(loop, config.worker.step_timeout_s, is_inline=not executor.rank_pids).start()
+    loop = EngineLoop(config, executor, FrameSocket(sock), structured_output=structured_output, kv_events=kv_events)
     # Objects made while loading are kept for good: garbage collections during steps need not look through them.
     gc.collect()
     gc.freeze()
     gc.enable()
-    logger.info("event=engine_ready num_blocks=%d block_size=%d", executor.info.num_blocks, executor.info.block_size)
-    invariant = "true" if executor.info.batch_invariant else "false"
-    logger.info('event=determinism batch_invariant=%s reason="%s"', invariant, executor.info.batch_invariant_reason)
-    invariant = "true" if executor.info.rank_invariant else "false"
-    logger.info('event=determinism rank_invariant=%s reason="%s"', invariant, executor.info.rank_invariant_reason)
+    logger.info("event=engine_ready num_blocks=%d block_size=%d", info.num_blocks, info.block_size)
+    if info.kv_offload is not None:
+        tiers = info.kv_offload
+        what = tiers.num_slots, tiers.bytes_per_block, tiers.max_disk_bytes, tiers.read_bytes_per_s or 0.0
+        logger.info("event=kv_offload host_blocks=%d block_bytes=%d disk_bytes=%d read_bytes_per_s=%.0f", *what)
+    invariant = "true" if info.batch_invariant else "false"
+    logger.info('event=determinism batch_invariant=%s reason="%s"', invariant, info.batch_invariant_reason)
+    invariant = "true" if info.rank_invariant else "false"
+    logger.info('event=determinism rank_invariant=%s reason="%s"', invariant, info.rank_invariant_reason)
     return loop.run()
 
 
@@ -193,6 +202,8 @@ def engine_info(config: EngineConfig, executor: "Executor") -> EngineInfo:
         quantization=info.quantization,
         kv_cache_dtype=info.kv_cache_dtype,
         step_timeout_s=worker.step_timeout_s,
+        pipeline_parallel_size=worker.pipeline_parallel_size,
+        nnodes=worker.nnodes,
         max_silence_s=config.heartbeat_interval_s + worker.step_timeout_s,
     )
 
@@ -225,16 +236,16 @@ def _leave_at_end_of_file(sock: socket.socket) -> None:
 class _GrammarLoader(threading.Thread):
     """Makes the `StructuredOutputManager`, which takes seconds, while the ranks load the weights."""
 
-    def __init__(self, model_path: str) -> None:
+    def __init__(self, tokenizer_path: str) -> None:
         super().__init__(name="grammars", daemon=True)
-        self._model_path = model_path
+        self._tokenizer_path = tokenizer_path
         self._manager: StructuredOutputManager | None = None
         self._error: Exception | None = None
         self.start()
 
     def run(self) -> None:
         try:
-            self._manager = StructuredOutputManager.open(self._model_path)
+            self._manager = StructuredOutputManager.open(self._tokenizer_path)
         except Exception as error:
             self._error = error
 
@@ -262,6 +273,7 @@ class _LoadingWatchdog(threading.Thread):
     """Ends the process when loading makes no progress: the loading thread may be in a read that never returns."""
 
     def __init__(self, sock: socket.socket, limit_s: float) -> None:
+        """The executor finds a rank that is stuck for `limit_s`, so this waits a tenth longer."""
         super().__init__(name="loading", daemon=True)
         self._sock = sock
         self._limit_s = limit_s
@@ -269,16 +281,16 @@ class _LoadingWatchdog(threading.Thread):
         self._since = time.monotonic()
         self._done = threading.Event()
 
-    def progress(self, phase: str, fraction: float) -> None:
+    def progress(self, phase: str, fraction: float, detail: str = "") -> None:
         self._state, self._since = (phase, fraction), time.monotonic()
-        self._sock.sendall(messages.progress(phase, fraction))
+        self._sock.sendall(messages.progress(phase, fraction, detail))
 
     def stop(self) -> None:
         self._done.set()
 
     def run(self) -> None:
         while not self._done.wait(min(_WATCH_S, self._limit_s / 4)):
-            if time.monotonic() - self._since > self._limit_s:
+            if time.monotonic() - self._since > 1.1 * self._limit_s:
                 break
         if self._done.is_set():
             return
@@ -292,27 +304,6 @@ class _LoadingWatchdog(threading.Thread):
         faulthandler.dump_traceback(sys.stderr)
         self._sock.sendall(messages.failed(failure))
         os._exit(failure.exit_code)
-
-
-class _StepWatchdog(threading.Thread):
-    """Ends the process when a step takes longer than `step_timeout_s`: the loop itself cannot, it is inside the step.
-
-    An executor with rank processes finds a hung rank by itself, and gets some time to report it first.
-    """
-
-    def __init__(self, loop: EngineLoop, step_timeout_s: float, *, is_inline: bool) -> None:
-        super().__init__(name="watchdog", daemon=True)
-        self._loop = loop
-        self._limit_s = step_timeout_s if is_inline else step_timeout_s + 2 * _SHUTDOWN_S
-
-    def run(self) -> None:
-        while True:
-            time.sleep(min(_WATCH_S, self._limit_s / 4))
-            since = self._loop.busy_since
-            if since is not None and time.monotonic() - since > self._limit_s:
-                logger.critical("event=step_hung limit_s=%g", self._limit_s)
-                faulthandler.dump_traceback(sys.stderr)
-                os._exit(EXIT_RANK_HUNG)
 
 
 class LineFormatter(logging.Formatter):
@@ -340,15 +331,11 @@ def _on_one_line(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
-def log_to_stderr(level: str = "INFO") -> None:
+def log_to_stderr(level: str = "INFO", *, is_json: bool = False) -> None:
     """Make all loggers of this process write to stderr."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LineFormatter())
+    handler.setFormatter(JsonFormatter() if is_json else LineFormatter())
     root = logging.getLogger("oarlock")
     root.handlers[:] = [handler]
     root.setLevel(level)
     root.propagate = False
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

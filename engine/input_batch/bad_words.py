@@ -9,6 +9,7 @@ Knows token ids. Does not know sequences or masks.
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import chain
 
 Word = tuple[int, ...]
 _Split = tuple[dict[int, "_Node"], list[int]]  # children by the token before; last ids of the words that end here
@@ -22,11 +23,12 @@ class BadWords:
         self.made_from = words
         self._root: dict[int, _Node] = _split([word for word in words if len(word) > 1], 0)[0]
 
-    def completed_by(self, token_ids: Sequence[int], most: int) -> list[int]:
-        """The last ids of the words whose other tokens are the end of `token_ids`, within its last `most` ids."""
+    def completed_by(self, token_ids: Sequence[int], most: int, more: Sequence[int] = ()) -> list[int]:
+        """The last ids of the words whose other tokens are the end of `token_ids` and `more`, one after the other,
+        within `more` and the last `most` of `token_ids`."""
         found: list[int] = []
-        children = self._root
-        for depth, token in enumerate(reversed(token_ids), 1):
+        children, most = self._root, most + len(more)
+        for depth, token in enumerate(chain(reversed(more), reversed(token_ids)), 1):
             node = children.get(token) if depth <= most else None
             if node is None:
                 break

@@ -1,29 +1,53 @@
 """Builds the arrays of a step, `StepMetadata`, from what the scheduler decided.
 
-Block tables and sampling parameters are kept in tables addressed by a sequence's row; a step writes only the entries
-that changed and gathers the rows it needs. Knows numpy and the step's layout. Does not know policy or transport.
+Block tables and sampling parameters are kept in tables addressed by a sequence's row; a step carries the entries of
+block tables that changed, and the parameters of its rows. Knows numpy and the step's layout. Does not know policy or
+transport.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from engine.input_batch.grammar_bitmask import GrammarBitmask
 from engine.input_batch.sampled_rows import SampledRows
-from engine.input_batch.sampling_metadata import NO_BIAS, GrammarBitmask, build_sampling_metadata, wanted_until
-from engine.scheduler.output import ScheduledTokens, SchedulerOutput
+from engine.input_batch.sampling_metadata import (
+    NO_BIAS,
+    AskingRow,
+    build_sampling_metadata,
+    history_sections,
+    wanted_until,
+)
+from engine.kv_cache.offload import NO_COPIES, Copies
+from engine.sampling_params import penalises
+from engine.scheduler.output import NOT_KNOWN, Decodes, ScheduledTokens, SchedulerOutput
 from engine.scheduler.sequence import Sequence
+from workers.kv_offload import DIGEST_BYTES
 from workers.protocol import NULL_BLOCK, StepMetadata
 
 _NO_LOGPROBS = -1
 _SAMPLE = -1
-_NOT_KNOWN = -1
+_NEVER = 0  # before the first step
 
 
 class BuiltStep(NamedTuple):
-    """A step for the ranks, and what writes its `mask_bits` after its submission; None when they are complete."""
+    """A step for the ranks, and what computes its `mask_bits` after its submission; None when they are complete."""
 
     step: StepMetadata
     masks: GrammarBitmask | None
+
+
+class _Tokens(NamedTuple):
+    """The tokens of a step, before it is known where they are written."""
+
+    rows_of_seqs: np.ndarray  # int64 [S]   of the engine's tables
+    seq_lens: np.ndarray  # int64 [S]
+    query_start_loc: np.ndarray  # int32 [S + 1]
+    rows: np.ndarray  # int64 [T]
+    token_ids: np.ndarray  # int32 [T]   or NOT_KNOWN
+    positions: np.ndarray  # int64 [T]
+    rows_of_logits: np.ndarray  # int64 [L]
+    columns: dict[str, np.ndarray]  # the fields of the step over L
 
 
 class InputBatch:
@@ -35,91 +59,137 @@ class InputBatch:
         self._sampled_rows = SampledRows(max_num_seqs)
         self._tables = np.full((max_num_seqs, -(-max_model_len // block_size)), NULL_BLOCK, np.int32)
         # by row, written when a sequence gets the row
-        self._temperature = np.zeros(max_num_seqs, np.float32)
-        self._top_p = np.zeros(max_num_seqs, np.float32)
-        self._top_k = np.zeros(max_num_seqs, np.int32)
-        self._min_p = np.zeros(max_num_seqs, np.float32)
-        self._seeds = np.zeros(max_num_seqs, np.int64)
-        self._num_logprobs = np.zeros(max_num_seqs, np.int32)
+        self._choices = {
+            "temperature": np.zeros(max_num_seqs, np.float32),
+            "top_p": np.zeros(max_num_seqs, np.float32),
+            "top_k": np.zeros(max_num_seqs, np.int32),
+            "min_p": np.zeros(max_num_seqs, np.float32),
+            "seeds": np.zeros(max_num_seqs, np.int64),
+            "num_logprobs": np.zeros(max_num_seqs, np.int32),
+        }
         self._unconstrained_from = np.zeros(
             max_num_seqs, np.int64
         )  # position from which on no bias, penalty or mask is needed
+        self._history_step = np.zeros(max_num_seqs, np.int64)  # in which the history of a row's sequence was sent
+        # of the last step in which every sequence decoded: while no row changes, the next one has the same
+        self._gathered_of: np.ndarray | None = None
+        self._gathered: dict[str, np.ndarray] = {}
+        self._counting = np.arange(max_num_seqs + 1, dtype=np.int32)
+        self._samples = np.full(max_num_seqs, _SAMPLE, np.int32)
 
     def build(self, output: SchedulerOutput) -> BuiltStep:
         """Arrays for `output`. Building the same output twice gives the same arrays."""
         for seq in output.new_rows:
             if seq.row >= 0:
                 self._assign(seq)
-        for row, column, block in output.new_blocks:
-            self._tables[row, column] = block
-        scheduled = output.scheduled
-        rows = np.array([item.seq.row for item in scheduled], np.int64)  # [S]
-        starts = np.array([item.start for item in scheduled], np.int64)  # [S]
-        counts = np.array([item.num_tokens for item in scheduled], np.int64)  # [S]
-        query_start_loc = np.zeros(len(scheduled) + 1, np.int64)  # [S + 1]
-        np.cumsum(counts, out=query_start_loc[1:])
-        seq_lens = starts + counts  # [S]
-        if len(scheduled) == query_start_loc[-1]:  # every sequence decodes
-            newest = [
-                known[item.start] if item.start < len(known := item.seq.token_ids) else _NOT_KNOWN for item in scheduled
-            ]
-            token_ids = np.array(newest, np.int32)
-            positions, row_of_token = starts, rows
-        else:
-            token_ids = np.array(_concatenated(scheduled), np.int32)
-            first = np.repeat(starts - query_start_loc[:-1], counts)
-            positions, row_of_token = first + np.arange(len(token_ids)), np.repeat(rows, counts)  # [T]
-        blocks = self._tables[row_of_token, positions // self.block_size].astype(np.int64)  # [T]
-        width = -(-int(seq_lens.max()) // self.block_size)
-        rows_of_logits, columns = self._logits_columns(scheduled, rows, seq_lens, query_start_loc)
-        unknown = np.flatnonzero(token_ids == _NOT_KNOWN)
+                self._gathered_of = None
+        entries = self._write_tables(output.new_blocks)
+        tokens = self._mixed(output) if output.scheduled else self._decodes(output.decodes)
+        blocks = self._tables[tokens.rows, tokens.positions // self.block_size].astype(np.int64)  # [T]
+        token_ids, columns = tokens.token_ids, tokens.columns
+        unknown = (token_ids == NOT_KNOWN).nonzero()[0]
         if len(unknown):
-            token_ids[unknown] = self._sampled_rows.references(output.step_id, row_of_token[unknown])
-        self._sampled_rows.note(output.step_id, rows_of_logits, columns["target_ids"] == _SAMPLE)
-        sampling, masks = self._sampling_metadata(scheduled, rows_of_logits, columns)
+            token_ids = token_ids.copy()
+            token_ids[unknown] = self._sampled_rows.references(output.step_id, tokens.rows[unknown])
+        self._sampled_rows.note(output.step_id, tokens.rows_of_logits, columns["target_ids"] == _SAMPLE)
+        sampling, masks = self._sampling_metadata(output, tokens.rows_of_logits, columns)
         step = StepMetadata(
             step_id=output.step_id,
+            is_ahead=output.is_ahead,
             token_ids=token_ids,
-            positions=positions.astype(np.int32),
-            slot_mapping=blocks * self.block_size + positions % self.block_size,
-            query_start_loc=query_start_loc.astype(np.int32),
-            seq_lens=seq_lens.astype(np.int32),
-            block_tables=self._tables[rows, :width],
+            positions=tokens.positions.astype(np.int32),
+            slot_mapping=blocks * self.block_size + tokens.positions % self.block_size,
+            query_start_loc=tokens.query_start_loc,
+            seq_lens=tokens.seq_lens.astype(np.int32),
+            rows=tokens.rows_of_seqs.astype(np.int32),
+            **entries,
             **columns,
             **sampling,
+            num_drafts=_num_drafts(output),
+            **_kv_copies(output.kv_copies),
         )
         return BuiltStep(step, masks)
+
+    def forget_histories(self) -> None:
+        """The ranks may have lost what they keep of penalties: it is sent again, whole. No step is in flight."""
+        self._history_step[:] = _NEVER
+
+    def _decodes(self, decodes: Decodes) -> _Tokens:
+        """The tokens of a step in which every sequence decodes."""
+        rows, positions, num_seqs = decodes.rows, decodes.positions, len(decodes.rows)
+        seq_lens = positions + 1
+        if rows is not self._gathered_of:
+            self._gathered_of, self._gathered = rows, self._gather(rows)
+        columns = {
+            "logits_indices": self._counting[:num_seqs],
+            "target_ids": self._samples[:num_seqs],
+            "sample_positions": seq_lens.astype(np.int32),
+            **self._gathered,
+        }
+        query_start_loc = self._counting[: num_seqs + 1]
+        return _Tokens(rows, seq_lens, query_start_loc, rows, decodes.token_ids, positions, rows, columns)
+
+    def _mixed(self, output: SchedulerOutput) -> _Tokens:
+        """The tokens of a step with some of prompts or the like."""
+        scheduled, decodes, num_decodes = output.scheduled, output.decodes, len(output.decodes.rows)
+        rows = _joined(decodes.rows, [item.seq.row for item in scheduled])  # [S]
+        starts = _joined(decodes.positions, [item.start for item in scheduled])  # [S]
+        counts = _joined(np.ones(num_decodes, np.int64), [item.num_tokens for item in scheduled])  # [S]
+        query_start_loc = np.zeros(len(rows) + 1, np.int64)  # [S + 1]
+        np.cumsum(counts, out=query_start_loc[1:])
+        seq_lens = starts + counts  # [S]
+        token_ids = _joined(decodes.token_ids, _concatenated(scheduled))  # [T]
+        first = np.repeat(starts - query_start_loc[:-1], counts)
+        positions, row_of_token = first + np.arange(len(token_ids)), np.repeat(rows, counts)  # [T]
+        if any(item.num_scored or item.drafts for item in scheduled):
+            rows_of_logits, columns = self._scoring_columns(output.items(), query_start_loc)
+        else:
+            wants = _joined(np.ones(num_decodes, bool), [item.wants_logits for item in scheduled])  # [S]
+            rows_of_logits, last, after = rows[wants], query_start_loc[1:][wants] - 1, seq_lens[wants]
+            columns = {
+                "logits_indices": last.astype(np.int32),
+                "target_ids": self._samples[: len(rows_of_logits)],
+                "sample_positions": after.astype(np.int32),
+                **self._gather(rows_of_logits),
+            }
+        starts_of_seqs = query_start_loc.astype(np.int32)
+        return _Tokens(rows, seq_lens, starts_of_seqs, row_of_token, token_ids, positions, rows_of_logits, columns)
+
+    def _write_tables(self, new_blocks: list[tuple[int, int, int]]) -> dict[str, np.ndarray]:
+        """The step's fields for block tables, each changed entry once. Of writes to one entry the last one holds."""
+        if not new_blocks:
+            return {}
+        written = {(row, column): block for row, column, block in new_blocks}
+        rows, columns = np.array(list(written), np.int64).T  # [n]
+        blocks = np.array(list(written.values()), np.int32)
+        self._tables[rows, columns] = blocks
+        return {
+            "table_rows": rows.astype(np.int32),
+            "table_columns": columns.astype(np.int32),
+            "table_blocks": blocks,
+        }
 
     def _assign(self, seq: Sequence) -> None:
         """Write the table entries of the row that `seq` has got."""
         params, row = seq.request.params, seq.row
-        self._tables[row] = NULL_BLOCK
-        self._temperature[row] = params.temperature
-        self._top_p[row] = params.top_p
-        self._top_k[row] = params.top_k
-        self._min_p[row] = params.min_p
-        self._seeds[row] = params.seed
-        self._num_logprobs[row] = _NO_LOGPROBS if params.logprobs is None else params.logprobs
+        chosen = {
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "min_p": params.min_p,
+            "seeds": params.seed,
+            "num_logprobs": _NO_LOGPROBS if params.logprobs is None else params.logprobs,
+        }
+        for name, value in chosen.items():
+            self._choices[name][row] = value
         self._unconstrained_from[row] = wanted_until(seq)
-
-    def _logits_columns(
-        self, scheduled: list[ScheduledTokens], rows: np.ndarray, seq_lens: np.ndarray, query_start_loc: np.ndarray
-    ) -> tuple[np.ndarray, dict[str, Any]]:
-        """The table row of each of the L rows of logits, int64 [L], and the fields of the step over L."""
-        if any(item.num_scored for item in scheduled):
-            return self._scoring_columns(scheduled, query_start_loc)
-        wants = np.array([item.wants_logits for item in scheduled], bool)  # [S]
-        if wants.all():
-            last, rows, positions = query_start_loc[1:] - 1, rows, seq_lens
-        else:
-            last, rows, positions = query_start_loc[1:][wants] - 1, rows[wants], seq_lens[wants]
-        targets = np.full(len(rows), _SAMPLE, np.int32)
-        return rows, self._columns(rows, last, targets, positions, self._num_logprobs[rows])
+        self._history_step[row] = _NEVER
 
     def _scoring_columns(
         self, scheduled: list[ScheduledTokens], query_start_loc: np.ndarray
-    ) -> tuple[np.ndarray, dict[str, Any]]:
-        """The same when prompt tokens are scored: several rows of logits per sequence."""
+    ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """The table row of each of the L rows of logits, int64 [L], and the fields of the step over L, when prompt
+        tokens are scored, or tokens drafted: several rows of logits per sequence."""
         rows: list[int] = []
         indices: list[int] = []
         targets: list[int] = []
@@ -128,47 +198,31 @@ class InputBatch:
         for item, first in zip(scheduled, query_start_loc.tolist(), strict=False):
             seq, params = item.seq, item.seq.request.params
             end = item.score_from + item.num_scored
-            rows += [seq.row] * (item.num_scored + item.wants_logits)
+            rows += [seq.row] * item.num_rows
             indices += range(first + item.score_from - item.start, first + end - item.start)
             targets += seq.token_ids[item.score_from + 1 : end + 1]
             positions += range(item.score_from + 1, end + 1)
             num_logprobs += [params.prompt_logprobs or 0] * item.num_scored
-            if item.wants_logits:
-                indices.append(first + item.num_tokens - 1)
-                targets.append(_SAMPLE)
-                positions.append(item.start + item.num_tokens)
-                num_logprobs.append(_NO_LOGPROBS if params.logprobs is None else params.logprobs)
+            num_sampled = item.num_rows - item.num_scored
+            indices += range(first + item.num_tokens - num_sampled, first + item.num_tokens)
+            targets += [_SAMPLE] * num_sampled
+            positions += range(item.start + item.num_tokens + 1 - num_sampled, item.start + item.num_tokens + 1)
+            num_logprobs += [_NO_LOGPROBS if params.logprobs is None else params.logprobs] * num_sampled
         rows_of_logits = np.array(rows, np.int64)
-        return rows_of_logits, self._columns(
-            rows_of_logits,
-            np.array(indices, np.int64),
-            np.array(targets, np.int32),
-            np.array(positions, np.int64),
-            np.array(num_logprobs, np.int32),
-        )
-
-    def _columns(
-        self,
-        rows: np.ndarray,
-        logits_indices: np.ndarray,
-        target_ids: np.ndarray,
-        sample_positions: np.ndarray,
-        num_logprobs: np.ndarray,
-    ) -> dict[str, Any]:
-        return {
-            "logits_indices": logits_indices.astype(np.int32),
-            "target_ids": target_ids,
-            "sample_positions": sample_positions.astype(np.int32),
-            "temperature": self._temperature[rows],
-            "top_p": self._top_p[rows],
-            "top_k": self._top_k[rows],
-            "min_p": self._min_p[rows],
-            "seeds": self._seeds[rows],
-            "num_logprobs": num_logprobs,
+        return rows_of_logits, {
+            "logits_indices": np.array(indices, np.int32),
+            "target_ids": np.array(targets, np.int32),
+            "sample_positions": np.array(positions, np.int32),
+            **self._gather(rows_of_logits),
+            "num_logprobs": np.array(num_logprobs, np.int32),
         }
 
+    def _gather(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """How tokens are chosen in `rows`, int64 [L]: fields of the step over L."""
+        return {name: column[rows] for name, column in self._choices.items()}
+
     def _sampling_metadata(
-        self, scheduled: list[ScheduledTokens], rows: np.ndarray, columns: dict[str, Any]
+        self, output: SchedulerOutput, rows: np.ndarray, columns: dict[str, np.ndarray]
     ) -> tuple[dict[str, np.ndarray], GrammarBitmask | None]:
         """Bias, penalties and masks of the rows of logits that ask for any."""
         is_early = columns["sample_positions"] < self._unconstrained_from[rows]  # [L]
@@ -176,17 +230,53 @@ class InputBatch:
         if not more.any():
             return NO_BIAS, None
         indices = np.flatnonzero(more)
-        seq_of_row = {item.seq.row: item.seq for item in scheduled}
+        item_of_row = {item.seq.row: item for item in output.scheduled}
         asking = []
         for index, row, position in zip(indices, rows[indices], columns["sample_positions"][indices], strict=True):
-            seq = seq_of_row[int(row)]
-            asking.append((int(index), seq, int(position) - seq.num_prompt_tokens))
-        return build_sampling_metadata(asking, self.vocab_size)
+            item = item_of_row.get(int(row))
+            seq, drafts = (output.decodes.seqs[row], ()) if item is None else (item.seq, item.drafts)
+            assert seq is not None
+            asking.append((int(index), seq, int(position) - seq.num_prompt_tokens, drafts))
+        sections, masks = build_sampling_metadata(asking, self.vocab_size)
+        if "penalty_rows" in sections and (new := self._without_history(asking, output.step_id)):
+            sections |= history_sections(new)
+        return sections, masks
+
+    def _without_history(self, asking: list[AskingRow], step_id: int) -> list[Sequence]:
+        """Of the sequences that sample with penalties, those that do so for the first time in their row."""
+        new: dict[int, Sequence] = {}
+        for _, seq, num_generated, _ in asking:
+            is_new = self._history_step[seq.row] in (_NEVER, step_id) and seq.row not in new
+            if is_new and penalises(seq.request.params):
+                assert num_generated == seq.num_generated_tokens, "a history with a token that is not known yet"
+                new[seq.row] = seq
+                self._history_step[seq.row] = step_id
+        return list(new.values())
 
 
 def _concatenated(scheduled: list[ScheduledTokens]) -> list[int]:
     token_ids: list[int] = []
     for item in scheduled:
         known = item.seq.token_ids[item.start : item.start + item.num_tokens]
-        token_ids += known or [_NOT_KNOWN]
+        token_ids += known or [NOT_KNOWN]
+        token_ids += item.drafts
     return token_ids
+
+
+def _num_drafts(output: SchedulerOutput) -> np.ndarray:
+    """int32 [S] of a step with drafts, else empty."""
+    if not output.num_drafts:
+        return np.empty(0, np.int32)
+    return _joined(np.zeros(len(output.decodes.rows), np.int32), [len(item.drafts) for item in output.scheduled])
+
+
+def _kv_copies(copies: Copies) -> dict[str, np.ndarray]:
+    if copies is NO_COPIES:
+        return {}
+    numbers = np.array([(kind, block, slot) for kind, block, slot, _ in copies.commands], np.int32)
+    digests = b"".join(digest.ljust(DIGEST_BYTES, b"\0") for _, _, _, digest in copies.commands)
+    return {"kv_copies": numbers, "kv_digests": np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES)}
+
+
+def _joined(column: np.ndarray, more: list[int]) -> np.ndarray:
+    return np.concatenate((column, np.array(more, column.dtype)))

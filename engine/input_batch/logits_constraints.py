@@ -1,11 +1,16 @@
 """The constraints of one request on its logits: bans, additions and masks over the vocabulary.
 
-    bias     additions of `logit_bias`; -inf for its -100, for ids that complete a bad word, for stop ids too early
-    mask     `allowed_token_ids`, narrowed by the grammar, narrowed to the ids that `logit_bias` forces with 100
+    bias     additions of `logit_bias`; -inf for its -100, for bad words of one token, for stop ids too early
+    mask     the grammar, narrowed to `allowed_token_ids`, to the ids that `logit_bias` forces with 100, and to those
+             that complete no bad word of several tokens
+
+So what the newest token decides is in the mask, and the bias is known before that token is.
 
 Forced ids exclude all others, but bans exclude forced ids: where every forced id is banned or outside the mask, nothing
 is forced. Does not know rows, steps, or how the ranks apply the constraints.
 """
+
+from collections.abc import Collection
 
 import numpy as np
 
@@ -15,8 +20,6 @@ from engine.sampling_params import BAN, FORCE, banned_always
 from engine.scheduler.sequence import Sequence
 from workers.protocol import mask_words
 
-_ALL = 0xFFFFFFFF
-
 
 class _AllowedIds:
     """The mask of `allowed_token_ids`: uint32, as many words as the largest of them needs."""
@@ -25,10 +28,10 @@ class _AllowedIds:
         self.made_from = ids
         self._bits = _bits(ids, max(ids) + 1)
 
-    def narrow(self, mask: np.ndarray) -> None:
+    def narrow(self, masks: np.ndarray) -> None:
         size = len(self._bits)
-        mask[:size] &= self._bits
-        mask[size:] = 0
+        masks[:, :size] &= self._bits
+        masks[:, size:] = 0
 
 
 _bad_words = IdentityCache(BadWords)
@@ -48,6 +51,7 @@ class Constraints:
         "_min_tokens",
         "_stop_ids",
         "_values",
+        "follows_tokens",
     )
 
     def __init__(self, seq: Sequence, vocab_size: int) -> None:
@@ -62,17 +66,13 @@ class Constraints:
         self._allowed = None if allowed is None else _allowed_ids.get(allowed)
         self._min_tokens = params.min_tokens
         self._stop_ids = sorted(seq.stop_ids)
-        self._bad_words = _bad_words.get(params.bad_words) if params.bad_words else None
+        has_long_words = any(len(word) > 1 for word in params.bad_words)
+        self._bad_words = _bad_words.get(params.bad_words) if has_long_words else None
+        self.follows_tokens = has_long_words or seq.grammar_matcher is not None  # whether the mask does
 
-    def bans_now(self, seq: Sequence, num_generated: int) -> list[int]:
-        """Ids that are banned in this step in addition to those that always are, after `num_generated` tokens.
-
-        The last of these may be unknown as yet; not where bad words have several tokens.
-        """
-        ids = self._stop_ids if num_generated < self._min_tokens else []
-        if self._bad_words is not None and num_generated:
-            ids = ids + self._bad_words.completed_by(seq.token_ids, num_generated)
-        return ids
+    def bans_now(self, num_generated: int) -> list[int]:
+        """Ids that the bias bans after `num_generated` tokens, in addition to those that it always does."""
+        return self._stop_ids if num_generated < self._min_tokens else []
 
     def bias(self, bans_now: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Ids, int32 [m], and what is added to their logits, float32 [m]. An id may come twice."""
@@ -81,23 +81,43 @@ class Constraints:
         values = np.full(len(bans_now), -np.inf, np.float32)
         return np.concatenate([self._ids, np.array(bans_now, np.int32)]), np.concatenate([self._values, values])
 
-    def has_mask(self, seq: Sequence) -> bool:
-        return self._allowed is not None or self._forced is not None or seq.grammar_matcher is not None
+    @property
+    def has_mask(self) -> bool:
+        return self._allowed is not None or self._forced is not None or self.follows_tokens
 
-    def fill_mask(self, seq: Sequence, bans_now: list[int], into: np.ndarray) -> None:
-        """Write the ids that may be chosen as bits of `into`, uint32 [ceil(vocab / 32)]."""
-        if seq.grammar_matcher is not None:
-            seq.grammar_matcher.fill_mask(into)
-        else:
-            into[:] = _ALL
+    def narrow(
+        self,
+        token_ids: list[int],
+        num_generated: int,
+        drafts: tuple[int, ...],
+        bans: list[list[int]],
+        masks: np.ndarray,
+    ) -> None:
+        """Narrow `masks`, uint32 [1 + drafts, W], which hold the grammar's or all ids.
+
+        The last `num_generated` of `token_ids` were generated; row j stands after them and `drafts[:j]`. `bans`: by
+        row, what `bans_now` was.
+        """
         if self._allowed is not None:
-            self._allowed.narrow(into)
-        if self._forced is not None:
-            forced = into & self._forced
-            for token in {*self._bans, *bans_now}.intersection(self._forced_ids):
-                forced[token // 32] &= np.uint32(_ALL ^ 1 << token % 32)
-            if forced.any():
-                into[:] = forced
+            self._allowed.narrow(masks)
+        if self._forced is None and self._bad_words is None:
+            return
+        for row, mask in enumerate(masks):
+            completed: list[int] = []
+            if self._bad_words is not None:
+                completed = self._bad_words.completed_by(token_ids, num_generated, drafts[:row])
+            if self._forced is not None:
+                forced = mask & self._forced
+                _remove(forced, {*self._bans, *bans[row], *completed}.intersection(self._forced_ids))
+                if forced.any():
+                    mask[:] = forced
+            _remove(mask, completed)
+
+
+def _remove(mask: np.ndarray, ids: Collection[int]) -> None:
+    if ids:
+        tokens = np.array([*ids], np.uint32)
+        np.bitwise_and.at(mask, tokens // 32, ~(np.uint32(1) << tokens % 32))
 
 
 def _bits(ids: tuple[int, ...] | list[int], vocab_size: int) -> np.ndarray:

@@ -3,22 +3,20 @@
 Knows numpy and the step's layout. Does not know which row of the engine's tables belongs to which sequence.
 """
 
-import logging
-
 import numpy as np
 
+from engine.input_batch.first_history import FirstHistory
+from engine.input_batch.grammar_bitmask import GrammarBitmask, MaskedRows
 from engine.input_batch.logits_constraints import Constraints
-from engine.input_batch.token_history import TokenHistory
 from engine.sampling_params import penalises
 from engine.scheduler.sequence import Sequence
 from workers.protocol import mask_words
 
-logger = logging.getLogger("oarlock.engine")
-
 ALWAYS = np.iinfo(np.int64).max
 
-_ALL = 0xFFFFFFFF
 _NO_INTS = np.empty(0, np.int32)
+# Index into the L rows, its sequence, how many tokens that will have generated before this row's, and its drafts.
+AskingRow = tuple[int, Sequence, int, tuple[int, ...]]
 NO_BIAS = {"bias_rows": _NO_INTS, "bias_ids": _NO_INTS, "bias_values": np.empty(0, np.float32)}
 
 
@@ -29,33 +27,7 @@ class SamplingState:
 
     def __init__(self, seq: Sequence, vocab_size: int) -> None:
         self.constraints = Constraints(seq, vocab_size)
-        self.history: TokenHistory | None = None  # with penalties only
-
-
-class GrammarBitmask:
-    """The masks of one step when some of them come from grammars, computed while the ranks run that step's model.
-
-    A grammar takes tens to hundreds of microseconds per row, and ranks need the masks only when they sample. Nothing
-    else may touch the sequences from the step's submission until `fill` returns.
-    """
-
-    def __init__(self, masked: list[tuple[Sequence, Constraints, list[int]]]) -> None:
-        """`masked`: for each masked row, in order, its sequence, the constraints, and the ids banned in this step."""
-        self._masked = masked
-        self.failed: list[Sequence] = []  # sequences whose grammar raised
-
-    def fill(self, bits: np.ndarray) -> None:
-        """Write every word of `bits`, uint32 [G, W]. May run in any thread.
-
-        Where a grammar raises, every id is allowed: the request ends and its sampled token is dropped.
-        """
-        for words, (seq, constraints, bans) in zip(bits, self._masked, strict=True):
-            try:
-                constraints.fill_mask(seq, bans, words)
-            except Exception:
-                logger.exception("event=request_failed request_id=%d stage=mask", seq.request_id)
-                words[:] = _ALL
-                self.failed.append(seq)
+        self.history: FirstHistory | None = FirstHistory(seq) if penalises(seq.request.params) else None
 
 
 def wanted_until(seq: Sequence) -> int:
@@ -67,39 +39,43 @@ def wanted_until(seq: Sequence) -> int:
 
 
 def build_sampling_metadata(
-    rows: list[tuple[int, Sequence, int]], vocab_size: int
+    rows: list[AskingRow], vocab_size: int
 ) -> tuple[dict[str, np.ndarray], GrammarBitmask | None]:
     """Sections of `StepMetadata`, by field name, for `rows`, in index order.
 
-    A row is (index into the L rows, its sequence, how many tokens that will have generated before this row's). Also
-    returns what writes `mask_bits` later; None when they are already complete.
+    Also returns what computes `mask_bits` later; None when they are complete.
     """
     biases: list[tuple[int, np.ndarray, np.ndarray]] = []
-    masked: list[tuple[int, Sequence, Constraints, list[int]]] = []
-    penalised: list[tuple[int, Sequence, SamplingState]] = []
-    for index, seq, num_generated in rows:
+    masked: list[MaskedRows] = []
+    mask_rows: list[int] = []
+    penalised: list[tuple[int, Sequence]] = []
+    for index, seq, num_generated, drafts in rows:
         state = _state(seq, vocab_size)
         constraints = state.constraints
-        bans = constraints.bans_now(seq, num_generated)
+        bans = constraints.bans_now(num_generated)
         ids, values = constraints.bias(bans)
         if len(ids):
             biases.append((index, ids, values))
-        if constraints.has_mask(seq):
-            masked.append((index, seq, constraints, bans))
+        if constraints.has_mask:
+            mask_rows.append(index)
+            if masked and masked[-1].seq is seq:  # the row after a draft
+                masked[-1].bans.append(bans)
+            else:
+                masked.append(MaskedRows(seq, constraints, num_generated, [bans], drafts))
         if penalises(seq.request.params):
-            penalised.append((index, seq, state))
+            penalised.append((index, seq))
     sections = {
         **(_bias_sections(biases) if biases else NO_BIAS),
         **(_penalty_sections(penalised) if penalised else {}),
     }
     if not masked:
         return sections, None
-    sections["mask_rows"] = np.array([index for index, *_ in masked], np.int32)
-    sections["mask_bits"] = bits = np.empty((len(masked), mask_words(vocab_size)), np.uint32)
-    if any(seq.grammar_matcher is not None for _, seq, _, _ in masked):
-        return sections, GrammarBitmask([(seq, constraints, bans) for _, seq, constraints, bans in masked])
-    for words, (_, seq, constraints, bans) in zip(bits, masked, strict=True):  # without grammars: only copies
-        constraints.fill_mask(seq, bans, words)
+    sections["mask_rows"] = np.array(mask_rows, np.int32)
+    masks = GrammarBitmask(masked, mask_words(vocab_size))
+    if masks.follows_tokens:
+        sections["mask_bits"] = masks.until_known
+        return sections, masks
+    sections["mask_bits"] = masks.compute()
     return sections, None
 
 
@@ -119,27 +95,27 @@ def _bias_sections(biases: list[tuple[int, np.ndarray, np.ndarray]]) -> dict[str
     }
 
 
-def _penalty_sections(penalised: list[tuple[int, Sequence, SamplingState]]) -> dict[str, np.ndarray]:
-    params = [seq.request.params for _, seq, _ in penalised]
-    histories = [_history(seq, state) for _, seq, state in penalised]
-    starts = np.zeros(len(histories) + 1, np.int32)
-    np.cumsum([len(history.ids) for history in histories], out=starts[1:])
+def _penalty_sections(penalised: list[tuple[int, Sequence]]) -> dict[str, np.ndarray]:
+    params = [seq.request.params for _, seq in penalised]
     return {
-        "penalty_rows": np.array([index for index, _, _ in penalised], np.int32),
+        "penalty_rows": np.array([index for index, _ in penalised], np.int32),
         "repetition": np.array([one.repetition_penalty for one in params], np.float32),
         "frequency": np.array([one.frequency_penalty for one in params], np.float32),
         "presence": np.array([one.presence_penalty for one in params], np.float32),
-        "history_starts": starts,
-        "history_ids": np.concatenate([history.ids for history in histories]),
-        "history_counts": np.concatenate([history.counts for history in histories]),
     }
 
 
-def _history(seq: Sequence, state: SamplingState) -> TokenHistory:
-    """The history of `seq` up to its last token. Only the repetition penalty needs the prompt's ids."""
-    if state.history is None:
-        request = seq.request
-        prompt = request.prompt_token_ids if request.params.repetition_penalty != 1 else ()
-        state.history = TokenHistory(prompt, seq.num_prompt_tokens)
-    state.history.catch_up(seq.token_ids)
-    return state.history
+def history_sections(seqs: list[Sequence]) -> dict[str, np.ndarray]:
+    """The whole histories of `seqs`, some that have penalties, and whose tokens are all known."""
+    found = []
+    for seq in seqs:
+        assert isinstance(seq.sampling_state, SamplingState) and seq.sampling_state.history is not None
+        found.append(seq.sampling_state.history.of(seq))
+    starts = np.zeros(len(found) + 1, np.int32)
+    np.cumsum([len(ids) for ids, _ in found], out=starts[1:])
+    return {
+        "history_rows": np.array([seq.row for seq in seqs], np.int32),
+        "history_starts": starts,
+        "history_ids": np.concatenate([ids for ids, _ in found]),
+        "history_counts": np.concatenate([counts for _, counts in found]),
+    }

@@ -1,14 +1,15 @@
 """The messages between frontend and engine as frames: for each a function that writes it and one that reads it.
 
     frontend -> engine   config, request, abort, stats, reset_cache, stop
-    engine -> frontend   progress, failed, ready, events, refused, alive, stats, cache_reset, dead
+    engine -> frontend   progress, failed, ready, events, refused, alive, stats, cache_reset, dead, and blocks
+                         (`block_changes.py`)
 
 Does not know sockets. The readers raise `FrameError` for a frame that lacks a field or has one of another type.
 """
 
 from array import array
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from functools import wraps
 from itertools import accumulate, chain
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ from engine.errors import ContextLengthError, OarlockError, QueueFullError, Requ
 from engine.ipc.frames import Frame, FrameError, encode
 from engine.sampling_params import Grammar, SamplingParams
 from engine.stats import EngineStats
-from engine.types import EngineInfo, FinishReason, Request, ScoredTokens, TokenEvent, TokenLogprobs
+from engine.types import EngineInfo, FinishReason, Request, ScoredTokens, TokenEvent, TokenEvents, TokenLogprobs
 
 T = TypeVar("T")
 
@@ -48,13 +49,13 @@ def read_config(frame: Frame) -> EngineConfig:
     return EngineConfig.from_json(frame.head["config"])
 
 
-def progress(phase: str, fraction: float) -> bytes:
-    return encode({"kind": "progress", "phase": phase, "fraction": round(fraction, 4)})
+def progress(phase: str, fraction: float, detail: str = "") -> bytes:
+    return encode({"kind": "progress", "phase": phase, "fraction": round(fraction, 4), "detail": detail})
 
 
 @_reader
-def read_progress(frame: Frame) -> tuple[str, float]:
-    return str(frame.head["phase"]), float(frame.head["fraction"])
+def read_progress(frame: Frame) -> tuple[str, float, str]:
+    return str(frame.head["phase"]), float(frame.head["fraction"]), str(frame.head["detail"])
 
 
 def failed(error: StartupError) -> bytes:
@@ -193,45 +194,55 @@ def read_id(frame: Frame) -> int:
 
 # -- events
 #
-# One frame carries all events of a step. Most are a single token, so the head holds three columns, and a dictionary of
-# the other fields for the events that have any:
+# One frame carries all events of a step. The plain ones, of a single token, are columns of numbers. The head holds
+# columns for the others, and for each of these a dictionary of the fields that it has:
 #
-#     ids      request ids                      extra    {index: {reason, stop, error, param, shapes of logprobs}}
-#     counts   token ids of each event          ints     token ids, then the integers of logprobs
-#     cached   num_cached_tokens of each        floats   logprobs
+#     plain    number of plain events       ints     plain ones: request ids (each in two ints), token ids,
+#     ids      request ids                           num_cached_tokens; then the token ids of the others;
+#     counts   token ids of each                     then the integers of logprobs
+#     cached   num_cached_tokens of each    floats   logprobs
+#     extra    {reason, stop, error, param, code, shapes of logprobs} of each
 
 
-def events(values: list[TokenEvent]) -> bytes:
-    tokens: list[int] = []
+def events(values: TokenEvents) -> bytes:
     ints, floats = array("i"), array("f")
-    extra: dict[str, dict[str, Any]] = {}
-    for index, event in enumerate(values):
-        tokens += event.token_ids
-        if event.finish_reason or event.logprobs or event.prompt_logprobs:
-            extra[str(index)] = _extra(event, ints, floats)
-    head = {
-        "kind": "events",
-        "ids": [event.request_id for event in values],
-        "counts": [len(event.token_ids) for event in values],
-        "cached": [event.num_cached_tokens for event in values],
-        "extra": extra,
-    }
-    return encode(head, array("i", tokens) + ints, floats)
+    ints.frombytes(values.request_ids.tobytes())
+    ints += values.token_ids
+    ints += values.num_cached_tokens
+    head: dict[str, Any] = {"kind": "events", "plain": len(values.request_ids)}
+    if others := values.others:
+        ints.extend(chain.from_iterable(event.token_ids for event in others))
+        head |= {
+            "ids": [event.request_id for event in others],
+            "counts": [len(event.token_ids) for event in others],
+            "cached": [event.num_cached_tokens for event in others],
+            "extra": [_extra(event, ints, floats) for event in others],
+        }
+    return encode(head, ints, floats)
 
 
 @_reader
-def read_events(frame: Frame) -> list[TokenEvent]:
-    head, ints = frame.head, frame.ints
+def read_events(frame: Frame) -> TokenEvents:
+    head, ints, num_plain = frame.head, frame.ints, int(frame.head["plain"])
+    if not 0 <= 4 * num_plain <= len(ints):
+        raise FrameError("more plain events than the frame holds")
+    request_ids = array("q", ints[: 2 * num_plain].tobytes())
+    values = TokenEvents(request_ids, ints[2 * num_plain : 3 * num_plain], ints[3 * num_plain : 4 * num_plain])
+    if "ids" in head:
+        values.others = _read_others(head, ints[4 * num_plain :], frame.floats)
+    return values
+
+
+def _read_others(head: dict[str, Any], ints: array, floats: array) -> list[TokenEvent]:
     ids, counts, cached, extra = head["ids"], head["counts"], head["cached"], head["extra"]
     if min(counts, default=0) < 0 or sum(counts) > len(ints):
         raise FrameError("token counts that the frame does not hold")
-    numbers = _Numbers(ints, sum(counts), frame.floats)
+    numbers = _Numbers(ints, sum(counts), floats)
     values = []
-    ends = accumulate(counts)
-    for index, (request_id, count, end, num_cached) in enumerate(zip(ids, counts, ends, cached, strict=True)):
+    for request_id, count, end, num_cached, more in zip(ids, counts, accumulate(counts), cached, extra, strict=True):
         token_ids = tuple(ints[end - count : end])
-        more = _read_extra(extra[str(index)], numbers) if str(index) in extra else {}
-        values.append(TokenEvent(int(request_id), token_ids, num_cached_tokens=int(num_cached), **more))
+        fields = _read_extra(more, numbers) if more else {}
+        values.append(TokenEvent(int(request_id), token_ids, num_cached_tokens=int(num_cached), **fields))
     return values
 
 
@@ -245,6 +256,8 @@ def _extra(event: TokenEvent, ints: array, floats: array) -> dict[str, Any]:
         extra["error"] = event.error
     if event.error_param is not None:
         extra["param"] = event.error_param
+    if event.error_code is not None:
+        extra["code"] = event.error_code
     for name, entries in (("logprobs", event.logprobs), ("prompt_logprobs", event.prompt_logprobs)):
         if isinstance(entries, ScoredTokens):
             extra[name] = {"count": len(entries), "top": entries.num_top}
@@ -264,6 +277,7 @@ def _read_extra(extra: dict[str, Any], numbers: "_Numbers") -> dict[str, Any]:
         "stop_token_id": extra.get("stop"),
         "error": extra.get("error"),
         "error_param": extra.get("param"),
+        "error_code": extra.get("code"),
     }
     for name in ("logprobs", "prompt_logprobs"):
         shape = extra.get(name)
@@ -361,17 +375,17 @@ def read_dead(frame: Frame) -> tuple[str, int]:
     return str(frame.head["cause"]), int(frame.head["exit_code"])
 
 
-def chunks(values: Iterable[TokenEvent], most_entries: int = 4_000_000) -> Iterable[list[TokenEvent]]:
-    """Events in lists that each fit one frame, however many logprobs they carry."""
-    chunk: list[TokenEvent] = []
-    size = 0
-    for event in values:
-        chunk.append(event)
+def chunks(values: TokenEvents, most_entries: int = 4_000_000) -> Iterable[TokenEvents]:
+    """The same events in order, in parts that each fit one frame, however many logprobs they carry."""
+    chunk = replace(values, others=[])
+    size = len(chunk)
+    for event in values.others:
+        chunk.others.append(event)
         size += 1
         if event.prompt_logprobs:
             size += len(event.prompt_logprobs) * (2 + len(event.prompt_logprobs[0].top))
         if size >= most_entries:
             yield chunk
-            chunk, size = [], 0
-    if chunk:
+            chunk, size = TokenEvents(), 0
+    if len(chunk):
         yield chunk

@@ -6,15 +6,15 @@ A block is in exactly one of three states: *held* (reference count > 0), *cached
 can be found by its hash) or *free* (its content means nothing). Block 0 is the null block and has none of them.
 """
 
-from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
-from hashlib import blake2b
+from collections.abc import Iterable, Iterator
 
+from engine.kv_cache.events import AllBlocksCleared, BlockEventLog, BlockRemoved, BlockStored
+from engine.kv_cache.hashing import extend_hashes
+from engine.kv_cache.offload import KVOffload
 from engine.scheduler.sequence import Sequence, Shortage
 
 NULL_BLOCK = 0
-_HASH_BYTES = 32
 
 
 class KVCacheManager:
@@ -43,9 +43,11 @@ class KVCacheManager:
         self._refs = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(1, num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently freed first
+        self.event_log: BlockEventLog | None = None  # gets every change of what a hash leads to
         # A chained hash of 256 bits covers the salt and every token up to the block's end: equal hashes, equal content.
         self._block_of_hash: dict[bytes, int] = {}
         self._hash_of_block: list[bytes | None] = [None] * num_blocks  # None: cannot be found
+        self.offload: KVOffload | None = None  # what is kept beyond the pool
         self._num_released = 0  # how often a block became available, ever
 
     @property
@@ -68,6 +70,11 @@ class KVCacheManager:
     @property
     def num_held(self) -> int:
         return self.num_total - self.num_available
+
+    def states(self, stride: int) -> str:
+        """`h`, `c` or `f` for every `stride`-th block, from the first on: held, cached or free."""
+        pairs = zip(self._refs[1::stride], self._hash_of_block[1::stride], strict=True)
+        return "".join(["h" if refs else "f" if block_hash is None else "c" for refs, block_hash in pairs])
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -95,6 +102,13 @@ class KVCacheManager:
         found[:unread] = [NULL_BLOCK] * unread
         return found
 
+    def missing_hashes(self, seq: Sequence) -> tuple[int, Iterator[bytes]]:
+        """The first column of `seq` that the prefix cache lacks, and the hashes of its blocks from there on that need
+        not be computed if they can be had."""
+        most = min(seq.num_skippable_tokens, seq.num_tokens - 1) // self.block_size
+        first = len(self.get_computed_blocks(seq, seq.num_skippable_tokens))
+        return first, (self._hash_at(seq, column) for column in range(first, most))
+
     def can_allocate(self, seq: Sequence, reserve: int) -> bool:
         """False when an earlier refusal still holds, so that `allocate` would refuse `seq` again."""
         known = seq.shortage
@@ -108,7 +122,8 @@ class KVCacheManager:
         With a window only the prefix is given, and `allocate_slots` gives the rest as it is computed; but as many as it
         can hold at once must be available.
 
-        A refusal is remembered in `seq.shortage`.
+        A refusal is remembered in `seq.shortage`. None also where host memory has more of the prefix than one step may
+        load: then the next step loads some of it into the prefix cache, and the sequence is to be tried again.
         """
         assert not seq.block_ids
         if not self.can_allocate(seq, reserve):
@@ -128,17 +143,50 @@ class KVCacheManager:
             seq.shortage = Shortage(short + self._num_released, awaited)
             return None
         seq.shortage = None
+        columns = range(len(found), min(max_tokens, seq.num_tokens - 1) // self.block_size)
+        # Held before blocks are allocated: what is evicted for that is saved to other slots.
+        slots = [] if self.offload is None else self.offload.hold(self._hash_at(seq, column) for column in columns)
+        if self.offload is not None and len(slots) > self.offload.load_room:
+            self._load_some(self.offload, seq, found, slots)
+            return None
         for block in found:
             if block != NULL_BLOCK:
                 if self._refs[block] == 0:
                     del self._cached[block]
+                    if self.offload is not None:
+                        self.offload.used_again(block, self._hash_of_block[block])
                 self._refs[block] += 1
         seq.block_ids += found
         seq.num_cached_blocks = len(found)
         seq.num_freed_blocks = self._first_column_in_window(self.block_size * len(found))
-        if self.sliding_window is None:
-            self.allocate_slots(seq, seq.num_tokens)
-        return len(found) * self.block_size
+        if self.sliding_window is not None:
+            return len(found) * self.block_size
+        self.allocate_slots(seq, seq.num_tokens)
+        for column, slot in zip(columns, slots, strict=False):
+            assert self.offload is not None
+            self.offload.load(slot, seq.block_ids[column])
+        num_cached = (len(found) + len(slots)) * self.block_size
+        self.cache_blocks(seq, num_cached)
+        return num_cached
+
+    def _load_some(self, offload: KVOffload, seq: Sequence, found: list[int], slots: list[int]) -> None:
+        """Put as many of `slots` into the prefix cache as the next step may load: of blocks of `seq`, which holds none,
+        behind those `found` in the cache. Nobody holds them, but they are the last to be evicted."""
+        room, own = offload.load_room, [block for block in found if self._refs[block] == 0]
+        for block in own:
+            del self._cached[block]
+        for column, slot in enumerate(slots[:room], len(found)):
+            if self._hash_at(seq, column) in self._block_of_hash:  # behind one that was evicted
+                offload.let_go([slot])
+                continue
+            block = self._allocate_block()
+            offload.load(slot, block)
+            self._name(seq, column, block)
+            own.append(block)
+        offload.let_go(slots[room:])
+        for block in reversed(own):
+            self._refs[block] = 0
+            self._cached[block] = None
 
     def allocate_slots(self, seq: Sequence, num_tokens: int) -> list[int] | None:
         """Give `seq` blocks for `num_tokens` tokens in all. Returns the new ones; None, and no change, if too few."""
@@ -170,12 +218,9 @@ class KVCacheManager:
         if not self.enable_prefix_caching:
             return
         for column in range(seq.num_cached_blocks, num_tokens // self.block_size):
-            block_hash = self._hash_at(seq, column)
-            block = seq.block_ids[column]
             # Two sequences may compute the same content side by side: the first one's block stays the one to be found.
-            if block_hash not in self._block_of_hash:
-                self._block_of_hash[block_hash] = block
-                self._hash_of_block[block] = block_hash
+            if self._hash_at(seq, column) not in self._block_of_hash:
+                self._name(seq, column, seq.block_ids[column])
             seq.num_cached_blocks = column + 1
 
     def free(self, seq: Sequence) -> None:
@@ -195,19 +240,45 @@ class KVCacheManager:
         for block_hash in seq.block_hashes[first_column : seq.num_freed_blocks]:
             block = self._block_of_hash.get(block_hash)
             if block is not None:
-                self._uncache(block)
-                if self._refs[block] == 0:
-                    del self._cached[block]
-                    self._free[block] = None
+                self._forget(block)
+        if self.offload is not None:
+            self.offload.forget(seq.block_hashes[first_column:])
+
+    def uncache(self, seq: Sequence, start: int, end: int) -> None:
+        """The tokens of `seq` from `start` to `end` (exclusive) were not computed after all: what was cached for them
+        cannot be found any more, also when `seq` has ended since. Sequences that hold such blocks keep them."""
+        columns = slice(start // self.block_size, end // self.block_size)
+        for block_hash in seq.block_hashes[columns]:
+            block = self._block_of_hash.get(block_hash)
+            if block is not None:
+                self._forget(block)
+        if self.offload is not None:
+            self.offload.forget(seq.block_hashes[columns])
+        seq.num_cached_blocks = min(seq.num_cached_blocks, columns.start)
+
+    def holds_window(self, seq: Sequence) -> bool:
+        """Whether `seq` still holds every block that its next token reads."""
+        return seq.num_freed_blocks <= self._first_column_in_window(seq.num_computed_tokens)
+
+    def cached_blocks(self) -> list[tuple[int, bytes]]:
+        """What nobody holds and could be found, with its hash: what was used last first, beginnings before what follows
+        them."""
+        return [(block, block_hash) for block in reversed(self._cached) if (block_hash := self._hash_of_block[block])]
 
     def reset_prefix_cache(self) -> int:
-        """Empty the prefix cache; return how many blocks were in it. Sequences that hold such blocks keep them."""
-        blocks = list(self._block_of_hash.values())
-        for block in blocks:
-            self._uncache(block)
+        """Empty the prefix cache; return how many blocks were in it. Sequences that hold such blocks keep them. What
+        host memory holds is forgotten as well; files stay."""
+        if self.offload is not None:
+            self.offload.host.forget_all()
+        num_blocks = len(self._block_of_hash)
+        for block in self._block_of_hash.values():
+            self._hash_of_block[block] = None
+        self._block_of_hash.clear()
         self._free.update(self._cached)
         self._cached.clear()
-        return len(blocks)
+        if self.event_log is not None:
+            self.event_log.append(AllBlocksCleared())
+        return num_blocks
 
     def audit(self, holders: Iterable[Sequence]) -> None:
         """Raise AssertionError unless every block is in exactly one state and every count is right."""
@@ -244,6 +315,9 @@ class KVCacheManager:
             block, _ = self._free.popitem(last=False)
         else:
             block, _ = self._cached.popitem(last=False)
+            block_hash = self._hash_of_block[block]
+            if self.offload is not None and block_hash is not None:
+                self.offload.evicted(block, block_hash)
             self._uncache(block)
         self._refs[block] = 1
         return block
@@ -254,19 +328,39 @@ class KVCacheManager:
             (self._free if self._hash_of_block[block] is None else self._cached)[block] = None
             self._num_released += 1
 
+    def _name(self, seq: Sequence, column: int, block: int) -> None:
+        """`block` can be found as that of `seq` in `column`, which no other is."""
+        block_hash = self._hash_at(seq, column)
+        self._block_of_hash[block_hash] = block
+        self._hash_of_block[block] = block_hash
+        if self.event_log is not None:
+            self.event_log.append(self._stored(seq, column))
+
+    def _forget(self, block: int) -> None:
+        """`block` can no longer be found; it is free if nobody holds it."""
+        self._uncache(block)
+        if self._refs[block] == 0:
+            del self._cached[block]
+            self._free[block] = None
+
     def _uncache(self, block: int) -> None:
         """`block` can no longer be found. The caller moves it from cached to free where it was cached."""
         block_hash = self._hash_of_block[block]
         assert block_hash is not None
         del self._block_of_hash[block_hash]
         self._hash_of_block[block] = None
+        if self.event_log is not None:
+            self.event_log.append(BlockRemoved(block_hash))
+
+    def _stored(self, seq: Sequence, column: int) -> BlockStored:
+        """What is told of the block of `seq` in `column`, which is full."""
+        parent = seq.block_hashes[column - 1] if column else None
+        start = column * self.block_size
+        tokens = seq.token_ids[start : start + self.block_size]
+        return BlockStored(seq.block_hashes[column], parent, tokens, seq.request.cache_salt)
 
     def _hash_at(self, seq: Sequence, column: int) -> bytes:
-        """blake2b(hash of the block before, token ids); the first block's predecessor is the hash of the salt."""
         hashes = seq.block_hashes
-        while len(hashes) <= column:
-            parent = hashes[-1] if hashes else blake2b(seq.request.cache_salt, digest_size=_HASH_BYTES).digest()
-            start = len(hashes) * self.block_size
-            tokens = array("i", seq.token_ids[start : start + self.block_size]).tobytes()
-            hashes.append(blake2b(parent + tokens, digest_size=_HASH_BYTES).digest())
+        if len(hashes) <= column:
+            extend_hashes(hashes, seq.token_ids, seq.request.cache_salt, self.block_size, column + 1)
         return hashes[column]

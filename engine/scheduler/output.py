@@ -1,15 +1,19 @@
 """What one step decides and what the ranks answer to it, between scheduler, input batch and engine core."""
 
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import NamedTuple
 
+import numpy as np
+
+from engine.kv_cache.offload import NO_COPIES, Copies
 from engine.scheduler.sequence import Sequence
 from engine.types import ScoredTokens, TokenLogprobs
-from workers.protocol import FINITE
+from workers.protocol import FINITE, StepOutput
 
-if TYPE_CHECKING:
-    from workers.protocol import StepOutput
+NOT_KNOWN = -1  # in place of a token that the step before samples
 
 Scores = ScoredTokens | tuple[()]  # of the prompt tokens that one step scored
 
@@ -19,7 +23,8 @@ class ScheduledTokens:
     """Some tokens of one sequence: `token_ids[start : start + num_tokens]`, or the one that the step before samples.
 
     Its rows of logits are, in this order: `num_scored` prompt tokens from position `score_from` on, each predicting its
-    successor, then one for the next token if `wants_logits`.
+    successor, then one for the next token if `wants_logits`. Where `drafts` follow the newest token, they are the last
+    of its tokens, and each has one more row, for the token after it.
     """
 
     seq: Sequence
@@ -28,11 +33,36 @@ class ScheduledTokens:
     wants_logits: bool
     score_from: int = 0
     num_scored: int = 0
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        """Of logits."""
+        return self.num_scored + self.wants_logits + len(self.drafts)
+
+
+class Decodes(NamedTuple):
+    """The newest token of each of D sequences, as columns. Each has one row of logits, for the token after it."""
+
+    rows: np.ndarray  # int64 [D]   of the engine's tables
+    positions: np.ndarray  # int64 [D]
+    token_ids: np.ndarray  # int32 [D]   or NOT_KNOWN
+    num_released: int  # how often rows had been given back: the next sequence in a row is not meant
+    seqs: list[Sequence | None]  # by row of the engine's tables, at present
+
+    def items(self) -> list["ScheduledTokens"]:
+        """The same as objects. Only until the next sequence gets a row."""
+        pairs = zip(self.rows.tolist(), self.positions.tolist(), strict=True)
+        return [ScheduledTokens(seq, start, 1, True) for row, start in pairs if (seq := self.seqs[row]) is not None]
+
+
+_NO_ROWS = np.empty(0, np.int64)
+NO_DECODES = Decodes(_NO_ROWS, _NO_ROWS, np.empty(0, np.int32), 0, [])
 
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """The decision for one step."""
+    """The decision for one step: first `decodes`, then what is `scheduled` beside them."""
 
     step_id: int
     scheduled: list[ScheduledTokens]
@@ -40,7 +70,27 @@ class SchedulerOutput:
     new_rows: list[Sequence] = field(default_factory=list)  # sequences that have got their row in this step
     num_preempted: int = 0
     num_decodes: int = 0  # running sequences that get their one token
+    num_drafts: int = 0  # tokens that follow these
     num_prompt_tokens: int = 0  # of all others
+    decodes: Decodes = NO_DECODES
+    kv_copies: Copies = NO_COPIES  # made before anything else of the step
+    is_ahead: bool = False  # decided while the step before was in flight
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.decodes.rows) + len(self.scheduled)
+
+    def items(self) -> list[ScheduledTokens]:
+        """All of the step as objects, in its order. Only until the next sequence gets a row."""
+        return self.decodes.items() + self.scheduled
+
+    def with_rows(self) -> Iterator[tuple[ScheduledTokens, int, int]]:
+        """What is `scheduled`, each with its rows of logits: the first of them, and the one behind its last."""
+        first = len(self.decodes.rows)
+        for item in self.scheduled:
+            end = first + item.num_rows
+            yield item, first, end
+            first = end
 
     def add_blocks(self, seq: Sequence, first_column: int) -> None:
         """The table of `seq` has new blocks from `first_column` on."""
@@ -49,35 +99,61 @@ class SchedulerOutput:
         ]
 
 
-@dataclass(slots=True)
 class ModelRunnerOutput:
-    """The ranks' answer as plain lists, one entry per row of logits in the order of the scheduled tokens."""
+    """The ranks' answer: arrays, and plain lists for reading single numbers, which numpy makes slow.
 
-    token_ids: list[int]
-    finite: list[int]  # FINITE, NONFINITE or ALL_BANNED
-    logprobs: list[float] | None = None
-    ranks: list[int] | None = None
-    top_ids: list[list[int]] | None = None
-    top_logprobs: list[list[float]] | None = None
-    answer: "StepOutput | None" = None  # the same as arrays
-    all_finite: bool = field(init=False)
+    One entry per row of logits: those of `Decodes`, then those of the `ScheduledTokens`, in their order.
+    """
 
-    def __post_init__(self) -> None:
-        self.all_finite = self.finite.count(FINITE) == len(self.finite)
+    def __init__(self, answer: StepOutput) -> None:
+        self.answer = answer
+        self.all_finite = answer.finite.tobytes().count(FINITE) == len(answer.finite)  # uint8
+
+    @cached_property
+    def is_finite(self) -> np.ndarray:
+        """bool [L]"""
+        return self.answer.finite == FINITE
+
+    def are_finite(self, first: int, end: int) -> bool:
+        """Whether the rows from `first` to `end` (exclusive) all are."""
+        return self.all_finite or bool(self.is_finite[first:end].all())
+
+    @cached_property
+    def token_ids(self) -> list[int]:
+        return self.answer.token_ids.tolist()
+
+    @cached_property
+    def finite(self) -> list[int]:
+        """FINITE, NONFINITE or ALL_BANNED."""
+        return self.answer.finite.tolist()
+
+    def num_accepted(self, place: int, row: int) -> int:
+        """How many drafts of the step's sequence at `place` are right, whose first row is `row`. They end before one
+        that no token can follow: that is left to the next step, in which it comes first."""
+        assert self.answer.num_accepted is not None
+        count = int(self.answer.num_accepted[place])
+        states = self.is_finite[row + 1 : row + 1 + count]
+        return count if states.all() else int(states.argmin())
+
+    @cached_property
+    def _logprobs(self) -> tuple[list[float], list[int], list[list[int]], list[list[float]]]:
+        answer = self.answer
+        assert answer.logprobs is not None and answer.ranks is not None
+        assert answer.top_ids is not None and answer.top_logprobs is not None
+        columns = answer.logprobs, answer.ranks, answer.top_ids, answer.top_logprobs
+        logprobs, ranks, top_ids, top_logprobs = (column.tolist() for column in columns)
+        return logprobs, ranks, top_ids, top_logprobs
 
     def token_logprobs(self, row: int, num_top: int) -> TokenLogprobs:
         """The sampled token of `row` with its `num_top` best alternatives."""
-        assert self.logprobs is not None and self.ranks is not None
-        top: tuple[tuple[int, float], ...] = ()
-        if num_top:
-            assert self.top_ids is not None and self.top_logprobs is not None
-            top = tuple(zip(self.top_ids[row][:num_top], self.top_logprobs[row][:num_top], strict=True))
-        return TokenLogprobs(self.token_ids[row], self.logprobs[row], self.ranks[row], top)
+        logprobs, ranks, top_ids, top_logprobs = self._logprobs
+        top = tuple(zip(top_ids[row][:num_top], top_logprobs[row][:num_top], strict=True))
+        return TokenLogprobs(self.token_ids[row], logprobs[row], ranks[row], top)
 
     def scored(self, first: int, last: int, num_top: int) -> ScoredTokens:
         """The prompt tokens scored in rows `first` to `last` (exclusive), with `num_top` alternatives each."""
         answer = self.answer
-        assert answer is not None and answer.logprobs is not None and answer.ranks is not None
+        assert answer.logprobs is not None and answer.ranks is not None
         assert answer.top_ids is not None and answer.top_logprobs is not None
         ints = (answer.token_ids[first:last], answer.ranks[first:last], answer.top_ids[first:last, :num_top])
         floats = (answer.logprobs[first:last], answer.top_logprobs[first:last, :num_top])

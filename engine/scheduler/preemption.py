@@ -17,14 +17,21 @@ def choose_victim(running: Iterable[Sequence]) -> Sequence:
 
 
 def choose_over_share(
-    head: Sequence, running: list[Sequence], waiting: RequestQueue, num_rows: int, kv_cache_manager: KVCacheManager
+    running: list[Sequence], waiting: RequestQueue, num_rows: int, kv_cache_manager: KVCacheManager
 ) -> Sequence | None:
-    """The sequence to preempt for `head`, the next in turn: the newest of the client that has the most rows or blocks.
+    """The sequence to preempt for the next in turn, where that has no row or too few blocks: the newest of the client
+    that has the most of the `num_rows` rows or of the blocks.
 
-    None unless that client has more than its share of them, and has had more work done, while the one of `head` stays
-    within its share with it. So what one client takes from another is at most what is due to it, and while nobody else
-    waits, one may have everything.
+    None unless that client has more than its share of them, and has had more work done, while the one of the next in
+    turn stays within its share with it. So what one client takes from another is at most what is due to it, and while
+    nobody else waits, one may have everything.
     """
+    if not waiting.has_several_clients(running):
+        return None
+    head = waiting[0]
+    reserve = reserved_blocks(len(running), head.num_preemptions)
+    if len(running) < num_rows and kv_cache_manager.can_allocate(head, reserve):
+        return None
     rows, blocks = Counter[str](), Counter[str]()
     for seq in running:
         rows[seq.request.client] += 1
@@ -51,11 +58,11 @@ def reserved_blocks(num_running: int, num_preemptions: int) -> int:
     return num_running << num_preemptions
 
 
-def may_be_passed(seq: Sequence, num_running: int, kv_cache_manager: KVCacheManager) -> bool:
+def may_be_passed(seq: Sequence, running: list[Sequence], kv_cache_manager: KVCacheManager) -> bool:
     """Whether later sequences may be admitted before `seq`, which was just refused.
 
     Only if it was preempted, would fit with the smaller reserve of a new sequence, and was not passed often.
     """
     if seq.num_passed >= MAX_PASSED or seq.num_preemptions == 0:
         return False
-    return kv_cache_manager.can_allocate(seq, reserved_blocks(num_running, 0))
+    return kv_cache_manager.can_allocate(seq, reserved_blocks(len(running), 0))

@@ -57,6 +57,11 @@ def admit_in_order(
     return budget
 
 
+def num_tokens_left(under_way: list[Sequence], waiting: RequestQueue) -> int:
+    """Of prompts, to compute in this step and in later ones; cached beginnings count as if they were not."""
+    return sum(map(_num_left, under_way)) + waiting.num_tokens
+
+
 def _num_left(seq: Sequence) -> int:
     """Tokens that are known and not computed."""
     return len(seq.token_ids) - seq.num_computed_tokens

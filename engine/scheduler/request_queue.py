@@ -4,7 +4,7 @@ Knows order and counts. Does not know blocks, rows or steps.
 """
 
 from bisect import bisect_left, insort
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import islice
@@ -118,11 +118,15 @@ class RequestQueue:
             del self._seqs[client]
         self.num_tokens -= seq.num_prompt_tokens
 
-    def count_generated(self, seqs: Iterable[Sequence]) -> None:
-        """Each of these, which were admitted before, has got a token."""
-        if self._shares.num_clients > 1:  # a client alone needs no count: the next one begins where it stands
-            for client, num_tokens in Counter(seq.request.client for seq in seqs).items():
-                self._shares.generate(client, num_tokens)
+    @property
+    def has_had_several_clients(self) -> bool:
+        """A client alone needs no count of its tokens: the next one begins where it stands."""
+        return self._shares.num_clients > 1
+
+    def count_generated(self, client: str, num_tokens: int) -> None:
+        """Sequences of `client`, which were admitted before, have got so many tokens."""
+        if self.has_had_several_clients:
+            self._shares.generate(client, num_tokens)
 
     def _retry_after_s(self, now: float) -> float:
         """About when half of the queue will be gone, at the rate of the last admissions."""

@@ -1,5 +1,9 @@
 """Counts what happens to requests: one function per event, each adds to an `EngineStats`. Times are in seconds."""
 
+from collections.abc import Collection
+
+import numpy as np
+
 from engine.scheduler.kv_cache_manager import KVCacheManager
 from engine.scheduler.request_queue import RequestQueue
 from engine.scheduler.sequence import Sequence
@@ -25,19 +29,42 @@ def record_first_token(stats: EngineStats, seq: Sequence, now: float) -> None:
     """The first token of `seq` was sampled."""
     assert seq.first_scheduled_s is not None
     seq.first_token_s = now
+    seq.trace.got_first_token(now)
     stats.generation_tokens += 1
     stats.time_to_first_token_s.observe(now - seq.arrival_s)
     stats.prefill_time_s.observe(now - seq.first_scheduled_s)
 
 
-def record_tokens(stats: EngineStats, num_tokens_after: dict[float, int]) -> None:
-    """How many tokens one step sampled for sequences that had one before, by the time since that one.
+def record_tokens(stats: EngineStats, since_s: np.ndarray) -> None:
+    """One step sampled tokens for n sequences that had one before; `since_s`, float64 [n]: the time since that one.
 
     Most sequences of a step got their last token in the same step before, so that there are few different times.
     """
-    for gap_s, num_tokens in num_tokens_after.items():
+    stats.generation_tokens += len(since_s)
+    if not len((since_s != since_s[0]).nonzero()[0]):
+        stats.inter_token_latency_s.observe(float(since_s[0]), len(since_s))
+        return
+    for seconds, num_tokens in zip(*np.unique(since_s, return_counts=True), strict=True):
+        stats.inter_token_latency_s.observe(float(seconds), int(num_tokens))
+
+
+def record_tokens_of(stats: EngineStats, seq: Sequence, num_tokens: int, now: float) -> None:
+    """A step sampled so many tokens of `seq`, the first of which may be its first. They share the time since the one
+    before."""
+    last_s = seq.last_token_s
+    if last_s is None:
+        assert num_tokens == 1
+        record_first_token(stats, seq, now)
+    else:
         stats.generation_tokens += num_tokens
-        stats.inter_token_latency_s.observe(gap_s, num_tokens)
+        stats.inter_token_latency_s.observe((now - last_s) / num_tokens, num_tokens)
+
+
+def record_drafts(stats: EngineStats, num_drafts: int, num_accepted: int) -> None:
+    """So many tokens were drafted after the newest one of a sequence, and so many of them were right."""
+    stats.num_drafts += 1
+    stats.num_draft_tokens += num_drafts
+    stats.num_accepted_draft_tokens += num_accepted
 
 
 def record_finish(stats: EngineStats, seq: Sequence, reason: FinishReason, now: float) -> None:
@@ -51,6 +78,13 @@ def record_finish(stats: EngineStats, seq: Sequence, reason: FinishReason, now: 
         stats.decode_time_s.observe(now - seq.first_token_s)
         if seq.num_generated_tokens > 1:
             stats.time_per_output_token_s.observe((now - seq.first_token_s) / (seq.num_generated_tokens - 1))
+
+
+def set_loading(stats: EngineStats, loading: Collection[Sequence]) -> None:
+    """Add the sequences that wait for files to be read."""
+    stats.num_requests_loading = len(loading)
+    stats.num_requests_waiting += len(loading)
+    stats.num_waiting_tokens += sum(seq.num_prompt_tokens for seq in loading)
 
 
 def set_gauges(stats: EngineStats, num_running: int, queue: RequestQueue, kv_cache_manager: KVCacheManager) -> None:

@@ -4,31 +4,35 @@ A sequence has known tokens and computed tokens; each step gives it some number 
 decoding, prefix hits and recomputation after preemption are then the same case, and there are no phases.
 
 Pure: the time is an argument, nothing is random, no set is iterated; the same calls give the same steps. Does not know
-arrays, devices, processes or text.
+tensors, devices, processes or text.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
 from engine.config import EngineConfig
-from engine.errors import INTERNAL, NO_TOKEN, NOT_FINITE, QueueFullError, RequestError
-from engine.scheduler import request_stats
+from engine.errors import INTERNAL, OUT_OF_MEMORY, QueueFullError, RequestError
+from engine.kv_cache.loading import LoadingSequences
+from engine.kv_cache.offload import KVOffload
+from engine.scheduler import decodes, request_stats
 from engine.scheduler.admission import Limits, check
-from engine.scheduler.ahead import must_wait
-from engine.scheduler.decodes import schedule_decodes
+from engine.scheduler.answers import Answers
+from engine.scheduler.columns import RunningColumns
 from engine.scheduler.kv_cache_manager import KVCacheManager
-from engine.scheduler.output import ModelRunnerOutput, ScheduledTokens, SchedulerOutput, Scores
+from engine.scheduler.output import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
 from engine.scheduler.preemption import choose_over_share, choose_victim, may_be_passed, reserved_blocks
-from engine.scheduler.prefill_order import admit_in_order, share_among_prompts
+from engine.scheduler.prefill_order import admit_in_order, num_tokens_left, share_among_prompts
+from engine.scheduler.refused_steps import RefusedSteps, undo, withdraw
 from engine.scheduler.request_queue import RequestQueue
 from engine.scheduler.sequence import GrammarMatcherProtocol, Sequence, Status
+from engine.scheduler.tracing.request_traces import RequestTraces
 from engine.scheduler.window_blocks import allocate_within_window, free_out_of_window
+from engine.spec_decode.drafter import Drafter
 from engine.stats import EngineStats
-from engine.types import FinishReason, Request, TokenEvent
+from engine.types import FinishReason, Request, TokenEvent, TokenEvents
 from workers.config import WorkerInfo
-from workers.protocol import FINITE, NONFINITE
 
 logger = logging.getLogger("oarlock.engine")
 
@@ -54,20 +58,42 @@ class Scheduler:
         self.max_num_batched_tokens = worker.max_num_batched_tokens
         # Every running sequence must be able to get its one token, or decodes would starve each other.
         self.max_num_seqs = min(worker.max_num_seqs, worker.max_num_batched_tokens)
+        self._num_parts = config.num_micro_batches  # the sequences that decode are dealt to so many steps in flight
+        self.refused_steps = RefusedSteps(self.max_num_batched_tokens)
         self._waiting = RequestQueue(config.max_waiting_requests, config.max_waiting_tokens)
         self._running: list[Sequence] = []  # in the order in which they were admitted
         self._open: dict[int, Sequence] = {}
         self._free_rows = list(range(self.max_num_seqs - 1, -1, -1))
+        tiers = info.kv_offload if config.enable_prefix_caching else None
+        self.kv_offload = KVOffload(tiers, info.block_size, info.step_cost, self.stats)
+        self.kv_cache_manager.offload = self.kv_offload if self.kv_offload.is_on else None
+        self._loading = LoadingSequences(self.kv_offload, self._waiting, self.kv_cache_manager.missing_hashes)
+        self._columns = RunningColumns(self.max_num_seqs, info.block_size, caches_blocks=config.enable_prefix_caching)
+        self.drafter = None if config.speculative is None else Drafter(config.speculative, info.step_cost)
+        self._answers = Answers(
+            self._columns,
+            self.kv_cache_manager,
+            self._waiting,
+            self.stats,
+            self._finish,
+            self.fail,
+            self._fail_after_exception,
+        )
         self._events: list[TokenEvent] = []  # terminal events that `update_from_output` did not return
-        self._num_tokens_after: dict[float, int] = {}  # of this step, by seconds since the sequence's last token
         self._num_arrivals = 0
         self._step_id = 0
+        self.traces = RequestTraces()
 
     # -- requests
 
     @property
     def has_work(self) -> bool:
         return bool(self._open)
+
+    @property
+    def num_loading(self) -> int:
+        """Sequences that wait for files to be read."""
+        return len(self._loading)
 
     @property
     def num_running(self) -> int:
@@ -77,6 +103,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def open_requests(self) -> Mapping[int, Sequence]:
+        """By their ids, in the order in which they were added."""
+        return self._open
+
     def add(self, request: Request, now: float, grammar_matcher: GrammarMatcherProtocol | None = None) -> None:
         """Queue a request. Raises `RequestError` when it can never run, `QueueFullError` when the queue is full."""
         assert (request.params.grammar is None) == (grammar_matcher is None), "a grammar and its matcher come together"
@@ -84,6 +115,7 @@ class Scheduler:
         self._num_arrivals += 1
         key = (now + request.priority * PRIORITY_STEP_S, self._num_arrivals)
         seq = Sequence(request, key=key, max_len=self.limits.max_len, arrival_s=now, grammar_matcher=grammar_matcher)
+        self.traces.open(seq.trace, self._running, self._waiting)
         self._open[request.request_id] = seq
         self._waiting.push(seq)
         request_stats.record_arrival(self.stats, seq)
@@ -117,6 +149,10 @@ class Scheduler:
         self.stats.num_errors += param is None
         return replace(self._finish(seq, FinishReason.ERROR, now), error=message, error_param=param)
 
+    def complete(self, seq: Sequence, now: float) -> TokenEvent:
+        """End a running sequence whose grammar allows nothing but the end."""
+        return self._finish(seq, FinishReason.STOP, now)
+
     def fail_all(self, message: str, now: float) -> list[TokenEvent]:
         """End every open request."""
         events = [self.fail(request_id, message, now) for request_id in list(self._open)]
@@ -130,87 +166,119 @@ class Scheduler:
     # -- one step
 
     def schedule(
-        self, now: float, *, ahead: bool = False, most_prompt_tokens: Callable[[int, int], int] | None = None
+        self, now: float, *, ahead: bool = False, most_prompt_tokens: Callable[[int, int, int], int] | None = None
     ) -> SchedulerOutput | None:
         """Decide the next step: decodes first, then prefills under way, then the queue. None when nothing can run, or
         when with `ahead`, which says that the answer to the step before is still to come, it must come first.
-        `most_prompt_tokens(decodes, budget)` may lower the tokens that are left beside so many decodes."""
-        if ahead and must_wait(self._running, len(self._running), self.kv_cache_manager.num_available):
+        `most_prompt_tokens(decodes, budget, left)` may lower the tokens beside so many decodes, of all `left`."""
+        self.traces.now_s = now
+        self._loading.follow(now)
+        most = self.refused_steps.most_tokens or self.max_num_batched_tokens
+        is_short = most < self.max_num_batched_tokens  # of memory: nothing is drafted, and no step sent ahead
+        drafter, most_drafts = None if is_short else self.drafter, most - len(self._running)
+        if ahead and (is_short or (self._num_parts == 1 and self._must_wait(most_drafts))):
             return None
-        while (victim := self._over_share()) is not None:
+        shared = self._running, self._waiting, self.max_num_seqs, self.kv_cache_manager
+        while (victim := choose_over_share(*shared)) is not None:
             if ahead:
                 return None
             self._preempt(victim, is_short=False)
-        output = SchedulerOutput(self._step_id + 1, [])
+        rows, share = self._columns.order, 0
+        if is_short:
+            rows = self._columns.with_oldest(most)
+        elif self._num_parts > 1:
+            rows, share = decodes.next_micro_batch(self._columns, self._num_parts)
+            if decodes.may_preempt(self._columns, rows, self.kv_cache_manager.num_available):
+                if ahead:
+                    return None
+                rows = self._columns.with_oldest(share)  # of which one at least stays
+        output = SchedulerOutput(self._step_id + 1, [], is_ahead=ahead)
         block_size, fail = self.kv_cache_manager.block_size, partial(self._fail_scheduling, now)
-        behind = schedule_decodes(self._running, output, block_size, self._allocate_next_block, fail)
-        output.num_decodes = len(output.scheduled)
-        whole = self.max_num_batched_tokens - output.num_decodes  # tokens
+        may_draft = drafter is not None and (not ahead or self._num_parts > 1)
+        drafts = decodes.choose_drafts(self._columns, rows, drafter, most_drafts) if may_draft else {}
+        for_drafts = partial(decodes.allocate_for_drafts, self.kv_cache_manager, len(self._running))
+        allocate = self._allocate_next_block, fail, drafts, for_drafts
+        behind = decodes.schedule_decodes(self._columns, rows, output, block_size, *allocate)
+        output.num_decodes = output.num_seqs
+        output.num_drafts = sum(len(item.drafts) for item in output.scheduled)
+        num_rows = output.num_decodes + output.num_drafts
+        whole = most - num_rows  # tokens
         if most_prompt_tokens is not None:
-            whole = most_prompt_tokens(output.num_decodes, whole)
+            whole = most_prompt_tokens(max(num_rows, share), whole, num_tokens_left(behind, self._waiting))
         run = partial(self._schedule_prompt, output, now)
         budget = share_among_prompts(behind, self._waiting, whole, run)
         # A sequence that was just preempted must not get back at once the blocks that it gave up.
         if not output.num_preempted:
-            budget = admit_in_order(self._waiting, budget, run, self._may_be_passed)
+            may_pass = partial(may_be_passed, running=self._running, kv_cache_manager=self.kv_cache_manager)
+            budget = admit_in_order(self._waiting, budget, run, may_pass)
         output.num_prompt_tokens = whole - budget
-        if not output.scheduled:
-            return None
-        self._step_id += 1
-        self.stats.step_id = self._step_id
-        self.stats.iteration_tokens.observe(output.num_decodes + output.num_prompt_tokens)
+        if not output.num_seqs:
+            self.refused_steps.drop(output)
+            if ahead or not self.kv_offload.has_copies:
+                return None
+            output = SchedulerOutput(output.step_id, [])  # of copies alone
+        else:
+            self.refused_steps.begin(output)
+            self.stats.iteration_tokens.observe(num_rows + output.num_prompt_tokens)
+        output.kv_copies = self.kv_offload.take_copies()
+        self.stats.step_id = self._step_id = output.step_id
         return output
 
-    def update_from_output(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> list[TokenEvent]:
+    def update_from_output(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> TokenEvents:
         """Append tokens, cache full blocks, end what is complete; return the events.
 
         Sequences that have ended since the step was scheduled are ignored, and so are those that were preempted, which
         cannot run again before this: their token is sampled again.
         """
-        events = []
-        row = 0
-        for item in output.scheduled:
-            seq, first = item.seq, row
-            row += item.num_scored + item.wants_logits
-            if seq.status is not Status.RUNNING:
-                continue
-            try:
-                event = self._update_sequence(item, result, first, now)
-            except Exception:
-                event = self._fail_after_exception(seq, "commit", now)
-            if event is not None:
-                events.append(event)
-        request_stats.record_tokens(self.stats, self._num_tokens_after)
-        self._num_tokens_after.clear()
-        self._waiting.count_generated(item.seq for item in output.scheduled if item.wants_logits)
-        return events
+        self.kv_offload.answered(output.kv_copies)
+        if not output.num_seqs:
+            return TokenEvents()
+        self.refused_steps.ran(output)
+        return self._answers.apply(output, result, now)
+
+    def take_back(self, outputs: list[SchedulerOutput], now: float) -> list[TokenEvent]:
+        """The ranks refused the first of `outputs` for lack of memory, and with it those scheduled ahead: all that are
+        in flight. Nothing of them has happened; the next step is smaller. Returns the events of those that fail."""
+        self.stats.num_refused_steps += 1
+        self.traces.now_s = now
+        self.traces.steps.refused(now)
+        in_first, give_up = undo(outputs, self._columns, self.kv_cache_manager)
+        for output in outputs:
+            self.kv_offload.answered(output.kv_copies)
+        unfit = self.refused_steps.shrink(outputs, in_first, self._running)
+        for seq in give_up:
+            self._preempt(seq, is_short=False)
+        if unfit is None:
+            return []
+        event = self.fail(unfit.request_id, OUT_OF_MEMORY, now)
+        assert event is not None
+        return [replace(event, error_code="out_of_memory")]
 
     def withdraw(self, output: SchedulerOutput, unfit: list[ScheduledTokens], now: float) -> None:
         """Take `unfit` out of a step that was not submitted yet; their sequences end by the engine's fault.
 
         Blocks they would have filled leave the prefix cache, and sequences that share those in this step wait again.
         """
-        kept: list[ScheduledTokens] = []
-        missing: set[int] = set()  # block ids
-        for item in output.scheduled:
-            seq, column = item.seq, item.start // self.kv_cache_manager.block_size
-            is_unfit = item in unfit
-            if not is_unfit and missing.isdisjoint(seq.block_ids[:column]):
-                kept.append(item)
-                continue
-            missing.update(seq.block_ids[column:])
-            self.kv_cache_manager.evict_blocks(seq, column)
-            if is_unfit:
-                event = self.fail(seq.request_id, INTERNAL, now)
-                assert event is not None
-                self._events.append(event)
-            else:
-                self._preempt(seq)
-        output.scheduled = kept
+        failed, again = withdraw(output, unfit, self.kv_cache_manager)
+        for seq in failed:
+            event = self.fail(seq.request_id, INTERNAL, now)
+            assert event is not None
+            self._events.append(event)
+        for seq in again:
+            self._preempt(seq)
+        if not output.num_seqs:
+            self.refused_steps.drop(output)
+            self.kv_offload.give_back(output.kv_copies)
+
+    def _must_wait(self, most_drafts: int) -> bool:
+        """Whether a step can be scheduled only when the tokens of the one in flight are known."""
+        is_short = decodes.must_wait(len(self._running), self.kv_cache_manager.num_available)
+        return is_short or (self.drafter is not None and decodes.drafts_wait(self._columns, self.drafter, most_drafts))
 
     def _allocate_next_block(self, seq: Sequence, output: SchedulerOutput) -> bool:
         """One more block for `seq`, by preemption if need be. False when `seq` was itself preempted."""
-        free_out_of_window(self.kv_cache_manager, seq, output)
+        if self.kv_cache_manager.sliding_window is not None:
+            free_out_of_window(self.kv_cache_manager, seq, output)
         while (new := self.kv_cache_manager.allocate_slots(seq, seq.num_computed_tokens + 1)) is None:
             victim = choose_victim(self._running)
             self._preempt(victim)
@@ -224,9 +292,10 @@ class Scheduler:
         """Free all its blocks and queue it again; generated tokens are kept and recomputed like a prompt. `is_short`:
         there were too few blocks, so it comes back only when more are free than before."""
         self._stop_running(seq)
-        seq.num_computed_tokens = 0
+        seq.trace.preempted(self.traces.now_s, is_short=is_short)
         seq.num_preemptions += is_short
         seq.num_passed = 0
+        seq.has_asked_files = False
         self.stats.num_preemptions += 1
         self._waiting.push(seq)
 
@@ -243,6 +312,9 @@ class Scheduler:
         wants_logits = start + num_tokens == seq.num_tokens and seq.samples
         output.scheduled.append(ScheduledTokens(seq, start, num_tokens, wants_logits, score_from, num_scored))
         seq.num_computed_tokens = start + num_tokens
+        seq.trace.computed(self.traces.now_s, output.step_id, num_tokens, output.num_decodes)
+        self._columns.refresh_plain(seq)
+        self._columns.refresh_look(seq)
         return num_tokens
 
     def _schedule_prompt(self, output: SchedulerOutput, now: float, seq: Sequence, budget: int) -> int:
@@ -255,27 +327,18 @@ class Scheduler:
             self._fail_scheduling(now, seq)
             return 0
 
-    def _over_share(self) -> Sequence | None:
-        """The sequence to preempt so that the next in turn can run, of a client that has less than its share."""
-        if not self._waiting.has_several_clients(self._running):
-            return None
-        head = self._waiting[0]
-        reserve = reserved_blocks(len(self._running), head.num_preemptions)
-        if self._free_rows and self.kv_cache_manager.can_allocate(head, reserve):
-            return None
-        return choose_over_share(head, self._running, self._waiting, self.max_num_seqs, self.kv_cache_manager)
-
-    def _may_be_passed(self, seq: Sequence) -> bool:
-        return may_be_passed(seq, len(self._running), self.kv_cache_manager)
-
     def _start_running(self, seq: Sequence, output: SchedulerOutput, now: float) -> bool:
         """Give a waiting sequence its row, and blocks for all its tokens. False when there are too few."""
         if not self._free_rows:
+            self.traces.steps.without_row += 1
             return False
         reserve = reserved_blocks(len(self._running), seq.num_preemptions)
         num_cached = self.kv_cache_manager.allocate(seq, seq.num_skippable_tokens, reserve)
         if num_cached is None:
+            self.traces.steps.without_blocks += 1
             return False
+        seq.trace.admitted(now, num_cached)
+        self.kv_offload.release(seq.request_id)
         self._waiting.admit(seq, now)
         self._running.append(seq)
         seq.status = Status.RUNNING
@@ -285,66 +348,10 @@ class Scheduler:
             seq.first_scheduled_s = now
             seq.num_cached_tokens = num_cached
             request_stats.record_first_scheduled(self.stats, seq, now)
+        self._columns.take(seq)
         output.new_rows.append(seq)
         output.add_blocks(seq, 0)
         return True
-
-    # -- the answer to a step
-
-    def _update_sequence(
-        self, item: ScheduledTokens, result: ModelRunnerOutput, first: int, now: float
-    ) -> TokenEvent | None:
-        """`first` is the first row of logits of `item`."""
-        seq, last = item.seq, first + item.num_scored
-        if not result.all_finite:
-            states = result.finite[first : last + item.wants_logits]
-            if states.count(FINITE) < len(states):
-                return self._fail_without_token(seq, states, now)
-        num_computed = item.start + item.num_tokens
-        if num_computed // self.kv_cache_manager.block_size > seq.num_cached_blocks:
-            self.kv_cache_manager.cache_blocks(seq, num_computed)
-        scored: Scores = ()
-        if item.num_scored:
-            seq.num_scored_tokens += item.num_scored
-            scored = result.scored(first, last, seq.request.params.prompt_logprobs or 0)
-        if item.wants_logits:
-            return self._append_token(seq, result, last, now, scored)
-        is_complete = not seq.samples and num_computed == seq.num_tokens
-        if not scored and not is_complete:
-            return None
-        event = TokenEvent(seq.request_id, prompt_logprobs=scored, num_cached_tokens=seq.num_cached_tokens)
-        return self._finish(seq, FinishReason.LENGTH, now, event) if is_complete else event
-
-    def _fail_without_token(self, seq: Sequence, states: list[int], now: float) -> TokenEvent | None:
-        """No token could be chosen: the model's logits are not finite, or the request's fields ban every token."""
-        if NONFINITE not in states:
-            return self.fail(seq.request_id, NO_TOKEN, now, seq.masked_by)
-        self.stats.num_nonfinite += 1
-        self.kv_cache_manager.evict_blocks(seq)  # its keys and values may not be finite either
-        return self.fail(seq.request_id, NOT_FINITE, now)
-
-    def _append_token(
-        self, seq: Sequence, result: ModelRunnerOutput, row: int, now: float, scored: Scores
-    ) -> TokenEvent:
-        """Append the token sampled in `row`, and end the sequence if it was the last."""
-        params, token = seq.request.params, result.token_ids[row]
-        seq.token_ids.append(token)
-        if seq.last_token_s is None:
-            request_stats.record_first_token(self.stats, seq, now)
-        else:
-            gap_s = now - seq.last_token_s
-            self._num_tokens_after[gap_s] = self._num_tokens_after.get(gap_s, 0) + 1
-        seq.last_token_s = now
-        logprobs = () if params.logprobs is None else (result.token_logprobs(row, params.logprobs),)
-        event = TokenEvent(seq.request_id, (token,), logprobs, scored, None, None, seq.num_cached_tokens)
-        matcher = seq.grammar_matcher
-        if token in seq.stop_ids:  # none is sampled before `min_tokens`: they were banned
-            return self._finish(seq, FinishReason.STOP, now, replace(event, stop_token_id=token))
-        if matcher is not None and matcher.accept((token,)):
-            return self._finish(seq, FinishReason.STOP, now, event)
-        if len(seq.token_ids) >= seq.final_len:
-            return self._finish(seq, FinishReason.LENGTH, now, event)
-        return event
 
     # -- ends
 
@@ -353,10 +360,11 @@ class Scheduler:
         if seq.status is Status.RUNNING:
             self._stop_running(seq)
         else:
-            self._waiting.remove(seq)
+            self._loading.remove(seq)
             self.kv_cache_manager.free(seq)  # it holds none, unless it failed while it was admitted
         seq.status = Status.FINISHED
         del self._open[seq.request_id]
+        self.traces.close(seq.trace, now, reason, seq.num_generated_tokens)
         request_stats.record_finish(self.stats, seq, reason, now)
         event = event or TokenEvent(seq.request_id, num_cached_tokens=seq.num_cached_tokens)
         return replace(event, finish_reason=reason)
@@ -373,6 +381,7 @@ class Scheduler:
 
     def _stop_running(self, seq: Sequence) -> None:
         self._running.remove(seq)
+        self._columns.release(seq)
         self.kv_cache_manager.free(seq)
         self._free_rows.append(seq.row)
         seq.row = -1
@@ -383,14 +392,18 @@ class Scheduler:
     def refresh_gauges(self) -> EngineStats:
         """The stats with their gauges brought up to date."""
         request_stats.set_gauges(self.stats, len(self._running), self._waiting, self.kv_cache_manager)
+        request_stats.set_loading(self.stats, list(self._loading))
+        self.kv_offload.set_gauges()
         return self.stats
 
     def audit(self) -> None:
-        """Raise AssertionError unless rows, blocks, queue and open requests agree."""
+        """Raise AssertionError unless rows, columns, blocks, queue and open requests agree."""
+        self._columns.audit(self._running)
         self.kv_cache_manager.audit(self._open.values())
         rows = sorted([seq.row for seq in self._running] + self._free_rows)
         assert rows == list(range(self.max_num_seqs)), "rows are lost or shared"
-        assert sorted(self._open) == sorted(seq.request_id for seq in [*self._running, *self._waiting])
-        for seq in self._waiting:
+        waiting = [*self._waiting, *self._loading]
+        assert sorted(self._open) == sorted(seq.request_id for seq in [*self._running, *waiting])
+        for seq in waiting:
             assert not seq.block_ids and not seq.num_computed_tokens, "a waiting sequence holds something"
         assert self._waiting.num_tokens == sum(seq.num_prompt_tokens for seq in self._waiting)

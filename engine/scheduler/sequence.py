@@ -6,9 +6,11 @@ Knows token ids and block ids. Does not know policy (`scheduler.py`), free block
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from enum import Enum, auto
+from math import isnan, nan
 from typing import TYPE_CHECKING, Protocol
 
-from engine.sampling_params import follows_tokens
+from engine.scheduler.tracing.request_traces import RequestTrace
+from engine.spec_decode.drafter import DraftState
 from engine.types import Request
 
 if TYPE_CHECKING:
@@ -28,25 +30,39 @@ class GrammarMatcherProtocol(Protocol):
 
     It is made before `Scheduler.add` and lives as long as its sequence:
 
-        GrammarBitmask.fill            `fill_mask` in each step that samples a token, possibly twice, and possibly in
-                                       another thread while the loop waits for the step
-        Scheduler.update_from_output   `accept` once per sampled token, unless it is a stop token
+        GrammarBitmask.compute         `fill_masks` in each step that samples a token, possibly twice
+        Scheduler.update_from_output   `accept` of sampled tokens up to a stop token; `only_end_is_left` where the
+                                       sequence ends by its length
         preemption                     no call: recomputed tokens are not accepted again
         end, failure, abort            no call
 
     An exception from either method ends that one request, by the engine's fault.
     """
 
-    def fill_mask(self, into: "np.ndarray") -> None:
-        """Write the mask of the next token into `into`, uint32 [ceil(vocab / 32)], every word of it.
+    def fill_masks(self, drafts: Tokens[int], into: "np.ndarray") -> int | None:
+        """Write the mask of the next token and those after each of `drafts`, uint32 [1 + drafts, ceil(vocab / 32)].
 
-        Bit v % 32 of word v // 32: id v may come next. End-of-sequence ids are set where the grammar may end.
-        Changes nothing else: it may be called again for the same token.
+        Bit v % 32 of word v // 32: id v may come next. End-of-sequence ids are set where the grammar may end. Every id
+        is allowed behind a draft that cannot be accepted. Every word is written, and nothing else is changed: it may be
+        called again for the same token.
+
+        Returns how many drafts may be accepted before nothing but the end is left; None where more may follow. At 0 the
+        sequence ends now, whatever `min_tokens` is, without an end-of-sequence token.
         """
 
     def accept(self, token_ids: Tokens[int]) -> bool:
-        """Move on by `token_ids`. True when the grammar is complete and nothing may follow: the sequence ends there,
-        whatever `min_tokens` is, without an end-of-sequence token."""
+        """Move on by `token_ids`. True when nothing but the end is known to be left, as in `fill_masks`; it may be
+        found only there. None of the ids but the last may complete the grammar."""
+
+    def only_end_is_left(self) -> bool:
+        """What `fill_masks` would find out for the next token."""
+
+
+class RowColumns(Protocol):
+    """What changes with every token of running sequences, by row: part of `RunningColumns`."""
+
+    num_computed: "np.ndarray"  # int64 [rows]
+    last_token_s: "np.ndarray"  # float64 [rows]   nan: none yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,23 +77,31 @@ class Sequence:
     """One request while it waits and runs.
 
     `token_ids` are all tokens known so far. Keys and values of the first `num_computed_tokens` tokens exist when all
-    steps scheduled so far have run; the last of these tokens is not known while the step that samples it runs.
+    steps scheduled so far have run; the last of these tokens is not known while the step that samples it runs. Drafts
+    count as computed until the answer tells how many were right.
+
+    While it runs, `columns` keeps what changes with every token; what follows there from other attributes is brought
+    up to date by `RunningColumns.refresh`.
     """
 
     __slots__ = (
+        "_last_token_s",
+        "_num_computed_tokens",
         "arrival_s",
         "block_hashes",
         "block_ids",
+        "columns",
+        "decodes_alone",
+        "draft_state",
         "final_len",
         "first_scheduled_s",
         "first_token_s",
-        "follows_tokens",
         "grammar_matcher",
+        "has_asked_files",
+        "is_watched",
         "key",
-        "last_token_s",
         "num_cached_blocks",
         "num_cached_tokens",
-        "num_computed_tokens",
         "num_freed_blocks",
         "num_passed",
         "num_preemptions",
@@ -93,6 +117,7 @@ class Sequence:
         "status",
         "stop_ids",
         "token_ids",
+        "trace",
     )
 
     def __init__(
@@ -115,26 +140,59 @@ class Sequence:
         self.final_len = min(self.num_prompt_tokens + params.max_tokens, max_len)
         # Every token is computed but the last one generated, which predicts nothing.
         self.num_to_compute = max(self.num_prompt_tokens, self.final_len - 1)
-        self.follows_tokens = follows_tokens(params)  # whether a row needs the token before it to be known
-        self.num_computed_tokens = 0  # by the steps that are scheduled, the last of which may still run
+        self.columns: RowColumns | None = None  # None: it does not run
+        self._num_computed_tokens = 0
+        self.decodes_alone = not self.samples  # its decode steps are scheduled as `ScheduledTokens`
+        # Each of its tokens takes more than to append it.
+        self.is_watched = params.logprobs is not None or grammar_matcher is not None
         self.block_ids: list[int] = []
         self.num_freed_blocks = 0  # leading entries of `block_ids` that are the null block: outside the sliding window
         self.block_hashes: list[bytes] = []  # chained hashes of the full blocks, as far as they were needed
         self.num_cached_blocks = 0  # leading blocks that were offered to the prefix cache
         self.shortage: Shortage | None = None  # the last refusal of blocks
+        self.has_asked_files = False  # since it last began to wait: whether files hold its beginning
         self.row = -1  # of the engine's tables; stable while the sequence runs
         self.status = Status.WAITING
         self.stop_ids = frozenset(params.eos_token_ids) | frozenset(params.stop_token_ids)
         self.grammar_matcher = grammar_matcher
         self.sampling_state: object | None = None  # owned by the input batch; kept over a preemption
+        self.draft_state: DraftState | None = None  # None: nothing was drafted for it
         self.num_scored_tokens = 0  # prompt tokens whose logprobs were sent; a preemption does not reset it
         self.num_cached_tokens = 0  # of the prompt, when it first ran
         self.num_preemptions = 0
         self.num_passed = 0  # sequences that were admitted before this one, since it last began to wait
+        self.trace = RequestTrace(self.request_id, self.num_prompt_tokens, arrival_s)
         self.arrival_s = arrival_s
         self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None
-        self.last_token_s: float | None = None
+        self._last_token_s: float | None = None
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """By the steps that are scheduled, the last of which may still run."""
+        return self._num_computed_tokens if self.columns is None else int(self.columns.num_computed[self.row])
+
+    @num_computed_tokens.setter
+    def num_computed_tokens(self, value: int) -> None:
+        if self.columns is None:
+            self._num_computed_tokens = value
+        else:
+            self.columns.num_computed[self.row] = value
+
+    @property
+    def last_token_s(self) -> float | None:
+        """When its newest token was sampled."""
+        if self.columns is None:
+            return self._last_token_s
+        last_s = float(self.columns.last_token_s[self.row])
+        return None if isnan(last_s) else last_s
+
+    @last_token_s.setter
+    def last_token_s(self, value: float | None) -> None:
+        if self.columns is None:
+            self._last_token_s = value
+        else:
+            self.columns.last_token_s[self.row] = nan if value is None else value
 
     @property
     def num_tokens(self) -> int:

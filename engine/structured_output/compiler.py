@@ -74,11 +74,11 @@ class Compiler:
         if not text.lstrip().startswith("{"):  # the library takes anything else for the path of another file
             raise ValueError(f"{tokenizer_file} is not a table")
         self.tokens = LLTokenizer(text, slices=_SLICES)
-        # Masks of tokens that begin with digits, that add an exponent to digits, that are a number with an exponent.
-        self.more_digits = self._mask(r"[0-9](?s:.)*")
+        # Masks of all tokens but those that begin with digits, add an exponent to digits, or are a number with one.
+        self.no_more_digits = ~self._mask(r"[0-9](?s:.)*")
         after_digit, number = r"[0-9]*(\.[0-9]*)?", r"-?[0-9]*\.?[0-9]+"
-        self.exponent_after_digit = self._mask(after_digit + r"[eE](?s:.)*") & ~self._mask(after_digit)
-        self.number_with_exponent = self._mask(number + r"[eE](?s:.)*") & ~self._mask(number)
+        self.no_exponent_after_digit = ~self._mask(after_digit + r"[eE](?s:.)*") | self._mask(after_digit)
+        self.no_number_with_exponent = ~self._mask(number + r"[eE](?s:.)*") | self._mask(number)
         end = self.tokens.eos_token
         self.end_word, self.end_bit = divmod(end, 32)
 

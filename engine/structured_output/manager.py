@@ -24,6 +24,7 @@ from engine.errors import INTERNAL, EngineError, RequestError, UnavailableError
 from engine.sampling_params import Grammar
 from engine.structured_output.compile_jobs import CompileJobs, Key, key_of
 from engine.structured_output.compiler import Compiled, Compiler, GrammarError
+from engine.structured_output.mask_batch import MaskBatch, Rows
 from engine.structured_output.matcher import GrammarMatcher
 from engine.structured_output.sandbox import TOO_LONG
 from engine.structured_output.sandbox_client import CompileSandbox, SandboxLostError
@@ -70,7 +71,7 @@ class _Pending:
 
 
 class StructuredOutputManager:
-    """All methods belong to the engine's loop, and none of them blocks."""
+    """All methods belong to the engine's loop, and none of them but `fill_masks` blocks."""
 
     def __init__(self, tokenizer_file: Path, compiler: Compiler | None, missing: str = "") -> None:
         """`missing` says why there is no compiler."""
@@ -85,14 +86,15 @@ class StructuredOutputManager:
         self._jobs = CompileJobs(NUM_THREADS)
         self._done: queue.SimpleQueue[tuple[Grammar, _Result]] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._mask_batch = MaskBatch()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
 
     @staticmethod
-    def open(model_path: str) -> "StructuredOutputManager":
-        """For a checkpoint. One without a usable tokenizer.json is served all the same, but not with grammars."""
-        file = Path(model_path) / "tokenizer.json"
+    def open(tokenizer_path: str) -> "StructuredOutputManager":
+        """For the tokenizer in this directory. Without a usable tokenizer.json there are no grammars, and all else."""
+        file = Path(tokenizer_path) / "tokenizer.json"
         begun = time.monotonic()
         try:
             compiler = Compiler(file)
@@ -172,6 +174,10 @@ class StructuredOutputManager:
         for request_id in request_ids:
             self.abort(request_id)
         return request_ids
+
+    def fill_masks(self, batch: list[Rows]) -> list[int | Exception | None]:
+        """The masks of all matchers of one step, as `MaskBatch.fill_masks` computes them. This one does block."""
+        return self._mask_batch.fill_masks(batch)
 
     def close(self) -> None:
         self._jobs.close()

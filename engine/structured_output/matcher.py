@@ -5,8 +5,10 @@ number, because a model that has begun to write digits may never stop. Does not 
 compiled.
 """
 
+import copy
 from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
+from itertools import takewhile
 
 import numpy as np
 from llguidance import LLMatcher
@@ -16,6 +18,7 @@ from engine.structured_output.compiler import Compiled, Compiler
 # Enough for any double or 64-bit integer; a token may exceed it by its own length.
 MAX_DIGITS = 20
 
+ALL = 0xFFFFFFFF
 _QUOTE, _BACKSLASH, _NEWLINE = b'"\\\n'
 
 
@@ -28,90 +31,151 @@ class GrammarMatcher:
 
     def __init__(self, compiler: Compiler, compiled: Compiled, end_ids: Iterable[int]) -> None:
         """`end_ids` end the sequence where the grammar allows it; without any it ends only where it must."""
-        self._compiler = compiler
+        self.compiler = compiler
         self._compiled = compiled
-        self._origin: LLMatcher = compiled.matcher
-        self._matcher: LLMatcher = self._origin.deep_copy()
+        self.origin: LLMatcher = compiled.matcher  # whose cache it shares
+        self.matcher: LLMatcher = self.origin.deep_copy()
         self._accepted: list[int] = []
-        self._next: tuple[np.ndarray, bool] | None = None  # the result of `_compute` for the next token, if known
+        self._completion: tuple[int, list[int]] | None = None  # after so many tokens, these leave only the end
         self._end_ids = tuple(end_ids)
         self._digits = _DigitRun() if compiled.is_json else None
 
-    def fill_mask(self, into: np.ndarray) -> None:
+    def fill_masks(self, drafts: Tokens[int], into: np.ndarray) -> int | None:
         """As in `GrammarMatcherProtocol`. Raises `BrokenGrammarError`."""
-        mask, may_end = self._next or self._compute()
-        shared = min(len(mask), len(into))
-        into[:shared] = mask[:shared]
-        into[shared:] = 0
+        masks = np.empty((len(into), self.compiler.num_words), np.uint32)
+        self.compute(drafts, masks)
+        return self.finish_masks(drafts, masks, into)
+
+    def possible(self, drafts: Tokens[int]) -> list[int]:
+        """`drafts` up to the first one that is no token of the grammar's tokenizer."""
+        num_tokens = self.compiler.tokens.vocab_size
+        return list(takewhile(lambda token: token < num_tokens, drafts))
+
+    def finish_masks(self, drafts: Tokens[int], masks: np.ndarray, into: np.ndarray) -> int | None:
+        """The same from `masks`, uint32 [1 + drafts, num_words]: the library's, which are changed."""
+        if self.matcher.is_error():
+            self._compute_anew(drafts, masks)
+        possible = self.possible(drafts) if drafts else ()
+        digits = self._digits_so_far(to_change=len(possible) > 0)
+        for row in range(len(masks)):
+            mask, may_end = self._finish_mask(masks[row], digits, into[row])
+            is_only_end_left = may_end and not np.count_nonzero(mask)
+            if is_only_end_left:
+                self._completion = len(self._accepted), list(drafts[:row])
+            if is_only_end_left or row == len(possible) or not mask[drafts[row] // 32] >> drafts[row] % 32 & 1:
+                into[row + 1 :] = ALL
+                return row if is_only_end_left else None
+            if digits is not None:
+                digits.push(self.compiler.tokens.decode_bytes([drafts[row]]))
+        raise AssertionError("there is a row after the last draft")
+
+    def _finish_mask(self, mask: np.ndarray, digits: "_DigitRun | None", into: np.ndarray) -> tuple[np.ndarray, bool]:
+        """Write one row, uint32 [W]. Returns what may follow, uint32 [num_words], and whether the text may end."""
+        compiler, num_words = self.compiler, len(into)
+        # The library allows the tokenizer's own end token where the text may end.
+        end = mask.item(compiler.end_word)
+        may_end = bool(end >> compiler.end_bit & 1)
+        if may_end:
+            mask[compiler.end_word] = end ^ 1 << compiler.end_bit
+        if digits is not None:
+            mask = self._bounded_number(mask, digits, can_end=may_end)
+        if num_words <= len(mask):
+            into[:] = mask[:num_words]
+        else:
+            into[: len(mask)] = mask
+            into[len(mask) :] = 0
         if may_end:
             for token in self._end_ids:
                 into[token // 32] |= np.uint32(1 << token % 32)
+        return mask, may_end
 
     def accept(self, token_ids: Tokens[int]) -> bool:
         """As in `GrammarMatcherProtocol`. Raises `BrokenGrammarError`."""
-        self._next = None
-        self._matcher.consume_tokens(list(token_ids))
+        self.matcher.consume_tokens(list(token_ids))
         self._accepted += token_ids
-        if self._matcher.is_error():
+        if self.matcher.is_error():
             self._start_over()
-        if self._matcher.is_stopped():
-            return True
-        if self._digits is not None:
-            self._digits.push(self._compiler.tokens.decode_bytes(list(token_ids)))
-        if not self._matcher.is_accepting():
+        if self._completion is not None:
+            first, tokens = self._completion
+            if self._accepted[first:] == tokens:
+                return True
+        return self.matcher.is_stopped()
+
+    def only_end_is_left(self) -> bool:
+        """As in `GrammarMatcherProtocol`. Raises `BrokenGrammarError`."""
+        if not self.matcher.is_accepting():
             return False
-        # Where only the end is left, the sequence ends without an end token, which may even be banned.
-        self._next = mask, _ = self._compute()
-        return not mask.any()
+        return self.fill_masks((), np.empty((1, self.compiler.num_words), np.uint32)) == 0
 
-    def _compute(self) -> tuple[np.ndarray, bool]:
-        """What may follow, uint32 [num_words], without ends; and whether the text may end here."""
-        compiler = self._compiler
-        mask = np.empty(compiler.num_words, np.uint32)
-        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        if self._matcher.is_error():
-            self._start_over()
-            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-            self._check()
-        # The library allows the tokenizer's own end token where the text may end.
-        may_end = bool(mask[compiler.end_word] >> compiler.end_bit & 1)
-        mask[compiler.end_word] &= ~np.uint32(1 << compiler.end_bit)
-        if self._digits is not None:
-            self._bound_number(mask, can_end=may_end)
-        return mask, may_end
+    def compute(self, drafts: Tokens[int], masks: np.ndarray) -> None:
+        """Write the library's masks, as far as it can accept the drafts, and all ids behind those.
 
-    def _bound_number(self, mask: np.ndarray, *, can_end: bool) -> None:
-        """Remove exponents, and more digits after `MAX_DIGITS`, from `mask`, unless nothing else would be allowed."""
-        assert self._digits is not None
-        if self._digits.is_in_string:
+        The state is the same afterwards, or that of an error.
+        """
+        address, num_bytes, num_accepted = masks.ctypes.data, masks.shape[1] * masks.itemsize, 0
+        self.matcher.unsafe_compute_mask_ptr(address, num_bytes)
+        if not drafts:
             return
-        compiler, length = self._compiler, self._digits.length
-        unwanted = [compiler.exponent_after_digit if length else compiler.number_with_exponent]
+        masks[1:] = ALL
+        for draft in self.possible(drafts):
+            if self.matcher.is_stopped() or not self.matcher.try_consume_tokens([draft]):
+                break
+            num_accepted += 1
+            self.matcher.unsafe_compute_mask_ptr(address + num_accepted * num_bytes, num_bytes)
+        if num_accepted:
+            self.matcher.rollback(num_accepted)
+
+    def _compute_anew(self, drafts: Tokens[int], masks: np.ndarray) -> None:
+        """The same after an error. One that only drafts lead to shows when such a draft is accepted."""
+        for tried in (drafts, ()):
+            self._start_over()
+            self.compute(tried, masks)
+            if not self.matcher.is_error():
+                return
+        self._check()
+
+    def _digits_so_far(self, *, to_change: bool) -> "_DigitRun | None":
+        digits = self._digits
+        if digits is None:
+            return None
+        if digits.num_tokens < len(self._accepted):
+            digits.push(self.compiler.tokens.decode_bytes(self._accepted[digits.num_tokens :]))
+            digits.num_tokens = len(self._accepted)
+        return copy.copy(digits) if to_change else digits
+
+    def _bounded_number(self, mask: np.ndarray, digits: "_DigitRun", *, can_end: bool) -> np.ndarray:
+        """`mask` without exponents, and more digits after `MAX_DIGITS`, unless nothing else would be allowed."""
+        if digits.is_in_string:
+            return mask
+        compiler, length = self.compiler, digits.length
+        wanted = [compiler.no_exponent_after_digit if length else compiler.no_number_with_exponent]
         if length >= MAX_DIGITS:
-            unwanted.append(compiler.more_digits)
-        for bits in unwanted:
-            left = mask & ~bits
-            if can_end or left.any():
-                mask[:] = left
+            wanted.append(compiler.no_more_digits)
+        for bits in wanted:
+            left = mask & bits
+            if can_end or np.count_nonzero(left):
+                mask = left
+        return mask
 
     def _start_over(self) -> None:
         """Match all tokens again with an empty cache of the library. Raises `BrokenGrammarError` if it fails again."""
-        self._origin = self._compiled.renew(self._origin)
-        self._matcher = self._origin.deep_copy()
-        self._matcher.consume_tokens(self._accepted)
+        self.origin = self._compiled.renew(self.origin)
+        self.matcher = self.origin.deep_copy()
+        self.matcher.consume_tokens(self._accepted)
         self._check()
 
     def _check(self) -> None:
-        if self._matcher.is_error():
-            raise BrokenGrammarError(" ".join(self._matcher.get_error().split())[:300])
+        if self.matcher.is_error():
+            raise BrokenGrammarError(" ".join(self.matcher.get_error().split())[:300])
 
 
 class _DigitRun:
     """Counts the digits at the end of the text, outside of JSON strings."""
 
-    __slots__ = ("_escaped", "is_in_string", "length")
+    __slots__ = ("_escaped", "is_in_string", "length", "num_tokens")
 
     def __init__(self) -> None:
+        self.num_tokens = 0  # that were counted; written by the caller
         self.length = 0
         self.is_in_string = False
         self._escaped = False

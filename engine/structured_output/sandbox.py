@@ -22,7 +22,7 @@ from pathlib import Path
 
 from engine.sampling_params import Grammar
 from engine.structured_output.compiler import Compiler, GrammarError
-from workers.parent_death import die_with_parent
+from workers.python_child import die_with_parent, leave_signals_to_parent
 
 DEADLINE_S = 1.0  # of the processor's time, for one trial
 _PATIENCE_S = 10.0  # for the same by the clock, where other programs take the processor
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--fd", type=int, action="append", required=True)
     arguments = parser.parse_args(argv)
     die_with_parent(arguments.parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole foreground group: the parent decides
+    leave_signals_to_parent()
     os.nice(_NICENESS)
     compiler = Compiler(arguments.tokenizer)
     connections = [socket.socket(fileno=fd) for fd in arguments.fd]

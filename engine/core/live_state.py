@@ -1,0 +1,64 @@
+"""One engine at this moment: its requests, a map of its KV blocks, what its steps take. Of bounded size and cost."""
+
+from collections.abc import Iterable
+from itertools import chain, groupby, islice
+
+from engine.core.step_log import StepLog
+from engine.scheduler.kv_cache_manager import KVCacheManager
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.sequence import Sequence, Status
+from engine.stats import EngineState, KvState, OpenRequest, RequestHistory
+
+MAX_CELLS = 4096
+MAX_SLOWEST = 20
+
+
+def live_state(scheduler: Scheduler, steps: StepLog, now: float) -> EngineState:
+    """The state between two steps. `now`: the engine's clock."""
+    stats = scheduler.refresh_gauges()
+    return EngineState(
+        running=stats.num_requests_running,
+        waiting=stats.num_requests_waiting,
+        kv=_kv_state(scheduler.kv_cache_manager),
+        step=steps.times(),
+        tokens_per_second=steps.token_rates(now, stats.generation_tokens),
+        slowest=[_open_request(seq, now) for seq in islice(scheduler.open_requests.values(), MAX_SLOWEST)],
+    )
+
+
+def history(scheduler: Scheduler, request_id: int) -> RequestHistory | None:
+    """What happened to a request that is open, or was one of the last to end."""
+    seq = scheduler.open_requests.get(request_id)
+    if seq is not None:
+        return seq.trace.history(seq.num_generated_tokens)
+    trace = scheduler.traces.find(request_id)
+    return None if trace is None else trace.history(trace.output_tokens)
+
+
+def _kv_state(manager: KVCacheManager) -> KvState:
+    per_cell = -(-manager.num_total // MAX_CELLS)
+    return KvState(
+        block_size=manager.block_size,
+        total=manager.num_total,
+        held=manager.num_held,
+        cached=manager.num_cached,
+        free=manager.num_free,
+        cells_of=per_cell,
+        map=run_lengths(manager.states(per_cell)),
+    )
+
+
+def run_lengths(letters: Iterable[str]) -> str:
+    """`hhhcc` as `h3c2`."""
+    return "".join(chain.from_iterable((letter, str(sum(1 for _ in run))) for letter, run in groupby(letters)))
+
+
+def _open_request(seq: Sequence, now: float) -> OpenRequest:
+    return OpenRequest(
+        request_id=seq.request_id,
+        state="running" if seq.status is Status.RUNNING else "waiting",
+        age_s=round(now - seq.arrival_s, 3),
+        prompt_tokens=seq.num_prompt_tokens,
+        cached_tokens=seq.num_cached_tokens,
+        output_tokens=seq.num_generated_tokens,
+    )

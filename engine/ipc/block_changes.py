@@ -1,0 +1,23 @@
+"""The frame by which an engine tells its frontend what entered and left its prefix cache: hashes as ints of 32 bits."""
+
+from array import array
+
+from engine.ipc.frames import Frame, FrameError, encode
+from engine.kv_cache.events import BlockChanges
+from engine.kv_cache.hashing import HASH_BYTES
+
+
+def blocks(value: BlockChanges) -> bytes:
+    """The hashes that are stored come first."""
+    ints = array("i", b"".join((*value.stored, *value.removed)))
+    return encode({"kind": "blocks", "cleared": value.is_cleared, "num_stored": len(value.stored)}, ints)
+
+
+def read_blocks(frame: Frame) -> BlockChanges:
+    """Raises `FrameError`."""
+    data, num_stored, is_cleared = frame.ints.tobytes(), frame.head.get("num_stored"), frame.head.get("cleared")
+    count, rest = divmod(len(data), HASH_BYTES)
+    if rest or type(num_stored) is not int or not 0 <= num_stored <= count or type(is_cleared) is not bool:
+        raise FrameError("a bad 'blocks' frame: hashes are missing")
+    hashes = [data[start : start + HASH_BYTES] for start in range(0, len(data), HASH_BYTES)]
+    return BlockChanges(is_cleared, hashes[:num_stored], hashes[num_stored:])

@@ -1,0 +1,270 @@
+"""The answer to a step applied: tokens appended, full blocks cached, what is complete ended.
+
+Decodes whose tokens need only be appended and sent are handled together, in `RunningColumns`; everything else one by
+one. Both do the same for such a token: `tests/unit/engine/test_columns.py` compares them.
+"""
+
+from array import array
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from engine.errors import NO_TOKEN, NOT_FINITE
+from engine.scheduler import request_stats
+from engine.scheduler.output import Decodes, ModelRunnerOutput, ScheduledTokens, SchedulerOutput, Scores
+from engine.scheduler.sequence import Sequence, Status
+from engine.types import FinishReason, TokenEvent, TokenEvents, TokenLogprobs
+from workers.protocol import FINITE, NONFINITE
+
+if TYPE_CHECKING:
+    from engine.scheduler.columns import RunningColumns
+    from engine.scheduler.kv_cache_manager import KVCacheManager
+    from engine.scheduler.request_queue import RequestQueue
+    from engine.stats import EngineStats
+
+
+class Answers:
+    """Applies answers to the sequences of one scheduler, which are in `columns`."""
+
+    def __init__(
+        self,
+        columns: "RunningColumns",
+        kv_cache_manager: "KVCacheManager",
+        queue: "RequestQueue",
+        stats: "EngineStats",
+        finish: Callable[[Sequence, FinishReason, float, TokenEvent | None], TokenEvent],
+        fail: Callable[[int, str, float, str | None], TokenEvent | None],
+        fail_after_exception: Callable[[Sequence, str, float], TokenEvent],
+    ) -> None:
+        """The last three are those of `Scheduler`."""
+        self._columns = columns
+        self._kv_cache_manager = kv_cache_manager
+        self._queue = queue
+        self._stats = stats
+        self._finish = finish
+        self._fail = fail
+        self._fail_after_exception = fail_after_exception
+
+    def apply(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> TokenEvents:
+        """The events of `output`, whose answer is `result`.
+
+        Full blocks are cached before any sequence ends: an end may free blocks that others would find.
+        """
+        events, decodes = TokenEvents(), output.decodes
+        is_plain, others = self._look(decodes, result, now, events)
+        for item, first, end in output.with_rows():
+            if item.seq.status is Status.RUNNING and not item.drafts and result.are_finite(first, end):
+                self._cache_blocks(item.seq, item.start + item.num_tokens, now, events)
+        self._append_plain(decodes, is_plain, result, now, events)
+        for item, first in others:
+            self._apply_one(item, result, first, 0, now, events)
+            if item.seq.status is Status.RUNNING:
+                self._columns.refresh_tokens(item.seq)
+        for place, (item, first, _) in enumerate(output.with_rows(), len(decodes.rows)):
+            num_accepted = result.num_accepted(place, first) if item.drafts else 0
+            if item.drafts:
+                self._record_drafts(item, num_accepted)
+            if item.seq.status is Status.RUNNING:
+                self._apply_one(item, result, first, num_accepted, now, events)
+            if item.seq.status is Status.RUNNING:
+                self._columns.refresh(item.seq)
+        return events
+
+    def _seq_in(self, row: int) -> Sequence:
+        seq = self._columns.seqs[row]
+        assert seq is not None
+        return seq
+
+    def _cache_blocks(self, seq: Sequence, num_computed: int, now: float, events: TokenEvents) -> None:
+        """Cache the blocks of `seq` that are full; it fails alone."""
+        if num_computed // self._kv_cache_manager.block_size <= seq.num_cached_blocks:
+            return
+        try:
+            self._kv_cache_manager.cache_blocks(seq, num_computed)
+            self._columns.refresh_look(seq)
+        except Exception:
+            events.others.append(self._fail_after_exception(seq, "commit", now))
+
+    # -- together
+
+    def _look(
+        self, decodes: Decodes, result: ModelRunnerOutput, now: float, events: TokenEvents
+    ) -> tuple[np.ndarray | None, list[tuple[ScheduledTokens, int]]]:
+        """Cache full blocks of decodes. Returns whether a token need only be appended, bool [D], None if each need; and
+        those for which more is to be done, with their rows of logits. Sequences that do not run any more are in
+        neither."""
+        columns, rows, positions = self._columns, decodes.rows, decodes.positions
+        token_ids = result.answer.token_ids[: len(rows)]
+        needs_look = columns.needs_look(rows, positions, token_ids)
+        if not result.all_finite:
+            needs_look |= ~result.is_finite[: len(needs_look)]
+        if columns.num_released == decodes.num_released:
+            if not len(needs_look.nonzero()[0]):
+                return None, []
+            is_plain = ~needs_look
+        else:
+            runs = columns.still_run(rows, decodes.num_released)
+            is_plain = runs & ~needs_look
+            needs_look &= runs
+        others, block_size = [], self._kv_cache_manager.block_size
+        indices = needs_look.nonzero()[0]
+        entries = (some.tolist() for some in (indices, rows[indices], positions[indices], token_ids[indices]))
+        for index, row, position, token in zip(*entries, strict=True):
+            seq = self._seq_in(row)
+            if (position + 1) // block_size > seq.num_cached_blocks and result.are_finite(index, index + 1):
+                self._cache_blocks(seq, position + 1, now, events)
+                if seq.status is not Status.RUNNING:
+                    continue
+                if position < columns.look_at[row] and token not in seq.stop_ids:
+                    is_plain[index] = True
+                    continue
+            others.append((ScheduledTokens(seq, position, 1, True), index))
+        return is_plain, others
+
+    def _append_plain(
+        self, decodes: Decodes, is_plain: np.ndarray | None, result: ModelRunnerOutput, now: float, events: TokenEvents
+    ) -> None:
+        """Append the tokens of those decodes: the first of `events`."""
+        columns, rows, positions = self._columns, decodes.rows, decodes.positions
+        token_ids = result.answer.token_ids[: len(rows)]
+        if is_plain is not None:
+            rows, positions, token_ids = rows[is_plain], positions[is_plain], token_ids[is_plain]
+        if len(rows):
+            request_stats.record_tokens(self._stats, columns.append(rows, positions, token_ids, now))
+            self._count_generated(rows)
+            events.token_ids = array("i", token_ids.tobytes())
+            events.request_ids, events.num_cached_tokens = columns.sent_with(rows)
+
+    def _count_generated(self, rows: np.ndarray) -> None:
+        if self._queue.has_had_several_clients:
+            for client, num_tokens in enumerate(np.bincount(self._columns.clients[rows]).tolist()):
+                if num_tokens:
+                    self._queue.count_generated(self._columns.client_names[client], num_tokens)
+
+    # -- one by one
+
+    def _apply_one(
+        self,
+        item: ScheduledTokens,
+        result: ModelRunnerOutput,
+        first: int,
+        num_accepted: int,
+        now: float,
+        events: TokenEvents,
+    ) -> None:
+        """Apply the answer to `item`, whose sequence runs, and add what happened to `events`; it fails alone."""
+        try:
+            event = self._update_sequence(item, result, first, num_accepted, now, events)
+        except Exception:
+            event = self._fail_after_exception(item.seq, "commit", now)
+        if event is not None:
+            events.others.append(event)
+
+    def _update_sequence(
+        self,
+        item: ScheduledTokens,
+        result: ModelRunnerOutput,
+        first: int,
+        num_accepted: int,
+        now: float,
+        events: TokenEvents,
+    ) -> TokenEvent | None:
+        """`first` is the first row of logits of `item`; of its drafts `num_accepted` are right."""
+        seq, last = item.seq, first + item.num_scored
+        if not result.all_finite:
+            states = result.finite[first : last + item.wants_logits]
+            if states.count(FINITE) < len(states):
+                return self._fail_without_token(seq, states, now)
+        scored: Scores = ()
+        if item.num_scored:
+            seq.num_scored_tokens += item.num_scored
+            scored = result.scored(first, last, seq.request.params.prompt_logprobs or 0)
+        if item.wants_logits:
+            return self._append_tokens(item, result, last, num_accepted, now, scored, events)
+        is_complete = not seq.samples and item.start + item.num_tokens == seq.num_tokens
+        if not scored and not is_complete:
+            return None
+        event = TokenEvent(seq.request_id, prompt_logprobs=scored, num_cached_tokens=seq.num_cached_tokens)
+        return self._finish(seq, FinishReason.LENGTH, now, event) if is_complete else event
+
+    def _fail_without_token(self, seq: Sequence, states: list[int], now: float) -> TokenEvent | None:
+        """No token could be chosen: the model's logits are not finite, or the request's fields ban every token."""
+        if NONFINITE not in states:
+            return self._fail(seq.request_id, NO_TOKEN, now, seq.masked_by)
+        self._stats.num_nonfinite += 1
+        self._kv_cache_manager.evict_blocks(seq)  # its keys and values may not be finite either
+        return self._fail(seq.request_id, NOT_FINITE, now, None)
+
+    def _append_tokens(
+        self,
+        item: ScheduledTokens,
+        result: ModelRunnerOutput,
+        row: int,
+        num_accepted: int,
+        now: float,
+        scored: Scores,
+        events: TokenEvents,
+    ) -> TokenEvent:
+        """Append the token sampled in `row` and those after right drafts, up to one that ends the sequence. One that
+        makes it fail does so after those before it were sent."""
+        seq, token_ids, count = item.seq, result.token_ids[row : row + 1 + num_accepted], 0
+        reason = None
+        while reason is None and count < len(token_ids):
+            seq.token_ids.append(token_ids[count])
+            try:
+                reason = self._end_after(seq, token_ids[count])
+            except Exception:
+                if count:
+                    seq.token_ids.pop()
+                    events.others.append(self._count_tokens(item, result, row, token_ids[:count], now, scored))
+                raise
+            count += 1
+        event = self._count_tokens(item, result, row, token_ids[:count], now, scored)
+        if reason is None:
+            return event
+        if token_ids[count - 1] in seq.stop_ids:
+            event = replace(event, stop_token_id=token_ids[count - 1])
+        return self._finish(seq, reason, now, event)
+
+    def _count_tokens(
+        self,
+        item: ScheduledTokens,
+        result: ModelRunnerOutput,
+        row: int,
+        token_ids: list[int],
+        now: float,
+        scored: Scores,
+    ) -> TokenEvent:
+        """`token_ids`, sampled from `row` on, are appended: their event."""
+        seq, num_logprobs = item.seq, item.seq.request.params.logprobs
+        if item.drafts:
+            seq.num_computed_tokens = item.start + len(token_ids)  # all but the newest
+            self._kv_cache_manager.cache_blocks(seq, seq.num_computed_tokens)
+        request_stats.record_tokens_of(self._stats, seq, len(token_ids), now)
+        self._queue.count_generated(seq.request.client, len(token_ids))
+        seq.last_token_s = now
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if num_logprobs is not None:
+            logprobs = tuple([result.token_logprobs(row + place, num_logprobs) for place in range(len(token_ids))])
+        return TokenEvent(seq.request_id, tuple(token_ids), logprobs, scored, None, None, seq.num_cached_tokens)
+
+    def _end_after(self, seq: Sequence, token: int) -> FinishReason | None:
+        """Why `seq` ends with `token`, its newest one; None: it does not."""
+        if token in seq.stop_ids:  # none is sampled before `min_tokens`: they were banned
+            return FinishReason.STOP
+        matcher = seq.grammar_matcher
+        if matcher is not None and matcher.accept((token,)):
+            return FinishReason.STOP
+        if len(seq.token_ids) < seq.final_len:
+            return None
+        is_complete = matcher is not None and matcher.only_end_is_left()
+        return FinishReason.STOP if is_complete else FinishReason.LENGTH
+
+    def _record_drafts(self, item: ScheduledTokens, num_accepted: int) -> None:
+        """Of the drafts of `item` so many were right."""
+        state = item.seq.draft_state
+        assert state is not None
+        state.record(item.start + 1, len(item.drafts), num_accepted)
+        request_stats.record_drafts(self._stats, len(item.drafts), num_accepted)

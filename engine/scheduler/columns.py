@@ -1,0 +1,179 @@
+"""What a decode step needs to know of the running sequences, as arrays by row that are kept from step to step.
+
+So a step costs a few operations on whole arrays, and work by sequence only where more is to be done than to compute one
+token and to append one: a new block, a full block to cache, a stop token, the end, logprobs, a grammar. Positions tell
+when: before `plain_until` a row is scheduled, before `look_at` its token is appended, without a look at its sequence.
+
+Knows sequences and positions. Does not know free blocks, policy or tensors.
+"""
+
+from array import array
+
+import numpy as np
+
+from engine.scheduler.output import NOT_KNOWN, Decodes
+from engine.scheduler.sequence import Sequence
+
+_STOP_IDS = 8  # of one row; a sequence with more is looked at for each of its tokens
+_NEVER = -1  # as a position up to which something holds
+_NO_STOP = -1
+
+
+class RunningColumns:
+    """One entry for each row of the engine's tables; only those of `order` mean anything.
+
+    `num_computed` and `last_token_s` are kept here alone while a sequence runs. All other columns repeat what the
+    sequence says: a change of the sequence is followed by a call of `refresh`, and `audit` compares.
+    """
+
+    def __init__(self, max_num_seqs: int, block_size: int, *, caches_blocks: bool) -> None:
+        self._block_size = block_size
+        self._caches_blocks = caches_blocks
+        self.order = np.empty(0, np.int64)  # the rows in use, in the order of admission; replaced, never changed
+        self.seqs: list[Sequence | None] = [None] * max_num_seqs
+        self._token_ids: list[list[int]] = [[]] * max_num_seqs  # those of the sequences themselves
+        # Rows were given back so often, and each row the last time when it was so often: what was scheduled for one use
+        # of a row is not taken for the next one.
+        self.num_released = 0
+        self._released_at = np.zeros(max_num_seqs, np.int64)
+        self.num_computed = np.zeros(max_num_seqs, np.int64)
+        self.last_token_s = np.zeros(max_num_seqs)  # nan: none yet
+        self.num_tokens = np.zeros(max_num_seqs, np.int64)
+        self.newest = np.zeros(max_num_seqs, np.int32)  # the last known token
+        self.plain_until = np.zeros(max_num_seqs, np.int64)  # position, exclusive
+        self.look_at = np.zeros(max_num_seqs, np.int64)  # position
+        self._sent_of: np.ndarray | None = None  # rows of the last events; while they are the same,
+        self._sent = array("q"), array("i")  # these are
+        self.request_ids = np.zeros(max_num_seqs, np.int64)
+        self.num_cached_tokens = np.zeros(max_num_seqs, np.int32)
+        self.clients = np.zeros(max_num_seqs, np.int64)  # index into `client_names`
+        self.client_names: list[str] = []
+        self._client_index: dict[str, int] = {}
+        self._stop_ids = np.full((_STOP_IDS, max_num_seqs), _NO_STOP, np.int32)
+        self._most_stop_ids = 0  # of any row, ever
+
+    # -- rows
+
+    def take(self, seq: Sequence) -> None:
+        """`seq` has got its row and its first blocks."""
+        row, stop_ids, client = seq.row, sorted(seq.stop_ids), seq.request.client
+        self.order = np.append(self.order, row)
+        self.seqs[row], self._token_ids[row] = seq, seq.token_ids
+        self.last_token_s[row] = np.nan if seq.last_token_s is None else seq.last_token_s
+        self.num_computed[row] = seq.num_computed_tokens
+        seq.columns = self
+        self.request_ids[row], self.num_cached_tokens[row] = seq.request_id, seq.num_cached_tokens
+        if client not in self._client_index:
+            self._client_index[client] = len(self.client_names)
+            self.client_names.append(client)
+        self.clients[row] = self._client_index[client]
+        self._stop_ids[:, row] = _NO_STOP
+        if len(stop_ids) <= _STOP_IDS:
+            self._stop_ids[: len(stop_ids), row] = stop_ids
+            self._most_stop_ids = max(self._most_stop_ids, len(stop_ids))
+        self.refresh(seq)
+
+    def release(self, seq: Sequence) -> None:
+        """`seq` stops running, and still has its row."""
+        row, last_s = seq.row, seq.last_token_s
+        self.order = self.order[self.order != row]
+        self.seqs[row], self._token_ids[row] = None, []
+        self.num_released += 1
+        self._released_at[row] = self.num_released
+        seq.columns = None
+        seq.num_computed_tokens, seq.last_token_s = 0, last_s
+
+    def refresh(self, seq: Sequence) -> None:
+        """Write what follows from the state of `seq`, which runs."""
+        self.num_tokens[seq.row], self.newest[seq.row] = len(seq.token_ids), seq.token_ids[-1]
+        self.refresh_plain(seq)
+        self.refresh_look(seq)
+
+    def refresh_tokens(self, seq: Sequence) -> None:
+        """The same when only the token that a decode of `seq` sampled was appended."""
+        self.num_tokens[seq.row], self.newest[seq.row] = len(seq.token_ids), seq.token_ids[-1]
+        if not seq.is_watched:
+            self.refresh_look(seq)  # it may be the first
+
+    def refresh_plain(self, seq: Sequence) -> None:
+        """The same when only computed tokens or blocks of `seq` have changed."""
+        row = seq.row
+        if seq.decodes_alone or len(seq.token_ids) > self.num_computed.item(row) + 1:
+            self.plain_until[row] = _NEVER
+        else:
+            self.plain_until[row] = min(len(seq.block_ids) * self._block_size, seq.num_to_compute)
+
+    def refresh_look(self, seq: Sequence) -> None:
+        """The same when only blocks of `seq` were offered to the prefix cache."""
+        if seq.first_token_s is None or seq.is_watched or len(seq.stop_ids) > _STOP_IDS:
+            self.look_at[seq.row] = _NEVER
+        elif self._caches_blocks:
+            full_at = (seq.num_cached_blocks + 1) * self._block_size - 1
+            self.look_at[seq.row] = min(full_at, seq.final_len - 2)
+        else:
+            self.look_at[seq.row] = seq.final_len - 2
+
+    # -- decodes
+
+    def with_oldest(self, most: int) -> np.ndarray:
+        """Of `order` the prompts under way, and the `most` oldest sequences that decode."""
+        decodes = self.num_tokens[self.order] <= self.num_computed[self.order] + 1  # bool [R]
+        by_age = sorted(self.order[decodes].tolist(), key=lambda row: self.seqs[row].key)
+        return self.order[~decodes | np.isin(self.order, by_age[:most])]
+
+    def schedule(self, rows: np.ndarray, positions: np.ndarray) -> Decodes:
+        """One token at `positions`, int64 [D], for each of the sequences in `rows`, int64 [D]."""
+        self.num_computed[rows] = positions + 1
+        token_ids = self.newest[rows]
+        token_ids[self.num_tokens[rows] <= positions] = NOT_KNOWN
+        return Decodes(rows, positions, token_ids, self.num_released, self.seqs)
+
+    def needs_look(self, rows: np.ndarray, positions: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+        """bool [D]: where more must be done than to append `token_ids`, which the step at `positions` sampled."""
+        found = positions >= self.look_at[rows]
+        for stop_ids in self._stop_ids[: self._most_stop_ids]:
+            found |= stop_ids[rows] == token_ids
+        return found
+
+    def still_run(self, rows: np.ndarray, num_released: int) -> np.ndarray:
+        """bool [D]: which of `rows` were not given back since `num_released` was as it is said."""
+        return self._released_at[rows] <= num_released
+
+    def append(self, rows: np.ndarray, positions: np.ndarray, token_ids: np.ndarray, now: float) -> np.ndarray:
+        """Append `token_ids`, which the step at `positions` sampled; return the seconds since the tokens before."""
+        self.num_tokens[rows] = positions + 2
+        self.newest[rows] = token_ids
+        since_s = now - self.last_token_s[rows]
+        self.last_token_s[rows] = now
+        lists = self._token_ids
+        for row, token in zip(rows.tolist(), token_ids.tolist(), strict=True):
+            lists[row].append(token)
+        return since_s
+
+    def sent_with(self, rows: np.ndarray) -> tuple[array, array]:
+        """The request ids and numbers of cached tokens that are sent with the tokens of `rows`. Not to be changed."""
+        if rows is not self._sent_of:
+            self._sent_of = rows
+            self._sent = (
+                array("q", self.request_ids[rows].tobytes()),
+                array("i", self.num_cached_tokens[rows].tobytes()),
+            )
+        return self._sent
+
+    # -- state
+
+    def audit(self, running: list[Sequence]) -> None:
+        """Raise AssertionError unless the columns say what the sequences say; `running` in the order of admission."""
+        assert self.order.tolist() == [seq.row for seq in running], "rows in another order"
+        held = [row for row, seq in enumerate(self.seqs) if seq is not None]
+        assert held == sorted(self.order.tolist()), "a row is held by a sequence that does not run"
+        for seq in running:
+            row, names = seq.row, ("num_tokens", "newest", "plain_until", "look_at")
+            assert self.seqs[row] is seq and self._token_ids[row] is seq.token_ids and seq.columns is self
+            told = [int(getattr(self, name)[row]) for name in names]
+            self.refresh(seq)
+            assert told == [int(getattr(self, name)[row]) for name in names], f"row {row} was not kept up to date"
+            assert self.request_ids[row] == seq.request_id and self.num_cached_tokens[row] == seq.num_cached_tokens
+            assert self.client_names[self.clients[row]] == seq.request.client
+            stop_ids = {int(stop) for stop in self._stop_ids[:, row] if stop != _NO_STOP}
+            assert stop_ids == (seq.stop_ids if len(seq.stop_ids) <= _STOP_IDS else set())
