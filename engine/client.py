@@ -11,29 +11,39 @@ import os
 import signal
 import subprocess
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-from engine.config import EngineConfig
-from engine.engine_process import ENGINE_MODULE, EngineProcess, runs_rank
-from engine.errors import EngineDeadError, OarlockError, RequestError, StartupError
-from engine.ipc import messages
+from engine.config import EngineConfig, OnProgress
+from engine.engine_process import ENGINE_MODULE, EngineProcess
+from engine.errors import (
+    EXIT_OUT_OF_MEMORY,
+    EXIT_RANK_DIED,
+    EXIT_RANK_HUNG,
+    EngineDeadError,
+    OarlockError,
+    RequestError,
+    StartupError,
+)
+from engine.ipc import messages, questions
+from engine.ipc.block_changes import read_blocks
 from engine.ipc.frames import Frame, FrameError, FrameReader
-from engine.stats import EngineStats
+from engine.kv_cache.events import BlockChanges
+from engine.stats import EngineState, EngineStats, RequestHistory
 from engine.types import EngineInfo, Request, TokenEvent
 
 logger = logging.getLogger("oarlock.engine.client")
 
-OnProgress = Callable[[str, float], None]
+OnBlocks = Callable[[BlockChanges], object]
 _Answer = TokenEvent | OarlockError
 
 _READ_BYTES = 1 << 18
 _STATS_TIMEOUT_S = 1.0  # a step in flight may take longer; then the last snapshot is used
+_HISTORY_TIMEOUT_S = 5.0
 _REAP_S = 8.0  # more than the engine allows its own clean-up
 _POLL_S = 0.01
 _WATCH_S = 0.25
 _SILENCE_MARGIN_S = 1.5  # time for the engine to report a hung rank by itself: its report says more
-_EXIT_DIED = 5
-_EXIT_HUNG = 6
 
 
 class EngineClient:
@@ -49,20 +59,24 @@ class EngineClient:
         writer: asyncio.StreamWriter,
         frames: FrameReader,
         info: EngineInfo,
+        on_blocks: OnBlocks,
     ) -> None:
         self.info = info
+        self.number = 0  # among the replicas of the model, where there are several
         self.dead = asyncio.Event()  # the process has ended; `exit_code` and `death_cause` say how
+        self.lost = asyncio.Event()  # never set: no part of one engine could be lost alone
         self.exit_code: int | None = None  # 0 after an orderly end
         self.death_cause: str | None = None
         self._process = process
         self._reader = reader
         self._writer = writer
         self._frames = frames
+        self._on_blocks = on_blocks
         self._ids = itertools.count(1)
-        self._queues: dict[int, asyncio.Queue[_Answer]] = {}
-        self._stats_calls: dict[int, asyncio.Future[EngineStats]] = {}
-        self._resets: dict[int, asyncio.Future[int]] = {}
+        self._queues: dict[int, _AnswerQueue] = {}
+        self._questions = questions.Questions(writer.write)
         self._last_stats = EngineStats()
+        self._last_state: EngineState | None = None
         self._progress_s = time.monotonic()
         self._is_connected = True
         self._is_closing = False
@@ -78,13 +92,16 @@ class EngineClient:
         *,
         command: Sequence[str] = ENGINE_MODULE,
         process: EngineProcess | None = None,
+        on_blocks: OnBlocks = lambda changes: None,
     ) -> "EngineClient":
         """Wait until every rank has loaded. Raises `StartupError`.
+
+        `on_blocks` is called with what enters and leaves the prefix cache, where `config` has this reported.
 
         `process` was started before; without it `command`, as in `EngineProcess`, is started now.
         """
         if process is None:
-            process = EngineProcess(runs_rank=runs_rank(config.worker.tensor_parallel_size), command=command)
+            process = EngineProcess(config.worker.tensor_parallel_size, command=command)
         child, ours = process.take()
         try:
             reader, writer = await asyncio.open_unix_connection(sock=ours)
@@ -96,7 +113,7 @@ class EngineClient:
             child.kill()
             child.wait()
             raise
-        return EngineClient(child, reader, writer, frames, info)
+        return EngineClient(child, reader, writer, frames, info, on_blocks)
 
     async def close(self, timeout_s: float = 10.0) -> None:
         """Stop the engine; open requests get their terminal event. After `timeout_s` it is killed. Idempotent."""
@@ -112,6 +129,10 @@ class EngineClient:
     def new_request_id(self) -> int:
         return next(self._ids)
 
+    def choose(self, request: Request, rank: int | None = None) -> "EngineClient":
+        """Who generates this request, and those that share its prompt: of one engine, this one, whose `rank` is 0."""
+        return self
+
     async def generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
         """Events of one request; the last one has a `finish_reason`. Closing the iterator aborts the request.
 
@@ -126,10 +147,7 @@ class EngineClient:
             frame = messages.request(request)
         except FrameError as error:
             raise RequestError(f"The request cannot be sent: {error}.", "prompt") from error
-        queue: asyncio.Queue[_Answer] = (
-            asyncio.Queue()
-        )  # holds an event for each token, and for each step of a prompt that is scored
-        self._queues[request_id] = queue
+        queue = self._queues[request_id] = _AnswerQueue()
         try:
             self._writer.write(frame)
             await self._drain()
@@ -167,31 +185,39 @@ class EngineClient:
         """Requests without a terminal event."""
         return len(self._queues)
 
+    @property
+    def replicas(self) -> Sequence["EngineClient"]:
+        """The engines, each with `number`, `is_alive` and `stats`."""
+        return (self,)
+
     async def stats(self) -> EngineStats:
         """A new snapshot; the last known one when the engine is busy for long, or dead (then `state` is "dead")."""
         if self._is_connected:
-            number = next(self._ids)
-            future: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
-            self._stats_calls[number] = future
-            self._writer.write(messages.ask_stats(number))
-            try:
-                return await asyncio.wait_for(future, _STATS_TIMEOUT_S)
-            except TimeoutError:
-                pass  # the last snapshot is used
-            finally:
-                self._stats_calls.pop(number, None)
+            with contextlib.suppress(TimeoutError, EngineDeadError):  # the last snapshot is used
+                return await asyncio.wait_for(self._questions.ask(messages.ask_stats), _STATS_TIMEOUT_S)
         return self._last_stats
+
+    async def state(self) -> EngineState | None:
+        """The live state; the last one known when the engine is busy for long. None: none is known, or it is dead."""
+        if not self.is_alive:
+            return None
+        with contextlib.suppress(TimeoutError, EngineDeadError):
+            self._last_state = await asyncio.wait_for(self._questions.ask(questions.ask_state), _STATS_TIMEOUT_S)
+        return self._last_state
+
+    async def histories(self, request_ids: Sequence[int]) -> list[RequestHistory]:
+        """What happened to those of these requests that are open, or were among the last to end. Empty when the engine
+        is dead, or busy for long."""
+        if self.is_alive:
+            with contextlib.suppress(TimeoutError, EngineDeadError):
+                asked = self._questions.ask(questions.ask_histories(request_ids))
+                return await asyncio.wait_for(asked, _HISTORY_TIMEOUT_S)
+        return []
 
     async def reset_prefix_cache(self) -> int:
         """Empty the prefix cache; return how many blocks it had. Waits for the step in flight. `EngineDeadError`."""
         self._check_alive()
-        number = next(self._ids)
-        future = self._resets[number] = asyncio.get_running_loop().create_future()
-        self._writer.write(messages.reset_cache(number))
-        try:
-            return await future
-        finally:
-            self._resets.pop(number, None)
+        return await self._questions.ask(messages.reset_cache)
 
     # -- the reading side
 
@@ -223,6 +249,8 @@ class EngineClient:
             self._progress_s = time.monotonic()
             for event in messages.read_events(frame):
                 self._answer(event.request_id, event, is_last=event.finish_reason is not None)
+        elif frame.kind == "blocks":
+            self._on_blocks(read_blocks(frame))
         elif frame.kind == "alive":
             self._progress_s = time.monotonic()
         elif frame.kind == "refused":
@@ -230,13 +258,13 @@ class EngineClient:
             self._answer(request_id, error, is_last=True)
         elif frame.kind == "stats":
             number, self._last_stats = messages.read_stats(frame)
-            future = self._stats_calls.pop(number, None)
-            if future is not None and not future.done():
-                future.set_result(self._last_stats)
+            self._questions.answer(number, self._last_stats)
+        elif frame.kind == "state":
+            self._questions.answer(*questions.read_state(frame))
+        elif frame.kind == "histories":
+            self._questions.answer(*questions.read_histories(frame))
         elif frame.kind == "cache_reset":
-            number, num_blocks = messages.read_cache_reset(frame)
-            if number in self._resets and not self._resets[number].done():
-                self._resets[number].set_result(num_blocks)
+            self._questions.answer(*messages.read_cache_reset(frame))
         elif frame.kind == "dead":
             self.death_cause, self.exit_code = messages.read_dead(frame)
             self._fail_all()
@@ -249,20 +277,14 @@ class EngineClient:
             return  # its iterator was closed a moment ago
         if is_last:
             del self._queues[request_id]
-        queue.put_nowait(answer)
+        queue.put(answer)
 
     def _fail_all(self) -> None:
         """End every waiting call: the engine is gone."""
         queues, self._queues = self._queues, {}
         for queue in queues.values():
-            queue.put_nowait(self._death())
-        asked, self._stats_calls = self._stats_calls, {}
-        for future in asked.values():
-            if not future.done():
-                future.set_result(self._last_stats)
-        for reset in self._resets.values():
-            if not reset.done():
-                reset.set_exception(self._death())
+            queue.put(self._death())
+        self._questions.fail_all(self._death())
 
     async def _watch(self) -> None:
         """Kill an engine that is silent for longer than a working one can be: it is stopped, or it hangs."""
@@ -280,7 +302,7 @@ class EngineClient:
             if self._progress_s != seen_s:
                 silent_s, seen_s = 0.0, self._progress_s
         logger.error("event=engine_hung silent_s=%.1f limit_s=%g", silent_s, limit_s)
-        self.death_cause, self.exit_code = f"the engine process has not been heard for {silent_s:.1f} s", _EXIT_HUNG
+        self.death_cause, self.exit_code = f"the engine process has not been heard for {silent_s:.1f} s", EXIT_RANK_HUNG
         self._fail_all()
         for pid in self.info.rank_pids:  # still valid: the hung parent has not reaped them
             with contextlib.suppress(ProcessLookupError):
@@ -295,7 +317,7 @@ class EngineClient:
         status = self._process.poll()
         if status is None or status < 0:
             self.death_cause = self.death_cause or f"the engine process was ended by {_signal_name(status)}"
-            self.exit_code = self.exit_code or _EXIT_DIED
+            self.exit_code = self.exit_code or EXIT_RANK_DIED
         else:
             self.exit_code = status
             if status:
@@ -325,6 +347,28 @@ class EngineClient:
         return EngineDeadError("The inference engine has stopped. Nothing can be served until it is restarted.")
 
 
+class _AnswerQueue:
+    """The answers to one request that its only reader has not taken yet: an event for each token, and for each step of
+    a prompt that is scored. Wakes the reader at half the cost of `asyncio.Queue`."""
+
+    __slots__ = ("_answers", "_reader")
+
+    def __init__(self) -> None:
+        self._answers: deque[_Answer] = deque()
+        self._reader: asyncio.Future[None] | None = None  # while it waits
+
+    def put(self, answer: _Answer) -> None:
+        self._answers.append(answer)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def get(self) -> _Answer:
+        if not self._answers:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        return self._answers.popleft()
+
+
 async def _until_ready(
     process: subprocess.Popen[bytes], reader: asyncio.StreamReader, frames: FrameReader, on_progress: OnProgress
 ) -> EngineInfo:
@@ -343,7 +387,7 @@ async def _until_ready(
     raise StartupError(
         f"The engine process ended while starting ({how}).",
         "If it was killed, the machine ran out of memory: use a smaller model. Else the lines above say why.",
-        status if status > 0 else 4 if status == -signal.SIGKILL else _EXIT_DIED,
+        status if status > 0 else EXIT_OUT_OF_MEMORY if status == -signal.SIGKILL else EXIT_RANK_DIED,
     )
 
 

@@ -1,11 +1,46 @@
 """The engine's own limits, and the workers' configuration that it passes on. Frozen after the start."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
-from workers.config import WorkerConfig
+from workers.config import NodesConfig, OnProgress, WorkerConfig
 
-__all__ = ["EngineConfig", "WorkerConfig"]
+__all__ = ["EngineConfig", "KvEventsConfig", "NodesConfig", "OnProgress", "SpeculativeConfig", "WorkerConfig"]
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """Drafts by lookup of the last tokens (n-grams) in a sequence's own prompt and answer."""
+
+    num_speculative_tokens: int  # drafts of one sequence in a step, at most
+    prompt_lookup_max: int  # tokens that are looked up, at most
+    prompt_lookup_min: int  # and at least
+
+
+@dataclass(frozen=True, slots=True)
+class KvEventsConfig:
+    """Where what enters and leaves the prefix cache is published, and how many batches are kept for whom."""
+
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None  # None: no batch is repeated
+    buffer_steps: int = 10_000  # batches that can be repeated
+    hwm: int = 100_000  # batches that wait for one subscriber; beyond, they are dropped for it
+    max_queue_size: int = 100_000  # batches that wait to be encoded; beyond, they are dropped
+    topic: str = ""
+    has_key_in_salts: bool = False  # API keys: what a salt has before its first `|` is not told
+
+    @property
+    def is_bound(self) -> bool:
+        """As vLLM tells the two: an address with a wildcard, or a file, is bound; any other is connected to."""
+        return "*" in self.endpoint or "::" in self.endpoint or self.endpoint.startswith("ipc://")
+
+    @staticmethod
+    def of_rank(endpoint: str, rank: int) -> str:
+        """The address of one of several replicas: the port is counted on, a file's name gets an ending."""
+        before, _, last = endpoint.rpartition(":")
+        if not rank or last in ("0", "*"):
+            return endpoint
+        return f"{before}:{int(last) + rank}" if endpoint.startswith("tcp://") else f"{endpoint}_dp{rank}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +48,8 @@ class EngineConfig:
     """Limits of scheduling. The sizes that ranks must agree on live in `worker`."""
 
     worker: WorkerConfig
+    nodes: NodesConfig | None = None  # None: all ranks are on this host. Holds a secret: never recorded, never logged
+    tokenizer_path: str | None = None  # directory of the tokenizer that grammars are compiled for; None: the model's
     enable_prefix_caching: bool = True
     max_waiting_requests: int = 512  # beyond: QueueFullError
     max_waiting_tokens: int = 1_000_000  # prompt tokens in the queue; beyond: QueueFullError
@@ -20,14 +57,47 @@ class EngineConfig:
     heartbeat_interval_s: float = 2.0  # how often an idle engine checks that every rank answers
     pipeline_depth: int | None = None  # steps in flight at most; 2: each is scheduled while the one before runs.
     # None: what is fastest with these ranks on this machine
-    inline_single_rank: bool = True  # with one rank, run it inside the engine process
+    speculative: SpeculativeConfig | None = None  # None: no drafts
+    kv_events: KvEventsConfig | None = None  # None: nothing is published
+    reports_blocks: bool = False  # whether the frontend is told what enters and leaves the prefix cache
     record_path: str | None = None  # a new file that gets every step and answer; None: nothing is recorded
     record_limit_bytes: int | None = None  # recording stops there, serving goes on; None: when the disk is full
 
+    def __post_init__(self) -> None:
+        drafts = 0 if self.speculative is None else self.speculative.num_speculative_tokens
+        assert drafts <= self.worker.num_speculative_tokens, "steps have no room for so many drafts"
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Steps of different sequences that are in flight at most: one in each pipeline stage. 1: a step holds all."""
+        return 1 if self.pipeline_depth == 1 else self.worker.pipeline_parallel_size
+
+    @property
+    def num_replicas(self) -> int:
+        return self.worker.data_parallel_size
+
+    def of_replica(self, number: int, host_free_bytes: int) -> "EngineConfig":
+        """The configuration of one of several replicas. `host_free_bytes`: of memory, before any of them was started.
+
+        Each records into a file of its own.
+        """
+        worker = self.worker.with_(data_parallel_rank=number, host_free_bytes=host_free_bytes)
+        path = None if self.record_path is None else f"{self.record_path}.{number}"
+        return replace(self, worker=worker, record_path=path, reports_blocks=self.enable_prefix_caching)
+
     def to_json(self) -> str:
+        """With the secret of the nodes: only for the engine's own socket."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str | bytes) -> "EngineConfig":
         fields = json.loads(text)
-        return EngineConfig(worker=WorkerConfig(**fields.pop("worker")), **fields)
+        worker, drafts, nodes = WorkerConfig(**fields.pop("worker")), fields.pop("speculative"), fields.pop("nodes")
+        kv_events = fields.pop("kv_events")
+        return EngineConfig(
+            worker,
+            kv_events=None if kv_events is None else KvEventsConfig(**kv_events),
+            nodes=None if nodes is None else NodesConfig(**nodes),
+            speculative=None if drafts is None else SpeculativeConfig(**drafts),
+            **fields,
+        )

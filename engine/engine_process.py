@@ -1,7 +1,7 @@
 """Starts the engine's process, with a socket to it. Light to import, so that it can be started before all else.
 
-The process imports its libraries, which takes seconds, while its parent does the same; then it waits for its
-configuration.
+The process starts those of its ranks, and all of them import their libraries, which takes seconds, while its parent
+does the same; then it waits for its configuration.
 """
 
 import os
@@ -15,12 +15,7 @@ from contextlib import contextmanager
 from workers.compile_ahead import begin_compiling
 from workers.python_child import start_python
 
-ENGINE_MODULE = ("-m", "engine.core.process")
-
-
-def runs_rank(tensor_parallel_size: int) -> bool:
-    """Whether the engine's process runs the model itself: a single rank needs no process of its own."""
-    return tensor_parallel_size == 1
+ENGINE_MODULE = ("-m", "engine.core")
 
 
 class EngineProcess:
@@ -28,24 +23,23 @@ class EngineProcess:
 
     def __init__(
         self,
+        num_ranks: int,
         *,
-        runs_rank: bool,
         compiles: tuple[str | None, str] | None = None,
         command: Sequence[str] = ENGINE_MODULE,
     ) -> None:
-        """`runs_rank`: it will run the single rank itself, so it should import torch at once. `compiles`: a model's
-        directory and `dtype` option; where its kernels for CPUs must be compiled, begin with that: it takes longest.
+        """`num_ranks`: those that its configuration will name. `compiles`: a model's directory and `dtype` option;
+        where its kernels for CPUs must be compiled, begin with that: it takes longest.
 
-        The kernel ends the process together with the thread that started it. `command` is what the interpreter runs;
-        the socket's number is added to it.
+        The kernel ends the process together with the thread that started it. `command` is what the interpreter runs,
+        with three numbers added: its socket's, this process's, and that of the ranks.
         """
         ours, theirs = socket.socketpair()
-        options = ["--runs-rank"] if runs_rank else []
         with theirs, _sigint_ignored():
             if compiles is not None:
                 begin_compiling(*compiles)
             process = start_python(
-                [*command, "--fd", str(theirs.fileno()), "--parent", str(os.getpid()), *options],
+                [*command, str(theirs.fileno()), str(os.getpid()), str(num_ranks)],
                 pass_fds=[theirs.fileno()],
             )
         self._started: tuple[subprocess.Popen[bytes], socket.socket] | None = process, ours

@@ -1,11 +1,27 @@
 """The errors above the workers, by who can act on them. The server chooses the HTTP status by class, never by text."""
 
-from workers.errors import StartupError, WorkerError
+from workers.errors import (
+    EXIT_BUG,
+    EXIT_CONFIGURATION,
+    EXIT_OK,
+    EXIT_OUT_OF_MEMORY,
+    EXIT_RANK_DIED,
+    EXIT_RANK_HUNG,
+    StartupError,
+    WorkerError,
+)
 
 __all__ = [
+    "EXIT_BUG",
+    "EXIT_CONFIGURATION",
+    "EXIT_OK",
+    "EXIT_OUT_OF_MEMORY",
+    "EXIT_RANK_DIED",
+    "EXIT_RANK_HUNG",
     "INTERNAL",
     "NOT_FINITE",
     "NO_TOKEN",
+    "OUT_OF_MEMORY",
     "ContextLengthError",
     "EngineDeadError",
     "EngineError",
@@ -72,5 +88,9 @@ NOT_FINITE = (
 NO_TOKEN = (
     "No token is left to choose: what logit_bias, bad_words, allowed_token_ids or the grammar of this request still "
     "allow here exclude each other. Loosen them."
+)
+OUT_OF_MEMORY = (
+    "The server ran out of memory on this request, however small its steps were made, so it was stopped. Other "
+    "requests are not affected, and the same request may succeed later."
 )
 INTERNAL = "The server failed while working on this request, so it was stopped. The cause is in the server's log."

@@ -1,12 +1,59 @@
-"""Checks of a model without its weights, which the server makes before it downloads them.
+"""What is known of a model before any rank starts: whether it can be served, what GGUF files say, what would be held.
 
 Torch-free. The engine checks the same again when it starts.
 """
 
 from engine.config import EngineConfig
+from engine.simulation.roofline import (
+    Measured,
+    Roofline,
+    Speed,
+    StepLoad,
+    StepTime,
+    decode_tokens_per_s,
+    prompt_tokens_per_s,
+)
+from workers.capacity import (
+    Capacity,
+    Memory,
+    OpenModel,
+    capacity,
+    cpu_ops,
+    free_host_bytes,
+    human_bytes,
+    open_model,
+    tensor_parallel_sizes,
+    work_of,
+)
+from workers.gguf import GGUFModel, Settings, hf_config, parts_of
 from workers.preflight import DESCRIPTIONS, check_without_weights, weight_files
 
-__all__ = ["DESCRIPTIONS", "check_model", "weight_files"]
+__all__ = [
+    "DESCRIPTIONS",
+    "Capacity",
+    "GGUFModel",
+    "Measured",
+    "Memory",
+    "OpenModel",
+    "Roofline",
+    "Settings",
+    "Speed",
+    "StepLoad",
+    "StepTime",
+    "capacity",
+    "check_model",
+    "cpu_ops",
+    "decode_tokens_per_s",
+    "free_host_bytes",
+    "hf_config",
+    "human_bytes",
+    "open_model",
+    "parts_of",
+    "prompt_tokens_per_s",
+    "tensor_parallel_sizes",
+    "weight_files",
+    "work_of",
+]
 
 
 def check_model(config: EngineConfig) -> None:

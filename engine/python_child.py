@@ -1,5 +1,5 @@
-"""Starts Python processes for the server; the same function as in the workers."""
+"""Starts Python processes for the server, and lets them end with it; the same functions as in the workers."""
 
-from workers.python_child import start_python
+from workers.python_child import die_with_parent, start_python
 
-__all__ = ["start_python"]
+__all__ = ["die_with_parent", "start_python"]

@@ -42,12 +42,6 @@ def penalises(params: SamplingParams) -> bool:
     return bool(params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty)
 
 
-def follows_tokens(params: SamplingParams) -> bool:
-    """Whether which ids are chosen depends on the ids that were generated, other than through the model."""
-    has_long_words = any(len(word) > 1 for word in params.bad_words)
-    return params.grammar is not None or has_long_words or penalises(params)
-
-
 def banned_always(params: SamplingParams) -> list[int]:
     """Ids that no step of the request may choose: those `logit_bias` bans and bad words of a single token."""
     ids = [token for token, value in params.logit_bias if value <= BAN]

@@ -6,7 +6,7 @@ The server names and formats them for Prometheus. Knows no clock.
 import json
 from bisect import bisect_left
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from engine.types import FinishReason
 
@@ -94,16 +94,37 @@ class EngineStats:
     num_blocks_free: int = 0  # without content
     num_blocks_cached: int = 0  # held by no request, kept for prefix hits, evicted when needed
     num_blocks_held: int = 0
+    # gauges of the tiers below the pool; blocks that the pool also holds are counted
+    num_requests_loading: int = 0  # of those that wait: for files to be read
+    kv_offload_host_blocks: int = 0
+    kv_offload_host_blocks_total: int = 0  # that fit
+    kv_offload_disk_blocks: int = 0  # files, of all models and processes that share the directory
+    kv_offload_disk_bytes: int = 0
+    kv_offload_disk_bytes_total: int = 0  # that files may take
     # counters
     prefix_cache_queries: int = 0  # prompt tokens looked up
     prefix_cache_hits: int = 0  # prompt tokens found
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    kv_offload_saved_blocks: int = 0  # from the pool to host memory
+    kv_offload_loaded_blocks: int = 0  # from host memory to the pool
+    kv_offload_hit_tokens: int = 0  # of these blocks
+    kv_offload_written_blocks: int = 0  # from host memory to files
+    kv_offload_read_blocks: int = 0  # from files to host memory
+    kv_offload_failed_blocks: int = 0  # not written, or not read: files missing or damaged, no room, no answer
+    kv_offload_dropped_blocks: int = 0  # evicted without being saved or written: more than could be kept up with
     num_preemptions: int = 0
+    num_refused_steps: int = 0  # by the ranks, for lack of memory; those sent ahead behind one are not counted
+    num_drafts: int = 0  # rows of steps that had drafted tokens after their newest one
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0  # of these: the model sampled the same
     num_accepted: int = 0
     num_rejected: int = 0  # refused: request at fault (400) or queue full (429)
     num_errors: int = 0  # requests that failed by the engine's fault
     num_nonfinite: int = 0  # of these: the model's logits were not finite
+    num_kv_event_batches: int = 0  # published
+    num_kv_event_batches_dropped: int = 0  # not encoded, since too many were waiting for that
+    num_kv_event_overflows: int = 0  # times that a subscriber fell too far behind, and missed batches until it read
     finished: dict[str, int] = field(default_factory=lambda: {reason.value: 0 for reason in FinishReason})
     # histograms
     queue_time_s: Histogram = field(default_factory=_long_seconds)
@@ -139,3 +160,131 @@ class EngineStats:
 
 def _is_histogram(value: object) -> bool:
     return isinstance(value, dict) and "bounds" in value
+
+
+# -- the live state of one engine, as it is sent: JSON
+
+
+class KvState(TypedDict):
+    """The pool of KV blocks."""
+
+    block_size: int  # tokens
+    total: int  # blocks, without the null block
+    held: int
+    cached: int
+    free: int
+    cells_of: int  # so many blocks are one cell of the map, which shows the first of them
+    map: str  # runs of cells in the order of the blocks: `h12c40f2000` - held, cached, free
+
+
+class RankTimes(TypedDict):
+    """How long one rank works on a step."""
+
+    rank: int
+    last_ms: float
+    median_ms: float
+
+
+class StepTimesState(TypedDict):
+    """From the moment that a step could begin to its answer, of the last 512 steps."""
+
+    count: int  # since the start
+    last_ms: float
+    median_ms: float
+    p99_ms: float
+    ranks: list[RankTimes]
+
+
+class TokenRates(TypedDict):
+    """Tokens a second over about ten seconds: computed prompt tokens, without cached ones, and sampled ones."""
+
+    prompt: float
+    generation: float
+
+
+class OpenRequest(TypedDict):
+    """One choice that waits or runs."""
+
+    request_id: int
+    state: str  # waiting | running
+    age_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+
+
+class EngineState(TypedDict):
+    """One engine at a moment."""
+
+    running: int
+    waiting: int
+    kv: KvState
+    step: StepTimesState
+    tokens_per_second: TokenRates
+    slowest: list[OpenRequest]  # those that have been there longest, at most 20
+
+
+# -- what happened to one request, as it is sent: JSON. Times are those of `time.monotonic`, in seconds
+
+
+class Chunk(TypedDict):
+    """Part of a prompt that one step computed."""
+
+    at_s: float
+    step: int
+    tokens: int
+    beside: int  # sequences that decoded in the same step
+
+
+class DecodeSteps(TypedDict):
+    """The engine's steps from the one after the first token on."""
+
+    steps: int
+    mean_sequences: float
+    prompt_tokens: int  # of others, computed in these steps
+    seconds: float
+    by_sequences: dict[str, int]  # steps by their number of sequences: `1`, `2-3`, `4-7`, ...
+
+
+class Preemption(TypedDict):
+    """It gave up its blocks, and its tokens were computed again later."""
+
+    at_s: float
+    back_s: float | None  # None: it does not run again yet
+    is_short: bool  # there were too few blocks; else another client had less than its share
+
+
+class StallState(TypedDict):
+    """A time in which nobody got a token."""
+
+    kind: str  # step | pause | memory
+    begun_s: float
+    seconds: float
+    num_sequences: int
+    num_prompt_tokens: int
+
+
+class RequestHistory(TypedDict):
+    """One request in the engine."""
+
+    request_id: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    arrival_s: float
+    num_running: int  # others, when it arrived
+    num_waiting: int
+    ahead: list[int]  # ids of the first few of those that waited, or else of those that ran
+    without_row: int  # steps while it waited in which the next in turn found all rows taken
+    without_blocks: int  # the same, and too few KV blocks
+    first_scheduled_s: float | None
+    num_chunks: int
+    computed_tokens: int  # of the prompt, and of what was generated before a preemption
+    chunks: list[Chunk]  # the first ones
+    first_token_s: float | None
+    decode: DecodeSteps | None
+    num_preemptions: int
+    preemptions: list[Preemption]  # the first ones
+    stalls: list[StallState]  # the last ones
+    end_s: float | None
+    reason: str | None

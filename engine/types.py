@@ -111,6 +111,29 @@ class TokenEvent:
     num_cached_tokens: int = 0  # of the prompt, taken from the prefix cache
     error: str | None = None  # with FinishReason.ERROR
     error_param: str | None = None  # the field of the request that is at fault; None: the engine is at fault
+    error_code: str | None = None  # what was not available: the same request may succeed later
+
+
+@dataclass(slots=True)
+class TokenEvents:
+    """What one step did for all requests: events of one token and nothing more as columns, all others as objects.
+
+    Most events of most steps are plain; as objects they would cost more than all else that a step takes. A request has
+    its plain events before its others. An object is made of a plain one when it is iterated over.
+    """
+
+    request_ids: array = field(default_factory=lambda: array("q"))  # int64 [n]
+    token_ids: array = field(default_factory=lambda: array("i"))  # int32 [n]
+    num_cached_tokens: array = field(default_factory=lambda: array("i"))  # int32 [n]
+    others: list[TokenEvent] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.request_ids) + len(self.others)
+
+    def __iter__(self) -> Iterator[TokenEvent]:
+        for request_id, token, num_cached in zip(self.request_ids, self.token_ids, self.num_cached_tokens, strict=True):
+            yield TokenEvent(request_id, (token,), (), (), None, None, num_cached)
+        yield from self.others
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,4 +167,7 @@ class EngineInfo:
     quantization: str = "none"  # of the weights, in a few words
     kv_cache_dtype: str = "auto"  # what keys and values are stored in: the dtype, int8 or fp8
     step_timeout_s: float = 120.0  # a step that takes longer is a hung rank
+    pipeline_parallel_size: int = 1  # stages, each of `tensor_parallel_size` ranks
+    nnodes: int = 1  # hosts
+    data_parallel_size: int = 1  # replicas; all other numbers are of one
     max_silence_s: float = math.inf  # the longest time without a frame from a working engine

@@ -1,8 +1,8 @@
 """`python -m engine.replay`: runs the steps of a recording on ranks, without scheduler or server, compares the answers.
 
-Started by `oarlock replay`. It is possible because a rank keeps nothing between steps but its KV pages, which the steps
-address, and the ids that it sampled last. Inputs come from the recording alone, these ids too, so a difference in one
-step does not change the tokens of the next.
+Started by `oarlock replay`. It is possible because whatever a rank keeps between steps is a function of the steps, from
+the first one on. Inputs come from the recording alone, sampled ids too, so a difference in one step does not change the
+tokens of the next; but penalties count what the ranks of the replay sample.
 
 Exit codes: 0 the same answers; 1 other answers, or a rank failed; 3 and 4 as at a start; 130 interrupted.
 """
@@ -17,14 +17,16 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from engine.errors import StartupError, WorkerError
 from engine.replay.comparison import Comparison
-from engine.replay.fingerprint import layout, model_sums, versions
-from engine.replay.recording import STEP, Header, Recording
+from engine.replay.recording import MASKS, STEP, Header, Recording
 from workers.config import WorkerConfig, WorkerInfo
 from workers.executor import Executor, start_executor
-from workers.parent_death import die_with_parent
-from workers.protocol import ProtocolError, StepMetadata, StepOutput, unpack_output, unpack_step
+from workers.fingerprint import layout, model_sums, versions
+from workers.protocol import ProtocolError, StepMetadata, StepOutput, table_width, unpack_output, unpack_step
+from workers.python_child import die_with_parent
 
 EXIT_SAME, EXIT_DIFFERENT, EXIT_INTERRUPTED = 0, 1, 130
 _PROGRESS_S = 0.2
@@ -45,13 +47,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("file")
     parser.add_argument("--parent", type=int, help="the process that must be alive for this one to be")
     parser.add_argument("--tensor-parallel-size", type=int)
+    parser.add_argument("--pipeline-parallel-size", type=int)
     parser.add_argument("--model")
     parser.add_argument("--tolerance", type=float)
     arguments = parser.parse_args(argv)
     if arguments.parent is not None:
         die_with_parent(arguments.parent)
     try:
-        return replay(arguments.file, arguments.tensor_parallel_size, arguments.model, arguments.tolerance)
+        sizes = arguments.tensor_parallel_size, arguments.pipeline_parallel_size
+        return replay(arguments.file, *sizes, arguments.model, arguments.tolerance)
     except StartupError as error:
         _clear_progress()
         sys.stderr.write(f"error: {' '.join(error.cause.split())}\nfix: {' '.join(error.fix.split())}\n")
@@ -60,8 +64,10 @@ def main(argv: list[str]) -> int:
         return EXIT_INTERRUPTED
 
 
-def replay(path: str, tensor_parallel_size: int | None, model: str | None, tolerance: float | None) -> int:
-    """Replay the whole file and print the result; returns the exit code. Raises `StartupError`."""
+def replay(path: str, ranks: int | None, stages: int | None, model: str | None, tolerance: float | None) -> int:
+    """Replay the whole file and print the result; returns the exit code. Raises `StartupError`.
+
+    `ranks`: of each of `stages`; None: as recorded. The bits do not depend on `stages`."""
     if tolerance is not None and not tolerance >= 0:
         raise StartupError(f"--tolerance is {tolerance:g}.", "Use 0 or a small number such as 1e-4.")
     recording = Recording(path)
@@ -69,9 +75,9 @@ def replay(path: str, tensor_parallel_size: int | None, model: str | None, toler
     survey = _survey(recording)
     if not survey.num_steps:
         raise StartupError(f"{path} holds no steps.", "Record while requests are answered.")
-    config = _config(recording, survey, tensor_parallel_size, model)
+    config = _config(recording, survey, ranks, stages, model)
     _print_head(recording, survey, config)
-    executor = start_executor(config, inline=True, on_progress=lambda phase, share: _progress(f"{phase} {share:.0%}"))
+    executor = start_executor(config, lambda phase, share, _="": _progress(f"{phase} {share:.0%}"))
     unchecked = _why_not_bits(recording.header, executor.info)
     if tolerance is None and unchecked is None:
         tolerance = 0.0
@@ -124,6 +130,10 @@ def _steps(recording: Recording) -> Iterator[tuple[StepMetadata, StepOutput | No
         if record.kind == STEP:
             waiting.append(unpack_step(record.content))
             continue
+        if record.kind == MASKS:
+            bits = waiting[-1].mask_bits
+            bits[:] = np.frombuffer(record.content, bits.dtype).reshape(bits.shape)
+            continue
         answer = unpack_output(record.content)
         while waiting and waiting[0].step_id < answer.step_id:
             yield _with_tokens(waiting.popleft(), before), None
@@ -144,12 +154,22 @@ def _with_tokens(step: StepMetadata, before: StepOutput | None) -> StepMetadata:
 
 def _survey(recording: Recording) -> Survey:
     survey = Survey()
+    worker = WorkerConfig(**recording.header.worker)
+    written = np.zeros((worker.max_num_seqs, table_width(worker)), bool)  # which entries of the block tables
     try:
         for step, answer in _steps(recording):
+            written[step.table_rows, step.table_columns] = True
+            for row, length in zip(step.rows, step.seq_lens, strict=True):
+                if not written[row, : -(-length // worker.block_size)].all():
+                    raise StartupError(
+                        f"{recording.path} does not begin with the first step: step {step.step_id} reads blocks that "
+                        "no step in it has assigned.",
+                        "Replay the whole recording.",
+                    )
             survey.num_steps += 1
             survey.num_answers += answer is not None
             survey.num_tokens += step.num_tokens
-            highest = int(step.block_tables.max(initial=0)) + 1
+            highest = int(step.table_blocks.max(initial=0)) + 1
             survey.num_blocks = max(survey.num_blocks, highest)
     except ProtocolError as error:
         raise StartupError(
@@ -170,17 +190,22 @@ def _check_layout(recording: Recording) -> None:
     )
 
 
-def _config(recording: Recording, survey: Survey, ranks: int | None, model: str | None) -> WorkerConfig:
-    """The recorded configuration with another number of ranks or model directory, if given."""
+def _config(
+    recording: Recording, survey: Survey, ranks: int | None, stages: int | None, model: str | None
+) -> WorkerConfig:
+    """The recorded configuration with another number of ranks or model directory, if given. A replica runs alone, and
+    so does a host."""
     header = recording.header
     changes: dict[str, Any] = {"num_kv_blocks": survey.num_blocks, "cpu_affinity": "auto", "log_level": "WARNING"}
-    if ranks is not None:
-        changes["tensor_parallel_size"] = ranks
-        if ranks != header.worker["tensor_parallel_size"]:
-            changes["num_threads"] = None  # cores / ranks again
+    changes |= {"data_parallel_size": 1, "data_parallel_rank": 0, "host_free_bytes": None}
+    recorded = WorkerConfig(**header.worker)
+    ranks, stages = ranks or recorded.tensor_parallel_size, stages or recorded.pipeline_parallel_size
+    changes |= {"nnodes": 1, "tensor_parallel_size": ranks, "pipeline_parallel_size": stages}
+    if ranks * stages != recorded.ranks_per_node:
+        changes["num_threads"] = None  # cores / ranks again
     if model is not None:
         changes["model_path"] = model
-    config = WorkerConfig(**header.worker).with_(**changes)
+    config = recorded.with_(**changes)
     _check_model(header, Path(config.model_path), given=model is not None)
     return config
 
@@ -215,8 +240,8 @@ def _print_head(recording: Recording, survey: Survey, config: WorkerConfig) -> N
         f"oarlock {header.versions.get('oarlock', '?')}\n"
         f"model      {config.model_path} ({info['architecture']}, {config.dtype}, "
         f"KV cache in {config.kv_cache_dtype})\n"
-        f"ranks      recorded with {header.worker['tensor_parallel_size']}, replayed with "
-        f"{config.tensor_parallel_size}, on {config.device}"
+        f"ranks      recorded with {_ranks(WorkerConfig(**header.worker))}, replayed with {_ranks(config)}, "
+        f"on {config.device}"
     )
     here = versions()
     others = [f"{name} {was} -> {here[name]}" for name, was in header.versions.items() if here.get(name, was) != was]
@@ -229,6 +254,12 @@ def _print_head(recording: Recording, survey: Survey, config: WorkerConfig) -> N
     else:
         print("note       the recording was not closed: the server was killed, or still runs")
     sys.stdout.flush()
+
+
+def _ranks(config: WorkerConfig) -> str:
+    """`2`, or `2 in each of 3 stages`."""
+    stages = config.pipeline_parallel_size
+    return f"{config.tensor_parallel_size}" + (f" in each of {stages} stages" if stages > 1 else "")
 
 
 def _verdict(survey: Survey, comparison: Comparison, failure: str | None, unchecked: str | None) -> int:

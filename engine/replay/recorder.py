@@ -1,19 +1,21 @@
 """An `Executor` around another one that writes every step and answer to a file (`oarlock serve --record`).
 
-A step is written before the ranks get it, so that a step which kills them is in the file. When the file reaches its
-limit or the disk is full, recording stops with a line in the log, and serving goes on.
+A step and its masks are written before the ranks get them, so that a step which kills them is in the file. When the
+file reaches its limit or the disk is full, recording stops with a line in the log, and serving goes on.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.replay.fingerprint import layout, model_sums, versions
-from engine.replay.recording import ANSWER, END, STEP, Header, RecordingWriter
-from workers.protocol import FillMasks, StepMetadata, StepOutput, output_bytes, pack_output, pack_step, step_bytes
+import numpy as np
+
+from engine.replay.recording import ANSWER, END, MASKS, STEP, Header, RecordingWriter
+from workers.fingerprint import layout, model_sums, versions
+from workers.protocol import StepMetadata, StepOutput, output_bytes, pack_output, pack_step, step_bytes
 
 if TYPE_CHECKING:
     from workers.executor import Executor
@@ -50,14 +52,20 @@ class RecordingExecutor:
     def rank_pids(self) -> tuple[int, ...]:
         return self._executor.rank_pids
 
-    def submit(self, step: StepMetadata, fill_masks: FillMasks | None = None) -> None:
+    @property
+    def step_times_ns(self) -> Sequence[int]:
+        return self._executor.step_times_ns
+
+    def submit(self, step: StepMetadata, *, masks_follow: bool = False) -> None:
         if self._writer is not None:
-            if fill_masks is not None:  # recorded with the step: it could not be replayed without them
-                fill_masks(step.mask_bits)
-                fill_masks = None
             buffer = self._buffer_of(step_bytes(step))
             self._write(STEP, buffer[: pack_step(step, buffer)])
-        self._executor.submit(step, fill_masks)
+        self._executor.submit(step, masks_follow=masks_follow)
+
+    def send_masks(self, bits: np.ndarray) -> None:
+        if self._writer is not None:
+            self._write(MASKS, bits.astype("<u4").tobytes())
+        self._executor.send_masks(bits)
 
     def collect(self) -> StepOutput:
         output = self._executor.collect()
@@ -69,11 +77,15 @@ class RecordingExecutor:
     def ping(self) -> None:
         self._executor.ping()
 
+    @property
+    def kv_reports(self) -> None:
+        """What lies in files is no function of the steps: it cannot be recorded."""
+
     def fileno_for_death(self) -> list[int]:
         return self._executor.fileno_for_death()
 
-    def close(self) -> None:
-        self._executor.close()
+    def close(self, failure: Exception | None = None) -> None:
+        self._executor.close(failure)
         self._stop("the server stopped in order")
 
     # -- writing
@@ -84,7 +96,7 @@ class RecordingExecutor:
             self._buffer = memoryview(bytearray(1 << (size - 1).bit_length()))
         return self._buffer
 
-    def _write(self, kind: bytes, content: memoryview) -> None:
+    def _write(self, kind: bytes, content: bytes | memoryview) -> None:
         writer = self._writer
         assert writer is not None
         if self._limit is not None and writer.size_with(len(content)) > self._limit:

@@ -3,8 +3,9 @@
     magic | record | record | …        record = kind (1 byte), length, CRC-32 of kind and content, content
 
 The first record is the header (JSON), then come steps and answers as the ranks' protocol packs them, then one that says
-why the recording ended. Every record is one `write`, so a process that is killed leaves at most one incomplete record.
-Nothing is synced to the disk: a power failure may lose more.
+why the recording ended. Where the masks of a step were sent after it, they are a record of their own, behind the step
+and before the next one: uint32 [G, W]. Every record is one `write`, so a process that is killed leaves at most one
+incomplete record. Nothing is synced to the disk: a power failure may lose more.
 
 Knows bytes and this format. Does not know what a step means, ranks or the engine.
 """
@@ -20,8 +21,8 @@ from typing import Any, BinaryIO
 
 from engine.errors import StartupError
 
-FORMAT = 1
-HEADER, STEP, ANSWER, END = b"H", b"S", b"A", b"E"
+FORMAT = 2
+HEADER, STEP, MASKS, ANSWER, END = b"H", b"S", b"M", b"A", b"E"
 _MAGIC = b"oarlock recording\n"
 _RECORD = struct.Struct("<cQI")
 _LARGEST = 1 << 32  # a longer record is a damaged length, not a step
@@ -119,7 +120,7 @@ class Recording:
         return Path(self.path).stat().st_size
 
     def records(self) -> Iterator[Record]:
-        """Steps and answers in order, as far as the file is whole. Sets `torn` and `end`."""
+        """Steps, masks and answers in order, as far as the file is whole. Sets `torn` and `end`."""
         with _open(self.path) as file:
             file.seek(len(_MAGIC))
             for record in self._records_from(file):

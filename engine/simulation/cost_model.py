@@ -7,7 +7,8 @@ import numpy as np
 
 from engine.config import WorkerConfig
 from workers.config import WorkerInfo
-from workers.protocol import FillMasks, StepMetadata, StepOutput
+from workers.kv_offload import KVReports
+from workers.protocol import StepMetadata, StepOutput
 
 END_TOKEN = 0  # ends an answer
 
@@ -36,31 +37,51 @@ class VirtualClock:
 
 
 class SimulatedExecutor:
-    """Answers each step after its virtual seconds, with tokens that depend on (seed, position) alone."""
+    """Answers each step after its virtual seconds, with tokens that depend on (seed, position) alone.
+
+    A step passes through `costs`, one for each pipeline stage. A stage begins it when it has left the stage before and
+    the step before has left this one.
+    """
 
     rank_pids: tuple[int, ...] = ()
-    max_in_flight, best_in_flight = 2, 1
+    step_times_ns: tuple[int, ...] = ()
+    best_in_flight = 1
+    kv_reports: KVReports | None = None
 
     def __init__(
-        self, config: WorkerConfig, info: WorkerInfo, cost: CostModel, clock: VirtualClock, ends: np.ndarray
+        self,
+        config: WorkerConfig,
+        info: WorkerInfo,
+        costs: tuple[CostModel, ...],
+        clock: VirtualClock,
+        ends: np.ndarray,
     ) -> None:
         """`ends`, int64 by seed: the position at which each sequence gets `END_TOKEN`."""
+        self.max_in_flight = max(2, len(costs))
         self.config = config
         self.info = info
-        self._cost = cost
+        self._costs = costs
         self._clock = clock
         self._ends = ends
         self.num_tokens = 0  # computed, in all steps
-        self._steps: deque[StepMetadata] = deque()
+        self.busy_s = [0.0] * len(costs)  # of each stage
+        self._free_at_s = [0.0] * len(costs)  # when each stage has finished what was submitted
+        self._steps: deque[tuple[StepMetadata, float]] = deque()  # with the time of its answer
 
-    def submit(self, step: StepMetadata, fill_masks: FillMasks | None = None) -> None:
-        if fill_masks is not None:
-            fill_masks(step.mask_bits)
-        self._steps.append(step)
+    def submit(self, step: StepMetadata, *, masks_follow: bool = False) -> None:
+        at_s = self._clock.now_s
+        for stage, cost in enumerate(self._costs):
+            seconds = cost.seconds(step)
+            at_s = self._free_at_s[stage] = max(at_s, self._free_at_s[stage]) + seconds
+            self.busy_s[stage] += seconds
+        self._steps.append((step, at_s))
+
+    def send_masks(self, bits: np.ndarray) -> None:
+        """Masks decide nothing here."""
 
     def collect(self) -> StepOutput:
-        step = self._steps.popleft()
-        self._clock.now_s += self._cost.seconds(step)
+        step, at_s = self._steps.popleft()
+        self._clock.now_s = max(self._clock.now_s, at_s)
         self.num_tokens += step.num_tokens
         mixed = step.seeds * 1_000_003 + step.sample_positions.astype(np.int64) * 7919
         sampled = np.where(
@@ -75,5 +96,5 @@ class SimulatedExecutor:
     def fileno_for_death(self) -> list[int]:
         return []
 
-    def close(self) -> None:
+    def close(self, failure: Exception | None = None) -> None:
         self._steps.clear()

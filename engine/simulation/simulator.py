@@ -16,9 +16,9 @@ from engine.core.engine_core import EngineCore
 from engine.errors import QueueFullError, RequestError
 from engine.sampling_params import SamplingParams
 from engine.simulation.cost_model import END_TOKEN, CostModel, SimulatedExecutor, VirtualClock
+from engine.simulation.replica_info import replica_info
 from engine.simulation.trace import Arrival
 from engine.types import FinishReason, Request, TokenEvent
-from workers.config import WorkerInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,8 @@ class SimulationConfig:
     engine: EngineConfig
     num_blocks: int = 1024
     vocab_size: int = 32_000
-    cost: CostModel = field(default_factory=CostModel)
+    cost: CostModel = field(default_factory=CostModel)  # of each pipeline stage
+    stages: tuple[CostModel, ...] = ()  # the cost of each, where they differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ class Report:
     peak_kv_cache_usage: float
     prefix_cache_hit_rate: float
     max_running: int
+    busy: tuple[float, ...]  # the share of the time in which each pipeline stage computes
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -110,7 +112,10 @@ def simulate(trace: Iterable[Arrival], config: SimulationConfig, watch: Watch | 
     worker = config.engine.worker
     arrivals = [(arrival.time_s, number, arrival) for number, arrival in enumerate(trace, 1)]
     ends = [0, *(len(arrival.prompt_token_ids) + arrival.num_output_tokens - 1 for _, _, arrival in arrivals)]
-    executor = SimulatedExecutor(worker, _info(config), config.cost, clock, np.array(ends, np.int64))
+    costs = config.stages or (config.cost,) * worker.pipeline_parallel_size
+    executor = SimulatedExecutor(
+        worker, replica_info(worker, config.num_blocks, config.vocab_size), costs, clock, np.array(ends, np.int64)
+    )
     engine_core = EngineCore(config.engine, executor, clock)
     scheduler, watch = engine_core.scheduler, watch or Watch()
     heapq.heapify(arrivals)
@@ -130,18 +135,18 @@ def simulate(trace: Iterable[Arrival], config: SimulationConfig, watch: Watch | 
             stats = scheduler.refresh_gauges()
             peak_usage = max(peak_usage, stats.kv_cache_usage)
             max_running = max(max_running, stats.num_requests_running)
-            max_preempted = max(max_preempted, *(item.seq.num_preemptions for item in output.scheduled))
+            max_preempted = max(max_preempted, *(item.seq.num_preemptions for item in output.items()))
         if engine_core.num_in_flight and (output is None or engine_core.is_full):
             watch.record(engine_core.finish(), clock.now_s)
         watch.record(engine_core.take_events(), clock.now_s)
-    return _report(engine_core, watch, clock.now_s, executor.num_tokens, peak_usage, max_running, max_preempted)
+    return _report(engine_core, executor, watch, clock.now_s, peak_usage, max_running, max_preempted)
 
 
 def _report(
     engine_core: EngineCore,
+    executor: SimulatedExecutor,
     watch: Watch,
     duration_s: float,
-    num_tokens_computed: int,
     peak_usage: float,
     max_running: int,
     max_preempted: int,
@@ -153,7 +158,7 @@ def _report(
         num_rejected=stats.num_rejected,
         num_errors=watch.num_errors,
         num_steps=stats.step_id,
-        num_tokens_computed=num_tokens_computed,
+        num_tokens_computed=executor.num_tokens,
         duration_s=duration_s,
         prompt_tokens_per_s=stats.prompt_tokens / seconds,
         output_tokens_per_s=stats.generation_tokens / seconds,
@@ -165,6 +170,7 @@ def _report(
         peak_kv_cache_usage=peak_usage,
         prefix_cache_hit_rate=stats.prefix_cache_hits / max(1, stats.prefix_cache_queries),
         max_running=max_running,
+        busy=tuple(busy_s / seconds for busy_s in executor.busy_s),
     )
 
 
@@ -172,24 +178,3 @@ def _request(number: int, arrival: Arrival) -> Request:
     max_tokens = arrival.num_output_tokens if arrival.max_tokens is None else arrival.max_tokens
     params = SamplingParams(max_tokens=max_tokens, seed=number, eos_token_ids=(END_TOKEN,))
     return Request(number, arrival.prompt_token_ids, params, priority=arrival.priority, client=arrival.client)
-
-
-def _info(config: SimulationConfig) -> WorkerInfo:
-    worker = config.engine.worker
-    if worker.max_model_len is None:
-        raise ValueError("a simulation has no model to read max_model_len from: set it")
-    return WorkerInfo(
-        num_blocks=config.num_blocks,
-        block_size=worker.block_size,
-        max_model_len=worker.max_model_len,
-        vocab_size=config.vocab_size,
-        tensor_parallel_size=worker.tensor_parallel_size,
-        device="simulated",
-        dtype="none",
-        attention_backend="none",
-        architecture="Simulated",
-        num_parameters=0,
-        weight_bytes_per_rank=0,
-        kv_bytes_per_token_per_rank=0,
-        load_seconds=0.0,
-    )

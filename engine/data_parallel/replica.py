@@ -1,0 +1,152 @@
+"""One of several replicas: its engine, which is started again when it dies, and what its requests leave it to do.
+
+Knows its own engine alone. Who goes where is decided in `replicas.py`.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+
+from engine.client import EngineClient
+from engine.data_parallel.choice import Load
+from engine.errors import EngineDeadError, StartupError, UnavailableError
+from engine.stats import EngineState, EngineStats, RequestHistory
+from engine.types import Request, TokenEvent
+
+logger = logging.getLogger("oarlock.engine.replicas")
+
+MAX_DEATHS = 3  # within `DEATHS_S`: then something is wrong that a new start does not mend
+DEATHS_S = 600.0
+
+# So that no text depends on the replica that writes it.
+_OTHER_NUMBERS = StartupError(
+    "The replicas would compute different numbers: their model, types or kernels differ.",
+    "See whether files of the model or of its kernels have changed since the start, then start again.",
+)
+_NOTHING_RUNS = {
+    "state": "dead",
+    "num_requests_running": 0,
+    "num_requests_waiting": 0,
+    "num_waiting_tokens": 0,
+    "kv_cache_usage": 0.0,
+    "num_blocks_free": 0,
+    "num_blocks_cached": 0,
+    "num_blocks_held": 0,
+}
+StartReplica = Callable[[int, int], Awaitable[EngineClient]]  # its number, and how often it was started before
+
+
+class Replica:
+    """A running engine with its number, made once it is ready."""
+
+    def __init__(self, number: int, client: EngineClient, start: StartReplica) -> None:
+        """`start` is called again after each death."""
+        self.number = number
+        self.client = client
+        info = client.info
+        self.load = Load(
+            max_open=info.max_num_seqs + info.max_waiting_requests, max_waiting_tokens=info.max_waiting_tokens
+        )
+        self._start = start
+        self._num_starts = 1
+        self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
+
+    @property
+    def is_alive(self) -> bool:
+        return self.client.is_alive
+
+    async def stats(self) -> EngineStats:
+        """Counters begin again with a new engine; one that is dead runs nothing."""
+        stats = await self.client.stats()
+        return stats if self.is_alive else replace(stats, **_NOTHING_RUNS)
+
+    async def state(self) -> EngineState | None:
+        """The live state; None where the engine is dead."""
+        return await self.client.state()
+
+    async def histories(self, request_ids: Sequence[int]) -> list[RequestHistory]:
+        """What happened to those of these requests that the present engine knows."""
+        return await self.client.histories(request_ids)
+
+    async def generate(self, request: Request, num_new_tokens: int) -> AsyncGenerator[TokenEvent, None]:
+        """As `EngineClient.generate`. `num_new_tokens`: of its prompt, those that this request is the first to need.
+
+        Where the engine dies, `UnavailableError`: the same request may be sent again, and goes to another replica. It
+        is not sent again here: part of its answer may be on its way, and it may be what the engine died of.
+        """
+        load = self.load
+        load.num_open += 1
+        load.num_waiting_tokens += num_new_tokens
+        try:
+            async with aclosing(self.client.generate(request)) as events:
+                async for event in events:
+                    load.num_waiting_tokens -= num_new_tokens
+                    num_new_tokens = 0
+                    yield event
+        except EngineDeadError as error:
+            raise UnavailableError(
+                f"The engine that worked on this request has stopped (replica {self.number}). Others serve on: the "
+                "same request may be sent again.",
+                "replica_lost",
+            ) from error
+        finally:
+            load.num_open -= 1
+            load.num_waiting_tokens -= num_new_tokens
+
+    async def died(self) -> None:
+        """Wait until its engine has ended; by then all its requests have."""
+        await self.client.dead.wait()
+        self._deaths.append(time.monotonic())
+        cause = self.client.death_cause or "its process has ended"
+        logger.error('event=replica_lost engine=%d exit_code=%s cause="%s"', self.number, self.client.exit_code, cause)
+
+    @property
+    def dies_too_often(self) -> bool:
+        return len(self._deaths) == MAX_DEATHS and self._deaths[-1] - self._deaths[0] < DEATHS_S
+
+    async def restart(self, numbers_digest: str) -> None:
+        """Start an engine in the place of the one that died, which computes what the others compute. Raises
+        `StartupError`."""
+        began = time.monotonic()
+        client = await self._start(self.number, self._num_starts)
+        if client.info.numbers_digest != numbers_digest:
+            await client.close(0.0)
+            raise _OTHER_NUMBERS
+        self.client = client
+        self._num_starts += 1
+        logger.info("event=replica_ready engine=%d seconds=%.1f", self.number, time.monotonic() - began)
+
+
+class Seat:
+    """The place of a prompt's requests on a replica: all go to one, and the prompt is computed there once."""
+
+    def __init__(self, replica: Replica, num_new_tokens: int) -> None:
+        self.number = replica.number
+        self._replica = replica
+        self._num_new_tokens = num_new_tokens
+
+    def generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
+        """Events of one request, as of `Replica.generate`."""
+        num_new_tokens, self._num_new_tokens = self._num_new_tokens, 0
+        return self._replica.generate(request, num_new_tokens)
+
+
+async def start_together(starts: Sequence[Awaitable[EngineClient]]) -> list[EngineClient]:
+    """Await all. Where one fails, end the others and raise its `StartupError`; also where their numbers differ."""
+    tasks = [asyncio.ensure_future(start) for start in starts]
+    try:
+        clients = list(await asyncio.gather(*tasks))
+        if len({client.info.numbers_digest for client in clients}) > 1:
+            raise _OTHER_NUMBERS
+        return clients
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        for started in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(started, EngineClient):
+                await started.close(0.0)
+        raise

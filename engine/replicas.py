@@ -1,0 +1,179 @@
+"""Several engines with the interface of one: each request goes to the replica that `data_parallel/choice.py` names.
+
+A replica whose engine dies is started again while the others serve on. Where it cannot be, or dies too often, it is
+`lost`: the server should let the others finish, and end. Without any that is alive all is `dead`, as with one.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from engine.client import EngineClient
+from engine.config import EngineConfig, OnProgress
+from engine.data_parallel.choice import choose
+from engine.data_parallel.prefix_index import PrefixIndex
+from engine.data_parallel.progress import JoinedProgress
+from engine.data_parallel.replica import Replica, Seat, start_together
+from engine.engine_process import EngineProcess
+from engine.errors import EXIT_RANK_DIED, EngineDeadError, StartupError, UnavailableError
+from engine.preflight import free_host_bytes
+from engine.types import EngineInfo, Request
+
+logger = logging.getLogger("oarlock.engine.replicas")
+
+
+class Replicas:
+    """Running replicas of one model, made by `start_engine`. All methods belong to one event loop."""
+
+    def __init__(self, replicas: Sequence[Replica], prefixes: PrefixIndex) -> None:
+        self.replicas = replicas
+        self.prefixes = prefixes
+        self.dead = asyncio.Event()  # all have ended; `exit_code` and `death_cause` say how the first one did for good
+        self.lost = asyncio.Event()  # one has ended for good: the others should finish what they have
+        self.exit_code: int | None = None
+        self.death_cause: str | None = None
+        self._ids = itertools.count(1)
+        self._is_closing = False
+        self._keepers = [asyncio.create_task(self._keep(one), name=f"replica-{one.number}") for one in replicas]
+
+    # -- requests
+
+    def new_request_id(self) -> int:
+        return next(self._ids)
+
+    def choose(self, request: Request, rank: int | None = None) -> Seat:
+        """The place of this request and of those that share its prompt. `rank`: the number of the replica that the
+        caller has chosen. Raises `EngineDeadError`, or `UnavailableError` where that replica is not there now."""
+        loads = [one.load if one.is_alive else None for one in self.replicas]
+        if self._is_closing or not any(loads):
+            raise EngineDeadError("The inference engine has stopped. Nothing can be served until it is restarted.")
+        num_cached = self.prefixes.num_cached(request.prompt_token_ids, request.cache_salt)
+        number = choose(loads, num_cached) if rank is None else rank
+        if loads[number] is None:
+            raise UnavailableError(
+                f"Replica {number}, which the request asks for, is not there now. Send it again, or leave the choice "
+                "to the server.",
+                "replica_lost",
+            )
+        chosen = self.replicas[number]
+        chosen.load.num_chosen += 1
+        return Seat(chosen, len(request.prompt_token_ids) - num_cached[number])
+
+    # -- state
+
+    @property
+    def info(self) -> EngineInfo:
+        """What holds of each of them."""
+        infos = [one.client.info for one in self.replicas]
+        of_batch = next((info for info in infos if not info.batch_invariant), infos[0])
+        of_ranks = next((info for info in infos if not info.rank_invariant), infos[0])
+        return replace(
+            infos[0],
+            data_parallel_size=len(infos),
+            num_blocks=min(info.num_blocks for info in infos),
+            load_seconds=max(info.load_seconds for info in infos),
+            rank_pids=tuple(itertools.chain.from_iterable(info.rank_pids for info in infos)),
+            batch_invariant=of_batch.batch_invariant,
+            batch_invariant_reason=of_batch.batch_invariant_reason,
+            rank_invariant=of_ranks.rank_invariant,
+            rank_invariant_reason=of_ranks.rank_invariant_reason,
+        )
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether any replica serves."""
+        return not self._is_closing and any(one.is_alive for one in self.replicas)
+
+    @property
+    def last_progress_age_s(self) -> float:
+        """Of the one that made progress last: where another hangs, its own watch ends it."""
+        return min((one.client.last_progress_age_s for one in self.replicas if one.is_alive), default=float("inf"))
+
+    @property
+    def num_open(self) -> int:
+        return sum(one.client.num_open for one in self.replicas)
+
+    async def reset_prefix_cache(self) -> int:
+        """Of all that serve; returns how many blocks they had."""
+        return sum(await asyncio.gather(*(one.client.reset_prefix_cache() for one in self.replicas if one.is_alive)))
+
+    # -- the life of the replicas
+
+    async def _keep(self, one: Replica) -> None:
+        """Start `one` again whenever it dies, as long as another serves meanwhile and it does not die too often."""
+        while True:
+            await one.died()
+            self.prefixes.clear(one.number)
+            if self._is_closing:
+                return
+            exit_code, cause = one.client.exit_code or EXIT_RANK_DIED, one.client.death_cause or "its process has ended"
+            if not self.is_alive:
+                break
+            if one.dies_too_often:
+                cause = f"replica {one.number} dies too often, at last because {cause}"
+                break
+            try:
+                await one.restart(self.replicas[one.number - 1].client.info.numbers_digest)
+            except (StartupError, OSError) as error:  # OSError: its process ended in the middle of a message
+                cause = f"replica {one.number} could not be started again: {error}"
+                break
+        if self.exit_code is None:
+            self.exit_code, self.death_cause = exit_code, cause
+            self.lost.set()
+            logger.error('event=replica_given_up engine=%d cause="%s"', one.number, cause)
+        if not self.is_alive:
+            self.dead.set()
+
+    async def close(self, timeout_s: float = 10.0) -> None:
+        """Stop all engines, side by side. Idempotent."""
+        self._is_closing = True
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await asyncio.gather(*(one.client.close(timeout_s) for one in self.replicas))
+
+
+async def start_engine(
+    config: EngineConfig,
+    on_progress: OnProgress,
+    *,
+    processes: Sequence[EngineProcess] = (),
+    start_process: Callable[[], EngineProcess] | None = None,
+) -> EngineClient | Replicas:
+    """Start as many engines as `config` has replicas, all at once, and wait until every rank of all has loaded.
+
+    `processes`: those that were started before, one for each replica, or none. `start_process` starts another one.
+    Raises `StartupError`.
+    """
+    worker = config.worker
+    make = start_process or (lambda: EngineProcess(worker.ranks_per_node))
+    given = list(processes) or [make() for _ in range(config.num_replicas)]
+    if len(given) == 1:
+        return await EngineClient.start(config, on_progress, process=given[0])
+    free, progress = free_host_bytes(), JoinedProgress(len(given), on_progress)
+    configs = [config.of_replica(number, free) for number in range(len(given))]
+    prefixes = PrefixIndex(len(given), worker.block_size)
+
+    async def start_again(number: int, num_starts: int) -> EngineClient:
+        own = configs[number]
+        if own.record_path is not None:  # what was recorded until the death stays as it is
+            own = replace(own, record_path=f"{own.record_path}.{num_starts}")
+        return await EngineClient.start(own, _silent, process=make(), on_blocks=partial(prefixes.apply, number))
+
+    starts = [
+        EngineClient.start(own, progress.of(number), process=process, on_blocks=partial(prefixes.apply, number))
+        for number, (own, process) in enumerate(zip(configs, given, strict=True))
+    ]
+    try:
+        clients = await start_together(starts)
+    finally:
+        for process in given:
+            process.discard()
+    return Replicas([Replica(number, client, start_again) for number, client in enumerate(clients)], prefixes)
+
+
+def _silent(phase: str, fraction: float, detail: str = "") -> None:
+    """A replica that starts again does so beside others that serve."""

@@ -1,0 +1,115 @@
+"""A trace through a fleet of replicas in virtual time: what requests would wait for, and how busy replicas would be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from engine.config import EngineConfig
+from engine.simulation.fleet.records import Quantiles, Records
+from engine.simulation.fleet.replica import Replica
+from engine.simulation.fleet.requests import TracedRequest
+from engine.simulation.fleet.routing import ROUTERS
+from engine.simulation.replica_info import replica_info
+from engine.simulation.roofline import StepLoad, StepTime
+from workers.capacity import Capacity, step_tokens
+from workers.config import WorkerInfo
+from workers.step_cost import StepCost
+
+_REPORT_EVERY = 64  # requests
+
+
+@dataclass(frozen=True, slots=True)
+class FleetReport:
+    """Seconds of virtual time."""
+
+    replicas: int
+    finished: int
+    refused: int  # by a full queue, or longer than the longest context
+    failed: int
+    duration_s: float  # from the first arrival to the last end
+    output_tokens_per_s: float
+    requests_per_s: float
+    ttft_s: Quantiles | None
+    itl_s: Quantiles | None  # every gap of every request
+    e2e_s: Quantiles | None
+    utilisation: float  # share of the time in which a replica computes, over all
+    mean_waiting: float  # requests in the queue of one replica
+    prefix_hit_rate: float  # of prompt tokens
+    preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaModel:
+    """What every replica of a fleet is."""
+
+    config: EngineConfig
+    info: WorkerInfo
+    time: StepTime
+
+
+_PROMPT = 256  # tokens, by which the cost of one is told
+
+
+def replica_model(
+    config: EngineConfig, held: Capacity, vocab_size: int, window: int | None, time: StepTime
+) -> ReplicaModel:
+    """A replica of a plan, as it would be configured after it has timed a few steps. `window`: of all layers."""
+    one, some = (time.seconds(StepLoad(count, 1, count, count * (count + 1) / 2)) for count in (1, _PROMPT))
+    token_s = (some - one) / (_PROMPT - 1)
+    cost = StepCost(fixed_s=max(0.0, one - token_s), token_s=token_s, context_s=0.0, logits_s=0.0)
+    worker = held.config.with_(max_num_batched_tokens=step_tokens(held.config, cost))
+    info = replica_info(worker, held.num_blocks, vocab_size, sliding_window=window, step_cost=cost)
+    return ReplicaModel(replace(config, worker=worker, speculative=None), info, time)
+
+
+def simulate_fleet(
+    trace: Sequence[TracedRequest],
+    num_replicas: int,
+    model: ReplicaModel,
+    routing: str,
+    on_progress: Callable[[float], object],
+    *,
+    leaps: bool = True,
+) -> FleetReport:
+    """`trace`: in the order of arrival. `on_progress` gets the share of requests that have arrived."""
+    records = Records()
+    replicas = [Replica(model.config, model.info, model.time, records, leaps=leaps) for _ in range(num_replicas)]
+    router = ROUTERS[routing](replicas)
+    for number, traced in enumerate(trace, 1):
+        at_s = traced.at_s
+        for replica in replicas:
+            replica.advance(at_s)
+        request = traced.engine_request(number)
+        records.arrived_s[number] = at_s
+        place, num_cached = router.choose(request)
+        records.num_refused += not replicas[place].add(request, at_s, num_cached)
+        if number % _REPORT_EVERY == 0:
+            on_progress(number / len(trace))
+    for replica in replicas:
+        replica.advance(float("inf"))
+    on_progress(1.0)
+    return _report(records, replicas, trace[0].at_s)
+
+
+def _report(records: Records, replicas: Sequence[Replica], began_s: float) -> FleetReport:
+    stats = [replica.scheduler.refresh_gauges() for replica in replicas]
+    duration_s = max(records.ended_s - began_s, 1e-9)
+    finished = len(records.e2e_s)
+    asked = sum(each.prefix_cache_queries for each in stats)
+    return FleetReport(
+        replicas=len(replicas),
+        finished=finished,
+        refused=records.num_refused,
+        failed=len(records.arrived_s) - records.num_refused - finished,
+        duration_s=duration_s,
+        output_tokens_per_s=records.num_tokens / duration_s,
+        requests_per_s=finished / duration_s,
+        ttft_s=Quantiles.of(list(records.ttft_s.values())),
+        itl_s=Quantiles.of(records.gaps_s()),
+        e2e_s=Quantiles.of(list(records.e2e_s.values())),
+        utilisation=sum(replica.busy_s for replica in replicas) / duration_s / len(replicas),
+        mean_waiting=sum(replica.waiting_s for replica in replicas) / duration_s / len(replicas),
+        prefix_hit_rate=sum(each.prefix_cache_hits for each in stats) / max(1, asked),
+        preemptions=sum(each.num_preemptions for each in stats),
+    )

@@ -1,0 +1,52 @@
+"""Many steps at once where each would do the same: every running sequence gets one token, and nothing else happens.
+
+The scheduler is the real one, and so is its way to give a sequence several tokens in one step: as drafts that are all
+right. A leap ends with the first sequence that does; one that a request arrives in is cut short, the drafts behind it
+being wrong. Its steps take as long as one by one, and a test compares both. What differs is that blocks are taken for
+the whole leap at its beginning: where they are short, steps are taken one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from engine.config import SpeculativeConfig
+from engine.scheduler.kv_cache_manager import KVCacheManager
+from engine.simulation.fleet.requests import TOKEN
+from engine.simulation.roofline import StepLoad, StepTime
+from engine.spec_decode.drafter import Candidate, Drafter
+
+_NO_LOOKUP = SpeculativeConfig(num_speculative_tokens=1, prompt_lookup_max=1, prompt_lookup_min=1)
+
+
+class Leap(Drafter):
+    """In place of the scheduler's drafter. Drafts only while `is_allowed`, by callers that know that nothing waits."""
+
+    def __init__(self, time: StepTime, manager: KVCacheManager) -> None:
+        super().__init__(_NO_LOOKUP, None)
+        self._time, self._manager = time, manager
+        self.is_allowed = False
+        self.steps_s = np.zeros(0)  # float64 [steps]   of those that `choose` has drafted for
+
+    def may_pay(self, num_seqs: int) -> bool:
+        return self.is_allowed
+
+    def choose(self, candidates: Sequence[Candidate], num_seqs: int, most: int) -> list[list[int]]:
+        """The same number of drafts for each candidate."""
+        count = 0
+        if len(candidates) == num_seqs:
+            count = min(most // num_seqs, min(candidate.room for candidate in candidates))
+        lengths = [len(candidate.token_ids) for candidate in candidates]
+        if count and not self._has_blocks(lengths, count):
+            count = 0
+        contexts = sum(lengths) + num_seqs * np.arange(count + 1)
+        self.steps_s = self._time.seconds(StepLoad(num_seqs, num_seqs, contexts, contexts))
+        return [[TOKEN] * count for _ in candidates]
+
+    def _has_blocks(self, lengths: list[int], count: int) -> bool:
+        """Whether there are blocks for `count` tokens more of sequences of these lengths, and half of them stay."""
+        of, available = self._manager.blocks_for, self._manager.num_available
+        needed = sum(of(length + count) - of(length - 1) for length in lengths)
+        return needed + len(lengths) <= available // 2

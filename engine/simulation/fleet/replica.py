@@ -1,0 +1,155 @@
+"""One replica in virtual time: the real scheduler, and ranks that only take time.
+
+One step is in flight at a time, as at a pipeline depth of 1.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.config import EngineConfig
+from engine.core.step_times import StepTimes
+from engine.data_parallel.choice import Load
+from engine.errors import QueueFullError, RequestError
+from engine.kv_cache.events import BlockEventLog
+from engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from engine.scheduler.scheduler import Scheduler
+from engine.simulation.fleet.leap import Leap
+from engine.simulation.fleet.records import Records
+from engine.simulation.fleet.requests import TOKEN
+from engine.simulation.roofline import StepLoad, StepTime
+from engine.types import Request
+from workers.config import WorkerInfo
+from workers.protocol import FINITE, StepOutput
+
+_OBSERVED = 9  # of the steps of a leap: as many as are remembered
+
+
+@dataclass(slots=True)
+class _InFlight:
+    output: SchedulerOutput
+    begun_s: float
+    ends_s: np.ndarray  # float64 [steps]: one, or those of a leap
+    num_arrived: int = 0  # since it began
+
+    @property
+    def at_s(self) -> float:
+        """When its answer comes."""
+        return float(self.ends_s[-1])
+
+
+class Replica:
+    """`records` gets the times of its requests."""
+
+    def __init__(
+        self, config: EngineConfig, info: WorkerInfo, time: StepTime, records: Records, *, leaps: bool = True
+    ) -> None:
+        self.scheduler = Scheduler(config, info)
+        self._time, self._records = time, records
+        self._times = StepTimes(info.step_cost, config.max_step_s)
+        self._leap = Leap(time, self.scheduler.kv_cache_manager)
+        self._leaps = leaps
+        self.scheduler.drafter = self._leap
+        self._in_flight: _InFlight | None = None
+        self._now_s = 0.0  # when the last step ended
+        self._is_steady = False  # whether another step would do as the last one
+        self.load = Load(
+            max_open=self.scheduler.max_num_seqs + config.max_waiting_requests,
+            max_waiting_tokens=config.max_waiting_tokens,
+        )
+        self._new_tokens: dict[int, int] = {}  # request id -> what it adds to `load.num_waiting_tokens`
+        self.busy_s = 0.0
+        self.waiting_s = 0.0  # requests in the queue times seconds
+        self._waited_to_s = 0.0
+
+    @property
+    def block_events(self) -> BlockEventLog:
+        """From the first call on."""
+        manager = self.scheduler.kv_cache_manager
+        manager.event_log = manager.event_log or BlockEventLog()
+        return manager.event_log
+
+    def advance(self, to_s: float) -> None:
+        """Apply every answer that comes up to `to_s`, and begin the steps before it."""
+        while True:
+            step = self._in_flight
+            if step is not None:
+                if step.at_s > to_s:
+                    return
+                self._finish(step)
+            if not self.scheduler.has_work or self._now_s >= to_s or not self._begin():
+                return
+
+    def add(self, request: Request, now_s: float, num_cached: int) -> bool:
+        """A request arrives; `num_cached` tokens of its prompt were here when it was sent. False: it was refused."""
+        self._count_waiting(now_s)
+        step = self._in_flight
+        if step is not None:  # the step that runs now is the last of a leap
+            step.ends_s = step.ends_s[: int(np.searchsorted(step.ends_s, now_s)) + 1]
+            step.num_arrived += 1
+        else:
+            self._now_s = max(self._now_s, now_s)
+        try:
+            self.scheduler.add(request, now_s)
+        except (QueueFullError, RequestError):
+            return False
+        self._is_steady = False
+        self.load.num_open += 1
+        self._new_tokens[request.request_id] = num_new = len(request.prompt_token_ids) - num_cached
+        self.load.num_waiting_tokens += num_new
+        return True
+
+    def _begin(self) -> bool:
+        """Schedule the next step at the end of the last one."""
+        self._leap.is_allowed = self._leaps and self._is_steady
+        self._count_waiting(self._now_s)
+        output = self.scheduler.schedule(self._now_s, most_prompt_tokens=self._times.most_prompt_tokens)
+        if output is None:
+            return False
+        steps_s = self._leap.steps_s if output.num_drafts else np.array([self._time.seconds(load_of(output))])
+        self._in_flight = _InFlight(output, self._now_s, self._now_s + np.cumsum(steps_s))
+        return True
+
+    def _finish(self, step: _InFlight) -> None:
+        output, ends_s = step.output, step.ends_s
+        accepted = [len(ends_s) - 1 if item.drafts else 0 for item in output.scheduled]
+        num_rows = len(output.decodes.rows) + sum(item.num_rows for item in output.scheduled)
+        answer = StepOutput(
+            output.step_id,
+            np.full(num_rows, TOKEN, np.int32),
+            np.full(num_rows, FINITE, np.uint8),
+            num_accepted=np.array([0] * len(output.decodes.rows) + accepted, np.int32) if output.num_drafts else None,
+        )
+        self._in_flight, self._now_s = None, step.at_s
+        self.busy_s += step.at_s - step.begun_s
+        steps_s = np.diff(ends_s, prepend=step.begun_s)
+        for seconds in steps_s[-_OBSERVED:].tolist():
+            self._times.observe(output.num_decodes, output.num_prompt_tokens, seconds)
+        events = self.scheduler.update_from_output(output, ModelRunnerOutput(answer), self._now_s)
+        failed = self.scheduler.take_events()
+        num_ended = self._records.tokens(events, ends_s) + self._records.ended(failed, self._now_s)
+        self.load.num_open -= num_ended
+        for event in (*events.others, *failed):  # the first event of a request is never a plain one
+            self.load.num_waiting_tokens -= self._new_tokens.pop(event.request_id, 0)
+        changed = num_ended + step.num_arrived + output.num_prompt_tokens + output.num_preempted
+        self._is_steady = changed == 0
+
+    def _count_waiting(self, now_s: float) -> None:
+        self.waiting_s += self.scheduler.num_waiting * max(0.0, now_s - self._waited_to_s)
+        self._waited_to_s = max(self._waited_to_s, now_s)
+
+
+def load_of(output: SchedulerOutput) -> StepLoad:
+    """What a step without a leap does."""
+    positions, scheduled = output.decodes.positions, output.scheduled
+    context = int(positions.sum()) + len(positions)
+    pairs = context + sum(item.num_tokens * item.start + math.comb(item.num_tokens + 1, 2) for item in scheduled)
+    return StepLoad(
+        tokens=len(positions) + sum(item.num_tokens for item in scheduled),
+        rows=len(positions) + sum(item.wants_logits for item in scheduled),
+        context=context + sum(item.start + item.num_tokens for item in scheduled),
+        pairs=pairs,
+    )
