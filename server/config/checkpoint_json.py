@@ -1,4 +1,4 @@
-"""The small JSON files of a checkpoint."""
+"""The small files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import StartupError
+
+# A tokenizer without tokenizer.json is made from one of these.
+VOCABULARY_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from engine.errors import StartupError
@@ -31,8 +32,11 @@ def served_names(settings: Settings) -> tuple[str, ...]:
     return settings.served_model_name or (display_name(settings.model),)
 
 
-async def resolve(settings: Settings, on_progress: OnDetailedProgress) -> str:
-    """The directory of the checkpoint. Raises `StartupError`. When cancelled, a download stops and can be resumed."""
+async def resolve(settings: Settings, on_progress: OnDetailedProgress, tokenizer: str | None = None) -> str:
+    """The directory of the checkpoint. Raises `StartupError`. When cancelled, a download stops and can be resumed.
+
+    `tokenizer`: the directory of the one that is used, if it is not the checkpoint's own.
+    """
     model = settings.model
     if model is None:
         return str(_demo())
@@ -49,11 +53,60 @@ async def resolve(settings: Settings, on_progress: OnDetailedProgress) -> str:
             f"{model} is neither a directory, nor a GGUF file, nor a hub id.",
             "Check the path; hub ids look like Qwen/Qwen2.5-0.5B-Instruct.",
         )
+    return await download(_on_hub(settings, model, _checked_revision(settings), tokenizer), on_progress)
+
+
+async def pull(settings: Settings, on_progress: OnDetailedProgress) -> str:
+    """The directory of a model of the hub, fetched and checked whole. Raises `StartupError`."""
+    model = settings.model or ""
+    if not _HUB_ID.fullmatch(model) or Path(model).expanduser().exists():
+        raise StartupError(
+            f"{model or 'The demo model'} is not a model of the hub: there is nothing to pull.",
+            "Hub ids look like Qwen/Qwen2.5-0.5B-Instruct.",
+        )
+    wanted = _on_hub(settings, model, _checked_revision(settings))
+    return await download(replace(wanted, check_digests=True), on_progress)
+
+
+def _checked_revision(settings: Settings) -> str:
     revision = settings.revision or "main"
     if not _REVISION.fullmatch(revision) or ".." in revision:
         raise StartupError(f"--revision {revision} is not a valid revision.", "Give a branch, a tag or a full commit.")
-    engine = settings.engine_config("")
-    return await download(HubModel(model, revision, settings.download_dir, settings.offline, engine), on_progress)
+    return revision
+
+
+async def resolve_tokenizer(settings: Settings, on_progress: OnDetailedProgress) -> str | None:
+    """The directory of the tokenizer that `--tokenizer` names; None: the model's own. Raises `StartupError`."""
+    name = settings.tokenizer
+    if name is None:
+        return None
+    path = Path(name).expanduser()
+    file = gguf_model(path) if path.exists() else None
+    if file is not None:
+        return str(described(file))
+    if path.is_dir():
+        return str(path.resolve())
+    if path.exists():
+        raise StartupError(f"--tokenizer {path} is a file.", "Give the directory that has the tokenizer.json.")
+    if not _HUB_ID.fullmatch(name):
+        raise StartupError(
+            f"--tokenizer {name} is neither a directory nor a hub id.",
+            "Check the path; hub ids look like Qwen/Qwen2.5-0.5B-Instruct.",
+        )
+    wanted = replace(_on_hub(settings, name, "main"), tokenizer_only=True)
+    return await download(wanted, on_progress)
+
+
+def _on_hub(settings: Settings, model: str, revision: str, tokenizer: str | None = None) -> HubModel:
+    return HubModel(
+        model,
+        revision,
+        settings.download_dir,
+        settings.offline,
+        settings.engine_config(""),
+        tokenizer=tokenizer,
+        chat_template=settings.chat_template,
+    )
 
 
 def _checked(path: Path) -> str:

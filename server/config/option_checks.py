@@ -1,12 +1,39 @@
-"""Checks that one option alone cannot make: unknown names, host patterns, and options that depend on each other."""
+"""Checks that a type and a range cannot make: unknown names, patterns, and options that depend on each other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 from server.config import vllm_flags
 from server.config.allowed_hosts import is_pattern
 from server.config.options import OptionError, nearest
+
+_MAX_UDS_BYTES = 107  # of Linux's sockaddr_un, without the zero at its end
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9_-]+(\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
+
+
+class KVOffloadSettings(Protocol):
+    """The options that `check_kv_offload` looks at."""
+
+    @property
+    def kv_offload_memory(self) -> int | None: ...
+
+    @property
+    def kv_offload_path(self) -> str | None: ...
+
+    @property
+    def kv_offload_disk(self) -> int | None: ...
+
+    @property
+    def enable_prefix_caching(self) -> bool: ...
+
+    @property
+    def record(self) -> str | None: ...
 
 
 def check_allowed_hosts(patterns: Iterable[str]) -> None:
@@ -19,6 +46,51 @@ def check_allowed_hosts(patterns: Iterable[str]) -> None:
             )
 
 
+def check_allowed_origins(origins: Iterable[str]) -> None:
+    """Raises `OptionError` for a value of `--allowed-origins` that no browser sends as an origin."""
+    for origin in origins:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise OptionError(
+                f"--allowed-origins is {origin[:80]!r}, but it must be a scheme and a host in lower case, with a port "
+                "if it is not the scheme's own, and nothing behind it; or *.",
+                "For example: --allowed-origins https://chat.example.org http://localhost:3000",
+            )
+
+
+def check_root_path(path: str | None) -> None:
+    """Raises `OptionError` for a path that does not look like /llm or /models/llm."""
+    if path is not None and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", path):
+        raise OptionError(
+            f"--root-path is {path[:80]!r}, but it must begin with / and end without, of letters, digits and ._~-",
+            "For example: --root-path /llm",
+        )
+
+
+def check_listening(uds: str | None, certificate: str | None, key: str | None) -> None:
+    """Raises `OptionError` for a Unix socket that cannot be named, or for half of a certificate."""
+    if uds is not None and len(os.fsencode(uds)) > _MAX_UDS_BYTES:
+        raise OptionError(
+            f"--uds has {len(os.fsencode(uds))} bytes, but the name of a Unix socket has {_MAX_UDS_BYTES} at most.",
+            "Choose a shorter path: --uds /run/oarlock/http.sock",
+        )
+    if (certificate is None) != (key is None):
+        given, missing = ("certfile", "keyfile") if key is None else ("keyfile", "certfile")
+        raise OptionError(
+            f"--ssl-{given} is given without --ssl-{missing}.",
+            "HTTPS takes both: --ssl-certfile fullchain.pem --ssl-keyfile privkey.pem",
+        )
+
+
+def check_metrics_prefix(prefix: str) -> None:
+    """Raises `OptionError` for a prefix with which a name of a metric would be none, or one that is there already."""
+    if not re.fullmatch("[A-Za-z_:][A-Za-z0-9_:]{0,63}", prefix) or prefix == "oarlock:":
+        raise OptionError(
+            f"--metrics-prefix is {prefix[:80]!r}, but it must consist of letters, digits, _ and :, begin with no "
+            "digit, and not be oarlock:, with which other metrics begin.",
+            "For example: --metrics-prefix llm:",
+        )
+
+
 def check_step_size(max_num_batched_tokens: int | None, max_num_seqs: int) -> None:
     """Raises `OptionError` when a step has fewer tokens than running sequences."""
     if max_num_batched_tokens is not None and max_num_batched_tokens < max_num_seqs:
@@ -29,9 +101,65 @@ def check_step_size(max_num_batched_tokens: int | None, max_num_seqs: int) -> No
         )
 
 
+def json_object(flag: str, value: str | Mapping[str, Any], usage: str) -> dict[str, Any]:
+    """The object that is the value of `flag`, as text or already read. Raises `OptionError`."""
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, Mapping):
+        raise OptionError(f"{flag} is {value!r:.80}, but it must be a JSON object.", f"For example: {usage}")
+    return dict(found)
+
+
+def check_kv_offload(settings: KVOffloadSettings) -> None:
+    """Raises `OptionError` for options of KV blocks beyond the pool that do not go together."""
+    if settings.kv_offload_disk is not None and settings.kv_offload_path is None:
+        raise OptionError(
+            "--kv-offload-disk limits the files in a directory, and --kv-offload-path names none.",
+            "For example: --kv-offload-path /var/cache/oarlock/kv --kv-offload-disk 200GiB",
+        )
+    if settings.kv_offload_memory is None and settings.kv_offload_path is None:
+        return
+    if not settings.enable_prefix_caching:
+        raise OptionError(
+            "--kv-offload-memory and --kv-offload-path keep what --no-enable-prefix-caching throws away.",
+            "Leave one of them out.",
+        )
+    if settings.record is not None:
+        raise OptionError(
+            "--record cannot repeat what --kv-offload-memory and --kv-offload-path load.",
+            "Leave one of them out.",
+        )
+
+
 def unknown_name(what: str, name: str, known: Iterable[str]) -> OptionError:
     """The error for an unknown name: it suggests the nearest known one. `what` is the kind of name."""
     near = nearest(name, known)
     fix = f"Did you mean {near}?" if near else "`oarlock config show` lists all of them."
     fix = vllm_flags.what_holds(name) or fix
     return OptionError(f"Unknown {what}: {name}.", fix)
+
+
+def check_traces_endpoint(endpoint: str | None) -> None:
+    """Raises `OptionError`: it is no URL, or the libraries are missing."""
+    if endpoint is None:
+        return
+    if not endpoint.startswith(("http://", "https://")):
+        raise OptionError(
+            f"--otlp-traces-endpoint is {endpoint!r:.80}, but it must be a URL: traces are sent over HTTP.",
+            "For example: --otlp-traces-endpoint http://localhost:4318/v1/traces",
+        )
+    if not all(map(_is_there, ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"))):
+        raise OptionError(
+            "--otlp-traces-endpoint sends traces, for which Python packages of OpenTelemetry are missing.",
+            "Run: pip install 'oarlock[otel]' (in a checkout: pip install --editable '.[otel]')",
+        )
+
+
+def _is_there(module: str) -> bool:
+    """Whether a module could be imported; its parents may be missing too."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False

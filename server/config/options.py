@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 import re
 import types
@@ -53,6 +54,7 @@ class Option:
     choices: tuple[str, ...] = ()
     short: str | None = None
     is_bytes: bool = False  # accepts 512MiB, 2GiB, 4096
+    is_json: bool = False  # text that is a JSON object, or a table of TOML
     secret: bool = False  # never printed
     positional: bool = False
 
@@ -73,7 +75,7 @@ class Option:
     @property
     def item_type_name(self) -> str:
         """The type of one value, by its name in JSON; a number of bytes, which may have a unit, is a `size`."""
-        return "size" if self.is_bytes else _JSON_NAMES[self.kind]
+        return "size" if self.is_bytes else "object" if self.is_json else _JSON_NAMES[self.kind]
 
     @property
     def default_text(self) -> str:
@@ -101,6 +103,8 @@ class Option:
             return self.check(tuple(self._not_blank(items)))
         if self.is_bytes and isinstance(value, str):
             return self.check(self._scalar(value))
+        if self.is_json and isinstance(value, dict):
+            return json.dumps(value)
         if self.kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if type(value) is not self.kind:
@@ -159,7 +163,7 @@ class Option:
             return self.example
         if self.kind is bool:
             return f"{self.flag} or --no-{self.flag[2:]}"
-        return f"{self.flag} {self.example}"
+        return f"{self.flag} '{self.example}'" if self.is_json else f"{self.flag} {self.example}"
 
 
 def option(default: Any, *, help: str, example: str, group: str, **metadata: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Where settings come from: flag > environment (`OARLOCK_*`) > TOML file > default.
+"""Where settings come from: flag > environment (`OARLOCK_*`) > TOML file > torchrun or LeaderWorkerSet > default.
 
 The only reader of the file, and of the environment for options. Unknown names are errors that suggest the nearest.
 """
@@ -12,17 +12,21 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from server.config.launchers import launched
 from server.config.option_checks import unknown_name
 from server.config.options import OptionError
+from server.config.service_links import service_links
 from server.config.settings import OPTIONS, Settings, make_settings
 
-# Variables that are no options: the name of the file, and what `workers/kernels/cpu/levels.py` reads.
-_READ_ELSEWHERE = ("OARLOCK_CONFIG", "OARLOCK_CPU_LEVEL")
+# Variables that are no options: the name of the file, the secret that `server/config/nodes.py` reads, and what
+# `workers/kernels/cpu/levels.py` reads.
+_READ_ELSEWHERE = ("OARLOCK_CONFIG", "OARLOCK_NODE_SECRET", "OARLOCK_CPU_LEVEL")
 
 
 @dataclass(frozen=True)
 class LoadedSettings:
-    """Settings, and where each value came from: `flag`, `environment`, the file's name or `default`."""
+    """Settings, and where each value came from: `flag`, `environment`, the file's name, `torchrun`,
+    `LeaderWorkerSet` or `default`."""
 
     settings: Settings
     origins: Mapping[str, str] = field(default_factory=dict)
@@ -40,14 +44,18 @@ def load_settings(
     for origin, layer in [*layers, ("flag", dict(flags))]:
         values |= layer
         origins |= dict.fromkeys(layer, origin)
+    launcher, layer = launched(environment, values)
+    values |= layer
+    origins |= dict.fromkeys(layer, launcher)
     return LoadedSettings(make_settings(values), origins)
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     by_env = {described.env: described for described in OPTIONS.values()}
     values = {}
+    not_ours = service_links(environment).union(_READ_ELSEWHERE)
     for name, text in environment.items():
-        if not name.startswith("OARLOCK_") or name in _READ_ELSEWHERE:
+        if not name.startswith("OARLOCK_") or name in not_ours:
             continue
         if name not in by_env:
             raise unknown_name("environment variable", name, by_env)
@@ -71,7 +79,7 @@ def _from_file(path: str | None) -> dict[str, Any]:
     values = {}
     for key, value in table.items():
         name = key.replace("-", "_")
-        if isinstance(value, dict):
+        if isinstance(value, dict) and not (name in OPTIONS and OPTIONS[name].is_json):
             raise OptionError(
                 f"{path} has a table [{key}], but options are not in tables.",
                 f"Write the keys below it at the beginning of the file, without [{key}].",

@@ -42,19 +42,36 @@ FLAGS: dict[str, Flag] = {
     **_switches("reasoning is recognised by the markers in the model's chat template.", "enable-reasoning"),
     **_switches("code of a checkpoint is never run, and no model that is served needs any.", "trust-remote-code"),
     **_switches("prompts are always computed in chunks, together with running sequences.", "enable-chunked-prefill"),
-    **_switches("steps always run eagerly; there are no CUDA graphs.", "enforce-eager"),
-    **_values("there are no CUDA graphs.", "max-seq-len-to-capture"),
+    **_values("CUDA graphs hold sequences of any length.", "max-seq-len-to-capture"),
     **_values("preempted sequences are computed again, so no memory is set aside for swapping.", "swap-space"),
     **_switches("requests are not logged unless --enable-log-requests is given.", "disable-log-requests"),
     **_switches("statistics are not logged; /metrics has them.", "disable-log-stats"),
-    **_switches("there is no access log.", "disable-uvicorn-access-log"),
+    **_switches("there is no access log unless --access-log is given.", "disable-uvicorn-access-log"),
     **_switches("usage always includes cached tokens.", "enable-prompt-tokens-details"),
     **_switches("every response carries X-Request-Id.", "enable-request-id-headers"),
     **_switches("there is one KV cache manager.", "use-v2-block-manager"),
-    **_values("ranks are processes of this machine.", "distributed-executor-backend", harmless=("mp",)),
+    **_switches("of several hosts only the head node, --node-rank 0, serves HTTP.", "headless"),
+    **_values(
+        "ranks are processes that are started on each host.",
+        "distributed-executor-backend",
+        harmless=("mp",),
+    ),
     **_values("grammars are compiled by llguidance.", "guided-decoding-backend", harmless=("auto", "guidance")),
-    **_values("every layer is shared by --tensor-parallel-size ranks.", "pipeline-parallel-size", harmless=("1",)),
-    **_values("one server is one replica; run several behind a proxy.", "data-parallel-size", harmless=("1",)),
+    **_values(
+        "replicas are processes that are started on this host.",
+        "data-parallel-backend",
+        harmless=("mp",),
+    ),
+    **_refused(
+        "--data-parallel-size starts all replicas, on this host and behind one address.",
+        "data-parallel-size-local",
+        "data-parallel-rank",
+        "data-parallel-start-rank",
+        "data-parallel-address",
+        "data-parallel-rpc-port",
+        "data-parallel-hybrid-lb",
+        "data-parallel-external-lb",
+    ),
     **_values("one process serves HTTP.", "api-server-count", harmless=("1",)),
     **_values("weights stay on the device.", "cpu-offload-gb", harmless=("0",)),
     **_values("requests may ask for up to 20 logprobs.", "max-logprobs", harmless=("20",)),
@@ -67,26 +84,30 @@ FLAGS: dict[str, Flag] = {
         harmless=("priority",),
     ),
     **_values("models take text only.", "limit-mm-per-prompt"),
-    **_refused("the tokenizer is the checkpoint's own.", "tokenizer", "tokenizer-revision", "skip-tokenizer-init"),
+    **_refused("--tokenizer names a directory, or a hub id of which the newest is taken.", "tokenizer-revision"),
+    **_refused("texts are always tokenized here.", "skip-tokenizer-init"),
     **_refused("config.json is used as it is; edit a copy of the checkpoint.", "hf-overrides", "rope-scaling"),
-    **_refused("the chat template is the checkpoint's own; put another into its chat_template.jinja.", "chat-template"),
     **_refused("adapters are not served; merge them into the checkpoint.", "enable-lora", "lora-modules"),
-    **_refused(
-        "there is no speculative decoding.", "speculative-config", "speculative-model", "num-speculative-tokens"
-    ),
+    **_refused("--speculative-config has what there is of speculation.", "speculative-model", "num-speculative-tokens"),
     **_refused("--kv-cache-memory sets the memory of the KV cache.", "num-gpu-blocks-override"),
     **_refused("sliding windows are used as the model defines them.", "disable-sliding-window"),
     **_refused("nothing is compiled by torch.compile.", "compilation-config"),
     **_refused("models with experts are not served.", "enable-expert-parallel"),
-    **_refused("ranks are processes of one machine.", "nnodes", "node-rank", "headless"),
     **_refused("the log has one level for all: --log-level.", "uvicorn-log-level"),
-    **_refused("HTTPS is not served; put a proxy in front.", "ssl-keyfile", "ssl-certfile", "ssl-ca-certs"),
-    **_refused("the server listens on --host and --port, at the root; a proxy may rewrite both.", "uds", "root-path"),
-    **_refused("responses have no CORS headers; a proxy may add them.", "allowed-origins", "allow-credentials"),
+    **_switches("a renewed certificate is always taken over.", "enable-ssl-refresh"),
+    **_refused("clients are known by their API keys; certificates of theirs a proxy can ask for.", "ssl-ca-certs"),
+    **_values("clients are known by their API keys.", "ssl-cert-reqs", harmless=("0",)),
+    **_refused("OpenSSL's own choice of ciphers is used.", "ssl-ciphers"),
+    **_refused("requests carry a key in a header and never a cookie, so none needs them.", "allow-credentials"),
+    **_values(
+        "pages of --allowed-origins may use every method and header.",
+        "allowed-methods",
+        "allowed-headers",
+        harmless=('["*"]', "*"),
+    ),
     **_refused("no code is loaded by name.", "middleware", "tool-parser-plugin", "logits-processors"),
     **_refused("the answer's role is assistant.", "response-role"),
 }
-_SHORT = {"-pp": "pipeline-parallel-size", "-dp": "data-parallel-size"}
 
 
 def take_out(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -112,7 +133,7 @@ def take_out(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def _find(word: str) -> tuple[str, Flag | None, str | None]:
     """(the flag as written, its entry, its value behind `=`)."""
     shown, equals, value = word.partition("=")
-    name = _SHORT.get(shown) or (shown[2:].replace("_", "-") if shown.startswith("--") else "")
+    name = shown[2:].replace("_", "-") if shown.startswith("--") else ""
     found = FLAGS.get(name) or FLAGS.get(name.removeprefix("no-"))
     if found is not None and name not in FLAGS:  # --no-…: only switches have it
         return shown, found if found.is_switch else None, "false"

@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from datetime import datetime
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -120,6 +121,26 @@ class ChatTemplate:
         except Exception as error:  # the template is foreign code: any error in it is about this input
             message = f"The chat template fails on these messages ({type(error).__name__})."
             raise RequestError(message, "messages") from None
+
+
+def read_template(file: str | Path) -> str:
+    """The chat template that the operator gave. Raises `StartupError` for a file that cannot be read, and for one that
+    is no template."""
+    path = Path(file).expanduser()
+    fix = "Give --chat-template a file with a template in Jinja, such as a checkpoint's chat_template.jinja."
+    try:
+        source = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise StartupError(f"The chat template {path} cannot be read: {error.strerror}.", fix) from None
+    except UnicodeDecodeError:
+        raise StartupError(f"The chat template {path} is not UTF-8 text.", fix) from None
+    if "messages" not in source:  # also of an empty file: each prompt would be the same
+        raise StartupError(f"The chat template {path} does not write the messages.", fix)
+    try:
+        _sandbox().from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise StartupError(f"Line {error.lineno} of the chat template {path}: {error}.", "Mend that line.") from None
+    return source
 
 
 class _Generation(Extension):

@@ -19,13 +19,12 @@ from typing import Any, TypeVar
 import tokenizers
 
 from engine.errors import StartupError
-from server.config.checkpoint_json import read_json
-from server.tokenizer.chat_template import ChatTemplate
+from server.config.checkpoint_json import VOCABULARY_FILES, read_json
+from server.tokenizer.chat_template import ChatTemplate, read_template
 from server.tokenizer.detokenizer import BytesDetokenizer, Detokenizer, TokenBytes, WindowDetokenizer, token_bytes_for
 from server.tokenizer.text_pieces import TextPieces, pieces_for
 
 _T = TypeVar("_T")
-_MAX_RENDERED = 64 * 1024  # characters a template may add to four times its input
 _DECODED_AT_ONCE = 1 << 14  # ids; joining the bytes of a million would hold the GIL for too long
 _LONG = 256 * 1024  # about a quarter of a second's work
 _PIECE = 64 * 1024  # characters of a long text that are tokenized at once
@@ -72,12 +71,14 @@ class Tokenizer:
         self._uncut_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer-uncut")
 
     @staticmethod
-    def load(directory: str | Path) -> Tokenizer:
-        """The tokenizer of a checkpoint's folder. Raises `StartupError`."""
+    def load(directory: str | Path, chat_template: str | Path | None = None) -> Tokenizer:
+        """The tokenizer of a checkpoint's folder, with its chat template or that of a file. Raises `StartupError`."""
         path = Path(directory)
         config = read_json(path / "tokenizer_config.json")
         template_file = path / "chat_template.jinja"
-        if template_file.is_file():
+        if chat_template is not None:
+            config["chat_template"] = read_template(chat_template)
+        elif template_file.is_file():
             config["chat_template"] = template_file.read_text(encoding="utf-8")
         return Tokenizer(_read_backend(path), config)
 
@@ -128,12 +129,6 @@ class Tokenizer:
             if plain and whole[start : start + len(plain)] == plain:
                 return whole[:start], whole[start + len(plain) :]
         return None
-
-    def render_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
-        """The ids of a conversation. Raises `RequestError` when the template refuses it."""
-        size = sum(len(message.get("content") or "") for message in messages)
-        text = self.template.render(messages, add_generation_prompt, max_size=4 * size + _MAX_RENDERED)
-        return self.encode(text, add_special_tokens=False)
 
     async def aencode(
         self, text: str, add_special_tokens: bool = True, *, most: int | None = None, last: int | None = None
@@ -230,10 +225,6 @@ class Tokenizer:
         return await asyncio.get_running_loop().run_in_executor(pool, work)
 
 
-# From any of these transformers can build a fast tokenizer.
-_VOCABULARY_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
-
-
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
     file = path / "tokenizer.json"
     if not file.is_file():
@@ -248,7 +239,7 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
 
 def _convert(path: Path) -> tokenizers.Tokenizer:
     """The tokenizer of a checkpoint that has only a SentencePiece model, or a vocabulary and merges."""
-    if not any((path / name).is_file() for name in _VOCABULARY_FILES):  # transformers would make up an empty one
+    if not any((path / name).is_file() for name in VOCABULARY_FILES):  # transformers would make up an empty one
         raise StartupError(
             f"{path} has no tokenizer.json, nor any other vocabulary of a tokenizer.",
             "Put the checkpoint's tokenizer.json beside its weights.",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import StartupError
-from engine.gguf import GGUFModel, Settings, hf_config, parts_of
+from engine.preflight import GGUFModel, Settings, hf_config, parts_of
 from server.config.gguf.tokenizer import Vocabulary, read_vocabulary, tokenizer_json
 
 _FORM = 1  # of what is written; a new number makes it be written anew

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import StartupError
-from engine.gguf import Settings
+from engine.preflight import Settings
 from server.config.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # the types of tokens

@@ -10,13 +10,13 @@ import json
 import signal
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from engine.config import EngineConfig
 from engine.errors import StartupError
 from engine.python_child import start_python
 
-OnDetailedProgress = Callable[[str, float, str], None]  # phase, fraction, detail
+OnDetailedProgress = Callable[[str, float, str], object]  # phase, fraction, detail
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +28,19 @@ class HubModel:
     download_dir: str | None  # None: the cache of `huggingface_hub`
     offline: bool
     engine: EngineConfig  # its `model_path` is still unknown
+    tokenizer: str | None = None  # directory of the tokenizer that is used; None: the model's own
+    chat_template: str | None = None  # file of the one that is used; None: that of the tokenizer
+    check_digests: bool = False  # of what is here already, too; what is damaged is fetched again
+    tokenizer_only: bool = False  # the small files of the model are all that is wanted
 
     def to_json(self) -> str:
-        fields = {name: getattr(self, name) for name in ("model", "revision", "download_dir", "offline")}
-        return json.dumps(fields | {"engine": self.engine.to_json()})
+        plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "engine"}
+        return json.dumps(plain | {"engine": self.engine.to_json()})
 
     @staticmethod
     def from_json(text: str | bytes) -> HubModel:
-        fields = json.loads(text)
-        return HubModel(**fields | {"engine": EngineConfig.from_json(fields["engine"])})
+        plain = json.loads(text)
+        return HubModel(**plain | {"engine": EngineConfig.from_json(plain["engine"])})
 
 
 async def download(request: HubModel, on_progress: OnDetailedProgress) -> str:

@@ -17,8 +17,9 @@ from huggingface_hub.errors import HFValidationError, HTTPError
 from engine.errors import StartupError
 from engine.preflight import DESCRIPTIONS, check_model, weight_files
 from server.config.hub import errors as hub_errors
+from server.config.hub.digests import Report, damaged, remove
 from server.config.hub.download import HubModel
-from server.config.hub.files import Download, HubFile, Report, Snapshot, check_room, is_small, look_up
+from server.config.hub.files import Download, HubFile, Snapshot, check_room, is_small, look_up
 
 CheckFiles = Callable[[Path], None]  # raises `StartupError` for files beside the weights that cannot be used
 
@@ -30,7 +31,7 @@ def fetch(request: HubModel, report: Report, check_small_files: CheckFiles) -> s
     """
     cache = Path(request.download_dir or constants.HF_HUB_CACHE).expanduser()
     if request.offline or constants.is_offline_mode():
-        return _from_cache(request, cache)
+        return _checked(request, _from_cache(request, cache), report)
     try:
         return _from_hub(request, cache, report, check_small_files)
     except HFValidationError as error:
@@ -40,7 +41,7 @@ def fetch(request: HubModel, report: Report, check_small_files: CheckFiles) -> s
         ) from None
     except (HTTPError, OSError) as error:
         failure = hub_errors.explain(error, request.model, request.revision, cache)
-        if not hub_errors.is_outage(error):
+        if request.check_digests or not hub_errors.is_outage(error):
             raise failure from None
         try:
             directory = _from_cache(request, cache)
@@ -54,6 +55,8 @@ def _from_cache(request: HubModel, cache: Path) -> str:
     """What earlier downloads left, if it is whole."""
     fix = "Start once with the network (without --offline and HF_HUB_OFFLINE), or give a directory."
     snapshot = Snapshot.remembered(cache, request.model, request.revision)
+    if snapshot is not None and request.tokenizer_only:
+        return str(snapshot.directory)
     if snapshot is None:
         raise StartupError(
             f"{request.model} is neither a directory here nor in the cache {cache} in revision {request.revision!r}, "
@@ -72,13 +75,28 @@ def _from_cache(request: HubModel, cache: Path) -> str:
     return str(snapshot.directory)
 
 
+def _checked(request: HubModel, directory: str, report: Report) -> str:
+    """`directory`, if no file in it is damaged. Raises `StartupError`."""
+    found = damaged(Path(directory), report) if request.check_digests else []
+    if found:
+        raise StartupError(
+            f"{found[0].name} of {request.model} is damaged: its digest differs.",
+            "Pull it with the network (without --offline and HF_HUB_OFFLINE), which fetches it again.",
+        )
+    return directory
+
+
 def _from_hub(request: HubModel, cache: Path, report: Report, check_small_files: CheckFiles) -> str:
     report(f"fetching {request.model}", 0.0, "looking it up")
     commit, files = look_up(request.model, request.revision)
     by_name = {file.name: file for file in files}
+    if request.tokenizer_only:
+        return _small_files(request, Snapshot(cache, request.model, commit), files, check_small_files)
     if "config.json" not in by_name:
         raise _no_config(request.model, files)
     snapshot = Snapshot(cache, request.model, commit)
+    if request.check_digests and snapshot.directory.is_dir():
+        remove(damaged(snapshot.directory, report))
     small = Download(request.model, snapshot, lambda phase, fraction, detail: report(phase, 0.0, "its description"))
     small.fetch([by_name[name] for name in DESCRIPTIONS if name in by_name])
     worker = replace(request.engine.worker, model_path=str(snapshot.directory))
@@ -95,6 +113,13 @@ def _from_hub(request: HubModel, cache: Path, report: Report, check_small_files:
     chosen = [by_name[name] for name in weights]
     check_room(request.model, snapshot, chosen)
     Download(request.model, snapshot, report).fetch(chosen)
+    snapshot.remember(request.revision)
+    return str(snapshot.directory)
+
+
+def _small_files(request: HubModel, snapshot: Snapshot, files: list[HubFile], check_small_files: CheckFiles) -> str:
+    Download(request.model, snapshot, lambda *progress: None).fetch([file for file in files if is_small(file)])
+    check_small_files(snapshot.directory)
     snapshot.remember(request.revision)
     return str(snapshot.directory)
 

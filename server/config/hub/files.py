@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import fcntl
 import fnmatch
-import hashlib
 import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from io import BufferedWriter
@@ -25,10 +24,9 @@ from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
 from engine.errors import StartupError
+from server.config.hub.digests import Digest, Report
 from server.config.hub.transfer_rate import TransferRate
 from server.config.options import format_size
-
-Report = Callable[[str, float, str], None]  # phase, fraction, detail
 
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.model")  # beside the weights; nothing that could run code
 _AT_ONCE = 4  # connections: one alone seldom fills a fast line
@@ -47,7 +45,6 @@ class HubFile:
     name: str
     size: int
     etag: str
-    is_sha256: bool
 
 
 class Snapshot:
@@ -117,7 +114,7 @@ def look_up(model: str, revision: str) -> tuple[str, list[HubFile]]:
             continue  # subfolders hold other formats of the same weights
         if etag is None or not _HASH.fullmatch(etag):
             raise StartupError(f"The hub names no hash for {sibling.rfilename} of {model}.", "Check HF_ENDPOINT.")
-        files.append(HubFile(sibling.rfilename, sibling.size, etag, sibling.lfs is not None))
+        files.append(HubFile(sibling.rfilename, sibling.size, etag))
     if info.sha is None or not _HASH.fullmatch(info.sha):
         raise StartupError(f"The hub names no commit for {model}.", "Check HF_ENDPOINT.")
     return info.sha, files
@@ -151,6 +148,7 @@ class Download:
         self._model = model
         self._snapshot = snapshot
         self._report = report
+        self._digests: dict[str, Digest] = {}  # of files that are being received, by name
         self._num_waiting = 0  # files that another process holds
         self._stopped = threading.Event()  # one file has failed, the others need not go on
 
@@ -204,7 +202,7 @@ class Download:
         if have > file.size:
             have = out.truncate(0)
         rate.add(have, is_new=False)
-        is_resumed = have > 0
+        self._digests[file.name] = self._digest_of(file, out.name, have)
         url = hf_hub_url(self._model, file.name, revision=self._snapshot.commit)
         failures = 0
         while have < file.size:
@@ -217,10 +215,10 @@ class Download:
                 raise error
             if error is not None:
                 self._stopped.wait(_RETRY_S)
-        if is_resumed and file.is_sha256 and _sha256(out.name) != file.etag:
+        if not self._digests.pop(file.name).is_right:
             out.truncate(0)
             raise StartupError(
-                f"{file.name} of {self._model} was damaged when its download was interrupted; it is removed.",
+                f"{file.name} of {self._model} is damaged: its digest is not what the hub says. It is removed.",
                 "Start again to fetch it anew.",
             )
 
@@ -236,6 +234,7 @@ class Download:
                     out.truncate(0)
                     rate.add(-have, is_new=False)
                     have = 0
+                    self._digests[file.name] = Digest(file.etag, file.size)
                 for chunk in response.iter_bytes():
                     if self._stopped.is_set():
                         return None
@@ -243,6 +242,7 @@ class Download:
                     if have > file.size:
                         raise StartupError(f"The hub sent more than {file.size} bytes for {file.name}.", "Try again.")
                     out.write(chunk)
+                    self._digests[file.name].update(chunk)
                     rate.add(len(chunk))
         except HTTPError as error:
             if isinstance(error, HfHubHTTPError) and error.response.status_code not in _RETRIED:
@@ -250,7 +250,7 @@ class Download:
             return error
         return None if have == file.size else HTTPError(f"the answer ended after {have} of {file.size} bytes")
 
-
-def _sha256(path: str) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    def _digest_of(self, file: HubFile, path: str, size: int) -> Digest:
+        """Of the `size` bytes that an earlier attempt left."""
+        with open(path, "rb") as begun:
+            return Digest(file.etag, file.size).read(begun, size)

@@ -1,0 +1,97 @@
+"""Which model is served, where it is found, and in which number type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from server.config.options import option
+
+_GROUP = "Model"
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Options of the group `Model`."""
+
+    model: str | None = option(
+        None,
+        positional=True,
+        group=_GROUP,
+        example="Qwen/Qwen2.5-0.5B-Instruct",
+        help="directory in the Hugging Face layout, or a hub id; without one, the demo model of this repository",
+    )
+    served_model_name: tuple[str, ...] = option(
+        (),
+        group=_GROUP,
+        example="my-model alias",
+        help="names that requests may use; the first is reported (default: MODEL as given)",
+    )
+    revision: str | None = option(
+        None, group=_GROUP, example="v1.0", help="branch, tag or commit of a hub id (default: main)"
+    )
+    tokenizer: str | None = option(
+        None,
+        group=_GROUP,
+        example="Qwen/Qwen2.5-0.5B-Instruct",
+        help="directory or hub id whose tokenizer and chat template are used (default: those of the model)",
+    )
+    chat_template: str | None = option(
+        None,
+        group=_GROUP,
+        example="template.jinja",
+        help="file with a chat template in Jinja (default: that of the tokenizer)",
+    )
+    download_dir: str | None = option(
+        None,
+        group=_GROUP,
+        example="/data/models",
+        help="where models of the hub are kept, as huggingface_hub lays them out (default: its cache, HF_HOME)",
+    )
+    offline: bool = option(False, group=_GROUP, example="", help="serve hub ids from the cache, without the network")
+    dtype: str = option(
+        "auto",
+        group=_GROUP,
+        example="bfloat16",
+        choices=("auto", "bfloat16", "float16", "float32"),
+        help="type of weights and activations; auto: the checkpoint's own, or float32 where a CPU would emulate it",
+    )
+    quantization: str = option(
+        "none",
+        short="-q",
+        group=_GROUP,
+        example="int8",
+        choices=("none", "int8", "int4"),
+        help="round weights as they are read: int8, half of bfloat16's memory, small errors; int4, 0.28",
+    )
+    load_format: str = option(
+        "auto",
+        group=_GROUP,
+        example="dummy",
+        choices=("auto", "safetensors", "dummy"),
+        help="dummy: seeded random weights of the model's shape, for load tests",
+    )
+    check_weights: bool = option(
+        True, group=_GROUP, example="", help="refuse a checkpoint that holds NaN or infinity, by the tensor's name"
+    )
+    generation_config: str = option(
+        "auto",
+        group=_GROUP,
+        example="vllm",
+        help="default sampling; auto: the model's generation_config.json; vllm: neutral; or a folder with such a file",
+    )
+    seed: int = option(
+        0,
+        group=_GROUP,
+        example="1",
+        minimum=0,
+        maximum=2**31 - 1,
+        help="seed of dummy weights; requests have their own",
+    )
+    max_model_len: int | None = option(
+        None,
+        group=_GROUP,
+        example="4096",
+        minimum=2,
+        maximum=2**24,
+        help="longest prompt plus answer in tokens (default: what the model was trained for)",
+    )

@@ -1,0 +1,68 @@
+"""One model on several hosts: how many there are, which one this is, and how they find and trust each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from server.config.options import option
+
+_GROUP = "Several hosts"
+MASTER_PORT = 29550
+
+
+@dataclass(frozen=True)
+class NodeSettings:
+    """Options of the group `Several hosts`. The secret itself is no option: it must not be on a command line."""
+
+    nnodes: int = option(
+        1,
+        group=_GROUP,
+        example="2",
+        minimum=1,
+        maximum=64,
+        help="number of hosts that the ranks are dealt to; the same command runs on each (default: as torchrun or "
+        "LeaderWorkerSet says, else 1)",
+    )
+    node_rank: int | None = option(
+        None,
+        group=_GROUP,
+        example="1",
+        minimum=0,
+        maximum=63,
+        help="number of this host; 0, the head node, serves HTTP (default: as torchrun or LeaderWorkerSet says)",
+    )
+    master_addr: str | None = option(
+        None,
+        group=_GROUP,
+        example="10.0.0.1",
+        help="name or address of the head node (default: as torchrun or LeaderWorkerSet says)",
+    )
+    master_port: int = option(
+        MASTER_PORT,
+        group=_GROUP,
+        example="29600",
+        minimum=1,
+        maximum=65535,
+        help="port on which the head node waits for the others; from torchrun, the one after its MASTER_PORT",
+    )
+    node_interface: str | None = option(
+        None,
+        group=_GROUP,
+        example="eth1",
+        help="network interface of this host, or its address, for all that goes between hosts (default: the one that "
+        "leads to the head node)",
+    )
+    node_secret_file: str | None = option(
+        None,
+        group=_GROUP,
+        example="/run/secrets/oarlock",
+        help="file with the secret that all hosts share, of 32 characters or more; or OARLOCK_NODE_SECRET holds it",
+    )
+    node_timeout: float = option(
+        300.0,
+        group=_GROUP,
+        example="600",
+        minimum=1,
+        maximum=86_400,
+        help="seconds that the hosts wait for each other at the start",
+    )
