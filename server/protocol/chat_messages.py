@@ -14,7 +14,8 @@ MAX_CALLS = 128
 MAX_SCHEMA_CHARACTERS = 256 * 1024
 
 
-def _content_form(value: Any) -> str | None:
+def content_form(value: Any) -> str | None:
+    """The tag of the form that a message's content has."""
     return "form:plain" if isinstance(value, str) else "form:parts" if isinstance(value, list) else None
 
 
@@ -63,7 +64,7 @@ Content = Annotated[
     Annotated[str, Tag("form:plain")]
     | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag("form:parts")],
     Discriminator(
-        _content_form, custom_error_type="content_form", custom_error_message="must be a string or a list of text parts"
+        content_form, custom_error_type="content_form", custom_error_message="must be a string or a list of text parts"
     ),
 ]
 
@@ -180,7 +181,8 @@ class AllowedChoice(StrictModel):
     allowed_tools: AllowedTools
 
 
-def _choice_form(value: Any) -> str | None:
+def choice_form(value: Any) -> str | None:
+    """The tag of the form that a tool choice has."""
     if isinstance(value, str):
         return "form:word"
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
@@ -192,7 +194,7 @@ ToolChoiceOption = Annotated[
     | Annotated[NamedChoice, Tag("form:named")]
     | Annotated[AllowedChoice, Tag("form:allowed")],
     Discriminator(
-        _choice_form,
+        choice_form,
         custom_error_type="choice_form",
         custom_error_message=(
             'must be "none", "auto", "required", {"type": "function", "function": {"name": …}} or '

@@ -26,6 +26,7 @@ _ParsedT = TypeVar("_ParsedT", bound=StrictModel)
 _HEADER_SAFE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_REPORTED = 32
 _MAX_UNKNOWN = 256
+_NESTED = ("messages", "input")  # conversations: errors in them name the place
 
 # Fields of the API that are not supported, with the values that have no effect. Any other value is refused: a field is
 # never accepted and ignored. Where an endpoint declares one of these fields, it is supported there.
@@ -110,7 +111,7 @@ def parse(schema: type[_ParsedT], body: bytes) -> _ParsedT:
     try:
         parsed = schema.model_validate_json(body)
     except ValidationError as error:
-        raise _request_error(error) from None
+        raise request_error(error) from None
     _WHOLE_BODY.decode(body.decode())
     _refuse_unsupported(parsed)
     return parsed
@@ -186,7 +187,7 @@ def _same(value: Any, neutral: Any) -> bool:
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
-def _request_error(error: ValidationError) -> RequestError:
+def request_error(error: ValidationError) -> RequestError:
     """One sentence about the first problem. The input itself is never repeated."""
     problems = error.errors(include_url=False, include_input=False)
     first = problems[0]
@@ -194,13 +195,13 @@ def _request_error(error: ValidationError) -> RequestError:
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:]
     own = first.get("ctx", {}).get("error")
     if isinstance(own, FieldError):  # inside a conversation, the path says more than the field
-        return RequestError(str(own), where if path and path[0] == own.param == "messages" else own.param)
+        return RequestError(str(own), where if path and path[0] == own.param in _NESTED else own.param)
     if first["type"] == "json_invalid":
         return RequestError(f"The body is not valid JSON: {first['ctx']['error']}.", None, "invalid_json")
     if not path:
         return RequestError("The body must be a JSON object.", None, "invalid_json")
     message = first["msg"][:1].lower() + first["msg"][1:]
-    param = where if path[0] == "messages" else str(path[0])
+    param = where if path[0] in _NESTED else str(path[0])
     if first["type"] == "missing":
         return RequestError(f"'{where}' is required.", param)
     return RequestError(f"'{where}' is wrong: {message}.", param)

@@ -16,6 +16,7 @@ from server.config.model_path import served_names
 from server.config.settings import Settings
 from server.errors import HttpError, ModelNotFoundError
 from server.llm.async_llm import AsyncLLM
+from server.llm.generation import Replica
 from server.observability.logs import event, logger
 from server.observability.metrics import HttpCounters
 from server.protocol.base import StrictModel
@@ -41,7 +42,7 @@ class OpenAIServing:
         self.state = state
         self.counters = counters
         self.model_names = served_names(settings)
-        self._last_stats = EngineStats()
+        self._last_stats: dict[int, EngineStats] = {}  # by replica
 
     @classmethod
     def of(cls, request: Request) -> Self:
@@ -103,14 +104,17 @@ class OpenAIServing:
         self.counters.ignored_parameters += len(unknown)
         return body, ignored_header(unknown)
 
-    async def engine_numbers(self) -> tuple[EngineStats, EngineInfo | None]:
-        """The engine's statistics; the last ones known when it does not answer in time."""
+    async def engine_numbers(self) -> tuple[list[EngineStats], EngineInfo | None]:
+        """The statistics of each replica; the last ones known of one that does not answer in time."""
         async_llm = self.state.async_llm
         if async_llm is None:
-            return self._last_stats, None
+            return [EngineStats()], None
+        return list(await asyncio.gather(*map(self._stats_of, async_llm.engine.replicas))), async_llm.engine.info
+
+    async def _stats_of(self, replica: Replica) -> EngineStats:
         try:
             async with asyncio.timeout(STATS_TIMEOUT_S):
-                self._last_stats = await async_llm.engine.stats()
+                self._last_stats[replica.number] = await replica.stats()
         except (TimeoutError, EngineError) as error:
-            _log.warning(event("statistics_stale", cause=type(error).__name__))
-        return self._last_stats, async_llm.engine.info
+            _log.warning(event("statistics_stale", engine=replica.number, cause=type(error).__name__))
+        return self._last_stats.get(replica.number) or EngineStats()

@@ -20,7 +20,7 @@ from server.llm.prompt_scores import Scores, TokenScore
 from server.llm.structured_output import constraint_of
 from server.protocol.chat_completion import ChatRequest
 from server.serving.generate import OpenAIServingGenerate
-from server.serving.response_writer import ResponseHead, ResponseOptions, ResponseWriter, finite, usage
+from server.serving.response_writer import AnswerWriter, ResponseHead, ResponseOptions, ResponseWriter, finite, usage
 from server.tokenizer.tokenizer import Tokenizer
 
 
@@ -35,6 +35,7 @@ class OpenAIServingChatCompletion(OpenAIServingGenerate[ChatRequest, ProcessedCh
     """The chat completions endpoint."""
 
     state_name = "serving_chat_completion"
+    _prompt_field = "messages"
 
     async def process(self, body: ChatRequest) -> ProcessedChat:
         prompt = await render_prompt(self.tokenizer, body)
@@ -50,14 +51,14 @@ class OpenAIServingChatCompletion(OpenAIServingGenerate[ChatRequest, ProcessedCh
             logprobs=_num_alternatives(body),
             grammar=grammar,
             shown=frozenset(marks.values()),
-            param="messages",
+            param=self._prompt_field,
         )
         shape = AnswerShape(prompt.may_think, prompt.is_thinking, prompt.tool_choice)
         return ProcessedChat(processed.choices, processed.num_prompts, processed.timeout_s, shape=shape)
 
     def _writer(
         self, body: ChatRequest, processed: ProcessedChat, generation: Generation, model: str, request_id: str
-    ) -> ResponseWriter:
+    ) -> AnswerWriter:
         head = self._head(
             f"chatcmpl-{request_id}", "chat.completion.chunk" if body.stream else "chat.completion", model
         )
@@ -143,10 +144,7 @@ class ChatCompletionWriter(ResponseWriter):
     def _whole_choice(self, index: int, pieces: Sequence[Delta]) -> dict[str, Any]:
         whole = super()._whole_choice(index, pieces)
         if not self._is_plain:
-            parser = self._parsers[index]
-            events = merged([event for piece in pieces for event in parser.push(piece)])
-            whole["message"] = _message(events)
-            whole["finish_reason"] = parser.finish_reason(pieces[-1])
+            whole["message"], whole["finish_reason"] = read_message(self._parsers[index], pieces)
         return whole
 
     def _usage(self, generation: Generation) -> dict[str, Any]:
@@ -157,8 +155,7 @@ class ChatCompletionWriter(ResponseWriter):
         return {"content": self._content}
 
     def _content(self, score: TokenScore) -> dict[str, Any]:
-        top = [self._entry(token_id, logprob) for token_id, logprob in score.top[: self._options.logprobs]]
-        return {**self._entry(score.token_id, score.logprob or 0.0), "top_logprobs": top}
+        return token_logprobs(self._tokenizer, score, self._options.logprobs or 0, self._options.tokens_as_ids)
 
     def _logprobs(self, scores: Scores) -> dict[str, Any]:
         return {**super()._logprobs(scores), "refusal": None}
@@ -166,16 +163,29 @@ class ChatCompletionWriter(ResponseWriter):
     def _whole_logprobs(self, pieces: Sequence[Delta]) -> dict[str, Any]:
         return {**super()._whole_logprobs(pieces), "refusal": None}
 
-    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        data = self._tokenizer.token_bytes(token_id)
-        name = f"token_id:{token_id}" if self._options.tokens_as_ids else data.decode("utf-8", "replace")
+
+def token_logprobs(tokenizer: Tokenizer, score: TokenScore, num_top: int, as_ids: bool = False) -> dict[str, Any]:
+    """A token of an answer's text, with its best alternatives. `as_ids`: named by their ids."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        data = tokenizer.token_bytes(token_id)
+        name = f"token_id:{token_id}" if as_ids else data.decode("utf-8", "replace")
         return {"token": name, "logprob": finite(logprob), "bytes": list(data)}
+
+    top = [entry(token_id, logprob) for token_id, logprob in score.top[:num_top]]
+    return {**entry(score.token_id, score.logprob or 0.0), "top_logprobs": top}
 
 
 def _call(name: str, arguments: str) -> dict[str, Any]:
     """A call under an id of its own."""
     function = {"name": name, "arguments": arguments}
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+
+
+def read_message(parser: MessageParser, pieces: Sequence[Delta]) -> tuple[dict[str, Any], str | None]:
+    """A choice's whole message, and why it ended."""
+    events = merged([event for piece in pieces for event in parser.push(piece)])
+    return _message(events), parser.finish_reason(pieces[-1])
 
 
 def _message(events: Sequence[MessageEvent]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from server.llm.output_processor import Delta
 from server.llm.prompt_scores import TokenScore
 from server.protocol.completion import CompletionRequest
 from server.serving.generate import OpenAIServingGenerate
-from server.serving.response_writer import ResponseWriter, finite
+from server.serving.response_writer import AnswerWriter, ResponseWriter, finite
 
 
 class OpenAIServingCompletion(OpenAIServingGenerate[CompletionRequest, ProcessedRequest]):
@@ -30,7 +30,7 @@ class OpenAIServingCompletion(OpenAIServingGenerate[CompletionRequest, Processed
         generation: Generation,
         model: str,
         request_id: str,
-    ) -> ResponseWriter:
+    ) -> AnswerWriter:
         head = self._head(f"cmpl-{request_id}", "text_completion", model)
         return CompletionWriter(head, self.tokenizer, generation, self._options(body, body.logprobs))
 

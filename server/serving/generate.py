@@ -15,12 +15,14 @@ from engine.errors import RequestError
 from server.errors import DeadlineError
 from server.llm.generation import Generation, collect
 from server.llm.input_processor import ProcessedRequest
+from server.llm.output_processor import Delta
 from server.protocol.base import MAX_TIMEOUT_S
 from server.protocol.json_pieces import numbers, pieces_of
 from server.protocol.sampling import SamplingFields
 from server.serving.base import OpenAIServing
-from server.serving.request_context import client_of, label_of, request_id_of, salt_of
-from server.serving.response_writer import ResponseHead, ResponseOptions, ResponseWriter
+from server.serving.explain.records import RequestRecord
+from server.serving.request_context import client_of, label_of, record_of, request_id_of, salt_of
+from server.serving.response_writer import AnswerWriter, ResponseHead, ResponseOptions
 from server.serving.sse import EventStream, until_disconnect, whole_response
 
 _BodyT = TypeVar("_BodyT", bound=SamplingFields)
@@ -37,52 +39,83 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
     @abstractmethod
     def _writer(
         self, body: _BodyT, processed: _ProcessedT, generation: Generation, model: str, request_id: str
-    ) -> ResponseWriter:
+    ) -> AnswerWriter:
         """Writes the generation as this endpoint's JSON."""
 
     async def create(self, request: Request, body: _BodyT, headers: dict[str, str]) -> Response:
         """Start the generation, then stream it or collect it. Every refusal comes before the first byte."""
+        record = record_of(request.scope)
+        assert record is not None, "the middleware keeps a record of all that generates"
+        record.parsed_s = time.monotonic()
         model = self.check_model(body.model)
-        body.timeout = self._time_limit(request, body.timeout)
+        body.timeout = self._time_limit(request.headers.get("x-request-timeout"), body.timeout)
         body.cache_salt = salt_of(request.scope, body.cache_salt)
+        rank = _rank(request.headers.get("x-data-parallel-rank"), self.info.data_parallel_size)
         processed = await until_disconnect(request, self._process_in_time(body))
-        generation = self.async_llm.start(processed, label_of(request.scope))
+        generation = self.async_llm.start(processed, label_of(request.scope), data_parallel_rank=rank)
         try:
             generation.request_id = request_id = request_id_of(request.scope)
             generation.client = client_of(request.scope, body.user)
             writer = self._writer(body, processed, generation, model, request_id)
+            generation.response_id = writer.response_id
+            record.started(generation, streamed=bool(body.stream))
             if body.stream:
                 await until_disconnect(request, generation.wait_first_event())
-                return EventStream(generation, writer, self._with_usage(body), headers, request_id)
+                return EventStream(generation, writer, headers, record)
             pieces = await until_disconnect(request, collect(generation))
+            headers = headers | _server_timing(record, generation)
             return await whole_response(writer.whole(pieces, generation), headers)
         except BaseException:
             generation.close()
             raise
 
-    async def render(self, request: Request, body: _BodyT, headers: dict[str, str]) -> Response:
-        """The prompts and parameters that the engine would get, as JSON; nothing is generated."""
+    async def run(self, body: _BodyT) -> tuple[_ProcessedT, Generation, list[list[Delta]]]:
+        """A body that did not come over HTTP: processed, generated to the end, and every choice's pieces.
+
+        A full queue does not refuse it: the caller bounds how many there are at a time. Raises as `create` does.
+        """
+        body.timeout = self._time_limit(None, body.timeout)
+        processed = await self._process_in_time(body)
+        generation = self.async_llm.start(processed, has_place=True)
+        try:
+            return processed, generation, await collect(generation)
+        finally:
+            generation.close()
+
+    async def complete(self, body: _BodyT, request_id: str) -> str:
+        """The same as the JSON of a whole answer."""
+        model = self.check_model(body.model)
+        if body.stream:
+            raise RequestError("'stream' is true, but this answer is written whole. Leave it out.", "stream")
+        processed, generation, pieces = await self.run(body)
+        writer = self._writer(body, processed, generation, model, request_id)
+        return "".join(writer.whole(pieces, generation))
+
+    async def render(self, request: Request, body: _BodyT, headers: dict[str, str], *, each: bool) -> Response:
+        """The prompts and parameters that the engine would get, as JSON; nothing is generated. `each`: a list with one
+        object for each prompt, else the object of the only one. Routers read `token_ids` there."""
         model = self.check_model(body.model)
         processed = await until_disconnect(request, self.process(body))
         per_prompt = len(processed.choices) // processed.num_prompts
-        prompts = []
-        for choice in processed.choices[::per_prompt]:
-            ids = choice.request.prompt_token_ids
-            text = await self.tokenizer.atext(ids)
-            prompts.append({"text": text, "token_ids": numbers(ids), "num_tokens": len(ids)})
         first = processed.choices[0].request
         parameters: dict[str, Any] = asdict(first.params)
         parameters["seeds"] = [choice.request.params.seed for choice in processed.choices[:per_prompt]]
         del parameters["seed"]
-        answer = {
+        shared = {
             "object": "render",
+            "request_id": request_id_of(request.scope),
             "model": model,
-            "prompts": prompts,
             "choices_per_prompt": per_prompt,
             "max_model_len": self.max_len,
             "parameters": parameters | {"stop": body.stops, "priority": first.priority, "timeout": processed.timeout_s},
+            "features": None,
         }
-        return await whole_response(pieces_of(answer), headers)
+        answers = []
+        for choice in processed.choices[::per_prompt]:
+            ids = choice.request.prompt_token_ids
+            text = await self.tokenizer.atext(ids)
+            answers.append(shared | {"text": text, "token_ids": numbers(ids), "num_tokens": len(ids)})
+        return await whole_response(pieces_of(answers if each else answers[0]), headers)
 
     async def _process_in_time(self, body: _BodyT) -> _ProcessedT:
         """What `process` returns, with the time it took. Raises `DeadlineError`."""
@@ -94,10 +127,9 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
             raise DeadlineError(body.timeout or 0.0) from None
         return replace(processed, spent_s=time.monotonic() - begun)
 
-    def _time_limit(self, request: Request, seconds: float | None) -> float | None:
+    def _time_limit(self, header: str | None, seconds: float | None) -> float | None:
         """The shortest of what the field, the header and the operator allow, in seconds."""
         limits = [seconds, self.settings.request_timeout]
-        header = request.headers.get("x-request-timeout")
         if header is not None:
             limits.append(_seconds(header))
         return min((limit for limit in limits if limit is not None), default=None)
@@ -121,6 +153,24 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
             continuous_usage=body.continuous_usage,
             keep=body.n if body.num_generated > (body.n or 1) else None,
         )
+
+
+def _rank(text: str | None, num_replicas: int) -> int | None:
+    """The value of the header that names a replica. Raises `RequestError`."""
+    if text is None or (text.isascii() and text.isdigit() and len(text) < 10 and int(text) < num_replicas):
+        return None if text is None else int(text)
+    names = f"a number from 0 to {num_replicas - 1}" if num_replicas > 1 else "0, as there is one replica"
+    message = f"The header X-data-parallel-rank names a replica: it must be {names}. Or leave it out."
+    raise RequestError(message, "X-data-parallel-rank")
+
+
+def _server_timing(record: RequestRecord, generation: Generation) -> dict[str, str]:
+    """The header of a whole answer, in milliseconds: until its prompt was ready, from there to the first token, from
+    there to the last, and all of it."""
+    marks = (record.received_s, generation.arrival, generation.first_token_at or generation.arrival, time.monotonic())
+    spans = {name: marks[place + 1] - marks[place] for place, name in enumerate(("prompt", "first-token", "rest"))}
+    spans["total"] = marks[-1] - marks[0]
+    return {"Server-Timing": ", ".join(f"{name};dur={1000 * seconds:.1f}" for name, seconds in spans.items())}
 
 
 def _seconds(text: str) -> float:

@@ -6,11 +6,17 @@ import hashlib
 from typing import Any
 
 from server.config.api_keys import Key
+from server.serving.explain.records import RequestRecord
 
 
 def request_id_of(scope: Any) -> str:
     """The id that answers carry as `X-Request-Id`."""
     return scope["state"]["request_id"]
+
+
+def record_of(scope: Any) -> RequestRecord | None:
+    """What is kept of a request to generate; None for all others."""
+    return scope["state"].get("record")
 
 
 def salt_of(scope: Any, salt: str | None) -> str | None:

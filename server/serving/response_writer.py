@@ -1,5 +1,6 @@
-"""The JSON that completions and chat completions share, whole and in chunks. Built by hand for speed: every token
-passes here."""
+"""What writes the streams and bodies of all endpoints, and the JSON that completions and chat completions share.
+
+Built by hand for speed: every token passes here."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
+from server.errors import HttpError, error_bytes
 from server.json_text import dumps
 from server.llm.generation import Generation
 from server.llm.output_processor import Delta
@@ -65,9 +67,41 @@ class ResponseOptions:
     keep: int | None = None  # the best so many choices of each prompt; None: all
 
 
-class ResponseWriter(ABC):
-    """One generation as JSON: chunks for a stream, one body for a plain answer."""
+class AnswerWriter(ABC):
+    """One generation as JSON: events for a stream, one body for a plain answer."""
 
+    end: ClassVar[bytes] = b""  # of every stream
+
+    @property
+    @abstractmethod
+    def response_id(self) -> str:
+        """The `id` of the answer."""
+
+    @abstractmethod
+    def opening(self, num_choices: int) -> Iterable[bytes]:
+        """Events that come before any text."""
+
+    @abstractmethod
+    def chunk(self, delta: Delta) -> bytes | None:
+        """The events of one piece, or None when it has nothing to show."""
+
+    @abstractmethod
+    def closing(self, generation: Generation) -> Iterable[bytes]:
+        """Events after the last piece."""
+
+    @abstractmethod
+    def failure(self, error: HttpError) -> bytes:
+        """The event that ends a stream with an error."""
+
+    @abstractmethod
+    def whole(self, deltas: Sequence[Sequence[Delta]], generation: Generation) -> Iterator[str]:
+        """The plain answer, from every choice's pieces; a long one in many parts."""
+
+
+class ResponseWriter(AnswerWriter):
+    """The form of completions and chat completions: objects with `choices`."""
+
+    end = DONE
     _has_one_prompt = False  # then its ids and scores stand beside the choices, else with each of them
 
     def __init__(
@@ -85,9 +119,9 @@ class ResponseWriter(ABC):
         self._start = f"data: {dumps(head.fields())[:-1]}" + ',"choices":[{"index":'
         self._end = '}],"usage":null}\n\n' if options.usage else "}]}\n\n"
 
-    @abstractmethod
-    def opening(self, num_choices: int) -> Iterable[bytes]:
-        """Chunks that come before any text."""
+    @property
+    def response_id(self) -> str:
+        return self._head.id
 
     @abstractmethod
     def _piece(self, delta: Delta) -> str:
@@ -126,11 +160,17 @@ class ResponseWriter(ABC):
     def _usage(self, generation: Generation) -> dict[str, Any]:
         return usage(generation)
 
-    def usage_chunk(self, generation: Generation) -> bytes:
-        return f"data: {dumps({**self._head.fields(), 'choices': [], 'usage': self._usage(generation)})}\n\n".encode()
+    def closing(self, generation: Generation) -> Iterable[bytes]:
+        """The usage, on request."""
+        if self._options.usage:
+            last = {**self._head.fields(), "choices": [], "usage": self._usage(generation)}
+            yield f"data: {dumps(last)}\n\n".encode()
+
+    def failure(self, error: HttpError) -> bytes:
+        return b"data: " + error_bytes(error) + b"\n\n"
 
     def whole(self, deltas: Sequence[Sequence[Delta]], generation: Generation) -> Iterator[str]:
-        """The plain answer, from every choice's pieces; where it has logprobs it comes in many parts."""
+        """Where it has logprobs it comes in many parts."""
         kept = list(deltas) if self._options.keep is None else best(deltas, generation.per_prompt, self._options.keep)
         choices = [self._whole_choice(index, pieces) for index, pieces in enumerate(kept)]
         beside = self._beside_choices(kept[0])

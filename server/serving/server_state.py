@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 from server.protocol.large_body.reader import LargeBodies
+from server.serving.explain.records import RecentRequests
 
 if TYPE_CHECKING:
     from server.llm.async_llm import AsyncLLM
+    from server.serving.explain.tracing import RequestTracer
 
 STALL_LIMIT_S = 30.0
 
@@ -26,6 +29,13 @@ class Phase(StrEnum):
     DEAD = "dead"
 
 
+class Liveness(Protocol):
+    """What health shows of a replica."""
+
+    @property
+    def is_alive(self) -> bool: ...
+
+
 class Heartbeat(Protocol):
     """What readiness needs to know of an engine."""
 
@@ -34,6 +44,9 @@ class Heartbeat(Protocol):
 
     @property
     def last_progress_age_s(self) -> float: ...
+
+    @property
+    def replicas(self) -> Sequence[Liveness]: ...
 
 
 @dataclass
@@ -44,11 +57,13 @@ class ServerState:
     phase: Phase = Phase.STARTING
     loading_step: str = "starting"
     loading_fraction: float = 0.0
-    loading_detail: str = ""  # of a download: bytes, speed, time left
+    loading_detail: str = ""  # bytes, speed and time left of a download; the nodes that are missing
     started_at: float = field(default_factory=time.time)
     heartbeat: Heartbeat | None = None
     async_llm: AsyncLLM | None = None
     large_bodies: LargeBodies = field(default_factory=LargeBodies)
+    requests: RecentRequests = field(default_factory=RecentRequests)  # to generate
+    tracer: RequestTracer | None = None  # None: no traces are sent
     num_in_flight: int = 0  # requests accepted and not yet answered to their last byte
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     stop: asyncio.Event = field(default_factory=asyncio.Event)  # the supervisor waits for it
@@ -72,6 +87,11 @@ class ServerState:
         if self.phase is Phase.READY:
             self.phase = Phase.DRAINING
         self.stop.set()
+
+    def replica_states(self) -> list[str]:
+        """Of each, where there are several: `ready`, or `down` until its engine has started again."""
+        replicas = () if self.heartbeat is None else self.heartbeat.replicas
+        return ["ready" if one.is_alive else "down" for one in replicas] if len(replicas) > 1 else []
 
     def why_not_ready(self) -> str | None:
         """None: requests can be served. Else one sentence."""

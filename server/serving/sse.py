@@ -1,6 +1,6 @@
 """Responses as server-sent events, and responses in one piece; both stop when the client disconnects.
 
-The JSON inside comes from a `ResponseWriter`.
+The JSON inside comes from an `AnswerWriter`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from server.errors import ClientGoneError, describe, error_bytes
+from server.errors import ClientGoneError, describe
 from server.llm.generation import Generation
 from server.observability.logs import event, logger
-from server.serving.response_writer import DONE, ResponseWriter
+from server.serving.explain.records import RequestRecord
+from server.serving.response_writer import AnswerWriter
 
 PING_INTERVAL_S = 15
 _WHOLE_CHARACTERS = 1 << 20  # of a plain answer that is sent in one piece, with its length
@@ -39,13 +40,12 @@ class EventStream(EventSourceResponse):
     def __init__(
         self,
         generation: Generation,
-        writer: ResponseWriter,
-        include_usage: bool,
+        writer: AnswerWriter,
         headers: Mapping[str, str],
-        request_id: str,
+        record: RequestRecord,
     ) -> None:
         super().__init__(
-            _events(generation, writer, include_usage, request_id),
+            _events(generation, writer, record),
             headers={"Cache-Control": "no-cache", **headers},
             media_type="text/event-stream",
             ping=PING_INTERVAL_S,
@@ -54,19 +54,20 @@ class EventStream(EventSourceResponse):
             data_sender_callable=self._watch_reader,
         )
         self._generation = generation
-        self._request_id = request_id
+        self._record = record
         self._send_began: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def timed_send(message: Message) -> None:
-            self._send_began = time.monotonic()
+            self._send_began = began = time.monotonic()
             await send(message)
             self._send_began = None
+            self._record.sent(time.monotonic() - began)
 
         try:
             await super().__call__(scope, receive, timed_send)
         except SendTimeoutError:
-            _log.warning(event("slow_client_dropped", request_id=self._request_id, seconds=SEND_TIMEOUT_S))
+            _log.warning(event("slow_client_dropped", request_id=self._record.request_id, seconds=SEND_TIMEOUT_S))
             abort = scope.get("state", {}).get("abort_connection")
             if abort is not None:
                 abort()
@@ -84,10 +85,8 @@ class EventStream(EventSourceResponse):
                 raise SendTimeoutError
 
 
-async def _events(
-    generation: Generation, writer: ResponseWriter, include_usage: bool, request_id: str
-) -> AsyncIterator[bytes]:
-    """The chunks, then usage on request, then the end mark. An error is one event before the end mark."""
+async def _events(generation: Generation, writer: AnswerWriter, record: RequestRecord) -> AsyncIterator[bytes]:
+    """What the writer makes of the pieces, then its end mark. An error is one event before the end mark."""
     for opening in writer.opening(len(generation.choices)):
         yield opening
     try:
@@ -97,15 +96,17 @@ async def _events(
                 yield chunk
             if not delta.num_tokens:  # one of many parts of a long prompt's scores
                 await asyncio.sleep(0)
-        if include_usage:
-            yield writer.usage_chunk(generation)
+        for closing in writer.closing(generation):
+            yield closing
     except Exception as error:  # the 200 is sent: an error can only travel inside the stream
         answer = describe(error)
+        record.failed(answer)
         unexpected = answer.status == 500 and answer.code is None
-        line = event("stream_failed", request_id=request_id, status=answer.status, cause=type(error).__name__)
+        line = event("stream_failed", request_id=record.request_id, status=answer.status, cause=type(error).__name__)
         _log.log(logging.ERROR if answer.status >= 500 else logging.INFO, line, exc_info=unexpected)
-        yield b"data: " + error_bytes(answer) + b"\n\n"
-    yield DONE
+        yield writer.failure(answer)
+    if writer.end:
+        yield writer.end
 
 
 async def whole_response(parts: Iterator[str], headers: Mapping[str, str]) -> Response:

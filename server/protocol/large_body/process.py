@@ -28,6 +28,7 @@ from server.protocol.chat_completion import ChatRequest
 from server.protocol.completion import CompletionRequest
 from server.protocol.large_body.detached import Leaf, detach
 from server.protocol.request_body import parse_any, unknown_parameters
+from server.protocol.responses.request import ResponsesRequest
 from server.protocol.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 
 SCHEMAS: dict[str, type[StrictModel]] = {
@@ -37,6 +38,7 @@ SCHEMAS: dict[str, type[StrictModel]] = {
         ChatRequest,
         CompletionRequest,
         DetokenizeRequest,
+        ResponsesRequest,
         TokenizeChatRequest,
         TokenizeRequest,
     )
@@ -50,7 +52,8 @@ _MEMORY_PER_BYTE = 128  # what `[[],[],…` becomes, twice
 
 def main(argv: Sequence[str]) -> int:
     """Read bodies from the socket `--fd` until it is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the parent decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # which may be sent to all processes at once; the parent decides
+        signal.signal(number, signal.SIG_IGN)
     parser = argparse.ArgumentParser(prog="server.protocol.large_body.process")
     parser.add_argument("--fd", type=int, required=True)
     os.nice(_NICENESS)

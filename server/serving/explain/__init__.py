@@ -1,0 +1,1 @@
+"""What happened to each of the last requests, and what that means."""
