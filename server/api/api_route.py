@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from server.errors import ClientGoneError, HttpError, describe, error_response
 from server.observability.logs import event, logger
-from server.serving.request_context import request_id_of
+from server.serving.request_context import record_of, request_id_of
 
 _log = logger("requests")
 
@@ -35,12 +35,19 @@ class ErrorHandlingRoute(APIRoute):
             except ClientGoneError:
                 return Response(status_code=499)  # only the counters see it
             except HttpError as error:
-                return error_response(error)
+                return _answer(request, error)
             except Exception as error:
                 described = describe(error)
                 if described.status == 500:
                     line = event("request_failed", request_id=request_id_of(request.scope), path=request.url.path)
                     _log.error(line, exc_info=error)
-                return error_response(described)
+                return _answer(request, described)
 
         return answer
+
+
+def _answer(request: Request, error: HttpError) -> Response:
+    record = record_of(request.scope)
+    if record is not None:
+        record.failed(error)
+    return error_response(error)

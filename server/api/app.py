@@ -8,27 +8,38 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from server.api.middleware import ApiMiddleware
+from server.api.cors import Cors
+from server.api.middleware import METRICS, PROBES, ApiMiddleware
 from server.api.openapi.document import build, with_defaults
+from server.api.root_path import RootPath
 from server.api.routes import (
     admin,
     chat_completions,
     completions,
     health,
+    live_state,
     metrics,
     models,
     render,
+    requests,
+    responses,
     server_info,
     tokenize,
+    web_page,
 )
-from server.config.allowed_hosts import AllowedHosts, is_loopback
+from server.config.allowed_hosts import AllowedHosts
 from server.config.api_keys import load_admin_key, load_keys
+from server.config.model_path import served_names
 from server.config.settings import Settings
 from server.errors import HttpError, error_response
+from server.observability.access_log import AccessLog
 from server.observability.metrics import HttpCounters
 from server.serving.base import OpenAIServing
 from server.serving.chat_completion import OpenAIServingChatCompletion
 from server.serving.completion import OpenAIServingCompletion
+from server.serving.explain.endpoint import OpenAIServingExplain
+from server.serving.live_state import OpenAIServingLiveState
+from server.serving.responses.serving import OpenAIServingResponses
 from server.serving.server_state import ServerState
 from server.serving.tokenization import OpenAIServingTokenization
 from server.version import VERSION
@@ -48,7 +59,6 @@ _NOT_SERVED = (
     "moderations",
     "realtime",
     "rerank",
-    "responses",
     "score",
     "threads",
     "uploads",
@@ -64,22 +74,63 @@ def create_app(settings: Settings, state: ServerState, counters: HttpCounters | 
     counters.routes = frozenset(path for path in app.openapi()["paths"] if "{" not in path)
     keys = load_keys(settings.api_key, settings.api_key_file)
     admin_key = load_admin_key(settings.admin_api_key, keys)
-    hosts = AllowedHosts(settings.host, settings.allowed_hosts)
-    return ApiMiddleware(app, state, counters, keys, admin_key, hosts, is_loopback(settings.host))
+    if settings.otlp_traces_endpoint is not None:
+        from server.serving.explain.tracing import RequestTracer  # of the extra otel
+
+        state.tracer = RequestTracer(settings.otlp_traces_endpoint, served_names(settings)[0])
+    hosts = AllowedHosts("localhost" if settings.uds else settings.host, settings.allowed_hosts)
+    guard = ApiMiddleware(
+        app,
+        state,
+        counters,
+        keys,
+        admin_key,
+        hosts,
+        open_metrics=settings.open_metrics or settings.is_local,
+        page=web_page.PATHS if settings.web_page else frozenset(),
+        cors=Cors(settings.allowed_origins),
+        access_log=AccessLog(PROBES | METRICS) if settings.access_log else None,
+    )
+    if settings.root_path is None:
+        return guard
+    return RootPath(settings.root_path, guard, [*app.openapi()["paths"], *web_page.PATHS])
 
 
 def application(settings: Settings, state: ServerState, counters: HttpCounters) -> FastAPI:
     """The routes without the middleware."""
     app = FastAPI(title="Oarlock", version=VERSION, docs_url=None, redoc_url=None, openapi_url="/openapi.json")
     app.router.redirect_slashes = False  # a redirect would trust the Host header, and have another body than our errors
-    for module in (completions, chat_completions, render, tokenize, models, server_info, health, metrics, admin):
+    for module in (
+        completions,
+        chat_completions,
+        responses,
+        render,
+        tokenize,
+        models,
+        server_info,
+        health,
+        metrics,
+        live_state,
+        requests,
+        admin,
+    ):
         app.include_router(module.router)
+    if settings.web_page:
+        app.include_router(web_page.router)
     app.add_exception_handler(HTTPException, _framework_error)
     serving = OpenAIServing(settings, state, counters)
     app.state.serving = serving
-    for endpoint in (OpenAIServingCompletion, OpenAIServingChatCompletion, OpenAIServingTokenization):
+    for endpoint in (
+        OpenAIServingCompletion,
+        OpenAIServingChatCompletion,
+        OpenAIServingResponses,
+        OpenAIServingTokenization,
+        OpenAIServingLiveState,
+        OpenAIServingExplain,
+    ):
         setattr(app.state, endpoint.state_name, endpoint(settings, state, counters))
-    app.openapi = lambda: with_defaults(build(app), serving.sampling_defaults)  # type: ignore[method-assign]
+    servers = {} if settings.root_path is None else {"servers": [{"url": settings.root_path}]}
+    app.openapi = lambda: with_defaults(build(app), serving.sampling_defaults) | servers  # type: ignore[method-assign]
     return app
 
 
@@ -90,7 +141,8 @@ async def _framework_error(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         family = next((known for known in _NOT_SERVED if path.removeprefix("/v1/").split("/")[0] == known), None)
         if family is not None and path.startswith("/v1/"):
-            message = f"{path} is not served here: this server answers /v1/completions and /v1/chat/completions."
+            served = "/v1/completions, /v1/chat/completions and /v1/responses"
+            message = f"{path} is not served here: this server answers {served}."
             return error_response(HttpError(404, message, code="route_not_supported"))
         return error_response(HttpError(404, f"There is no route {request.method} {path}.", code="route_not_found"))
     if error.status_code == 405:

@@ -282,7 +282,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_unsent = self.transport.get_write_buffer_size()
         self.deadline = self.loop.time() + LINGER_TIMEOUT_S
         try:
-            self.transport.write_eof()
+            if self.transport.can_write_eof():  # TLS has no half-closed connections: `Connection: close` must do
+                self.transport.write_eof()
         except OSError:  # the client has reset the connection
             self.transport.abort()
             return

@@ -8,20 +8,29 @@ from __future__ import annotations
 
 import re
 import secrets
+import time
 from collections.abc import Iterable
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.api.cors import Cors
 from server.config.allowed_hosts import AllowedHosts
 from server.config.api_keys import ApiKeys, Key
 from server.errors import HttpError, describe, error_response, retry_after
+from server.observability.access_log import AccessLog
 from server.observability.logs import event, logger
 from server.observability.metrics import HttpCounters
+from server.serving.explain.records import RequestRecord
 from server.serving.server_state import Phase, ServerState
 
 PROBES = frozenset({"/health", "/health/live", "/health/ready"})
 ALWAYS_OPEN = PROBES | {"/version"}
-ADMIN = "/admin/"
+METRICS = frozenset({"/metrics", "/v1/state"})  # answered in every phase, to the same clients
+ADMIN = ("/admin/", "/v1/requests/")
+GENERATING = frozenset(
+    {"/v1/completions", "/v1/chat/completions", "/v1/responses"}
+)  # of these requests records are kept
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _LOADING_RETRY_S = 5.0
 _log = logger("http")
@@ -38,16 +47,24 @@ class ApiMiddleware:
         keys: ApiKeys,
         admin: ApiKeys,
         hosts: AllowedHosts,
-        is_local: bool,
+        open_metrics: bool,
+        page: frozenset[str],
+        cors: Cors,
+        access_log: AccessLog | None,
     ) -> None:
-        """`is_local`: only this machine can reach the server."""
+        """`open_metrics`: `METRICS` require no key. `page`: paths of the web page, which holds no secret: it is sent at
+        any time, under any name, and its requests to the API are checked like all others. `cors`: which foreign web
+        pages may read answers."""
+        self._access_log = access_log
         self._app = app
         self._state = state
         self._counters = counters
         self._keys = keys
         self._admin = admin
         self._hosts = hosts
-        self._open = ALWAYS_OPEN | ({"/metrics"} if is_local else set())
+        self._cors = cors
+        self._any_host = ALWAYS_OPEN | page
+        self._open = self._any_host | (METRICS if open_metrics else set())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -55,24 +72,37 @@ class ApiMiddleware:
         headers = _first_headers(scope["headers"])
         request_id = _request_id(headers.get(b"x-request-id"))
         scope.setdefault("state", {}).update(request_id=request_id, key=None)
-        status = 0
+        status, num_bytes, record, span, received_s = 0, 0, None, None, time.monotonic()
 
         async def send_with_id(message: Message) -> None:
-            nonlocal status
+            nonlocal status, num_bytes
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message.setdefault("headers", []).append((b"x-request-id", request_id.encode()))
+                more = [(b"x-request-id", request_id.encode()), *self._cors.headers(headers)]
+                if span is not None:
+                    more.append((b"traceparent", span.traceparent))
+                message["headers"] = [*message.get("headers", ()), *more]
+            elif self._access_log is not None:
+                num_bytes += len(message.get("body", b""))
             await send(message)
 
         counted = False
         try:
             if scope["state"].get("crowded") and scope["path"] not in PROBES:
                 raise _crowded()
+            preflight = self._cors.preflight(scope["method"], headers)
+            if preflight is not None:  # a browser asks it without a key
+                await Response(status_code=204, headers=preflight)(scope, receive, send_with_id)
+                return
             scope["state"]["key"] = self._check(scope["path"], headers)
-            if scope["path"] not in self._open and scope["path"] != "/metrics":
+            if scope["path"] not in self._open | METRICS:
                 self._check_state(is_admin=scope["path"].startswith(ADMIN))
                 self._state.enter()
                 counted = True
+                if scope["path"] in GENERATING and scope["method"] == "POST":
+                    record = self._open_record(scope, request_id, received_s)
+                    if (tracer := self._state.tracer) is not None:
+                        span = tracer.begin(record, headers.get(b"traceparent"), headers.get(b"tracestate"))
             await self._app(scope, receive, send_with_id)
         except Exception as error:
             if status:  # the response has begun: no error can be sent any more, the server closes the connection
@@ -82,15 +112,29 @@ class ApiMiddleware:
                 _log.error(event("request_failed", request_id=request_id, path=scope["path"]), exc_info=error)
             await error_response(answer)(scope, receive, send_with_id)
         finally:
+            if record is not None:
+                record.ended(status)
+                if span is not None and self._state.tracer is not None:
+                    self._state.tracer.end(span, record, self._state.async_llm)
             if counted:
                 self._state.leave()
             self._counters.count(scope["method"], scope["path"], status)
+            if self._access_log is not None:
+                self._access_log.write(scope, request_id, status, num_bytes, time.monotonic() - received_s)
+
+    def _open_record(self, scope: Scope, request_id: str, received_s: float) -> RequestRecord:
+        """The record of a request to generate, which may be asked for later."""
+        key: Key | None = scope["state"]["key"]
+        label = None if key is None else key.label
+        record = scope["state"]["record"] = RequestRecord(request_id, scope["path"], label, received_s)
+        self._state.requests.open(record)
+        return record
 
     def _check(self, path: str, headers: dict[bytes, bytes]) -> Key | None:
         """The API key of the request, if its route requires one. Raises `HttpError`."""
         # A foreign web page has no key, so a route that requires one needs no check of the Host header.
         requires_key = bool(self._keys) and path not in self._open
-        if not requires_key and path not in ALWAYS_OPEN and headers.get(b"host", b"") not in self._hosts:
+        if not requires_key and path not in self._any_host and headers.get(b"host", b"") not in self._hosts:
             raise _foreign_host(headers[b"host"])
         authorization = headers.get(b"authorization", b"")
         if path.startswith(ADMIN):

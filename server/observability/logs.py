@@ -10,6 +10,8 @@ import sys
 import time
 from typing import Any
 
+from engine.log_format import JsonFormatter
+
 _NAMES = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 _ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), 0x7F, 0x85)} | {0x2028: "\\u2028", 0x2029: "\\u2029"}
 _ESCAPES |= {10: "\\n", 13: "\\r", 9: "\\t", 27: "\\e"}
@@ -22,7 +24,13 @@ def escape(text: str) -> str:
     return text.translate(_ESCAPES).encode("utf-8", "backslashreplace").decode()
 
 
-def event(name: str, **values: Any) -> str:
+class Event(str):
+    """A line of the log, with its fields for formats that keep them apart."""
+
+    fields: dict[str, Any]
+
+
+def event(name: str, **values: Any) -> Event:
     """`event=name a=1 b="two words"`: None is left out."""
     parts = [f"event={name}"]
     for key, value in values.items():
@@ -30,7 +38,9 @@ def event(name: str, **values: Any) -> str:
             continue
         text = f"{value:.3f}" if isinstance(value, float) else escape(str(value))
         parts.append(f'{key}="{text}"' if " " in text or not text else f"{key}={text}")
-    return " ".join(parts)
+    line = Event(" ".join(parts))
+    line.fields = {"event": name} | {key: value for key, value in values.items() if value is not None}
+    return line
 
 
 class _OneLine(logging.Formatter):
@@ -44,10 +54,10 @@ class _OneLine(logging.Formatter):
         return f"time={stamp}.{int(record.msecs):03d}Z level={level} logger={record.name} {message}"
 
 
-def configure(level: str) -> None:
-    """Send our lines from `level` on, and the libraries' warnings, to standard error."""
+def configure(level: str, form: str = "text") -> None:
+    """Send our lines from `level` on, and the libraries' warnings, to standard error. `form`: text or json."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_OneLine())
+    handler.setFormatter(JsonFormatter() if form == "json" else _OneLine())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)

@@ -6,8 +6,9 @@ Label values come from closed sets.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -20,6 +21,7 @@ from engine.types import EngineInfo
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"})
 _LABELS = ["model_name", "engine"]
+_PREFIX = "vllm:"
 _GAUGES = {
     "vllm:num_requests_running": ("num_requests_running", "Requests in the running batch."),
     "vllm:num_requests_waiting": ("num_requests_waiting", "Requests waiting to be run."),
@@ -30,17 +32,37 @@ _GAUGES = {
     "oarlock:kv_blocks_free": ("num_blocks_free", "KV blocks that hold nothing worth keeping."),
     "oarlock:kv_blocks_cached": ("num_blocks_cached", "KV blocks kept for a prefix hit."),
     "oarlock:kv_blocks_held": ("num_blocks_held", "KV blocks of running requests."),
+    "oarlock:num_requests_loading": ("num_requests_loading", "Of the waiting requests, those whose KV is being read."),
+    "oarlock:kv_offload_host_blocks": ("kv_offload_host_blocks", "KV blocks in host memory, of those beyond the pool."),
+    "oarlock:kv_offload_host_blocks_limit": ("kv_offload_host_blocks_total", "KV blocks that host memory can hold."),
+    "oarlock:kv_offload_disk_blocks": ("kv_offload_disk_blocks", "Files of KV blocks, by all who share the directory."),
+    "oarlock:kv_offload_disk_bytes": ("kv_offload_disk_bytes", "Bytes of these files."),
+    "oarlock:kv_offload_disk_bytes_limit": ("kv_offload_disk_bytes_total", "Bytes that these files may take."),
 }
 _COUNTERS = {
     "vllm:prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     "vllm:prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
     "vllm:gpu_prefix_cache_queries": ("prefix_cache_queries", "The older name of vllm:prefix_cache_queries."),
     "vllm:gpu_prefix_cache_hits": ("prefix_cache_hits", "The older name of vllm:prefix_cache_hits."),
+    "oarlock:kv_offload_saved_blocks": ("kv_offload_saved_blocks", "KV blocks copied to host memory."),
+    "oarlock:kv_offload_loaded_blocks": ("kv_offload_loaded_blocks", "KV blocks copied back into the pool."),
+    "oarlock:kv_offload_hit_tokens": ("kv_offload_hit_tokens", "Tokens of these blocks, which were not computed."),
+    "oarlock:kv_offload_written_blocks": ("kv_offload_written_blocks", "KV blocks written to files."),
+    "oarlock:kv_offload_read_blocks": ("kv_offload_read_blocks", "KV blocks read from files."),
+    "oarlock:kv_offload_failed_blocks": ("kv_offload_failed_blocks", "KV blocks not written, or not read."),
+    "oarlock:kv_offload_dropped_blocks": ("kv_offload_dropped_blocks", "KV blocks evicted faster than kept."),
     "vllm:num_preemptions": ("num_preemptions", "Requests preempted and recomputed."),
+    "vllm:spec_decode_num_drafts": ("num_drafts", "Times that tokens were drafted."),
+    "vllm:spec_decode_num_draft_tokens": ("num_draft_tokens", "Tokens drafted."),
+    "vllm:spec_decode_num_accepted_tokens": ("num_accepted_draft_tokens", "Drafted tokens that the model sampled."),
     "oarlock:engine_prompt_tokens": ("prompt_tokens", "Prompt tokens the engine was given, per choice."),
     "oarlock:engine_generation_tokens": ("generation_tokens", "Tokens sampled, those past a stop string included."),
     "oarlock:requests_accepted": ("num_accepted", "Engine requests admitted."),
     "oarlock:requests_rejected": ("num_rejected", "Engine requests refused at admission."),
+    "oarlock:refused_steps": ("num_refused_steps", "Steps that the ranks refused for lack of memory."),
+    "oarlock:kv_event_batches": ("num_kv_event_batches", "Batches of KV events published."),
+    "oarlock:kv_event_batches_dropped": ("num_kv_event_batches_dropped", "Batches of KV events that nobody got."),
+    "oarlock:kv_event_overflows": ("num_kv_event_overflows", "Times that a subscriber fell behind and missed batches."),
     "oarlock:nonfinite_logits": ("num_nonfinite", "Requests ended because the model's logits were not finite."),
 }
 _HISTOGRAMS = {
@@ -81,6 +103,10 @@ class FinishedGeneration(Protocol):
     @property
     def choices(self) -> Sequence[FinishedChoice]: ...
 
+    def replica_of(self, choice: Any) -> int: ...
+
+    def tokens_by_replica(self) -> Mapping[int, tuple[int, int]]: ...
+
     @property
     def prompt_tokens(self) -> int: ...
 
@@ -91,16 +117,23 @@ class FinishedGeneration(Protocol):
     def key_label(self) -> str | None: ...
 
 
+class ReplicaCounters:
+    """What requests to one replica were answered with: tokens exactly as usage reports them."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.finished = dict.fromkeys(("stop", "length", "timeout", "abort", "error"), 0)
+
+
 class HttpCounters:
-    """What the HTTP layer counts: answers by route and status, and tokens exactly as usage reports them."""
+    """What the HTTP layer counts: answers by route and status, and tokens by replica and key."""
 
     def __init__(self) -> None:
         self.routes: frozenset[str] = frozenset()
         self.responses: dict[tuple[str, str, int], int] = {}
-        self.finished = dict.fromkeys(("stop", "length", "timeout", "abort", "error"), 0)
+        self.replicas: defaultdict[int, ReplicaCounters] = defaultdict(ReplicaCounters)
         self.ignored_parameters = 0
-        self.prompt_tokens = 0
-        self.generation_tokens = 0
         self.by_key: dict[str, list[int]] = {}  # label -> answers begun, prompt tokens, answer tokens
 
     def count(self, method: str, path: str, status: int) -> None:
@@ -109,47 +142,88 @@ class HttpCounters:
         key = (method if method in _METHODS else "other", route, status)
         self.responses[key] = self.responses.get(key, 0) + 1
 
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(replica.prompt_tokens for replica in self.replicas.values())
+
+    @property
+    def generation_tokens(self) -> int:
+        return sum(replica.generation_tokens for replica in self.replicas.values())
+
+    @property
+    def finished(self) -> dict[str, int]:
+        """Choices by the reason of their end."""
+        every = [self.replicas[0].finished, *(replica.finished for number, replica in self.replicas.items() if number)]
+        return {reason: sum(finished[reason] for finished in every) for reason in every[0]}
+
     def finish(self, generation: FinishedGeneration) -> None:
         """A generation has ended, however it did. What was refused before it began counts nothing."""
         started = [choice for choice in generation.choices if choice.started]
         if started:
-            self.prompt_tokens += generation.prompt_tokens
-            self.generation_tokens += generation.completion_tokens
+            for number, (prompt, answer) in generation.tokens_by_replica().items():
+                self.replicas[number].prompt_tokens += prompt
+                self.replicas[number].generation_tokens += answer
             if generation.key_label is not None:
                 numbers = (1, generation.prompt_tokens, generation.completion_tokens)
                 before = self.by_key.get(generation.key_label, [0, 0, 0])
                 self.by_key[generation.key_label] = [old + new for old, new in zip(before, numbers, strict=True)]
         for choice in started:
-            self.finished[choice.finish_reason or "abort"] += 1
+            self.replicas[generation.replica_of(choice)].finished[choice.finish_reason or "abort"] += 1
 
 
 class _Snapshot(Collector):
-    """One scrape."""
+    """One scrape. What belongs to no replica has the label of the first."""
 
     def __init__(
-        self, stats: EngineStats, info: EngineInfo | None, http: HttpCounters, model: str, started: float
+        self,
+        stats: Sequence[EngineStats],
+        info: EngineInfo | None,
+        http: HttpCounters,
+        model: str,
+        started: float,
+        prefix: str,
     ) -> None:
+        """`stats`: of each replica."""
+        self._prefix = prefix
         self._stats, self._info, self._http, self._started = stats, info, http, started
-        self._values = [model, "0"]
+        self._replicas = [http.replicas[number] for number in range(len(stats))]
+        self._labels = [[model, str(number)] for number in range(len(stats))]
+        self._values = self._labels[0]
 
     def collect(self) -> Iterator[Metric]:
+        for family in self._families():
+            if family.name.startswith(_PREFIX):
+                family.name = self._renamed(family.name)
+                family.samples = [one._replace(name=self._renamed(one.name)) for one in family.samples]
+            yield family
+
+    def _renamed(self, name: str) -> str:
+        return self._prefix + name.removeprefix(_PREFIX)
+
+    def _families(self) -> Iterator[Metric]:
         for name, (attribute, text) in _GAUGES.items():
-            yield self._gauge(name, text, getattr(self._stats, attribute))
+            yield self._gauge(name, text, *(getattr(stats, attribute) for stats in self._stats))
         for name, (attribute, text) in _COUNTERS.items():
-            yield self._counter(name, text, getattr(self._stats, attribute))
+            yield self._counter(name, text, *(getattr(stats, attribute) for stats in self._stats))
         for name, (attribute, text) in _HISTOGRAMS.items():
-            yield self._histogram(name, text, getattr(self._stats, attribute))
-        yield self._counter("vllm:prompt_tokens", "Prompt tokens, as usage reports them.", self._http.prompt_tokens)
-        yield self._counter("vllm:generation_tokens", "Answer tokens, as usage has them.", self._http.generation_tokens)
+            yield self._histogram(name, text, *(getattr(stats, attribute) for stats in self._stats))
+        prompt, answer = [
+            [getattr(replica, name) for replica in self._replicas] for name in ("prompt_tokens", "generation_tokens")
+        ]
+        yield self._counter("vllm:prompt_tokens", "Prompt tokens, as usage reports them.", *prompt)
+        yield self._counter("vllm:generation_tokens", "Answer tokens, as usage has them.", *answer)
         finished = CounterMetricFamily(
             "vllm:request_success", "Choices ended, by reason.", labels=[*_LABELS, "finished_reason"]
         )
-        for reason, number in self._http.finished.items():
-            finished.add_metric([*self._values, reason], number)
+        for labels, replica in zip(self._labels, self._replicas, strict=True):
+            for reason, number in replica.finished.items():
+                finished.add_metric([*labels, reason], number)
         yield finished
         ignored = "Request parameters that are unknown here."
         yield self._counter("oarlock:ignored_parameters", ignored, self._http.ignored_parameters)
         yield from self._of_keys()
+        up = [self._info is not None and stats.state == "ready" for stats in self._stats]
+        yield self._gauge("oarlock:engine_up", "1 while the engine of this replica serves, else 0.", *map(float, up))
         if self._info is not None:
             yield self._cache_config(self._info)
         answers = CounterMetricFamily(
@@ -168,7 +242,8 @@ class _Snapshot(Collector):
             "bytes_per_token_per_rank": info.kv_bytes_per_token_per_rank,
         }
         family = GaugeMetricFamily("vllm:cache_config_info", "The KV cache.", labels=[*_LABELS, *labels])
-        family.add_metric([*self._values, *map(str, labels.values())], 1)
+        for own in self._labels:
+            family.add_metric([*own, *map(str, labels.values())], 1)
         return family
 
     def _of_keys(self) -> Iterator[Metric]:
@@ -179,26 +254,37 @@ class _Snapshot(Collector):
                 family.add_metric([*self._values, label], numbers[position])
             yield family
 
-    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
+    def _gauge(self, name: str, text: str, *values: float) -> GaugeMetricFamily:
+        """Of each replica, or of none; so with the next two."""
         family = GaugeMetricFamily(name, text, labels=_LABELS)
-        family.add_metric(self._values, value)
+        for labels, value in zip(self._labels, values, strict=False):
+            family.add_metric(labels, value)
         return family
 
-    def _counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
+    def _counter(self, name: str, text: str, *values: float) -> CounterMetricFamily:
         family = CounterMetricFamily(name, text, labels=_LABELS)
-        family.add_metric(self._values, value)
+        for labels, value in zip(self._labels, values, strict=False):
+            family.add_metric(labels, value)
         return family
 
-    def _histogram(self, name: str, text: str, data: Histogram) -> HistogramMetricFamily:
+    def _histogram(self, name: str, text: str, *values: Histogram) -> HistogramMetricFamily:
         family = HistogramMetricFamily(name, text, labels=_LABELS)
-        bounds = [*(str(float(bound)) for bound in data.bounds), "+Inf"]
-        buckets = list(zip(bounds, itertools.accumulate(data.counts), strict=True))
-        family.add_metric(self._values, buckets, data.sum)
+        for labels, data in zip(self._labels, values, strict=True):
+            bounds = [*(str(float(bound)) for bound in data.bounds), "+Inf"]
+            family.add_metric(labels, list(zip(bounds, itertools.accumulate(data.counts), strict=True)), data.sum)
         return family
 
 
-def exposition(stats: EngineStats, info: EngineInfo | None, http: HttpCounters, model: str, started: float) -> bytes:
-    """The body of `/metrics`. Until the engine has started, its numbers are zero. `started`: Unix time in seconds."""
+def exposition(
+    stats: Sequence[EngineStats],
+    info: EngineInfo | None,
+    http: HttpCounters,
+    model: str,
+    started: float,
+    prefix: str = _PREFIX,
+) -> bytes:
+    """The body of `/metrics`. `stats`: of each replica; until one has started, its numbers are zero. `started`: Unix
+    time in seconds. `prefix` stands in the place of `vllm:`."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Snapshot(stats, info, http, model, started))
+    registry.register(_Snapshot(stats, info, http, model, started, prefix))
     return generate_latest(registry)

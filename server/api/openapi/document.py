@@ -17,12 +17,14 @@ from server.api.openapi import response_schemas
 from server.protocol.admin import AbortRequest
 from server.protocol.chat_completion import ChatRequest
 from server.protocol.completion import CompletionRequest
+from server.protocol.responses.request import ResponsesRequest
 from server.protocol.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 
 _REF = "#/components/schemas/"
 _BODIES: tuple[type[BaseModel], ...] = (
     CompletionRequest,
     ChatRequest,
+    ResponsesRequest,
     TokenizeRequest,
     TokenizeChatRequest,
     DetokenizeRequest,
@@ -95,7 +97,7 @@ def build(app: FastAPI) -> dict[str, Any]:
 
 def with_defaults(document: dict[str, Any], defaults: Mapping[str, float]) -> dict[str, Any]:
     """The same document, with these defaults in the schemas of generating requests."""
-    for schema in (CompletionRequest, ChatRequest):
+    for schema in (CompletionRequest, ChatRequest, ResponsesRequest):
         described = document["components"]["schemas"][schema.__name__]["properties"]
         for name, value in defaults.items():
             described[name]["default"] = value

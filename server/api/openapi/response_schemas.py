@@ -63,7 +63,57 @@ _MESSAGE = _object(
     {"role": {"const": "assistant"}, "content": _nullable(_STRING), "refusal": {"type": "null"}},
     {"tool_calls": {**_list(_CALL), "minItems": 1}, "reasoning_content": _STRING, "reasoning": _STRING},
 )
-_RENDERED = _object({"text": _STRING, "token_ids": _IDS, "num_tokens": _COUNT})
+_OUTPUT_ITEM = _object(
+    {"id": _STRING, "type": {"enum": ["message", "reasoning", "function_call"]}, "status": _STRING},
+    {
+        "role": {"const": "assistant"},
+        "content": _list(_object({"type": {"enum": ["output_text", "reasoning_text"]}, "text": _STRING})),
+        "call_id": _STRING,
+        "name": _STRING,
+        "arguments": {**_STRING, "description": "JSON"},
+    },
+)
+
+_ENGINE = _object(
+    {
+        "engine": _COUNT,
+        "status": {"enum": ["ready", "down"]},
+        "running": _COUNT,
+        "waiting": _COUNT,
+        "kv": _object(
+            {
+                "block_size": _COUNT,
+                "total": _COUNT,
+                "held": _COUNT,
+                "cached": _COUNT,
+                "free": _COUNT,
+                "cells_of": {**_COUNT, "description": "blocks for each cell of the map, which shows the first of them"},
+                "map": {**_STRING, "pattern": "^([hcf][0-9]+)*$", "description": "runs: held, cached, free"},
+            }
+        ),
+        "step": _object(
+            {
+                "count": _COUNT,
+                "last_ms": _NUMBER,
+                "median_ms": _NUMBER,
+                "p99_ms": _NUMBER,
+                "ranks": _list(_object({"rank": _COUNT, "last_ms": _NUMBER, "median_ms": _NUMBER})),
+            }
+        ),
+        "slowest": _list(
+            _object(
+                {
+                    "id": _STRING,
+                    "state": {"enum": ["running", "waiting"]},
+                    "age_s": _NUMBER,
+                    "prompt_tokens": _COUNT,
+                    "cached_tokens": _COUNT,
+                    "output_tokens": _COUNT,
+                }
+            )
+        ),
+    }
+)
 
 SCHEMAS: dict[str, Any] = {
     "Error": _object(
@@ -120,16 +170,50 @@ SCHEMAS: dict[str, Any] = {
         },
         _PROMPT_EXTRAS,
     ),
+    "Response": _object(
+        {
+            "id": _STRING,
+            "object": {"const": "response"},
+            "created_at": _COUNT,
+            "model": _STRING,
+            "status": {"enum": ["in_progress", "completed", "incomplete", "cancelled", "failed"]},
+            "error": _nullable(_object({"code": _STRING, "message": _STRING})),
+            "incomplete_details": _nullable(_object({"reason": {"enum": ["max_output_tokens", "timeout"]}})),
+            "output": _list(_OUTPUT_ITEM),
+            "store": {"type": "boolean"},
+            "usage": _nullable(
+                _object(
+                    {
+                        "input_tokens": _COUNT,
+                        "input_tokens_details": _object({"cached_tokens": _COUNT, "cache_write_tokens": _COUNT}),
+                        "output_tokens": _COUNT,
+                        "output_tokens_details": _object({"reasoning_tokens": _COUNT}),
+                        "total_tokens": _COUNT,
+                    }
+                )
+            ),
+        }
+    ),
+    "InputTokens": _object({"object": {"const": "response.input_tokens"}, "input_tokens": _COUNT}),
+    "DeletedResponse": _object({"id": _STRING, "object": _STRING, "deleted": {"const": True}}),
+    "InputItems": _object(
+        {"object": {"const": "list"}, "data": _list({"type": "object"}), "has_more": {"const": False}}
+    ),
     "Rendered": _object(
         {
             "object": _STRING,
+            "request_id": _STRING,
             "model": _STRING,
-            "prompts": _list(_RENDERED),
+            "text": _STRING,
+            "token_ids": _IDS,
+            "num_tokens": _COUNT,
             "choices_per_prompt": _COUNT,
             "max_model_len": _COUNT,
             "parameters": {"type": "object"},
+            "features": {"type": "null"},
         }
     ),
+    "RenderedPrompts": _list(_ref("Rendered")),
     "Tokens": _object(
         {"count": _COUNT, "max_model_len": _COUNT, "tokens": _IDS, "token_strs": _nullable(_list(_STRING))}
     ),
@@ -147,7 +231,45 @@ SCHEMAS: dict[str, Any] = {
             "kv_cache_usage": _NUMBER,
         }
     ),
-    "Health": _object({"status": _STRING, "state": _STRING}, {"reason": _STRING, "step": _STRING, "progress": _NUMBER}),
+    "State": _object(
+        {
+            "model": _STRING,
+            "version": _STRING,
+            "time": _NUMBER,
+            "uptime_s": _NUMBER,
+            "status": {"enum": ["starting", "loading", "ok", "degraded", "stalled", "draining", "dead"]},
+            "requests": _object({"running": _COUNT, "waiting": _COUNT, "finished": _COUNT, "refused": _COUNT}),
+            "tokens_per_second": _object({"prompt": _NUMBER, "generation": _NUMBER}),
+            "engines": _list(_ENGINE),
+        },
+        {"loading": _object({"step": _STRING, "progress": _NUMBER, "detail": _STRING})},
+    ),
+    "ExplainedRequest": _object(
+        {
+            "id": _STRING,
+            "request_id": _STRING,
+            "route": _STRING,
+            "key": _nullable(_STRING),
+            "received": _NUMBER,
+            "state": {"enum": ["processing", "waiting", "running", "ended"]},
+            "status": _nullable(_COUNT),
+            "error": _nullable(_object({"status": _COUNT, "code": _nullable(_STRING), "param": _nullable(_STRING)})),
+            "choices": _COUNT,
+            "finish_reasons": _list(_nullable(_STRING)),
+            "prompt_tokens": _COUNT,
+            "cached_tokens": _COUNT,
+            "completion_tokens": _COUNT,
+            "diagnosis": _STRING,
+            "flag": _nullable(_STRING),
+            "seconds": {"type": "object", "additionalProperties": _NUMBER},
+            "timeline": _list(_object({"at_s": _NUMBER, "event": _STRING})),
+            "engine": _list({"type": "object", "description": "what the engine knows of each of the first choices"}),
+        }
+    ),
+    "Health": _object(
+        {"status": _STRING, "state": _STRING},
+        {"reason": _STRING, "step": _STRING, "progress": _NUMBER, "replicas": _list(_STRING)},
+    ),
     "Version": _object({"version": _STRING}),
     "Capabilities": _object(
         {

@@ -36,7 +36,10 @@ async def live(request: Request) -> Response:
 @router.get("/health", openapi_extra=_READY)
 @router.get("/health/ready", openapi_extra=_READY)
 async def ready(request: Request) -> Response:
-    """200 when the model is loaded and every rank has made progress lately, else 503 with the reason."""
+    """200 when the model is loaded and every rank has made progress lately, else 503 with the reason.
+
+    Of several replicas one is enough: while others are down the status is `degraded`.
+    """
     state = OpenAIServing.of(request).state
     reason = state.why_not_ready()
     body: dict[str, Any] = {"status": "ok" if reason is None else "unavailable", "state": state.phase.value}
@@ -44,8 +47,11 @@ async def ready(request: Request) -> Response:
         body |= {"step": state.loading_step, "progress": round(state.loading_fraction, 4)}
         if state.loading_detail:
             body["detail"] = state.loading_detail
+    replicas = state.replica_states()
+    if replicas:
+        body["replicas"] = replicas
     if reason is None:
-        return JSONResponse(body)
+        return JSONResponse(body | ({"status": "degraded"} if "down" in replicas else {}))
     return JSONResponse(body | {"reason": reason}, 503, retry_after(5))
 
 

@@ -17,6 +17,13 @@ router = APIRouter(route_class=ErrorHandlingRoute)
 @router.get("/metrics", openapi_extra=describe("Show metrics", "", media="text/plain"))
 async def metrics(request: Request) -> Response:
     serving = OpenAIServing.of(request)
-    stats, info = await serving.engine_numbers()
-    page = exposition(stats, info, serving.counters, serving.model_names[0], serving.state.started_at)
+    replicas, info = await serving.engine_numbers()
+    page = exposition(
+        replicas,
+        info,
+        serving.counters,
+        serving.model_names[0],
+        serving.state.started_at,
+        serving.settings.metrics_prefix,
+    )
     return Response(page, media_type=CONTENT_TYPE)

@@ -46,9 +46,12 @@ def _card(serving: OpenAIServing, name: str) -> dict[str, Any]:
         "kv_cache_dtype": info.kv_cache_dtype,
         "device": info.device,
         "tensor_parallel_size": info.tensor_parallel_size,
+        "data_parallel_size": info.data_parallel_size,
         "batch_invariant": info.batch_invariant,
         "batch_invariant_reason": info.batch_invariant_reason,
         "rank_invariant": info.rank_invariant,
         "rank_invariant_reason": info.rank_invariant_reason,
+        "numbers_digest": info.numbers_digest,  # of weights, settings and software: what decides a number
+        "tokenizer_digest": serving.tokenizer.digest,  # and chat template
         "chat": serving.tokenizer.template.exists,
     }

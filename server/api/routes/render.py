@@ -16,7 +16,7 @@ from server.serving.completion import OpenAIServingCompletion
 router = APIRouter(route_class=ErrorHandlingRoute)
 _COMPLETION = describe(
     "Render completion prompt",
-    "Rendered",
+    "RenderedPrompts",
     bodies=("CompletionRequest",),
     examples={"plain": {"prompt": "def add(a, b):", "max_tokens": 20}},
 )
@@ -30,10 +30,10 @@ _CHAT = describe(
 
 @router.post("/v1/completions/render", openapi_extra=_COMPLETION)
 async def render_completion(request: Request) -> Response:
-    """The prompts and the resolved parameters of a completion, without generating."""
+    """The prompts and the resolved parameters of a completion, an object for each prompt, without generating."""
     serving = OpenAIServingCompletion.of(request)
     body, headers = await serving.read(request, CompletionRequest)
-    return await serving.render(request, body, headers)
+    return await serving.render(request, body, headers, each=True)
 
 
 @router.post("/v1/chat/completions/render", openapi_extra=_CHAT)
@@ -41,4 +41,4 @@ async def render_chat(request: Request) -> Response:
     """The prompt and the resolved parameters of a chat completion, without generating."""
     serving = OpenAIServingChatCompletion.of(request)
     body, headers = await serving.read(request, ChatRequest)
-    return await serving.render(request, body, headers)
+    return await serving.render(request, body, headers, each=False)

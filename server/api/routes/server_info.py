@@ -38,14 +38,14 @@ async def show_capabilities(request: Request) -> Response:
 async def load(request: Request) -> Response:
     """Open requests, running and waiting ones, and the share of the KV cache in use."""
     serving = OpenAIServing.of(request)
-    stats, _ = await serving.engine_numbers()
+    replicas, _ = await serving.engine_numbers()
     return JSONResponse(
         {
             "server_load": serving.state.num_in_flight - 1,  # without this request
-            "requests_running": stats.num_requests_running,
-            "requests_waiting": stats.num_requests_waiting,
-            "tokens_waiting": stats.num_waiting_tokens,
-            "kv_cache_usage": stats.kv_cache_usage,
+            "requests_running": sum(stats.num_requests_running for stats in replicas),
+            "requests_waiting": sum(stats.num_requests_waiting for stats in replicas),
+            "tokens_waiting": sum(stats.num_waiting_tokens for stats in replicas),
+            "kv_cache_usage": sum(stats.kv_cache_usage for stats in replicas) / len(replicas),
         }
     )
 

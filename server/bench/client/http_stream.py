@@ -85,11 +85,15 @@ class HttpClient:
         """Send `body`; returns when the response is complete. Raises this module's errors, or `TimeoutError`."""
         await self._exchange("POST", path, body, on_body)
 
-    async def get_json(self, path: str) -> Any:
-        """The JSON of a path. Raises `ValueError` too."""
+    async def get(self, path: str) -> bytes:
+        """The body of a path. Raises this module's errors."""
         pieces: list[bytes] = []
         await self._exchange("GET", path, b"", lambda at, piece: pieces.append(piece))
-        return json.loads(b"".join(pieces))
+        return b"".join(pieces)
+
+    async def get_json(self, path: str) -> Any:
+        """The JSON of a path. Raises `ValueError` too."""
+        return json.loads(await self.get(path))
 
     def close(self) -> None:
         """Close the connections that are not in use."""

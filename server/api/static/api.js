@@ -1,0 +1,86 @@
+// The server's API. Addresses are relative to this page, so that it works below any path of a proxy.
+
+import { keep, recall } from "./dom.js";
+
+const KEY = "oarlock-key";
+export const base = new URL(".", document.baseURI);
+
+/** What a request ended with instead of an answer. `status` 0: the server could not be reached. */
+export class ApiError extends Error {
+  constructor(message, status, requestId = "") {
+    super(message);
+    this.status = status;
+    this.requestId = requestId;
+  }
+}
+
+/** Kept in this tab only. */
+export const getKey = () => recall(KEY) ?? "";
+export const setKey = (key) => keep(KEY, key);
+
+async function request(path, { body, signal, key = getKey() } = {}) {
+  const headers = body ? { "Content-Type": "application/json" } : {};
+  if (key) headers.Authorization = `Bearer ${key}`;
+  const options = { method: body ? "POST" : "GET", headers, signal, cache: "no-store" };
+  if (body) options.body = JSON.stringify(body);
+  let response;
+  try {
+    response = await fetch(new URL(path, base), options);
+  } catch (error) {
+    if (signal?.aborted) throw error;
+    throw new ApiError("The server does not answer.", 0);
+  }
+  if (response.ok) return response;
+  const problem = await response.json().catch(() => null); // a proxy's own error page is no JSON
+  const message = problem?.error?.message ?? `The answer was ${response.status} ${response.statusText}`.trim() + ".";
+  throw new ApiError(message, response.status, response.headers.get("x-request-id") ?? "");
+}
+
+/** The JSON at a path. Raises `ApiError`. */
+export async function get(path, options) {
+  const response = await request(path, options);
+  try {
+    return await response.json();
+  } catch (error) {
+    if (options?.signal?.aborted) throw error;
+    throw new ApiError("The connection was lost.", 0);
+  }
+}
+
+/** What `/health` says, whatever its status is; null where nothing answers. */
+export async function health() {
+  try {
+    const response = await fetch(new URL("health", base), { cache: "no-store" });
+    return await response.json();
+  } catch {
+    return null;
+  }
+}
+
+/** The events of a streamed answer. Raises `ApiError`, also when the stream ends before its `[DONE]`. */
+export async function* stream(path, body, signal) {
+  const response = await request(path, { body, signal });
+  const requestId = response.headers.get("x-request-id") ?? "";
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let rest = ""; ; ) {
+    let piece;
+    try {
+      piece = await reader.read();
+    } catch (error) {
+      if (signal.aborted) throw error;
+      break;
+    }
+    if (piece.done) break;
+    const lines = (rest + piece.value).split("\n");
+    rest = lines.pop();
+    for (const line of lines) {
+      if (!line.startsWith("data:")) continue;
+      const data = line.slice(5).trim();
+      if (data === "[DONE]") return;
+      const event = JSON.parse(data);
+      if (event.error) throw new ApiError(event.error.message, event.error.status ?? 500, requestId);
+      yield event;
+    }
+  }
+  throw new ApiError("The connection was lost.", 0, requestId);
+}

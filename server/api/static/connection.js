@@ -1,0 +1,52 @@
+// Whether the server is there: asks /health, often while it is not, and says so once at the top of the page.
+
+import { health } from "./api.js";
+import { $, el } from "./dom.js";
+
+const CALM_MS = 10_000;
+const EAGER_MS = 1_000;
+const WORDS = { ready: "ready", starting: "starting", loading: "loading", draining: "ending", dead: "dead", gone: "no answer" };
+
+export class Connection {
+  /** `whenReady` is called each time the server begins to serve. */
+  constructor(whenReady) {
+    this.whenReady = whenReady;
+    this.phase = null;
+    this.timer = null;
+    document.addEventListener("visibilitychange", () => document.hidden || this.check());
+    this.check();
+  }
+
+  async check() {
+    clearTimeout(this.timer);
+    const number = (this.number = (this.number ?? 0) + 1);
+    const found = await health();
+    if (number !== this.number) return; // another check began meanwhile
+    const phase = found === null ? "gone" : found.status === "unavailable" && found.state === "ready" ? "dead" : (found.state ?? "gone");
+    this.show(phase, found);
+    const isReady = phase === "ready";
+    if (isReady && this.phase !== "ready") this.whenReady();
+    this.phase = phase;
+    if (!document.hidden) this.timer = setTimeout(() => this.check(), isReady ? CALM_MS : EAGER_MS);
+  }
+
+  show(phase, found) {
+    const status = $("status");
+    status.dataset.phase = phase;
+    const word = status.querySelector(".word");
+    const text = found?.status === "degraded" ? "degraded" : (WORDS[phase] ?? phase);
+    if (word.textContent !== text) word.textContent = text;
+    const banner = $("banner");
+    banner.hidden = phase === "ready";
+    if (phase === "gone") say(banner, "The server does not answer. This page looks for it every second; nothing you wrote is lost.");
+    else if (phase === "starting" || phase === "loading") {
+      const share = found.progress ?? 0;
+      say(banner, `The model is loading: ${found.step || "starting"}, ${Math.round(100 * share)} %.`, share);
+    } else if (phase === "draining") say(banner, "The server is about to end: it finishes open answers and takes no new ones.");
+    else if (phase === "dead") say(banner, found.reason ?? "The engine has stopped.");
+  }
+}
+
+function say(banner, text, progress = null) {
+  if (banner.firstChild?.textContent !== text) banner.replaceChildren(el("span", {}, text), ...(progress === null ? [] : [el("progress", { max: 1, value: progress, "aria-label": "Loading" })]));
+}

@@ -1,0 +1,84 @@
+// Elements, storage of this tab, and the clipboard. Text only ever becomes text: nothing here parses HTML.
+
+export const $ = (id) => document.getElementById(id);
+
+/** An element. `on…` properties are listeners, the others attributes; false and null leave an attribute out. */
+export function el(tag, properties = {}, ...children) {
+  const made = document.createElement(tag);
+  if (tag === "button") made.type = "button";
+  for (const [name, value] of Object.entries(properties)) {
+    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else if (value !== false && value !== null && value !== undefined) made.setAttribute(name, value === true ? "" : value);
+  }
+  made.append(...children.filter((child) => child !== null && child !== undefined && child !== false));
+  return made;
+}
+
+const memory = new Map(); // where the browser forbids storage
+
+/** The value kept under this name, or null. `where`: sessionStorage, which ends with the tab, or localStorage. */
+export function recall(name, where = "sessionStorage") {
+  try {
+    return JSON.parse(window[where].getItem(name));
+  } catch {
+    return memory.get(name) ?? null;
+  }
+}
+
+/** Keep a value. Returns false where there is no room for it; then it is kept until the page is left. */
+export function keep(name, value, where = "sessionStorage") {
+  memory.set(name, value);
+  try {
+    if (value === null) window[where].removeItem(name);
+    else window[where].setItem(name, JSON.stringify(value));
+    return true;
+  } catch {
+    return false;
+  }
+}
+
+/** Copy text; `button` says so for a moment. */
+export async function copy(text, button) {
+  const before = button.textContent;
+  let copied = true;
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    copied = copyBySelection(text); // over plain http from another machine there is no clipboard object
+  }
+  button.textContent = copied ? "Copied" : "Not allowed";
+  setTimeout(() => (button.textContent = before), 1200);
+}
+
+function copyBySelection(text) {
+  const area = el("textarea", { class: "hidden", "aria-hidden": "true" });
+  area.value = text;
+  document.body.append(area);
+  area.select();
+  const copied = document.execCommand("copy");
+  area.remove();
+  return copied;
+}
+
+/** Say something to screen readers. */
+export function announce(text) {
+  $("announcer").textContent = text;
+}
+
+export const count = (number) => number.toLocaleString("en");
+
+/** "1 token", "3 tokens". */
+export const plural = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;
+
+/** Milliseconds for people. */
+export function duration(ms) {
+  if (ms < 10) return `${ms.toFixed(1)} ms`;
+  return ms < 1000 ? `${ms.toFixed(0)} ms` : seconds(ms / 1000);
+}
+
+/** Seconds for people, in the unit that leaves two or three digits. */
+export function seconds(value) {
+  if (value < 120) return `${value.toFixed(value < 10 ? 1 : 0)} s`;
+  if (value < 7200) return `${Math.floor(value / 60)} min`;
+  return value < 172800 ? `${Math.floor(value / 3600)} h` : `${Math.floor(value / 86400)} d`;
+}

@@ -1,0 +1,70 @@
+// The model's card and limits, and how a program asks this server.
+
+import { ApiError, base, get, getKey } from "./api.js";
+import { copy, count, el } from "./dom.js";
+
+const CARD = {
+  architecture: "Architecture", num_parameters: "Parameters", max_model_len: "Context", vocab_size: "Vocabulary", dtype: "Numbers",
+  kv_cache_dtype: "KV cache", device: "Device", tensor_parallel_size: "Ranks", data_parallel_size: "Replicas",
+  batch_invariant: "Same text whatever else runs", rank_invariant: "Same text at every number of ranks", chat: "Chat template",
+};
+const REASONS = { batch_invariant: "batch_invariant_reason", rank_invariant: "rank_invariant_reason" };
+const UNITS = { max_model_len: "tokens", vocab_size: "tokens", max_body_bytes: "bytes", step_timeout_s: "s", request_timeout_s: "s" };
+
+export class ModelView {
+  constructor(panel, askKey) {
+    this.panel = panel;
+    this.askKey = askKey;
+  }
+
+  async load(capabilities) {
+    try {
+      const list = await get("v1/models");
+      this.draw(list.data, capabilities);
+    } catch (error) {
+      if (!(error instanceof ApiError)) throw error;
+      if (error.status === 401 && (await this.askKey())) return;
+      this.panel.replaceChildren(el("p", { class: "problem" }, error.message));
+    }
+  }
+
+  draw(models, { limits, features, generation_config: generation, version }) {
+    const [card] = models;
+    const rows = Object.entries(CARD).filter(([name]) => name in card).map(([name, label]) => row(label, shown(name, card[name]), card[REASONS[name]]));
+    const names = models.map((model) => model.id);
+    this.panel.replaceChildren(
+      el("h1", {}, names[0]),
+      names.length > 1 ? el("p", { class: "soft" }, `also called ${names.slice(1).join(", ")}`) : "",
+      el("div", { class: "cards" },
+        group("Model", rows),
+        group("Limits", Object.entries(limits).map(([name, value]) => row(words(name), value === null ? "none" : shown(name, value)))),
+        group("Sampling, unless a request says otherwise", [
+          ...Object.entries(generation.sampling).map(([name, value]) => row(words(name), shown(name, value))),
+          row("from", generation.source ?? "this server"),
+        ]),
+        group("Server", [row("Oarlock", version), row("Prefix cache", shown("", features.prefix_caching)), row("Unknown parameters", features.unknown_parameters)]),
+      ),
+      el("h2", {}, "From a program"), this.example(names[0], features.chat),
+      getKey() ? "" : el("p", {}, el("a", { href: new URL("docs", base).href }, "Every route and parameter")),
+    );
+  }
+
+  example(name, isChat) {
+    const address = new URL("v1", base).href;
+    const auth = getKey() ? " -H 'Authorization: Bearer KEY'" : "";
+    const body = isChat ? { model: name, messages: [{ role: "user", content: "Hello" }] } : { model: name, prompt: "Once upon a time", max_tokens: 40 };
+    const text = `curl ${address}/${isChat ? "chat/completions" : "completions"} -H 'Content-Type: application/json'${auth} \\\n  -d '${JSON.stringify(body).replaceAll("'", "'\\''")}'`;
+    const button = el("button", { class: "quiet", onclick: () => copy(text, button) }, "Copy");
+    return el("div", { class: "code" }, el("div", { class: "code-head" }, el("span", {}, "curl"), button), el("pre", { tabindex: "0" }, el("code", {}, text)));
+  }
+}
+
+const words = (name) => (name[0].toUpperCase() + name.slice(1)).replace(/_(s|bytes)$/, "").replaceAll("_", " ");
+
+function shown(name, value) {
+  if (typeof value === "boolean") return value ? "yes" : "no";
+  return `${typeof value === "number" ? count(value) : value}${UNITS[name] ? ` ${UNITS[name]}` : ""}`;
+}
+
+const row = (label, value, reason = null) => [el("dt", {}, label), el("dd", {}, value, reason ? el("small", {}, reason) : "")];
+const group = (title, rows) => el("section", { class: "card" }, el("h2", {}, title), el("dl", {}, ...rows.flat()));

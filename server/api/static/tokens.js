@@ -1,0 +1,88 @@
+// An answer's tokens: where each stands in the text, how likely it was, and what else might have stood there.
+
+const decoder = new TextDecoder("utf-8", { ignoreBOM: true });
+
+/** How many of these bytes make whole characters; the rest is the beginning of one. */
+function wholeBytes(bytes) {
+  for (let back = 1; back <= Math.min(3, bytes.length); back++) {
+    const byte = bytes[bytes.length - back];
+    if (byte >= 0xc0) return (byte >= 0xf0 ? 4 : byte >= 0xe0 ? 3 : 2) > back ? bytes.length - back : bytes.length;
+    if (byte < 0x80) break;
+  }
+  return bytes.length;
+}
+
+/** The text of whole characters, or null. */
+function wholeText(bytes) {
+  if (bytes.length === 0 || wholeBytes(bytes) < bytes.length) return null;
+  const text = decoder.decode(Uint8Array.from(bytes));
+  return text.includes("\ufffd") ? null : text;
+}
+
+/**
+ * Add an entry of `logprobs` to `answer.raw` and `answer.tokens`. A token that ends inside a character has no text of
+ * its own; what completes the character has it whole. One cannot go on from inside a character (`isWhole`).
+ */
+export function addToken(answer, entry) {
+  const bytes = entry.bytes ?? [...new TextEncoder().encode(entry.token)];
+  const pending = answer.pending ?? [];
+  const all = [...pending, ...bytes];
+  const whole = wholeBytes(all);
+  const start = answer.raw.length;
+  answer.raw += decoder.decode(Uint8Array.from(all.slice(0, whole)));
+  answer.pending = all.slice(whole);
+  const others = entry.top_logprobs.map((other) => ({
+    text: wholeText(other.bytes ?? [...new TextEncoder().encode(other.token)]),
+    name: other.token,
+    p: Math.exp(other.logprob),
+    isTaken: String(other.bytes) === String(bytes),
+  }));
+  if (!others.some((other) => other.isTaken)) {
+    others.push({ text: wholeText(bytes), name: entry.token, p: Math.exp(entry.logprob), isTaken: true });
+  }
+  answer.tokens.push({ start, end: answer.raw.length, isWhole: pending.length === 0, others });
+}
+
+/** The text as the API parses it: {reasoning, content, and where each begins in `raw`}. */
+export function divide(raw, opensThinking) {
+  const lead = raw.length - raw.trimStart().length;
+  const tagged = raw.startsWith("<think>", lead);
+  if (!tagged && !opensThinking) return { reasoning: "", content: raw, reasoningAt: 0, contentAt: 0 };
+  const inside = tagged ? lead + 7 : 0;
+  const end = raw.indexOf("</think>", inside);
+  const thoughts = raw.slice(inside, end < 0 ? raw.length : end);
+  const reasoningAt = inside + thoughts.length - thoughts.replace(/^\n+/, "").length;
+  const reasoning = thoughts.replace(/^\n+|\n+$/g, "");
+  if (end < 0) return { reasoning, content: "", reasoningAt, contentAt: raw.length };
+  const rest = raw.slice(end + 8);
+  const content = rest.replace(/^\n+/, "");
+  return { reasoning, content, reasoningAt, contentAt: raw.length - content.length };
+}
+
+/** Where the parsed text of an answer stands in its raw text, or null where it is not found there. */
+export function align(answer) {
+  if (!answer.tokens.length) return null;
+  const places = divide(answer.raw, answer.opensThinking);
+  const fits = answer.raw.startsWith(answer.content, places.contentAt) && answer.raw.startsWith(answer.reasoning, places.reasoningAt);
+  return fits ? places : null;
+}
+
+/** What an answer says up to its end, to go on from there: text as the model wrote it, and its tokens. */
+export function wholePrefix(answer) {
+  const places = align(answer);
+  if (!places) {
+    const thoughts = answer.reasoning ? `<think>\n${answer.reasoning}${answer.content ? "\n</think>\n\n" : ""}` : "";
+    return { raw: thoughts + answer.content, tokens: [], opensThinking: false };
+  }
+  const end = answer.content ? places.contentAt + answer.content.length : places.reasoningAt + answer.reasoning.length;
+  return { raw: answer.raw.slice(0, end), tokens: answer.tokens.filter((token) => token.end <= end), opensThinking: answer.opensThinking };
+}
+
+/** The same up to one token, with another in its place. */
+export function otherPrefix(answer, index, other) {
+  const token = answer.tokens[index];
+  const raw = answer.raw.slice(0, token.start) + other.text;
+  const others = token.others.map((each) => ({ ...each, isTaken: each === other }));
+  const tokens = [...answer.tokens.slice(0, index), { start: token.start, end: raw.length, isWhole: true, others, isChosen: true }];
+  return { raw, tokens, opensThinking: answer.opensThinking };
+}
