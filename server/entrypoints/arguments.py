@@ -15,7 +15,6 @@ from server.config.options import Option, OptionError, nearest
 from server.config.settings import OPTIONS
 from server.config.sources import LoadedSettings, load_settings
 
-EXIT_CONFIGURATION = 3
 _CONFIG_HELP = "TOML file with the same names (environment: OARLOCK_CONFIG)"
 
 
@@ -126,7 +125,7 @@ def loaded_settings(parsed: argparse.Namespace, given: dict[str, Any]) -> Loaded
     try:
         return load_settings(given, config_file=parsed.config)
     except OptionError as error:
-        raise StartupError(error.cause, error.fix, EXIT_CONFIGURATION) from None
+        raise StartupError(error.cause, error.fix) from None
 
 
 def _unknown_flag(command: argparse.ArgumentParser, word: str, what: str = "flag or argument") -> UsageError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import sys
 import time
@@ -10,21 +11,27 @@ from typing import TextIO
 
 from engine.types import EngineInfo
 from server.config.options import format_size
+from server.observability.logs import event, logger
 
+_log = logger("start")
 _TYPICAL_CONTEXT = 4096
+_ON_CUDA = "not measured on a GPU yet: `oarlock verify` checks the numbers on this one, `make gpu-check` times it too"
 _PLAIN_STEP = 0.25  # without a terminal, a line per quarter is enough
+_PLAIN_S = 30.0  # and one as often for what a start waits for
 
 
 class Progress:
     """Phase and percent: one rewritten line on a terminal, few lines elsewhere. `seconds`: the time of each phase."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
+    def __init__(self, stream: TextIO | None = None, *, as_events: bool = False) -> None:
+        """`as_events`: lines of the log, for programs that read nothing else."""
         self._stream = stream or sys.stderr
-        self._tty = self._stream.isatty()
+        self._as_events = as_events
+        self._tty = not as_events and self._stream.isatty()
         self._phase = "starting"  # imports and processes, until the first report
         self._shown = -1.0
         self._detail = ""
-        self._since = time.monotonic()
+        self._since = self._written = time.monotonic()
         self.seconds: dict[str, float] = {}
 
     def __call__(self, phase: str, fraction: float, detail: str = "") -> None:
@@ -33,7 +40,10 @@ class Progress:
             self._phase, self._shown, self._detail = phase, -1.0, ""
         if not self._is_shown(fraction, detail):
             return
-        self._shown, self._detail = fraction, detail
+        self._shown, self._detail, self._written = fraction, detail, time.monotonic()
+        if self._as_events:
+            _log.info(event("progress", phase=phase, fraction=round(fraction, 4), detail=detail or None))
+            return
         text = f"{phase} {fraction:4.0%}{f' ({detail})' if detail else ''}"
         if self._tty:  # a line that wraps could not be rewritten
             text = text[: shutil.get_terminal_size().columns - 1]
@@ -41,7 +51,7 @@ class Progress:
         self._stream.flush()
 
     def _is_shown(self, fraction: float, detail: str) -> bool:
-        if self._tty and detail != self._detail:
+        if detail != self._detail and (self._tty or time.monotonic() - self._written >= _PLAIN_S):
             return True
         if fraction <= self._shown:
             return False
@@ -62,29 +72,53 @@ class Progress:
 
 
 def banner(
-    url: str, names: tuple[str, ...], info: EngineInfo, max_len: int, chat: bool, seconds: dict[str, float], key: bool
+    url: str,
+    names: tuple[str, ...],
+    info: EngineInfo,
+    max_len: int,
+    chat: bool,
+    seconds: dict[str, float],
+    key: bool,
+    page: bool = False,
 ) -> str:
-    """The summary of a successful start. `max_len`: tokens of prompt and answer; `key`: requests need an API key."""
-    blocks = info.num_blocks - 1
-    tokens = blocks * info.block_size
+    """The summary of a successful start. `max_len`: tokens of prompt and answer; `key`: requests need an API key;
+    `page`: there is a web page."""
+    tokens = (info.num_blocks - 1) * info.block_size
     context = min(_TYPICAL_CONTEXT, max_len)
-    users = _plural(tokens // context, "user")
+    users = _plural(info.data_parallel_size * (tokens // context), "user")
     label = "4k" if context == _TYPICAL_CONTEXT else f"{context} tokens"
     phases = ", ".join(f"{phase} {took:.1f} s" for phase, took in seconds.items() if took >= 0.05)
     form = "" if info.quantization == "none" else f" as {info.quantization}"
-    compute = f"{info.dtype} on {info.device} x {info.tensor_parallel_size}"
+    compute = f"{info.dtype} on {info.device} x {_ranks(info)}"
     per_rank = format_size(info.weight_bytes_per_rank)
     total = sum(seconds.values())
     lines = [
         f"  URL      {url}",
+        *([f"  page     {url}/ in a browser"] if page else []),
         f"  model    {', '.join(names)} ({info.architecture}, {_count(info.num_parameters)} parameters)",
         f"  compute  {compute}, attention {info.attention_backend}, weights{form} {per_rank} per rank",
-        f"  KV       {blocks} blocks of {info.block_size} = {tokens} tokens = {users} at {label}, {_kv_form(info)}",
+        f"  KV       {_kv_size(info)} = {users} at {label}, {_kv_form(info)}",
         f"  steps    of up to {info.max_num_batched_tokens} tokens, called hung after {info.step_timeout_s:g} s",
         f"  started  in {total:.1f} s{f' ({phases})' if phases else ''}",
+        *([f"  note     {_ON_CUDA}"] if info.device == "cuda" else []),
         "  try      " + _curl(url, chat, key),
     ]
     return "\n".join(["Oarlock is ready.", *lines])
+
+
+def _ranks(info: EngineInfo) -> str:
+    """`2`, `2 x 2 stages`, `4 on 2 hosts`, `1 x 2 replicas`."""
+    stages = "" if info.pipeline_parallel_size == 1 else f" x {_plural(info.pipeline_parallel_size, 'stage')}"
+    hosts = "" if info.nnodes == 1 else f" on {_plural(info.nnodes, 'host')}"
+    replicas = "" if info.data_parallel_size == 1 else f" x {_plural(info.data_parallel_size, 'replica')}"
+    return f"{info.tensor_parallel_size}{stages}{replicas}{hosts}"
+
+
+def _kv_size(info: EngineInfo) -> str:
+    """`64 blocks of 16 = 1024 tokens`."""
+    blocks = info.num_blocks - 1
+    each = "" if info.data_parallel_size == 1 else f" on each of {info.data_parallel_size} replicas"
+    return f"{blocks} blocks of {info.block_size} = {blocks * info.block_size} tokens{each}"
 
 
 def _kv_form(info: EngineInfo) -> str:
@@ -95,6 +129,8 @@ def _kv_form(info: EngineInfo) -> str:
 def _curl(url: str, chat: bool, key: bool) -> str:
     """A command for a shell."""
     auth = " -H 'Authorization: Bearer KEY'" if key else ""
+    if url.startswith("unix:"):
+        url = f"--unix-socket {shlex.quote(url.removeprefix('unix:'))} http://localhost"
     head = f"curl -s {url}/v1/{'chat/completions' if chat else 'completions'} -H 'Content-Type: application/json'{auth}"
     if chat:
         body = {"messages": [{"role": "user", "content": "What does os.path.join do?"}], "temperature": 0}

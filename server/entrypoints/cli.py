@@ -45,6 +45,11 @@ def _run(words: list[str]) -> int:
     return commands.load(name).run(parsed)
 
 
+def whole_parser() -> Parser:
+    """The parser of the whole command line, with those of all commands below it."""
+    return _parsers(commands.names())[0]
+
+
 def _parsers(names: Sequence[str]) -> tuple[Parser, dict[str, Parser]]:
     """The parser of the whole command line, and that of each command."""
     parser = Parser(prog="oarlock", description="OpenAI-compatible, tensor-parallel inference.", allow_abbrev=False)

@@ -51,10 +51,12 @@ def _fetch(sock: socket.socket, request: bytes) -> str:
     def report(phase: str, fraction: float, detail: str) -> None:
         _send(sock, kind="progress", phase=phase, fraction=fraction, detail=detail)
 
-    def check_tokenizer(directory: Path) -> None:
-        Tokenizer.load(directory).close()
+    wanted = HubModel.from_json(request)
 
-    return fetch(HubModel.from_json(request), report, check_tokenizer)
+    def check_tokenizer(directory: Path) -> None:
+        Tokenizer.load(wanted.tokenizer or directory, wanted.chat_template).close()
+
+    return fetch(wanted, report, check_tokenizer)
 
 
 def _send(sock: socket.socket, **message: Any) -> None:

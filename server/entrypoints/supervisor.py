@@ -15,21 +15,26 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, NodesConfig, OnProgress
 from engine.engine_process import EngineProcess
 from engine.errors import EngineDeadError, StartupError
+from engine.node import check_network
 from server.api.app import create_app
-from server.api.uvicorn_server import HttpServer, bind, raise_descriptor_limit, url_of, warn_if_exposed
-from server.config.model_path import resolve, served_names
+from server.api.listening import listen, remove_unused, url_of, warn_if_exposed
+from server.api.tls import ServerTls
+from server.api.uvicorn_server import HttpServer, raise_descriptor_limit
+from server.config.model_path import served_names
 from server.config.settings import Settings
 from server.entrypoints import banner
+from server.entrypoints.service_manager import ServiceManager
 from server.errors import HttpError
 from server.llm.generation import Engine
 from server.llm.generation_config import GenerationConfig
+from server.llm.model_files import find_files
 from server.observability import logs
 from server.observability.metrics import HttpCounters
 from server.serving.connect import connect_engine
@@ -47,9 +52,10 @@ _log = logs.logger("supervisor")
 
 
 class RunningEngine(Engine, Protocol):
-    """What the supervisor needs of `engine.client.EngineClient`."""
+    """What the supervisor needs of `engine.client.EngineClient` or `engine.replicas.Replicas`."""
 
     dead: asyncio.Event  # its process has ended, with `exit_code`
+    lost: asyncio.Event  # a replica has, for good and with `exit_code`: the others can finish what they have
 
     @property
     def is_alive(self) -> bool: ...
@@ -66,21 +72,33 @@ class RunningEngine(Engine, Protocol):
     async def close(self, timeout: float, /) -> None: ...
 
 
-StartEngine = Callable[[EngineConfig, Callable[[str, float], None]], Awaitable[RunningEngine]]
+StartEngine = Callable[[EngineConfig, OnProgress], Awaitable[RunningEngine]]
 
 
 class Supervisor:
     """One server, from the bound socket to the exit code."""
 
-    def __init__(self, settings: Settings, listener: socket.socket, start_engine: StartEngine) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        listener: socket.socket,
+        start_engine: StartEngine,
+        nodes: NodesConfig | None = None,
+        manager: ServiceManager | None = None,
+        tls: ServerTls | None = None,
+    ) -> None:
+        """`nodes`: how the other hosts are found, if there are any; this one is their head. `manager`: is told of
+        phases, and may have opened the socket. `tls`: HTTPS is served."""
         self.settings = settings
+        self._manager = manager or ServiceManager({})
+        self._nodes = nodes
         self.state = ServerState(stall_limit_s=min(STALL_LIMIT_S, settings.step_timeout or STALL_LIMIT_S))
         self.counters = HttpCounters()
         self._start_engine = start_engine
         self._listener = listener
-        self._url = url_of(listener)
-        self._server = HttpServer(create_app(settings, self.state, self.counters), listener)
-        self._progress = banner.Progress()
+        self._url = url_of(listener, "http" if tls is None else "https")
+        self._server = HttpServer(create_app(settings, self.state, self.counters), listener, tls=tls)
+        self._progress = banner.Progress(as_events=settings.log_format == "json")
         self._engine: RunningEngine | None = None
         self._tokenizer: Tokenizer | None = None
         self._generation_config = GenerationConfig()
@@ -94,9 +112,11 @@ class Supervisor:
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
         http = asyncio.create_task(self._server.run_until_stopped())
+        watch = asyncio.create_task(self._manager.watch())
         try:
             return await self._load_and_serve()
         finally:
+            watch.cancel()
             await self._shut_down(http)
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
@@ -115,19 +135,22 @@ class Supervisor:
         self._start_serving(engine)
         dead = asyncio.create_task(_engine_has_died(engine))
         try:
-            await _first(dead, self.state.stop.wait())
+            await _first(dead, engine.lost.wait(), self.state.stop.wait())
             if dead.done():
                 return await self._on_engine_death(engine)
+            self.state.drain()
             return await self._drain(engine, dead)
         finally:
             dead.cancel()
 
     async def _load(self) -> RunningEngine:
         """Find the checkpoint, then read the tokenizer and start the engine side by side."""
-        path = await resolve(self.settings, self._on_progress)
-        config = self.settings.engine_config(path)
-        self._generation_config = GenerationConfig.load(path, self.settings.generation_config)
-        tokenizer = asyncio.create_task(asyncio.to_thread(Tokenizer.load, path))
+        if self._nodes is not None:
+            await asyncio.to_thread(check_network, self._nodes, self._on_progress)
+        files = await find_files(self.settings, self._on_progress)
+        config = self.settings.engine_config(files.model, self._nodes, files.tokenizer)
+        self._generation_config = GenerationConfig.load(files.model, self.settings.generation_config)
+        tokenizer = asyncio.create_task(asyncio.to_thread(files.load_tokenizer))
         engine = asyncio.ensure_future(self._start_engine(config, self._on_progress))
         try:
             self._tokenizer = await tokenizer  # much faster, so a missing file is reported before the load ends
@@ -141,6 +164,7 @@ class Supervisor:
     def _on_progress(self, phase: str, fraction: float, detail: str = "") -> None:
         self.state.loading_step, self.state.loading_fraction, self.state.loading_detail = phase, fraction, detail
         self._progress(phase, fraction, detail)
+        self._manager.loading(phase, fraction)
 
     def _start_serving(self, engine: RunningEngine) -> None:
         assert self._tokenizer is not None
@@ -161,17 +185,26 @@ class Supervisor:
         if config.sampling or config.max_new_tokens:
             limit = {"max_new_tokens": config.max_new_tokens} if config.max_new_tokens else {}
             _log.info(logs.event("sampling_defaults", source=config.source, **config.sampling, **limit))
-        exposed = warn_if_exposed(self.settings.host, self.settings.has_api_keys)
+        exposed = warn_if_exposed(self.settings)
         if exposed:
             _log.warning(logs.event("exposed", warning=exposed))
         _log.info(
-            logs.event("ready", url=self._url, dtype=info.dtype, device=info.device, ranks=info.tensor_parallel_size)
+            logs.event(
+                "ready",
+                url=self._url,
+                dtype=info.dtype,
+                device=info.device,
+                ranks=info.tensor_parallel_size * info.pipeline_parallel_size,
+                nodes=None if info.nnodes == 1 else info.nnodes,
+            )
         )
         names = served_names(self.settings)
         chat = self._tokenizer.template.exists
         key = self.settings.has_api_keys
         max_len = async_llm.input_processor.max_len
-        print(banner.banner(self._url, names, info, max_len, chat, self._progress.seconds, key), flush=True)
+        self._manager.ready()
+        seconds, page = self._progress.seconds, self.settings.web_page and self._url.startswith("http")
+        print(banner.banner(self._url, names, info, max_len, chat, seconds, key, page), flush=True)
 
     async def _on_engine_death(self, engine: RunningEngine) -> int:
         """Fail every open request. Returns the exit code of the cause."""
@@ -190,6 +223,9 @@ class Supervisor:
         Returns the exit code.
         """
         self.state.phase = Phase.DRAINING
+        self._manager.stopping(self.settings.drain_timeout + _CLOSE_ENGINE_S + _ENGINE_EXIT_S)
+        if self._manager.num_sockets:  # the next process gets the socket, and with it those that connect from now on
+            self._server.stop_accepting()
         running = self.state.num_in_flight
         self._exit_within(self.settings.drain_timeout + 10.0, EXIT_DRAIN_TIMED_OUT)
         _log.info(logs.event("draining", requests=running, timeout_s=self.settings.drain_timeout))
@@ -206,7 +242,7 @@ class Supervisor:
             _log.error(logs.event("drain_timed_out", requests_lost=lost))
             await self._fail_open_requests(_stopped_error())
             return EXIT_DRAIN_TIMED_OUT
-        return 0
+        return engine.exit_code or 0
 
     async def _fail_open_requests(self, error: Exception) -> None:
         """End every open request with this error, and wait until it is sent."""
@@ -225,10 +261,14 @@ class Supervisor:
         await asyncio.wait((http,), timeout=_CLOSE_ENGINE_S)
         if self._engine is not None:
             await self._engine.close(0.5 if self._abort.is_set() else _CLOSE_ENGINE_S)
+        if self.state.tracer is not None:
+            await self.state.tracer.close()
         if self._tokenizer is not None:
             self._tokenizer.close()
         self.state.large_bodies.close()
         self._listener.close()
+        if self.settings.uds is not None and not self._manager.num_sockets:
+            remove_unused(self.settings.uds)
         _log.info(logs.event("stopped"))
 
     def _exit_within(self, seconds: float, code: int) -> None:
@@ -246,17 +286,26 @@ class Supervisor:
         self.state.drain()
 
 
-def serve(settings: Settings, engine: EngineProcess) -> int:
-    """Bind, run and return the exit code. `engine` is started, and taken once its configuration is known.
+def server_tls(settings: Settings) -> ServerTls | None:
+    """The certificate to serve HTTPS with, if there is one. Raises `StartupError`."""
+    if settings.ssl_certfile is None or settings.ssl_keyfile is None:
+        return None
+    return ServerTls(settings.ssl_certfile, settings.ssl_keyfile)
 
-    Raises `StartupError`.
+
+def serve(settings: Settings, processes: Sequence[EngineProcess], nodes: NodesConfig | None = None) -> int:
+    """Bind, run and return the exit code. `processes`: of the engine, or of each replica, which were started and are
+    taken once their configuration is known.
+
+    `nodes`: how the other hosts are found, if there are any. Raises `StartupError`.
     """
-    logs.configure(settings.log_level)
+    logs.configure(settings.log_level, settings.log_format)
     raise_descriptor_limit()
-    listener = bind(settings.host, settings.port)
+    tls, manager = server_tls(settings), ServiceManager(os.environ)
+    listener, settings = manager.listener(settings) or (listen(settings), settings)
 
     async def run() -> int:
-        return await Supervisor(settings, listener, partial(_start_engine, engine)).run()
+        return await Supervisor(settings, listener, partial(_start_engine, processes), nodes, manager, tls).run()
 
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(run())
@@ -271,12 +320,12 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 async def _start_engine(
-    process: EngineProcess, config: EngineConfig, on_progress: Callable[[str, float], None]
+    processes: Sequence[EngineProcess], config: EngineConfig, on_progress: OnProgress
 ) -> RunningEngine:
-    from engine.client import EngineClient
+    from engine.replicas import start_engine
 
     try:
-        return await EngineClient.start(config, on_progress, process=process)
+        return await start_engine(config, on_progress, processes=processes)
     except OSError as error:  # its process ended in the middle of a message
         raise StartupError(
             f"The engine process could not be started ({error}).", "The lines above say why.", EXIT_WORKER_DIED

@@ -1,1 +1,1 @@
-"""Prompts in, texts out, without HTTP: the offline `LLM`, and what the endpoints use."""
+"""Prompts in, texts out, without HTTP: what the endpoints and the offline interface use."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from engine.sampling_params import SamplingParams
 from server.llm.generation import Engine, Generation
 from server.llm.generation_config import GenerationConfig
 from server.llm.input_processor import InputProcessor, ProcessedRequest
@@ -29,10 +28,23 @@ class AsyncLLM:
         self.open: set[Generation] = set()
         self.on_finish: list[Callable[[Generation], None]] = []
         info = engine.info
-        self.submissions = Submissions(info.max_num_seqs, info.max_waiting_requests, info.max_waiting_tokens)
+        size = info.data_parallel_size
+        limits = (info.max_num_seqs, info.max_waiting_requests, info.max_waiting_tokens)
+        self.submissions = Submissions(*(size * limit for limit in limits))
 
-    def start(self, processed: ProcessedRequest, key_label: str | None = None) -> Generation:
-        """Run a request's choices. `key_label`: of the API key it came with, which shares the engine with others."""
+    def start(
+        self,
+        processed: ProcessedRequest,
+        key_label: str | None = None,
+        *,
+        has_place: bool = False,
+        data_parallel_rank: int | None = None,
+    ) -> Generation:
+        """Run a request's choices. `key_label`: of the API key it came with, which shares the engine with others.
+
+        `has_place`: a full queue does not refuse it, because the caller bounds how many there are at a time.
+        `data_parallel_rank`: the replica that generates it; None: the one that is best.
+        """
         generation = Generation(
             self.engine,
             processed.choices,
@@ -42,15 +54,11 @@ class AsyncLLM:
             processed.timeout_s,
             processed.spent_s,
             key_label,
+            has_place=has_place,
+            data_parallel_rank=data_parallel_rank,
         )
         self.open.add(generation)
         return generation
-
-    async def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams, stops: Sequence[str] = (), ignore_eos: bool = False
-    ) -> Generation:
-        """Run one prompt with engine parameters, as `InputProcessor.process_prompt` completes them."""
-        return self.start(await self.input_processor.process_prompt(prompt, params, stops, ignore_eos))
 
     def fail_all(self, error: BaseException) -> None:
         """End every open generation with an error."""

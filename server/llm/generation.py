@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Protocol
 
-from engine.errors import EngineError, RequestError
-from engine.stats import EngineStats
+from engine.errors import EngineError, RequestError, UnavailableError
+from engine.stats import EngineState, EngineStats, RequestHistory
 from engine.types import EngineInfo, Request, TokenEvent
 from server.errors import DeadlineError
 from server.llm.output_processor import ABORT, TIMEOUT, ChoiceOutput, Delta
@@ -23,17 +23,43 @@ from server.llm.submissions import Submissions
 FIRST_EVENT_TIMEOUT_S = 5.0  # how long a stream waits for the engine's first event before its 200 is sent
 
 
+class Replica(Protocol):
+    """One running engine, for the server's numbers."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    async def stats(self) -> EngineStats: ...
+
+    async def state(self) -> EngineState | None: ...
+
+    async def histories(self, request_ids: Sequence[int], /) -> list[RequestHistory]: ...
+
+
+class Seat(Protocol):
+    """Where the requests of one prompt are generated."""
+
+    @property
+    def number(self) -> int: ...
+
+    def generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]: ...
+
+
 class Engine(Protocol):
-    """What this package needs of `engine.client.EngineClient`."""
+    """What this package needs of `engine.client.EngineClient`, and of `engine.replicas.Replicas`, which is several."""
 
     @property
     def info(self) -> EngineInfo: ...
 
+    @property
+    def replicas(self) -> Sequence[Replica]: ...
+
     def new_request_id(self) -> int: ...
 
-    def generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]: ...
-
-    async def stats(self) -> EngineStats: ...
+    def choose(self, request: Request, rank: int | None = None) -> Seat: ...
 
     async def reset_prefix_cache(self) -> int: ...
 
@@ -51,21 +77,28 @@ class Generation:
         timeout_s: float | None = None,
         spent_s: float = 0.0,
         key_label: str | None = None,
+        *,
+        has_place: bool = False,
+        data_parallel_rank: int | None = None,
     ) -> None:
         self.choices = choices
         self.arrival = time.monotonic()
         self.first_token_at: float | None = None
         self.closed = False
         self.request_id = ""
+        self.response_id = ""  # the `id` of its answer
         self.client = ""  # for the log: a key's label and a hash of the user's name
         self.key_label = key_label  # for the counters and the engine's shares
         self._engine = engine
+        self._data_parallel_rank = data_parallel_rank  # of the replica that the caller has chosen
+        self._has_place = has_place  # a full queue must not refuse its first choice either
         self.per_prompt = len(choices) // num_prompts
         self._on_close = on_close
         self._timeout_s = timeout_s
         self._queue: asyncio.Queue[Delta | BaseException] = asyncio.Queue()
         self._first: Delta | BaseException | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}  # of the choices at the engine, by index
+        self._seats: dict[int, Seat] = {}  # by prompt
         self._submission = submissions.open([len(choice.request.prompt_token_ids) for choice in choices], self._send)
         loop = asyncio.get_running_loop()
         self._alarm = None if timeout_s is None else loop.call_later(max(0.0, timeout_s - spent_s), self._expire)
@@ -78,6 +111,21 @@ class Generation:
     @property
     def completion_tokens(self) -> int:
         return sum(choice.num_tokens for choice in self.choices)
+
+    def replica_of(self, choice: ChoiceOutput) -> int:
+        """The number of the replica that generates it; 0 before it is sent."""
+        seat = self._seats.get(choice.index // self.per_prompt)
+        return 0 if seat is None else seat.number
+
+    def tokens_by_replica(self) -> dict[int, tuple[int, int]]:
+        """Replica -> tokens of the prompts that went there, and of their answers."""
+        found: dict[int, tuple[int, int]] = {}
+        for position, choice in enumerate(self.choices):
+            number, is_first = self.replica_of(choice), position % self.per_prompt == 0
+            prompt, answer = found.get(number, (0, 0))
+            prompt += len(choice.request.prompt_token_ids) if is_first else 0
+            found[number] = prompt, answer + choice.num_tokens
+        return found
 
     @property
     def cached_tokens(self) -> int:
@@ -151,8 +199,15 @@ class Generation:
             del self._tasks[index]
             self._submission.ended(index)
 
-        task = self._tasks[index] = asyncio.create_task(self._pump(self.choices[index], has_place))
+        task = self._tasks[index] = asyncio.create_task(self._pump(self.choices[index], has_place or self._has_place))
         task.add_done_callback(ended)  # also of one that is cancelled before it has begun
+
+    def _seat_of(self, choice: ChoiceOutput) -> Seat:
+        """The choices of a prompt are generated where the first of them is."""
+        prompt = choice.index // self.per_prompt
+        if prompt not in self._seats:
+            self._seats[prompt] = self._engine.choose(choice.request, self._data_parallel_rank)
+        return self._seats[prompt]
 
     async def _pump(self, choice: ChoiceOutput, has_place: bool) -> None:
         try:
@@ -162,14 +217,14 @@ class Generation:
             request = choice.request
             if has_place or self.key_label is not None:
                 request = replace(request, has_place=has_place, client=self.key_label or "")
-            async with aclosing(self._engine.generate(request)) as events:
+            async with aclosing(self._seat_of(choice).generate(request)) as events:
                 async for event in events:
                     if not choice.started:
                         self._submission.begun(choice.index)
                     for part in parts_of(event) if event.prompt_logprobs else (event,):
                         delta = choice.push(part)
                         if delta is not None and delta.error is not None:
-                            raise _failure(delta.error, delta.error_param)
+                            raise _failure(delta.error, delta.error_param, delta.error_code)
                         if delta is not None:
                             self._queue.put_nowait(delta)
                         if choice.finished:
@@ -189,6 +244,8 @@ async def collect(generation: Generation) -> list[list[Delta]]:
     return pieces
 
 
-def _failure(message: str, param: str | None) -> Exception:
+def _failure(message: str, param: str | None, code: str | None) -> Exception:
     """What ends a generation whose choice failed: the caller's mistake when one of the request's fields is at fault."""
+    if code is not None:
+        return UnavailableError(message, code)
     return EngineError(message) if param is None else RequestError(message, param, "no_token_left")

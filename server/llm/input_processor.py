@@ -69,7 +69,7 @@ class InputProcessor:
 
     async def process_completion(self, request: CompletionRequest) -> ProcessedRequest:
         """The choices of a completion, prompt by prompt. Raises `RequestError`."""
-        prompts = [await self._prompt_ids(prompt, request.max_tokens or 0, request) for prompt in request.prompts]
+        prompts = [await self._prompt_ids(prompt, request) for prompt in request.prompts]
         echoes = None
         if request.echo:
             echoes = [await self._echo(*pair, request) for pair in zip(request.prompts, prompts, strict=True)]
@@ -98,21 +98,6 @@ class InputProcessor:
         return await self.process(
             request, [tuple(ids)], max_tokens, logprobs=logprobs, grammar=grammar, shown=shown, param=param
         )
-
-    async def process_prompt(
-        self, prompt: str | Sequence[int], params: SamplingParams, stops: Sequence[str] = (), ignore_eos: bool = False
-    ) -> ProcessedRequest:
-        """One choice with the given engine parameters; only end tokens and the token limit are filled in.
-
-        The engine's queue never refuses it: the caller bounds how many there are at a time.
-        """
-        prompt_ids = await self._prompt_ids(prompt if isinstance(prompt, str) else list(prompt), params.max_tokens)
-        self.check_length(len(prompt_ids), params.max_tokens)
-        room = min(params.max_tokens, self.max_len - len(prompt_ids))
-        eos = () if ignore_eos else params.eos_token_ids or self.eos_token_ids
-        given = replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room), eos_token_ids=eos)
-        request = Request(self._engine.new_request_id(), prompt_ids, given, has_place=True)
-        return ProcessedRequest([ChoiceOutput(0, request, self.tokenizer, StopStrings(stops))], 1)
 
     async def process(
         self,
@@ -163,14 +148,14 @@ class InputProcessor:
         return ProcessedRequest(choices, len(prompts), request.timeout)
 
     async def encode(
-        self, text: str, request: SamplingFields | None, max_tokens: int | None, param: str, marks: bool = True
+        self, text: str, request: SamplingFields, max_tokens: int | None, param: str, marks: bool = True
     ) -> list[int]:
         """The ids of a prompt's text, or those at its end that are kept. Raises `ContextLengthError`.
 
         What cannot fit is not tokenized to its end. `marks`: with those that the checkpoint puts around a text.
         """
         most = self._room_for_prompt(max_tokens)
-        keep = None if request is None else self._kept(request, max_tokens)
+        keep = self._kept(request, max_tokens)
         try:
             if keep is not None and keep <= most:
                 return await self.tokenizer.aencode(text, marks, last=keep + 1)  # one more shows that some are cut
@@ -192,21 +177,13 @@ class InputProcessor:
         if num_prompt > self._room_for_prompt(max_tokens):
             raise self._does_not_fit(num_prompt, "", max_tokens, param)
 
-    def default_params(self) -> SamplingParams:
-        """The sampling parameters of a request without any: the offline interface's default."""
-        common = self._sampling_params(SamplingFields())
-        most = self.generation_config.max_new_tokens
-        return common if most is None else replace(common, max_tokens=most)
-
-    async def _prompt_ids(
-        self, prompt: str | list[int], max_tokens: int, request: CompletionRequest | None = None
-    ) -> tuple[int, ...]:
+    async def _prompt_ids(self, prompt: str | list[int], request: CompletionRequest) -> tuple[int, ...]:
         """The ids of one prompt, with what the request wants around it."""
-        marks = request is None or request.add_special_tokens is not False
-        if request is not None and request.suffix:
+        marks, limit = request.add_special_tokens is not False, request.max_tokens or 0
+        if request.suffix:
             ids = await self._fill_in(prompt, request, request.suffix, marks)
         else:
-            ids = await self.encode(prompt, request, max_tokens, "prompt", marks) if isinstance(prompt, str) else prompt
+            ids = await self.encode(prompt, request, limit, "prompt", marks) if isinstance(prompt, str) else prompt
         if not ids:
             raise RequestError("The prompt is empty and this model has no token to begin with.", "prompt")
         await self.check_ids(ids, "prompt")

@@ -29,6 +29,7 @@ class Delta:
     stop_reason: str | int | None = None
     error: str | None = None
     error_param: str | None = None  # the field of the request that is at fault
+    error_code: str | None = None  # what was not available
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +162,7 @@ class ChoiceOutput:
         reason = event.finish_reason or FinishReason.ERROR
         if reason in (FinishReason.ERROR, FinishReason.ABORT):
             delta.error, delta.error_param = event.error or "The engine gave this request up.", event.error_param
+            delta.error_code = event.error_code
             self._end(delta, FinishReason.ERROR, None)
             return
         is_requested = event.stop_token_id in self.request.params.stop_token_ids

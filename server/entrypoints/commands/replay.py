@@ -17,6 +17,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-tp", "--tensor-parallel-size", type=int, metavar="N", help="ranks to replay with (default: as recorded)"
     )
+    parser.add_argument(
+        "-pp",
+        "--pipeline-parallel-size",
+        type=int,
+        metavar="N",
+        help="stages to replay with; their number changes no bit (default: as recorded)",
+    )
     parser.add_argument("--model", metavar="PATH", help="where the same checkpoint lies here (default: as recorded)")
     parser.add_argument(
         "--tolerance",
@@ -29,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     options = []
-    for name in ("tensor_parallel_size", "model", "tolerance"):
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "model", "tolerance"):
         value = getattr(arguments, name)
         if value is not None:
             options.append(f"--{name.replace('_', '-')}={value}")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from engine.engine_process import EngineProcess, runs_rank
+from server.config.nodes import SECRET, nodes_config, why_exposed
 from server.config.settings import OPTIONS, Settings
 from server.entrypoints.arguments import UsageError, add_settings, given_settings, loaded_settings
+from server.llm.engine_processes import engine_processes
 
 HELP = "serve a model over HTTP"
 _EXIT_CODES = """exit codes:
@@ -33,15 +35,25 @@ def run(arguments: argparse.Namespace) -> int:
     _check_model_was_not_swallowed(given, settings)
     for note in arguments.notes:
         sys.stderr.write(f"note: {note}\n")
-    compiles = None if settings.device == "cuda" else (settings.model, settings.dtype)
-    engine = EngineProcess(runs_rank=runs_rank(settings.tensor_parallel_size), compiles=compiles)
+    nodes = nodes_config(settings, os.environ)
+    os.environ.pop(SECRET, None)  # no other process needs it there
+    if nodes is not None:
+        exposed = why_exposed(settings)
+        if exposed is not None:
+            sys.stderr.write(f"warning: {exposed}\n")
+        if nodes.node_rank:
+            from server.entrypoints.node import serve_node
+
+            return serve_node(settings, nodes)
+    engines = engine_processes(settings)
     gc.disable()  # until the server is ready: imports make nothing but objects that stay
     try:
-        from server.entrypoints.supervisor import serve  # takes a second, while the engine's process imports as well
+        from server.entrypoints.supervisor import serve  # takes a second, while the other processes import as well
 
-        return serve(settings, engine)
+        return serve(settings, engines, nodes)
     finally:
-        engine.discard()
+        for engine in engines:
+            engine.discard()
 
 
 def _check_model_was_not_swallowed(given: dict[str, Any], settings: Settings) -> None:

@@ -18,6 +18,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-tp", "--tensor-parallel-size", metavar="N", default="1", help="ranks (default 1)")
     parser.add_argument(
+        "-pp", "--pipeline-parallel-size", metavar="N", default="1",
+        help="pipeline stages, each of so many ranks (default 1)",
+    )  # fmt: skip
+    parser.add_argument(
         "--dtype", metavar="TYPE", default="auto",
         help="auto, float32, bfloat16 or float16; float32 is the sharpest check (default auto: the model's own)",
     )  # fmt: skip
@@ -38,11 +42,13 @@ def run(arguments: argparse.Namespace) -> int:
     from server.config.settings import make_settings
     from server.entrypoints.banner import Progress
 
-    size = arguments.tensor_parallel_size
+    size, stages = arguments.tensor_parallel_size, arguments.pipeline_parallel_size
     if not size.isdecimal():
         raise StartupError(f"--tensor-parallel-size is {size!r}.", "Give a whole number of ranks, at least 1.")
+    if not stages.isdecimal():
+        raise StartupError(f"--pipeline-parallel-size is {stages!r}.", "Give a whole number of stages, at least 1.")
     # A server's settings: a hub id is checked against them before it is fetched.
-    values = {"model": arguments.model, "tensor_parallel_size": int(size)}
+    values = {"model": arguments.model, "tensor_parallel_size": int(size), "pipeline_parallel_size": int(stages)}
     options = {name: getattr(arguments, name) for name in ("dtype", "quantization", "device")}
     settings = make_settings(values | options)
     progress = Progress()
@@ -50,7 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
         model = asyncio.run(resolve(settings, progress))
     finally:
         progress.finish()
-    words = [f"--tensor-parallel-size={size}", *(f"--{name}={value}" for name, value in options.items())]
+    words = [f"--tensor-parallel-size={size}", f"--pipeline-parallel-size={stages}"]
+    words += [f"--{name}={value}" for name, value in options.items()]
     for name in ("prompts", "output"):
         value = getattr(arguments, name)
         if value is not None:

@@ -44,13 +44,13 @@ def measure(arguments: argparse.Namespace, kind: str, figures: Round) -> Result:
         sys.stderr.write(f"note: {note}\n")
     from tqdm import tqdm
 
-    from engine.sampling_params import SamplingParams
     from server.bench.result import Result
     from server.bench.workload.prompts import IdPrompts
-    from server.llm.llm import LLM
+    from server.entrypoints.offline.llm import LLM
+    from server.entrypoints.offline.sampling_params import SamplingParams
 
     options = {name: getattr(settings, name) for name in OPTIONS if name not in SERVER_ONLY}
-    params = SamplingParams(max_tokens=arguments.output_tokens, temperature=0)
+    params = SamplingParams(max_tokens=arguments.output_tokens, temperature=0, ignore_eos=True)
     series: dict[str, list[float]] = {}
     interrupted = False
     with (
@@ -63,7 +63,7 @@ def measure(arguments: argparse.Namespace, kind: str, figures: Round) -> Result:
                 draw = IdPrompts(info.vocab_size, settings.seed or 0)
                 prompts = [draw.piece(f"{number} {at}", arguments.input_tokens) for at in range(arguments.prompts)]
                 began = time.perf_counter()
-                outputs = llm.generate(prompts, params, ignore_eos=True)
+                outputs = llm.generate(prompts, params, progress=False)
                 took = time.perf_counter() - began
                 produced = sum(output.num_tokens for output in outputs)
                 bar.update()
@@ -75,7 +75,9 @@ def measure(arguments: argparse.Namespace, kind: str, figures: Round) -> Result:
     described: dict[str, Any] = {
         "url": "the engine, without HTTP",
         "model": settings.model or "the demo model",
-        "compute": f"{info.dtype} on {info.device} x {info.tensor_parallel_size}, attention {info.attention_backend}",
+        "compute": f"{info.dtype} on {info.device} x {info.tensor_parallel_size}"
+        f"{'' if info.data_parallel_size == 1 else f' x {info.data_parallel_size} replicas'}"
+        f", attention {info.attention_backend}",
         "prompts": f"{arguments.prompts} of {arguments.input_tokens} tokens, {arguments.output_tokens} out",
         "seed": settings.seed or 0,
     }

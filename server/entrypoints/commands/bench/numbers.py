@@ -39,6 +39,14 @@ def finite(text: str) -> float:
     return value
 
 
+def not_negative(text: str) -> float:
+    """A finite number of at least 0."""
+    value = _number(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is out of range: it has to be finite and at least 0")
+    return value
+
+
 def below_one(text: str) -> float:
     """A number of at least 0 and below 1."""
     value = _number(text)

@@ -1,0 +1,68 @@
+"""`oarlock doctor [MODEL]`: what this machine has, what `serve` would choose on it, and what stands in its way.
+
+Reads the settings and finds the model; the rest is done by `workers.verify.doctor`, a program of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict, replace
+
+from server.config.nodes import SECRET, nodes_config
+from server.config.settings import Settings
+from server.entrypoints.arguments import add_settings, given_settings, loaded_settings
+from server.entrypoints.child_process import run_program
+
+HELP = "check this machine, and what would be chosen on it"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Check this machine for `serve` with the same flags. Loads no weights and fetches nothing. "
+        "Exit code 0 if a server can start, 1 if not."
+    )
+    parser.add_argument("--memory", action="store_true", help="measure how fast memory is read: seconds")
+    parser.add_argument("--all-reduce", action="store_true", help="measure the sum over ranks: seconds")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    add_settings(parser, positional=True)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    settings = loaded_settings(arguments, given_settings(arguments)).settings
+    for note in arguments.notes:
+        sys.stderr.write(f"note: {note}\n")
+    model, missing = _find(settings)
+    words = [f"--config={settings.engine_config(model).worker.to_json()}", f"--missing={missing}"]
+    words += _nodes(settings)
+    words += [f"--host={settings.host}", f"--port={settings.port}"]
+    words += [f"--{name.replace('_', '-')}" for name in ("memory", "all_reduce", "json") if getattr(arguments, name)]
+    return run_program("workers.verify.doctor", words)
+
+
+def _nodes(settings: Settings) -> list[str]:
+    """What the program must know of the other hosts, if there are any. Not the secret: others can read its words."""
+    from engine.errors import StartupError
+
+    try:
+        nodes = nodes_config(settings, os.environ)
+    except StartupError as error:
+        return [f"--nodes-wrong={json.dumps([error.cause, error.fix])}"]
+    finally:
+        os.environ.pop(SECRET, None)
+    return [] if nodes is None else [f"--nodes={json.dumps(asdict(replace(nodes, secret='')))}"]
+
+
+def _find(settings: Settings) -> tuple[str, str]:
+    """The model's directory on this machine, or an empty text and why there is none."""
+    import asyncio
+
+    from engine.errors import StartupError
+    from server.config.model_path import resolve
+
+    try:
+        return asyncio.run(resolve(replace(settings, offline=True), lambda *progress: None)), ""
+    except StartupError as error:
+        return "", error.cause

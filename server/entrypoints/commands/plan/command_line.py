@@ -1,0 +1,28 @@
+"""The `oarlock serve` command that a plan is for: the flags that were given, and the sizes that were chosen."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from server.config.settings import OPTIONS
+
+
+def serve_command(arguments: argparse.Namespace, chosen: Mapping[str, Any]) -> str:
+    """`arguments`: of `plan`, with the flags as they were written. `chosen`: values of options in place of those."""
+    words = ["oarlock", "serve"]
+    if arguments.model is not None:
+        words.append(arguments.model)
+    if arguments.config is not None:
+        words += ["--config", arguments.config]
+    for option in OPTIONS.values():
+        value = chosen.get(option.name, getattr(arguments, option.name, None))
+        if option.positional or value is None:
+            continue
+        if option.kind is bool:
+            words.append(option.flag if value else f"--no-{option.flag[2:]}")
+        else:
+            words += [option.flag, *(map(str, value) if option.many else [str(value)])]
+    return shlex.join(words)

@@ -1,0 +1,162 @@
+"""Working code for each client, with places for the server's address (`@URL@`, ending in /v1), model and key.
+
+A place stands for the whole quoted text, in the quotes of its language.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_QUESTION = "What does os.path.join do?"
+
+
+@dataclass(frozen=True, slots=True)
+class Snippet:
+    """One client's code. `language`: of the file that it is, also the word after the dot of its name."""
+
+    about: str
+    language: str
+    text: str
+
+    def filled(self, url: str, model: str, key: str) -> str:
+        """The code for one server. `url` ends with /v1."""
+        quote = _QUOTES[self.language]
+        body = json.dumps({"model": model, "messages": [{"role": "user", "content": _QUESTION}]})
+        found = self.text.replace("@QUESTION@", quote(_QUESTION)).replace("@OF_OPENAI@", quote(f"openai/{model}"))
+        found = found.replace("@BODY@", quote(body)).replace("@CHAT_URL@", quote(f"{url}/chat/completions"))
+        found = found.replace("@BEARER@", quote(f"Authorization: Bearer {key}"))
+        return found.replace("@URL@", quote(url)).replace("@MODEL@", quote(model)).replace("@KEY@", quote(key))
+
+
+_QUOTES: dict[str, Callable[[str], str]] = {
+    "sh": shlex.quote,
+    "py": json.dumps,  # what JSON quotes, Python, JavaScript and YAML read as the same text
+    "mjs": json.dumps,
+    "yaml": json.dumps,
+}
+
+SNIPPETS: dict[str, Snippet] = {
+    "curl": Snippet(
+        "curl, in a shell",
+        "sh",
+        """\
+curl -sS @CHAT_URL@ \\
+  -H @BEARER@ \\
+  -H 'Content-Type: application/json' \\
+  -d @BODY@
+""",
+    ),
+    "openai-python": Snippet(
+        "OpenAI's Python package: pip install openai",
+        "py",
+        """\
+from openai import OpenAI
+
+client = OpenAI(base_url=@URL@, api_key=@KEY@)
+stream = client.chat.completions.create(
+    model=@MODEL@,
+    messages=[{"role": "user", "content": @QUESTION@}],
+    stream=True,
+)
+for chunk in stream:
+    print(chunk.choices[0].delta.content or "", end="", flush=True)
+print()
+""",
+    ),
+    "openai-node": Snippet(
+        "OpenAI's JavaScript package: npm install openai",
+        "mjs",
+        """\
+import { OpenAI } from "openai";
+
+const client = new OpenAI({ baseURL: @URL@, apiKey: @KEY@ });
+const stream = await client.chat.completions.create({
+  model: @MODEL@,
+  messages: [{ role: "user", content: @QUESTION@ }],
+  stream: true,
+});
+for await (const chunk of stream) process.stdout.write(chunk.choices[0]?.delta?.content ?? "");
+console.log();
+""",
+    ),
+    "langchain": Snippet(
+        "LangChain: pip install langchain-openai",
+        "py",
+        """\
+from langchain_openai import ChatOpenAI
+
+chat = ChatOpenAI(base_url=@URL@, api_key=@KEY@, model=@MODEL@)
+for chunk in chat.stream(@QUESTION@):
+    print(chunk.text, end="", flush=True)
+print()
+""",
+    ),
+    "llamaindex": Snippet(
+        "LlamaIndex: pip install llama-index-llms-openai-like",
+        "py",
+        """\
+from llama_index.core.llms import ChatMessage
+from llama_index.llms.openai_like import OpenAILike
+
+llm = OpenAILike(api_base=@URL@, api_key=@KEY@, model=@MODEL@, is_chat_model=True)
+for chunk in llm.stream_chat([ChatMessage(role="user", content=@QUESTION@)]):
+    print(chunk.delta or "", end="", flush=True)
+print()
+""",
+    ),
+    "litellm": Snippet(
+        "LiteLLM: pip install litellm",
+        "py",
+        """\
+import litellm
+
+answer = litellm.completion(
+    model=@OF_OPENAI@,
+    api_base=@URL@,
+    api_key=@KEY@,
+    messages=[{"role": "user", "content": @QUESTION@}],
+)
+print(answer.choices[0].message.content)
+""",
+    ),
+    "open-webui": Snippet(
+        "Open WebUI, in a container that shares this machine's network; then http://127.0.0.1:3000",
+        "sh",
+        """\
+docker run -d --name open-webui --network host -e PORT=3000 \\
+  -e OPENAI_API_BASE_URL=@URL@ \\
+  -e OPENAI_API_KEY=@KEY@ \\
+  -e ENABLE_OLLAMA_API=false \\
+  -v open-webui:/app/backend/data \\
+  ghcr.io/open-webui/open-webui:main
+""",
+    ),
+    "continue": Snippet(
+        "Continue: ~/.continue/config.yaml",
+        "yaml",
+        """\
+name: Local
+version: 0.0.1
+schema: v1
+models:
+  - name: Oarlock
+    provider: openai
+    model: @MODEL@
+    apiBase: @URL@
+    apiKey: @KEY@
+    roles: [chat, edit, apply]
+""",
+    ),
+    "aider": Snippet(
+        "aider: pip install aider-chat",
+        "sh",
+        """\
+export OPENAI_API_BASE=@URL@
+export OPENAI_API_KEY=@KEY@
+aider --model @OF_OPENAI@ --no-show-model-warnings
+""",
+    ),
+}

@@ -1,0 +1,63 @@
+"""`oarlock serve` on a host that is not the head node: it finds the model, runs its ranks, and serves no HTTP.
+
+The first SIGTERM or Ctrl-C ends the whole group in order, a second one this process at once, with 128 + its number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import FrameType
+
+from engine.config import NodesConfig
+from engine.node import check_network, run_node
+from server.config.settings import Settings
+from server.entrypoints.banner import Progress
+from server.llm.model_files import find_files
+from server.observability import logs
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_log = logs.logger("node")
+
+
+def serve_node(settings: Settings, nodes: NodesConfig) -> int:
+    """Returns the exit code. Raises `StartupError` when the start fails."""
+    logs.configure(settings.log_level, settings.log_format)
+    progress = Progress(as_events=settings.log_format == "json")
+    try:
+        check_network(nodes, progress)
+        model = asyncio.run(find_files(settings, progress)).model
+        with _stop_fd() as stop_fd:
+            config = settings.engine_config(model, nodes).worker
+            return run_node(config, nodes, progress, stop_fd=stop_fd)
+    finally:
+        progress.finish()
+        _log.info(logs.event("stopped", node=nodes.node_rank))
+
+
+@contextmanager
+def _stop_fd() -> Generator[int]:
+    """A descriptor that becomes readable with the first signal; the second ends the process."""
+    read_fd, write_fd = os.pipe()
+    stopped: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if stopped:
+            sys.stderr.write("stopped at once by a second signal\n")
+            sys.stderr.flush()
+            os._exit(128 + number)  # the ranks end with this process
+        stopped.append(number)
+        os.write(write_fd, b"s")
+
+    before = [signal.signal(number, stop) for number in _SIGNALS]
+    try:
+        yield read_fd
+    finally:
+        for number, handler in zip(_SIGNALS, before, strict=True):
+            signal.signal(number, handler)
+        os.close(read_fd)
+        os.close(write_fd)

@@ -1,0 +1,1 @@
+"""Generation without HTTP: the Python interface `LLM`, and batches of requests in files."""

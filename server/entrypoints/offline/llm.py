@@ -1,0 +1,301 @@
+"""The Python interface: prompts in, texts out, without HTTP, by the server's own endpoints.
+
+    with LLM("path/to/model") as llm:
+        print(llm.generate("import os", SamplingParams(max_tokens=32, temperature=0))[0].text)
+
+Every method has an asynchronous form. The engine is driven by an event loop in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Self, TypedDict, TypeVar, Unpack
+
+from tqdm import tqdm
+
+from engine.errors import StartupError
+from engine.types import EngineInfo
+from server.config.options import OptionError
+from server.config.settings import SERVER_ONLY, make_settings
+from server.entrypoints.offline import outputs
+from server.entrypoints.offline.offline_engine import OfflineEngine
+from server.entrypoints.offline.outputs import Output
+from server.entrypoints.offline.sampling_params import SamplingParams
+from server.json_text import dumps
+from server.protocol.chat_completion import ChatRequest
+from server.protocol.completion import CompletionRequest
+from server.protocol.request_body import parse
+from server.tokenizer.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+Params = SamplingParams | Sequence[SamplingParams] | None
+_Answer = Callable[[], Awaitable[Output]]
+_T = TypeVar("_T")
+_CLOSE_S = 10.0
+
+
+class ChatFields(TypedDict, total=False):
+    """What a chat request has beside its messages and `SamplingParams`."""
+
+    tools: Sequence[Mapping[str, Any]]
+    tool_choice: str | Mapping[str, Any]
+    parallel_tool_calls: bool
+    add_generation_prompt: bool
+    continue_final_message: bool
+    chat_template_kwargs: Mapping[str, Any]
+    reasoning_effort: str
+
+
+class LLM:
+    """A loaded model. `settings` are the server's options by name, such as `tensor_parallel_size=2`.
+
+    Nothing less severe than a warning is logged, unless `log_level` is given.
+    """
+
+    def __init__(self, model: str | None = None, **settings: Any) -> None:
+        """Raises `StartupError`, and `TypeError` for an option of the HTTP server."""
+        try:
+            self._open(model, settings).result()
+        except BaseException:
+            self._stop_loop()
+            raise
+
+    @classmethod
+    async def create(cls, model: str | None = None, **settings: Any) -> Self:
+        """The same for a program with an event loop of its own, which goes on while the model loads."""
+        llm = cls.__new__(cls)
+        try:
+            await asyncio.wrap_future(llm._open(model, settings))
+        except BaseException:
+            await asyncio.shield(asyncio.to_thread(llm._stop_loop))
+            raise
+        return llm
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine has found out about model and machine, such as `max_model_len`."""
+        return self._engine.engine.info
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._engine.tokenizer
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        params: Params = None,
+        *,
+        suffix: str | None = None,
+        add_special_tokens: bool | None = None,
+        progress: bool | None = None,
+    ) -> list[Output]:
+        """One output for each prompt, in order, as `/v1/completions` answers it.
+
+        `prompts`: texts, or lists of token ids. `params`: for all, or one for each. `progress`: a bar; None: on a
+        terminal, where there is more than one prompt. Raises `engine.errors.RequestError` for what the server refuses.
+        """
+        return self._wait(self._completions(prompts, params, suffix, add_special_tokens, progress))
+
+    async def agenerate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        params: Params = None,
+        *,
+        suffix: str | None = None,
+        add_special_tokens: bool | None = None,
+        progress: bool | None = None,
+    ) -> list[Output]:
+        """`generate` for a program with an event loop. Cancelling it aborts what still runs."""
+        return await self._await(self._completions(prompts, params, suffix, add_special_tokens, progress))
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: Params = None,
+        *,
+        progress: bool | None = None,
+        **fields: Unpack[ChatFields],
+    ) -> list[Output]:
+        """One output for each conversation, in order, as `/v1/chat/completions` answers it.
+
+        `messages`: one conversation, or several. Arguments and errors else as of `generate`.
+        """
+        return self._wait(self._chat_completions(messages, params, fields, progress))
+
+    async def achat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: Params = None,
+        *,
+        progress: bool | None = None,
+        **fields: Unpack[ChatFields],
+    ) -> list[Output]:
+        """`chat` for a program with an event loop. Cancelling it aborts what still runs."""
+        return await self._await(self._chat_completions(messages, params, fields, progress))
+
+    def close(self) -> None:
+        """Stop the engine and its ranks. Idempotent."""
+        if self._thread.is_alive():
+            try:
+                self._wait(self._engine.close())
+            finally:
+                self._stop_loop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.close)
+
+    def _open(self, model: str | None, settings: Mapping[str, Any]) -> Future[None]:
+        self._loop = asyncio.new_event_loop()
+        # The engine ends with the thread that started it, so that thread has to last.
+        self._thread = threading.Thread(target=self._loop.run_forever, name="oarlock-llm", daemon=True)
+        self._thread.start()
+        return self._submit(self._start({"model": model, **settings}))
+
+    async def _start(self, values: Mapping[str, Any]) -> None:
+        foreign = SERVER_ONLY & values.keys()
+        if foreign:
+            raise TypeError(f"{', '.join(sorted(foreign))}: these options are the HTTP server's")
+        try:
+            settings = make_settings({"log_level": "warning", **values})
+        except OptionError as error:
+            raise StartupError(error.cause, error.fix) from None
+        self._engine = await OfflineEngine.start(settings, _silent)
+
+    async def _completions(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        params: Params,
+        suffix: str | None,
+        add_special_tokens: bool | None,
+        progress: bool | None,
+    ) -> list[Output]:
+        given: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
+        own = {"suffix": suffix, "add_special_tokens": add_special_tokens}
+        endpoint = self._engine.completions
+
+        def answer(prompt: Prompt, chosen: SamplingParams) -> _Answer:
+            async def complete() -> Output:
+                fields = {"prompt": prompt if isinstance(prompt, str) else list(prompt), **own, **chosen.as_fields()}
+                _, generation, pieces = await endpoint.run(parse(CompletionRequest, dumps(fields).encode()))
+                return outputs.completion(prompt if isinstance(prompt, str) else None, generation, pieces)
+
+            return complete
+
+        return await self._all(list(map(answer, given, _for_each(params, len(given)))), progress)
+
+    async def _chat_completions(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: Params,
+        fields: ChatFields,
+        progress: bool | None,
+    ) -> list[Output]:
+        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        given: list[Any] = [messages] if is_one else list(messages)
+        _check_names(fields)
+        endpoint = self._engine.chat_completions
+
+        def answer(conversation: Sequence[Message], chosen: SamplingParams) -> _Answer:
+            async def complete() -> Output:
+                body = {**chosen.as_chat_fields(), **fields, "messages": list(conversation)}
+                processed, generation, pieces = await endpoint.run(parse(ChatRequest, dumps(body).encode()))
+                return outputs.chat_completion(processed, generation, pieces)
+
+            return complete
+
+        return await self._all(list(map(answer, given, _for_each(params, len(given)))), progress)
+
+    async def _all(self, answers: Sequence[_Answer], progress: bool | None) -> list[Output]:
+        """What each of `answers` returns. The first failure ends the others."""
+        limit = asyncio.Semaphore(self._engine.num_at_once)
+        is_off = not progress if progress is not None else True if len(answers) == 1 else None  # None: no terminal
+        num_tokens = 0
+
+        async def one(answer: _Answer) -> Output:
+            nonlocal num_tokens
+            async with limit:
+                output = await answer()
+            num_tokens += output.num_tokens
+            elapsed = bar.format_dict["elapsed"]
+            bar.set_postfix_str(f"{num_tokens / elapsed:.0f} tokens/s" if elapsed else "", refresh=False)
+            bar.update()
+            return output
+
+        with tqdm(total=len(answers), unit=" prompts", disable=is_off) as bar:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(one(answer)) for answer in answers]
+            except BaseExceptionGroup as failures:  # the first one is what the caller wants to see
+                raise failures.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    def _submit(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
+        if not self._thread.is_alive():
+            work.close()
+            raise RuntimeError("this LLM is closed")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
+        future = self._submit(work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def _await(self, work: Coroutine[Any, Any, _T]) -> _T:
+        return await asyncio.wrap_future(self._submit(work))
+
+    def _stop_loop(self) -> None:
+        # A cancelled download or start ends its process before the loop ends.
+        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(_CLOSE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+def _for_each(params: Params, count: int) -> list[SamplingParams]:
+    """The parameters of each of `count` prompts."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise ValueError(f"there are {count} prompts and {len(params)} SamplingParams: give one for all, or one each")
+    return list(params)
+
+
+def _check_names(fields: Mapping[str, Any]) -> None:
+    """Raises `TypeError` for a name that is not in `ChatFields`."""
+    known = ChatFields.__annotations__
+    for name in fields:
+        if name not in known:
+            fix = "give it in SamplingParams" if name in SamplingParams.__slots__ else f"there are {', '.join(known)}"
+            raise TypeError(f"chat() has no argument '{name}': {fix}")
+
+
+async def _cancel_others() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _silent(phase: str, fraction: float, detail: str = "") -> None:
+    """Programs do not want a progress line."""

@@ -1,0 +1,70 @@
+"""A running engine with the server's own endpoints before it, without HTTP: what they refuse or answer is the same."""
+
+from __future__ import annotations
+
+import asyncio
+
+from engine.config import OnProgress
+from engine.replicas import start_engine
+from server.config.settings import Settings
+from server.entrypoints.supervisor import RunningEngine
+from server.llm.engine_processes import engine_processes
+from server.llm.generation_config import GenerationConfig
+from server.llm.model_files import find_files
+from server.observability.metrics import HttpCounters
+from server.serving.chat_completion import OpenAIServingChatCompletion
+from server.serving.completion import OpenAIServingCompletion
+from server.serving.connect import connect_engine
+from server.serving.server_state import ServerState
+from server.tokenizer.tokenizer import Tokenizer
+
+_CLOSE_S = 10.0
+
+
+class OfflineEngine:
+    """One engine and its endpoints, on the event loop that started it."""
+
+    def __init__(
+        self, settings: Settings, engine: RunningEngine, tokenizer: Tokenizer, generation_config: GenerationConfig
+    ) -> None:
+        state = ServerState()
+        self._counters = counters = HttpCounters()
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.async_llm = connect_engine(settings, state, counters, engine, tokenizer, generation_config)
+        self.completions = OpenAIServingCompletion(settings, state, counters)
+        self.chat_completions = OpenAIServingChatCompletion(settings, state, counters)
+
+    @staticmethod
+    async def start(settings: Settings, on_progress: OnProgress) -> OfflineEngine:
+        """Load the model. Raises `StartupError`. The engine ends with the thread that called this."""
+        # It imports its libraries, and its ranks theirs, while the tokenizer is read here.
+        processes = engine_processes(settings)
+        try:
+            files = await find_files(settings, on_progress)
+            generation_config = GenerationConfig.load(files.model, settings.generation_config)
+            tokenizer = await asyncio.to_thread(files.load_tokenizer)
+            config = settings.engine_config(files.model, tokenizer_path=files.tokenizer)
+            engine = await start_engine(config, on_progress, processes=processes)
+        finally:
+            for process in processes:
+                process.discard()
+        return OfflineEngine(settings, engine, tokenizer, generation_config)
+
+    @property
+    def generation_tokens(self) -> int:
+        """Of all requests that have ended."""
+        return self._counters.generation_tokens
+
+    @property
+    def num_at_once(self) -> int:
+        """So many requests keep every row of every replica busy, with as many waiting as can run."""
+        info = self.engine.info
+        return 2 * info.data_parallel_size * info.max_num_seqs
+
+    async def close(self) -> None:
+        """Stop the engine and its ranks."""
+        try:
+            await self.engine.close(_CLOSE_S)
+        finally:
+            self.tokenizer.close()

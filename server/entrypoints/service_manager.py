@@ -1,0 +1,111 @@
+"""systemd, or another manager of services with its protocol: the socket that it hands over, and what it is told.
+
+As sd_listen_fds(3) and sd_notify(3) describe it. Without one, nothing here does anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import MutableMapping
+from dataclasses import replace
+
+from engine.errors import StartupError
+from server.api.listening import address_of, inherited
+from server.config.groups.http import HttpSettings
+from server.config.settings import Settings
+from server.observability.logs import event, logger
+
+# While a model loads, its progress moves the limit of the start; loading itself ends when it stands still for 300 s.
+_START_S = 330.0
+_NAMES = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC")
+_log = logger("service_manager")
+
+
+class ServiceManager:
+    """What started this process, if it speaks the protocol."""
+
+    def __init__(self, environment: MutableMapping[str, str]) -> None:
+        """Takes its variables out of `environment`: they are for this process alone."""
+        given = {name: environment.pop(name, "") for name in _NAMES}
+        self._notify_socket = given["NOTIFY_SOCKET"]
+        pid = str(os.getpid())
+        self.num_sockets = _number(given["LISTEN_FDS"]) if given["LISTEN_PID"] == pid else 0
+        watched = given["WATCHDOG_PID"] in ("", pid)
+        self._watchdog_s = _number(given["WATCHDOG_USEC"]) / 1e6 if watched else 0.0
+        self._last_status = ""
+
+    def listener(self, settings: Settings) -> tuple[socket.socket, Settings] | None:
+        """The socket that was handed over, and the settings with its address; None if there is none.
+
+        Raises `StartupError`, also when the settings name another address.
+        """
+        if not self.num_sockets:
+            return None
+        listener = inherited(self.num_sockets)
+        address = address_of(listener)
+        asked: tuple[str, int] | str | None = settings.uds
+        if asked is None and (settings.host, settings.port) != (HttpSettings.host, HttpSettings.port):
+            asked = (settings.host, settings.port)
+        if asked not in (None, address):
+            listener.close()
+            raise StartupError(
+                f"The service manager hands over a socket at {_shown(address)}, but the settings say {_shown(asked)}.",
+                "Leave --host, --port and --uds to the socket unit.",
+            )
+        _log.info(event("socket_handed_over", address=_shown(address)))
+        if isinstance(address, str):
+            return listener, replace(settings, uds=address)
+        return listener, replace(settings, host=address[0], port=address[1])
+
+    def loading(self, phase: str, fraction: float) -> None:
+        """The start goes on: this much of this phase is done."""
+        status = f"{phase} {fraction:.0%}"
+        if status != self._last_status:  # progress comes many times a second
+            self._last_status = status
+            self._send(STATUS=status, EXTEND_TIMEOUT_USEC=f"{_START_S * 1e6:.0f}")
+
+    def ready(self) -> None:
+        """Requests are served."""
+        self._send(READY="1", STATUS="serving")
+
+    def stopping(self, within_s: float) -> None:
+        """The server ends, after open requests."""
+        self._send(STOPPING="1", STATUS="finishing open requests", EXTEND_TIMEOUT_USEC=f"{within_s * 1e6:.0f}")
+
+    async def watch(self) -> None:
+        """Tell twice per interval that this process's loop turns, if that is asked for. Never returns then.
+
+        The engine and its ranks are watched by the server itself.
+        """
+        while self._watchdog_s:
+            self._send(WATCHDOG="1")
+            await asyncio.sleep(self._watchdog_s / 2)
+
+    def _send(self, **values: str) -> None:
+        if not self._notify_socket:
+            return
+        name = self._notify_socket
+        address = f"\0{name[1:]}" if name.startswith("@") else name  # without a file: Linux's abstract names
+        text = "\n".join(f"{key}={value}" for key, value in values.items())
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
+                channel.setblocking(False)
+                channel.sendto(text.encode(), address)
+        except OSError as error:  # it serves all the same; the manager will say what it misses
+            _log.warning(event("not_notified", address=name, cause=error.strerror or str(error)))
+
+
+def _number(text: str) -> int:
+    with contextlib.suppress(ValueError):
+        return max(0, int(text))
+    return 0
+
+
+def _shown(address: tuple[str, int] | str | None) -> str:
+    if isinstance(address, tuple):
+        host = f"[{address[0]}]" if ":" in address[0] else address[0]
+        return f"{host}:{address[1]}"
+    return str(address)

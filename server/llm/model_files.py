@@ -1,0 +1,32 @@
+"""The files that a start reads: of the model, of a tokenizer of its own, and of a chat template."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from server.config.hub.download import OnDetailedProgress
+from server.config.model_path import resolve, resolve_tokenizer
+from server.config.settings import Settings
+from server.tokenizer.chat_template import read_template
+from server.tokenizer.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """All are on this machine."""
+
+    model: str  # directory
+    tokenizer: str | None  # directory; None: the model's
+    chat_template: str | None  # file; None: that of the tokenizer
+
+    def load_tokenizer(self) -> Tokenizer:
+        """Raises `StartupError`."""
+        return Tokenizer.load(self.tokenizer or self.model, self.chat_template)
+
+
+async def find_files(settings: Settings, on_progress: OnDetailedProgress) -> ModelFiles:
+    """Fetch what is not here, the smallest first. Raises `StartupError`. When cancelled, a download can be resumed."""
+    if settings.chat_template is not None:
+        read_template(settings.chat_template)
+    tokenizer = await resolve_tokenizer(settings, on_progress)
+    return ModelFiles(await resolve(settings, on_progress, tokenizer), tokenizer, settings.chat_template)
