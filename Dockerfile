@@ -4,13 +4,23 @@
 #   docker build --target cpu  -t oarlock:cpu .
 #   docker build --target cuda -t oarlock:cuda .
 #
-# TORCH_INDEX names the package index that torch comes from, and nothing else. PyTorch publishes one for each kind of
-# machine: https://download.pytorch.org/whl/cpu, .../whl/cu126, .../whl/cu128 and so on. The CPU image takes the first
-# unless told otherwise, because the wheel of the general index carries CUDA along, several gigabytes; the CUDA image
-# takes the general index's. Another CUDA version, or a mirror: --build-arg TORCH_INDEX=...; empty: the general index.
+# Packages are those of the lock files, which have the extra kv-events as well, and pip refuses any other bytes. The CUDA
+# image's torch is the general index's, built for CUDA 13.0: it needs NVIDIA's driver 580.65.06 or later, and a server
+# says so where it finds an older one.
+# The CPU image takes torch from PyTorch's own index, because the wheel of the general one carries CUDA along, several
+# gigabytes; that index has wheels of the same version for other kinds of machines, too:
 #
-# Both hold a virtual environment and the checkout, run as an unprivileged user and write nothing outside /cache and
-# /tmp, so that the root file system may be mounted read-only.
+#   --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu126    for drivers since 525.60.13, which have CUDA 12
+#
+# Then torch is pinned by its version and not by hashes. Empty: the general index.
+#
+# A tag moves to a newer Debian from time to time. To build on the same bytes every time, name them:
+#
+#   docker buildx imagetools inspect python:3.13-slim-bookworm        prints the digest
+#   --build-arg PYTHON_IMAGE=python:3.13-slim-bookworm@sha256:...
+#
+# Both images hold a virtual environment and the checkout, run as an unprivileged user and write nothing outside /cache
+# and /tmp, so that the root file system may be mounted read-only.
 
 ARG PYTHON_IMAGE=python:3.13-slim-bookworm
 
@@ -20,15 +30,15 @@ ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONDONTWRITEBYTECODE=1
 RUN python -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH
 WORKDIR /opt/oarlock
-COPY requirements.txt ./
+COPY requirements.txt requirements.lock requirements-cuda.lock ./
 
 FROM build AS build-cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN --mount=type=cache,target=/root/.cache/pip \
     grep '^torch==' requirements.txt > torch.txt \
-    && pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -r torch.txt \
+    && pip install --no-deps ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -r torch.txt \
     && rm torch.txt \
-    && pip install -r requirements.txt
+    && pip install --require-hashes -r requirements.lock
 # The kernels are compiled here, for every level of instruction set: the image itself holds no compiler.
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 COPY . .
@@ -40,9 +50,10 @@ FROM build AS build-cuda
 ARG TORCH_INDEX
 RUN --mount=type=cache,target=/root/.cache/pip \
     grep '^torch==' requirements.txt > torch.txt \
-    && pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -r torch.txt \
+    && if [ -n "$TORCH_INDEX" ]; then pip install --index-url "$TORCH_INDEX" -r torch.txt; \
+       else pip install --require-hashes -r requirements.lock -r requirements-cuda.lock; fi \
     && rm torch.txt \
-    && pip install -r requirements.txt
+    && pip install --require-hashes -r requirements.lock
 COPY . .
 RUN pip install --no-deps --no-build-isolation --editable . && python -m compileall -q server engine workers oarlock.py
 
@@ -69,7 +80,13 @@ CMD ["serve"]
 
 # ---------------------------------------------------------------- the two images
 FROM runtime AS cuda
-ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+# Triton compiles what launches its kernels, on the machine that runs them: with a C compiler and Python's headers, which
+# the base image has. What it compiles stays in the volume.
+USER root
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/* \
+    && echo '#include <Python.h>' | gcc -fsyntax-only -x c "-I$(python -c 'import sysconfig as s; print(s.get_paths()["include"])')" -
+USER oarlock
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility TRITON_CACHE_DIR=/cache/oarlock/triton CC=gcc
 COPY --from=build-cuda /opt/venv /opt/venv
 COPY --from=build-cuda /opt/oarlock /opt/oarlock
 
