@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 # Qwen2.5 as published: 0.5B has 494 million parameters (988 MB in bfloat16), 1.5B has 1,544 million (3.1 GB). `quick`
-# is the same architecture in a second, for trying the programs themselves.
+# is the same architecture in a second, for trying the programs themselves; `small` is for what takes many prompts.
 SHAPES: dict[str, dict[str, int]] = {
     "0.5b": {
         "num_hidden_layers": 24,
@@ -35,6 +35,15 @@ SHAPES: dict[str, dict[str, int]] = {
         "intermediate_size": 8960,
         "vocab_size": 151_936,
         "max_position_embeddings": 32_768,
+    },
+    "small": {
+        "num_hidden_layers": 8,
+        "hidden_size": 512,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "intermediate_size": 2048,
+        "vocab_size": 32_768,
+        "max_position_embeddings": 4096,
     },
     "quick": {
         "num_hidden_layers": 2,

@@ -1,15 +1,22 @@
 """What a decode step costs the engine itself, part by part, in alternation with other checkouts.
 
-    python -m benchmarks.engine_step [--sequences N ...] [--rounds N] [--tree OTHER_CHECKOUT ...] [--json FILE]
+    python -m benchmarks.engine_step [--sequences N ...] [--rounds N] [--longest N] [--tree OTHER_CHECKOUT ...]
+                                    [--kv-events] [--json FILE]
 
 The ranks are simulated, so what remains is what stands between two steps of real ranks. Every sequence decodes one
-token per step, with a context of 500 tokens or more:
+token per step, with a context of 500 tokens or more, and of `--longest` tokens in the first of them. Their lengths are
+spread, so that each step has its share of new blocks and of full ones:
 
     schedule   the decision, `Scheduler.schedule`
     build      its arrays, `InputBatch.build`
     pack       the arrays in a slot of the ring
+    record     step times and sums over steps, for the live state and for what is told of single requests
     update     the answer applied, `Scheduler.update_from_output`
     encode     the events as a frame for the frontend
+    tell       what entered and left the prefix cache, to the thread that publishes it; with `--kv-events` alone, which
+               measures each checkout without and with it
+
+    read       not in the sum: the frontend's part, from the bytes of the frame to an event for each request
 
 Figures are processor milliseconds: the median over a round's steps, then over rounds. Before each step a large array is
 read, so that no cache holds the engine's state, as after a step of a model whose weights no cache holds.
@@ -23,80 +30,142 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Generator
+from contextlib import closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = ("schedule", "build", "pack", "update", "encode")
+PARTS = ("schedule", "build", "pack", "record", "update", "encode", "tell")
+ALL = (*PARTS, "read")
 BLOCK_SIZE, PROMPT, OUTPUT, VOCAB = 32, 500, 200, 32_000
 STEPS = 30
 _CACHE_BYTES = 64 << 20
 
 
-def milliseconds(num_seqs: int, num_steps: int = STEPS) -> dict[str, float]:
-    """The parts of one decode step of `num_seqs` sequences, from the packages that this process imports."""
+@contextmanager
+def published(scheduler: Any, address: str | None) -> Generator[Callable[[], None]]:
+    """What the engine calls in each step for the KV events of `scheduler`, published at `address`. None: nothing."""
+    if address is None:
+        yield lambda: None
+        return
+    from engine.config import KvEventsConfig
+    from engine.kv_cache.events import BlockEventLog
+    from engine.kv_cache.publisher import KvEventPublisher
+    from engine.kv_cache.wire import Wire
+
+    def tell() -> None:
+        if events := log.take():
+            publisher.publish(events)
+
+    log = scheduler.kv_cache_manager.event_log = BlockEventLog()
+    publisher = KvEventPublisher(KvEventsConfig(address))
+    publisher.start(Wire(BLOCK_SIZE))
+    with closing(publisher):
+        yield tell
+
+
+def recorder(scheduler: Any, engine_core: Any) -> Callable[[Any, float], None]:
+    """What the engine notes of each step before its answer is applied; in a checkout that notes nothing, nothing."""
+    if not hasattr(scheduler, "traces"):
+        return lambda output, now: None
+    log, steps, stats = engine_core.StepLog(), scheduler.traces.steps, scheduler.stats
+
+    def record(output: Any, now: float) -> None:
+        log.observe(now, 0.01, output.num_prompt_tokens, stats.generation_tokens, (10_000_000, 10_000_000))
+        steps.add(now, 0.01, output.num_seqs, output.num_prompt_tokens)
+
+    return record
+
+
+def milliseconds(
+    num_seqs: int, longest: int = PROMPT, num_steps: int = STEPS, kv_events: str | None = None
+) -> dict[str, float]:
+    """The parts of one decode step of `num_seqs` sequences, from the packages that this process imports. `kv_events`:
+    the address at which events of the prefix cache are published."""
     from engine.config import EngineConfig, WorkerConfig
+    from engine.core import engine_core
     from engine.input_batch.input_batch import InputBatch
     from engine.ipc import messages
+    from engine.ipc.frames import FrameReader
     from engine.sampling_params import SamplingParams
     from engine.scheduler.output import ModelRunnerOutput
     from engine.scheduler.scheduler import Scheduler
     from engine.types import Request
     from workers.config import WorkerInfo
-    from workers.protocol import pack_step, step_bytes
+    from workers.protocol import StepOutput, pack_step, step_bytes
 
-    length = PROMPT + OUTPUT
-    num_blocks = num_seqs * -(-length // BLOCK_SIZE) + 1
+    applicable = getattr(engine_core, "_as_lists", ModelRunnerOutput)  # what the engine makes of an answer
+    length = longest + BLOCK_SIZE + OUTPUT
+    num_blocks = num_seqs * -(-(PROMPT + BLOCK_SIZE + OUTPUT) // BLOCK_SIZE) + -(-length // BLOCK_SIZE) + 1
     worker = WorkerConfig("none", max_num_seqs=num_seqs, max_num_batched_tokens=8192, block_size=BLOCK_SIZE)
     info = WorkerInfo(num_blocks, BLOCK_SIZE, length, VOCAB, 1, "simulated", "none", "none", "None", 0, 0, 0, 0.0)
     scheduler = Scheduler(EngineConfig(worker, max_waiting_requests=num_seqs, max_waiting_tokens=10**9), info)
     batch = InputBatch(max_num_seqs=num_seqs, max_model_len=length, block_size=BLOCK_SIZE, vocab_size=VOCAB)
     for number in range(num_seqs):
-        prompt = tuple((number * 7 + index) % VOCAB for index in range(PROMPT))
+        prompt_length = PROMPT + number % BLOCK_SIZE if number else longest
+        prompt = tuple((number * 7 + index) % VOCAB for index in range(prompt_length))
         scheduler.add(Request(number, prompt, SamplingParams(max_tokens=OUTPUT, eos_token_ids=(0,))), 0.0)
+    reader = FrameReader()
     buffer, memory = memoryview(bytearray(1 << 24)), np.zeros(_CACHE_BYTES // 8, np.int64)
+    record = recorder(scheduler, engine_core)
     samples: list[list[float]] = []
     now = 0.0
-    while len(samples) < num_steps:
-        memory.sum()
-        now += 0.02
-        marks = [time.thread_time()]
-        output = scheduler.schedule(now)
-        assert output is not None
-        marks.append(time.thread_time())
-        step = batch.build(output).step
-        marks.append(time.thread_time())
-        assert step_bytes(step) <= len(buffer)
-        pack_step(step, buffer)
-        marks.append(time.thread_time())
-        rows = len(step.logits_indices)
-        events = scheduler.update_from_output(output, ModelRunnerOutput([5] * rows, [True] * rows), now + 0.01)
-        marks.append(time.thread_time())
-        messages.events(events)
-        marks.append(time.thread_time())
-        if step.num_tokens == num_seqs == rows:
-            samples.append([(later - earlier) * 1e3 for earlier, later in pairwise(marks)])
-    return dict(zip(PARTS, (statistics.median(part) for part in zip(*samples, strict=True)), strict=True))
+    with published(scheduler, kv_events) as tell:
+        while len(samples) < num_steps:
+            memory.sum()
+            now += 0.02
+            marks = [time.thread_time()]
+            output = scheduler.schedule(now)
+            assert output is not None
+            marks.append(time.thread_time())
+            step = batch.build(output).step
+            marks.append(time.thread_time())
+            assert step_bytes(step) <= len(buffer)
+            pack_step(step, buffer)
+            marks.append(time.thread_time())
+            rows = len(step.logits_indices)
+            answer = StepOutput(step.step_id, np.full(rows, 5, np.int32), np.ones(rows, np.uint8))
+            marks.append(time.thread_time())
+            record(output, now)
+            marks.append(time.thread_time())
+            events = scheduler.update_from_output(output, applicable(answer), now + 0.01)
+            marks.append(time.thread_time())
+            frame = messages.events(events)
+            marks.append(time.thread_time())
+            tell()
+            marks.append(time.thread_time())
+            for one in reader.feed(frame):
+                num_events = sum(event.request_id >= 0 for event in messages.read_events(one))
+            marks.append(time.thread_time())
+            assert num_events == rows
+            if step.num_tokens == num_seqs == rows:
+                times = [(later - earlier) * 1e3 for earlier, later in pairwise(marks)]
+                samples.append([*times[:3], *times[4:]])  # the fourth is that of the simulated answer
+    return dict(zip(ALL, (statistics.median(part) for part in zip(*samples, strict=True)), strict=True))
 
 
-def measure(tree: Path, num_seqs: int) -> dict[str, float]:
+def measure(tree: Path, num_seqs: int, longest: int, kv_events: bool) -> dict[str, float]:
     """The same in a process that imports the packages of `tree`."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--measure", str(num_seqs)]
+    command = [sys.executable, str(Path(__file__).resolve()), "--measure", str(num_seqs), "--longest", str(longest)]
+    command += ["--kv-events"] * kv_events
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     result = subprocess.run(command, cwd=tree, env=environment, check=True, capture_output=True, text=True)
     return json.loads(result.stdout)
 
 
 def table(found: dict[str, list[dict[str, float]]]) -> str:
-    """Lines of Markdown: the median of each part over the rounds of each tree, and their sum."""
-    lines = ["| checkout | " + " | ".join((*PARTS, "sum")) + " |", "|---|" + "---:|" * (len(PARTS) + 1)]
+    """Lines of Markdown: the median of each part over the rounds of each tree, and the sum of the engine's."""
+    lines = ["| checkout | " + " | ".join((*PARTS, "sum", "read")) + " |", "|---|" + "---:|" * (len(ALL) + 1)]
     for name, rounds in found.items():
-        medians = [statistics.median(one[part] for one in rounds) for part in PARTS]
-        total = statistics.median(sum(one.values()) for one in rounds)
-        lines.append(f"| {name} | " + " | ".join(f"{value:.3f}" for value in (*medians, total)) + " |")
+        *medians, read = (statistics.median(one[part] for one in rounds) for part in ALL)
+        total = statistics.median(sum(one[part] for part in PARTS) for one in rounds)
+        lines.append(f"| {name} | " + " | ".join(f"{value:.3f}" for value in (*medians, total, read)) + " |")
     return "\n".join(lines)
 
 
@@ -104,20 +173,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, nargs="+", default=[8, 64, 256, 1000])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--longest", type=int, default=PROMPT, help="tokens of the first sequence's prompt")
     parser.add_argument("--tree", type=Path, action="append", default=[], help="another checkout to measure in turn")
+    parser.add_argument("--kv-events", action="store_true", help="measure with published KV events too")
     parser.add_argument("--json", type=Path, help="write every figure to this file")
     parser.add_argument("--measure", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure is not None:
-        print(json.dumps(milliseconds(arguments.measure)))
+        with tempfile.TemporaryDirectory() as folder:
+            address = f"ipc://{folder}/events" if arguments.kv_events else None
+            print(json.dumps(milliseconds(arguments.measure, arguments.longest, kv_events=address)))
         return
-    trees = {"this": ROOT, **{tree.name: tree.resolve() for tree in arguments.tree}}
+    trees = {
+        name: (tree, False) for name, tree in [("this", ROOT), *((one.name, one.resolve()) for one in arguments.tree)]
+    }
+    if arguments.kv_events:
+        trees |= {f"{name}, KV events": (tree, True) for name, (tree, _) in trees.items()}
     everything: dict[int, dict[str, list[dict[str, float]]]] = {}
     for num_seqs in arguments.sequences:
         found: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
         for _ in range(arguments.rounds):
-            for name, tree in trees.items():
-                found[name].append(measure(tree, num_seqs))
+            for name, (tree, kv_events) in trees.items():
+                found[name].append(measure(tree, num_seqs, arguments.longest, kv_events))
         everything[num_seqs] = found
         print(f"\n{num_seqs} sequences, processor milliseconds of one decode step\n\n{table(found)}", flush=True)
     if arguments.json is not None:

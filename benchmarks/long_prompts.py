@@ -92,7 +92,7 @@ def main() -> None:
         num_threads=arguments.threads,
         log_level="WARNING",
     )
-    executor = start_executor(config, inline=True, on_progress=lambda phase, share: None)
+    executor = start_executor(config, lambda *progress: None)
     try:
         print(
             "| prompt | chunks | idle gap p50, ms | beside the prompt p99 | / idle | worst | first token, s | whole |"

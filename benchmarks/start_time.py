@@ -4,8 +4,8 @@
 
 Everything after `--` goes to `serve`. The first start of each tree is not counted: it fills the page cache and, where
 sources are new, compiles the kernels. With `--compile` every start does, as the first one on a machine. Counted are the
-seconds until `/health` answers 200, and the processor seconds of all its processes until then, which say more where
-other programs use the same cores.
+seconds until `/health` answers 200, and of all its processes together the processor seconds until then, which say more
+where other programs use the same cores, and the memory that they hold then (each shared page once).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import tempfile
 import time
 import urllib.request
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -31,15 +32,24 @@ _LIMIT_S = 180.0
 _POLL_S = 0.02
 
 
-def start_once(tree: Path, model: Path, options: list[str], cache: str | None = None) -> tuple[float, float]:
-    """(seconds until ready, processor seconds until then) of one start. Raises `RuntimeError` if it ends before.
+class Start(NamedTuple):
+    """What one start took."""
+
+    wall_s: float
+    processor_s: float
+    memory_mib: float
+
+
+def start_once(tree: Path, model: Path, options: list[str], cache: str | None = None) -> Start:
+    """One start, until the server is ready. Raises `RuntimeError` if it ends before.
 
     `cache`: the directory of caches, in place of the user's.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [str(tree / ".venv/bin/oarlock"), "serve", str(model), "--port", str(port), *options]
-    environment = {**os.environ, "XDG_CACHE_HOME": cache} if cache else None
+    python = str(tree / ".venv/bin/python")
+    command = [python, "-P", "-m", "oarlock", "serve", str(model), "--port", str(port), *options]
+    environment = {**os.environ, "PYTHONPATH": str(tree), **({"XDG_CACHE_HOME": cache} if cache else {})}
     begun, silent = time.monotonic(), subprocess.DEVNULL
     with subprocess.Popen(command, cwd=tree, env=environment, stdout=silent, stderr=silent) as server:
         try:
@@ -47,8 +57,8 @@ def start_once(tree: Path, model: Path, options: list[str], cache: str | None = 
                 if server.poll() is not None or time.monotonic() - begun > _LIMIT_S:
                     raise RuntimeError(f"{' '.join(command)} was not ready after {time.monotonic() - begun:.0f} s")
                 time.sleep(_POLL_S)
-            seconds = time.monotonic() - begun
-            return seconds, processor_seconds(server.pid)
+            wall_s = time.monotonic() - begun
+            return Start(wall_s, processor_seconds(server.pid), memory_mib(server.pid))
         finally:
             server.send_signal(signal.SIGTERM)
 
@@ -63,9 +73,18 @@ def is_ready(port: int) -> bool:
 
 def processor_seconds(pid: int) -> float:
     """User and system time of a process and those it started, also those that have ended since."""
-    parent = psutil.Process(pid)
-    times = [process.cpu_times() for process in (parent, *parent.children(recursive=True))]
+    times = [process.cpu_times() for process in family(pid)]
     return sum(each.user + each.system + each.children_user + each.children_system for each in times)
+
+
+def memory_mib(pid: int) -> float:
+    """Resident memory of a process and those it started, with each shared page divided among those that share it."""
+    return sum(process.memory_full_info().pss for process in family(pid)) / (1 << 20)
+
+
+def family(pid: int) -> list[psutil.Process]:
+    parent = psutil.Process(pid)
+    return [parent, *parent.children(recursive=True)]
 
 
 def main(arguments: list[str]) -> int:
@@ -79,21 +98,23 @@ def main(arguments: list[str]) -> int:
     parsed = parser.parse_args(own)
     model = parsed.model or ensure(parsed.shape)
     trees = [*parsed.tree, ROOT]
-    found: dict[Path, list[tuple[float, float]]] = {tree: [] for tree in trees}
-    print("| round | checkout | ready, s | processor, s | load of the machine |\n|---|---|---|---|---|")
+    found: dict[Path, list[Start]] = {tree: [] for tree in trees}
+    print(f"| round | checkout | ready, s | processor, s | memory, MiB | load of the machine |\n{'|---' * 6}|")
     for number in range(parsed.rounds + 1):
         for tree in trees:
             with tempfile.TemporaryDirectory() as empty:
-                wall, processor = start_once(tree, model, options, empty if parsed.compile else None)
-            label = number or "not counted"
-            print(f"| {label} | {tree.name} | {wall:.2f} | {processor:.2f} | {os.getloadavg()[0]:.1f} |", flush=True)
+                start = start_once(tree, model, options, empty if parsed.compile else None)
+            cells = [str(number or "not counted"), tree.name, f"{start.wall_s:.2f}", f"{start.processor_s:.2f}"]
+            cells += [f"{start.memory_mib:.0f}", f"{os.getloadavg()[0]:.1f}"]
+            print(f"| {' | '.join(cells)} |", flush=True)
             if number:
-                found[tree].append((wall, processor))
-    for tree, pairs in found.items():
-        walls, processors = zip(*pairs, strict=True)
+                found[tree].append(start)
+    for tree, starts in found.items():
+        walls, processors, memory = zip(*starts, strict=True)
         print(
             f"{tree.name}: ready in {statistics.median(walls):.2f} s ({min(walls):.2f} to {max(walls):.2f}), "
-            f"processor {statistics.median(processors):.2f} s ({min(processors):.2f} to {max(processors):.2f})"
+            f"processor {statistics.median(processors):.2f} s ({min(processors):.2f} to {max(processors):.2f}), "
+            f"memory {statistics.median(memory):.0f} MiB"
         )
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -50,6 +51,28 @@ def start_oarlock(plan: Plan, name: str = "oarlock", checkout: Path = ROOT, rank
         env["OARLOCK_CPU_LEVEL"] = plan.level
     about = {"version": _commit(checkout), "dtype": _form(plan), "interface": "HTTP", "ranks": ranks}
     return Oarlock(name, "Oarlock", about, [*command, "--no-enable-prefix-caching"], env, checkout)
+
+
+def start_engine(plan: Plan) -> System:
+    """This checkout's engine with the same settings, and no server before it."""
+    settings = {
+        "model": str(plan.model),
+        "dtype": plan.dtype,
+        "device": "cpu",
+        "quantization": plan.quantization,
+        "num_threads": plan.threads,
+        "max_model_len": plan.max_tokens,
+        "max_num_seqs": plan.max_concurrency,
+        "enable_prefix_caching": False,
+        "log_level": "warning",
+    }
+    command = [sys.executable, "-P", "-m", "benchmarks.systems.engine_jobs", "--settings", json.dumps(settings)]
+    env = clean_environment(plan.threads, PYTHONPATH=str(ROOT))
+    del env["OMP_NUM_THREADS"]
+    if plan.level is not None:
+        env["OARLOCK_CPU_LEVEL"] = plan.level
+    about = {"version": _commit(ROOT), "dtype": _form(plan), "interface": "the engine's own"}
+    return JobSystem("engine", "Oarlock's engine alone", about, command, env, ROOT)
 
 
 def start_transformers(plan: Plan) -> System:
@@ -102,6 +125,7 @@ def start_vllm(plan: Plan) -> System:
 
 STARTS: dict[str, Callable[[Plan], System]] = {
     "oarlock": start_oarlock,
+    "engine": start_engine,
     "openvino": start_openvino,
     "llamacpp": start_llamacpp,
     "vllm": start_vllm,
@@ -110,15 +134,19 @@ STARTS: dict[str, Callable[[Plan], System]] = {
 
 
 # Those that round weights here: `vllm` and `transformers` need other checkpoints or libraries for it.
-ROUNDING = {"none": tuple(STARTS), "int8": ("oarlock", "openvino", "llamacpp"), "int4": ("oarlock", "llamacpp")}
+ROUNDING = {
+    "none": tuple(STARTS),
+    "int8": ("oarlock", "engine", "openvino", "llamacpp"),
+    "int4": ("oarlock", "engine", "llamacpp"),
+}
 # Those that can be held to the instructions of a level: OpenVINO chooses kernels by the processor whatever its oneDNN
 # may use, and with ONEDNN_MAX_CPU_ISA=AVX2 finds none for weights of 8 bits.
-LEVELS = {"avx2": ("oarlock", "llamacpp")}
+LEVELS = {"avx2": ("oarlock", "engine", "llamacpp")}
 
 
 def available() -> list[str]:
     """Ours, transformers, and every peer that is installed as pinned."""
-    return [name for name in STARTS if name in ("oarlock", "transformers") or installed(name)]
+    return [name for name in STARTS if name in ("oarlock", "engine", "transformers") or installed(name)]
 
 
 def _form(plan: Plan) -> str:

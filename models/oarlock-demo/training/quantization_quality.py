@@ -14,6 +14,7 @@ from demo_corpus import read_source, source_files, split_held_out
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from workers.attention.block_tables import BlockTables
 from workers.attention.forward_batch import ForwardBatch
 from workers.attention.kv_format import ROUNDED
 from workers.config import WorkerConfig
@@ -54,7 +55,7 @@ def scores(pieces: list[list[int]], quantization: str, kv_cache_dtype: str, dtyp
     total, count, best = 0.0, 0, []
     for piece in pieces:
         step = greedy_step([SequenceChunk(piece, 0, blocks)], BLOCK_SIZE, range(len(piece)), step_id=1)
-        batch = ForwardBatch.from_step(step, runner.device)
+        batch = ForwardBatch.from_step(step, BlockTables.of_step(step, runner.device))
         hidden = runner.model(batch, runner.kv, runner.backend, runner.backend.prepare(batch))
         logits = runner.model.compute_logits(hidden)  # [tokens, vocabulary]
         chosen = torch.log_softmax(logits[:-1], 1).gather(1, torch.tensor(piece[1:]).unsqueeze(1))
