@@ -1,0 +1,33 @@
+"""A wrong value in a manifest is one line of cause and one of fix, which docs/replicas.md shows."""
+
+import pytest
+
+from server.config.nodes import SECRET
+from server.entrypoints.cli import main
+from server.entrypoints.commands import serve
+from tests.kubernetes.manifests import ROOT
+
+GROUP = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "0", "LWS_LEADER_ADDRESS": "oarlock-0.oarlock"}
+
+
+def _not_started(*arguments, **options):
+    raise AssertionError("a wrong value is found before any process starts")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "status"),
+    [
+        (["--drain-timeout", "soon"], {}, 2),
+        ([], {"OARLOCK_PROT": "8000"}, 3),
+        ([], {"OARLOCK_API_KEY": ""}, 3),
+        (["--tensor-parallel-size", "2"], GROUP, 3),
+    ],
+)
+def test_the_log_says_what_is_wrong_and_what_to_do(arguments, environment, status, monkeypatch, capsys):
+    monkeypatch.setattr(serve, "engine_processes", _not_started)
+    monkeypatch.delenv(SECRET, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main(["serve", *arguments]) == status
+    cause, fix = (line.split(": ", 1)[1] for line in capsys.readouterr().err.splitlines())
+    assert f"`{cause}` / `{fix.split(';')[0]}" in (ROOT / "docs" / "replicas.md").read_text()

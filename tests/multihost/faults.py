@@ -1,0 +1,184 @@
+"""What can go wrong while two hosts serve one model: how it is done, how each host ends, and which cause they name.
+
+`test_faults.py` does every row to a real group while an answer is under way; `docs/scaling.md` shows the table.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from tests.multihost.group import Group
+from tests.multihost.hosts import INTERFACE
+from workers.errors import EXIT_RANK_DIED, EXIT_RANK_HUNG
+
+KILLED: Final = -signal.SIGKILL
+WITHIN_S: Final = 40.0  # at most, from the fault to the end of every process on both hosts
+STEP_TIMEOUT_S: Final = 60.0  # so that nothing but what watches the link ends a group
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`head` and `node`: the exit statuses that are right there. `cause`: a regular expression for the first cause, in
+    the logs of the hosts `says`. `shown` is an example of it, `advice` for the operator."""
+
+    what: str
+    do: Callable[[Group], object]
+    cause: str
+    shown: str
+    advice: str
+    head: tuple[int, ...] = (EXIT_RANK_DIED,)
+    node: tuple[int, ...] = (EXIT_RANK_DIED,)
+    says: tuple[str, ...] = ("head", "node1")
+    step_timeout_s: float = STEP_TIMEOUT_S
+    goes_on: Callable[[Group], object] | None = None  # for what was stopped: it ends as soon as it goes on
+    is_quick: bool = False  # whether it is part of `make test`
+
+
+def _pull(group: Group) -> None:
+    """The node's interface goes down, which the node itself sees and the head does not."""
+    with group.hosts.node.inside():
+        subprocess.run(["ip", "link", "set", INTERFACE, "down"], check=True)
+
+
+def _power_off(group: Group) -> None:
+    """Nothing of the node answers any more, not even its kernel."""
+    group.hosts.cut()
+    for process in group.node.processes():
+        process.kill()
+
+
+_ITS_LOG = "See that host's log, and its kernel's (`dmesg`) for a kill by lack of memory; start all hosts again."
+_NETWORK = "Check cable, switch and interface of the hosts named; start all again."
+
+FAULTS = (
+    Fault(
+        "a rank on a node is killed",
+        lambda group: group.node.ranks()[0].kill(),
+        cause=r"rank 1\b.*(SIGKILL|signal 9)",
+        shown="rank 1 failed at step 6: killed by signal 9 (on node 1 (box2, 10.0.0.2))",
+        advice=_ITS_LOG,
+        is_quick=True,
+    ),
+    Fault(
+        "a rank on the head is killed",
+        lambda group: group.head.ranks()[0].kill(),
+        cause=r"rank 0\b.*(SIGKILL|signal 9)",
+        shown="rank 0 failed at step 5: killed by signal 9",
+        advice=_ITS_LOG,
+    ),
+    Fault(
+        "the process of a node is killed",
+        lambda group: group.node.process.kill(),
+        node=(KILLED,),
+        cause=r"node 1\b",
+        shown="rank 1 failed at step 4: node 1 (box2, 10.0.0.2) has hung up",
+        says=("head",),
+        advice=_ITS_LOG,
+    ),
+    Fault(
+        "the head's engine is killed",
+        lambda group: group.head.engine().kill(),
+        cause=r"node 0\b",
+        shown="node 0 (box1, 10.0.0.1) has hung up",
+        says=("node1",),
+        advice=_ITS_LOG,
+    ),
+    Fault(
+        "the head's frontend is killed",
+        lambda group: group.head.process.kill(),
+        head=(KILLED,),
+        cause=r"node 0\b",
+        shown="node 0 (box1, 10.0.0.1) has hung up",
+        says=("node1",),
+        advice=_ITS_LOG,
+    ),
+    Fault(
+        "a rank on a node hangs",
+        lambda group: group.node.ranks()[0].suspend(),
+        head=(EXIT_RANK_HUNG,),
+        node=(EXIT_RANK_HUNG,),
+        cause=r"rank 1\b",
+        shown="rank 1 failed at step 4: no answer within 120 s",
+        step_timeout_s=3.0,
+        advice="The log has the stacks of the ranks; `--step-timeout` is how long a step may take.",
+    ),
+    Fault(
+        "the process of a node is stopped",
+        lambda group: group.node.send(signal.SIGSTOP),
+        node=(EXIT_RANK_DIED, EXIT_RANK_HUNG),
+        cause=r"node 1\b",
+        shown="rank 1 failed at step 6: node 1 (box2, 10.0.0.2) has said nothing for 5 s",
+        says=("head",),
+        goes_on=lambda group: group.node.send(signal.SIGCONT),
+        advice="Something stopped it, or the host had no memory or time for it; start all hosts again.",
+    ),
+    Fault(
+        "the head's engine is stopped",
+        lambda group: group.head.engine().suspend(),
+        head=(EXIT_RANK_HUNG,),
+        node=(EXIT_RANK_DIED, EXIT_RANK_HUNG),
+        cause=r"node 0\b",
+        shown="node 0 (box1, 10.0.0.1) has said nothing for 5 s",
+        step_timeout_s=3.0,
+        says=("node1",),
+        advice="As above.",
+    ),
+    Fault(
+        "the network between the hosts is cut",
+        lambda group: group.hosts.cut(),
+        cause=r"node [01]\b.*\d s",
+        shown="node 1 (box2, 10.0.0.2) has said nothing for 5 s",
+        advice=_NETWORK,
+    ),
+    Fault(
+        "nothing reaches the node, but the head hears it",
+        lambda group: group.hosts.cut("to_node"),
+        cause=r"node [01]\b",
+        shown="node 0 (box1, 10.0.0.1) has said nothing for 5 s",
+        advice=_NETWORK,
+    ),
+    Fault(
+        "nothing reaches the head, but the node hears it",
+        lambda group: group.hosts.cut("to_head"),
+        cause=r"node [01]\b",
+        shown="node 1 (box2, 10.0.0.2) has said nothing for 5 s",
+        advice=_NETWORK,
+    ),
+    Fault(
+        "the node's interface goes down",
+        _pull,
+        cause=r"node [01]\b",
+        shown="node 1 (box2, 10.0.0.2) has said nothing for 5 s",
+        advice=_NETWORK,
+    ),
+    Fault(
+        "a node loses its power",
+        _power_off,
+        node=(KILLED,),
+        cause=r"node 1\b.*\d s",
+        shown="node 1 (box2, 10.0.0.2) has said nothing for 5 s",
+        says=("head",),
+        advice="Start all hosts again when it is back.",
+    ),
+)
+
+
+def table() -> str:
+    """For readers: what happens, how each host ends, what is logged, what to do."""
+    lines = [
+        "| what happens | status of head, node | the cause in the log, for example | what to do |",
+        "|---|---|---|---|",
+    ]
+    for row in FAULTS:
+        statuses = ", ".join(" or ".join(_status(number) for number in found) for found in (row.head, row.node))
+        where = "" if len(row.says) == 2 else " (the head's log)" if row.says == ("head",) else " (the node's log)"
+        lines.append(f"| {row.what} | {statuses} | `{row.shown}`{where} | {row.advice} |")
+    return "\n".join(lines)
+
+
+def _status(number: int) -> str:
+    return "killed" if number == KILLED else str(number)

@@ -1,0 +1,182 @@
+"""`oarlock serve` on each of two hosts, as a user starts it there: one model, the same flags but for the host's number.
+
+with TwoHosts("relay") as hosts, Group(hosts, DEMO, "-tp", 2) as group:
+    group.head.text("import ")
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import secrets
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import httpx
+import psutil
+
+from tests.e2e.running import READY_WITHIN_S, RunningServer, alive, eventually, free_port
+from tests.multihost.hosts import Host, Hosts
+
+Flags = tuple[str | int | Path, ...]
+AnyHosts = TypeVar("AnyHosts", bound=Hosts)
+
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_the_tests() -> None:
+    """A test run that is killed leaves no servers; it must not be called from a thread that ends earlier."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class Inside(httpx.HTTPTransport):
+    """Connections that are made on a host."""
+
+    def __init__(self, host: Host) -> None:
+        super().__init__()
+        self._host = host
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        with self._host.inside():
+            return super().handle_request(request)
+
+
+class HostServer(RunningServer):
+    """A server on one host, asked from there."""
+
+    def __init__(self, host: Host, model: str | Path, *flags: str | int | Path, env: dict[str, str] | None = None):
+        self.host = host
+        with host.inside():
+            super().__init__(model, *flags, env=env, at_start=_end_with_the_tests)
+        self.client = httpx.Client(base_url=self.url, timeout=60, transport=Inside(host))
+
+    def ranks(self) -> list[psutil.Process]:
+        """Its ranks, in order."""
+        found = [process for process in self.processes() if "workers.worker.worker_process" in _command(process)]
+        return sorted(found, key=lambda process: process.create_time())
+
+    def engine(self) -> psutil.Process:
+        """The engine's process, which only the head has."""
+        (found,) = (process for process in self.processes() if "engine.core" in _command(process))
+        return found
+
+
+def _command(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
+class Group(Generic[AnyHosts]):
+    """Use as a context manager, which waits until the head is ready; leaving it ends whatever still runs.
+
+    `head_flags` and `head_env` are for the head only; `node_flags`, `node_env` and `node_model`, where it is another
+    one, for the other nodes. A variable of value None is left out.
+    """
+
+    def __init__(
+        self,
+        hosts: AnyHosts,
+        model: str | Path,
+        *flags: str | int | Path,
+        head_flags: Flags = (),
+        node_flags: Flags = (),
+        head_env: dict[str, Any] | None = None,
+        node_env: dict[str, Any] | None = None,
+        node_model: str | Path | None = None,
+    ) -> None:
+        self.hosts = hosts
+        with hosts.head.inside():
+            self.port = free_port()
+        self.secret = secrets.token_hex(32)
+        self._starts: dict[str, Callable[[], HostServer]] = {}
+        of_head, of_node = (model, head_flags, head_env), (node_model or model, node_flags, node_env)
+        for number, host in enumerate(hosts.hosts):
+            own_model, own_flags, own_env = of_node if number else of_head
+            usual: dict[str, Any] = {
+                "--nnodes": len(hosts.hosts),
+                "--node-rank": number,
+                "--master-addr": hosts.head.address,
+            }
+            usual |= {"--master-port": self.port, "--cpu-affinity": "none"}
+            if hosts.kind == "loopback":
+                usual |= {"--node-interface": host.address}
+            given = (*flags, *own_flags)
+            words = [word for name, value in usual.items() if name not in given for word in (name, value)]
+            changes = {"OARLOCK_NODE_SECRET": self.secret} | (own_env or {})
+            env = {name: value for name, value in changes.items() if value is not None}
+            self._starts[host.name] = functools.partial(HostServer, host, own_model, *words, *given, env=env)
+        self.servers: list[HostServer] = []
+
+    def start_head(self) -> HostServer:
+        self.head = self._start("head")
+        return self.head
+
+    def start_node(self) -> HostServer:
+        self.node = self._start("node1")
+        return self.node
+
+    def on(self, name: str) -> HostServer:
+        """The server of a host."""
+        (server,) = (server for server in self.servers if server.host.name == name)
+        return server
+
+    def _start(self, name: str) -> HostServer:
+        server = self._starts[name]()
+        self.servers.append(server)
+        return server
+
+    def __enter__(self) -> Group:
+        try:
+            self.start_head()
+            self.start_node()
+            for host in self.hosts.hosts[2:]:
+                self._start(host.name)
+            return self.wait_ready()
+        except BaseException:
+            self.kill_all()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        self.kill_all()
+
+    def wait_ready(self, within_s: float = READY_WITHIN_S) -> Group:
+        """Until the head's /health says 200; fails with the logs when either ends instead."""
+        try:
+            self.head.wait_ready(within_s)
+            for server in self.servers:
+                server.processes()
+                assert server.process.poll() is None, f"{server.host.name} has left"
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.logs}") from None
+        return self
+
+    @property
+    def logs(self) -> str:
+        return "\n".join(f"--- {server.host.name}\n{server.log}" for server in self.servers)
+
+    def statuses(self, within_s: float) -> list[int]:
+        """How head and nodes left; fails when one of them, or a process below it, still runs after that time."""
+        for server in self.servers:
+            server.processes()
+
+        def ended() -> bool:
+            polled = [server.process.poll() for server in self.servers]
+            return None not in polled and not any(server.left_behind() for server in self.servers)
+
+        try:
+            eventually(ended, within_s, "everything has ended on all hosts")
+        except AssertionError as error:
+            left = [f"{process.pid} {_command(process)}" for process in self._living()]
+            raise AssertionError(f"{error}; left: {left}\n{self.logs}") from None
+        return [server.process.returncode for server in self.servers]
+
+    def _living(self) -> list[psutil.Process]:
+        return [process for server in self.servers for process in server.processes() if alive(process)]
+
+    def kill_all(self) -> None:
+        for server in self.servers:
+            server.kill_all()

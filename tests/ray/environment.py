@@ -1,0 +1,31 @@
+"""The environment of Ray, which is not the server's own. Made once, and kept while its pins stay the same."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.clients.environments import bare_python
+
+PINS = Path(__file__).with_name("pins.txt")
+DIRECTORY = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "oarlock" / "ray"
+
+
+def prepare() -> Path:
+    """The interpreter of the environment; installs exactly the pins where they have changed."""
+    python = DIRECTORY / "bin" / "python"
+    stamp = DIRECTORY / "made-from"
+    wanted = f"{sys.version}\n{hashlib.sha256(PINS.read_bytes()).hexdigest()}\n"
+    if stamp.is_file() and stamp.read_text() == wanted:
+        return python
+    print(f"==> installing Ray into {DIRECTORY}", flush=True)
+    shutil.rmtree(DIRECTORY, ignore_errors=True)
+    bare_python(DIRECTORY)
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "-qq", "--no-deps"]
+    subprocess.run([*pip, "-r", PINS], check=True)
+    stamp.write_text(wanted)
+    return python

@@ -1,0 +1,75 @@
+"""What the way through the proxy refuses, changes and costs."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+
+import openai
+
+from tests.ray.cluster import MODEL, SLOTS, Cluster, command
+from tests.ray.traffic import LONG, Streams, client, prompt
+from tests.ray.trial import FAST, PLAIN, expected_of, trial
+from tests.ray.wire import check
+
+
+@trial
+def wire(cluster: Cluster) -> tuple[str, str, str]:
+    number = asyncio.run(check())
+    done = f"{number} answers and requests that are hard to forward, without Ray"
+    return done, "what is whole arrives unchanged; what breaks off ends in an error", "0"
+
+
+@trial
+def full_queue(cluster: Cluster) -> tuple[str, str, str]:
+    tight = command("--max-num-seqs", 1, "--max-waiting-requests", 1)
+    cluster.deploy(cluster.config(tight, num_replicas=1, max_ongoing_requests=20, **FAST))
+    replica = cluster.running(1)[0]
+    expected = expected_of(replica, LONG)
+    ends = Streams(cluster.url, 8, expected).finish()
+    assert set(ends.errors) == {"429 queue_full"} and ends.whole + len(ends.errors) == 8 and ends.whole >= 2, str(ends)
+    cluster.deploy(cluster.config(tight, num_replicas=1, max_ongoing_requests=1, max_queued_requests=1, **FAST))
+    cluster.running(1)
+    proxy = Streams(cluster.url, 8, expected).finish()
+    assert set(proxy.errors) == {"429 queue_full"} and proxy.whole + len(proxy.errors) == 8 and proxy.whole, str(proxy)
+    followed = (
+        f"engine full: {len(ends.errors)} times its 429; proxy full: {len(proxy.errors)} times a 429 of the same shape"
+    )
+    return "8 streams at once where 2 fit", f"{followed}; all others whole", "0"
+
+
+@trial
+def overhead(cluster: Cluster) -> tuple[str, str, str]:
+    """Not a fault: what the way through the proxy costs. The same requests, in turns."""
+    cluster.deploy(cluster.config(PLAIN, num_replicas=1, **FAST))
+    direct = cluster.running(1)[0].url
+    ways = {"directly": direct, "through the proxy": cluster.url}
+    firsts: dict[str, list[float]] = {way: [] for way in ways}
+    rates: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(9):
+        for way, url in ways.items():
+            firsts[way].append(asyncio.run(first_and_rate(url, 1, 20))[0])
+            rates[way].append(asyncio.run(first_and_rate(url, SLOTS, 200))[1])
+    medians = {way: (statistics.median(firsts[way]) * 1000, statistics.median(rates[way])) for way in ways}
+    shown = [f"{first:.1f} ms to the first token, {rate:.0f} tokens/s {way}" for way, (first, rate) in medians.items()]
+    return f"1 and {SLOTS} streams of the demo model, medians of 9 turns", "; ".join(shown), "0"
+
+
+async def first_and_rate(url: str, streams: int, tokens: int) -> tuple[float, float]:
+    """Seconds to the first token of the first stream, and tokens per second of all together."""
+    first = 0.0
+
+    async def one_stream(one: openai.AsyncOpenAI, number: int) -> None:
+        nonlocal first
+        answer = await one.completions.create(
+            model=MODEL, prompt=prompt(number), max_tokens=tokens, stream=True, extra_body={"ignore_eos": True}
+        )
+        async for _ in answer:
+            first = first or time.monotonic() - began
+
+    async with client(url) as one:
+        await one.models.list()  # opens a connection
+        began = time.monotonic()
+        await asyncio.gather(*(one_stream(one, number) for number in range(streams)))
+        return first, streams * tokens / (time.monotonic() - began)

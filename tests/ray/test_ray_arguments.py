@@ -1,0 +1,111 @@
+"""What the Ray application makes of its YAML, without Ray: the file of the repository, and every mistake in `args`."""
+
+import ast
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from oarlock_ray import arguments
+from oarlock_ray.arguments import ArgumentError
+
+from tests.e2e.running import ROOT
+
+FOLDER = ROOT / "configs" / "ray"
+CONFIG = yaml.safe_load((FOLDER / "oarlock.yaml").read_text())
+APPLICATION = CONFIG["applications"][0]
+HERE = str(Path(sys.executable).with_name("oarlock"))
+
+
+def read(flags="--device cpu", **more):
+    return arguments.read({"command": f"{HERE} serve models/oarlock-demo {flags}", **more})
+
+
+def test_the_yaml_of_the_repository_is_a_replica_of_two_gpus():
+    command = APPLICATION["args"]["command"]
+    replica = arguments.read({"command": command.replace("oarlock", HERE, 1)})
+    assert (replica.num_gpus, replica.num_cpus, replica.slots) == (2, 2, 256)
+    assert replica.max_ongoing_requests == 320
+    assert list(replica.command[1:]) == command.split()[1:]
+
+
+def test_the_yaml_names_what_is_there():
+    module, name = APPLICATION["import_path"].split(":")
+    source = ast.parse((FOLDER / f"{module.replace('.', '/')}.py").read_text())  # importing it would import Ray
+    assert name in [node.name for node in source.body if isinstance(node, ast.FunctionDef)]
+    deployment = APPLICATION["deployments"][0]
+    assert f'name="{deployment["name"]}"' in (FOLDER / "oarlock_ray" / "app.py").read_text()
+    policy = deployment["autoscaling_config"]["policy"]
+    module, name = policy["policy_function"].split(":")
+    getattr(importlib.import_module(module), name)(**policy["policy_kwargs"])
+
+
+def test_the_page_names_what_is_there():
+    page = (ROOT / "docs" / "replicas.md").read_text()
+    module, name = re.search(r"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=([\w.]+)\.(\w+)", page).groups()
+    assert len(getattr(importlib.import_module(module), name)()) == 1
+    assert "PYTHONPATH=$PWD/configs/ray" in page and "configs/ray/oarlock.yaml" in page
+
+
+def test_the_pins_of_the_tests_are_the_version_of_the_requirements():
+    wanted = re.search(r"^ray\[serve\]==(\S+)$", (FOLDER / "requirements.txt").read_text(), re.MULTILINE)[1]
+    assert f"\nray=={wanted}\n" in (ROOT / "tests" / "ray" / "pins.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "cpus", "gpus", "slots"),
+    [
+        ("--device cpu", 1, 0, 64),
+        ("--device cpu --tensor-parallel-size 2 --num-threads 3 --max-num-seqs 8", 6, 0, 8),
+        ("--device cuda --tensor-parallel-size 2 --pipeline-parallel-size 2 --num-threads 3", 4, 4, 64),
+    ],
+)
+def test_a_replica_takes_what_its_ranks_need(flags, cpus, gpus, slots):
+    replica = read(flags)
+    assert (replica.num_cpus, replica.num_gpus, replica.slots) == (cpus, gpus, slots)
+
+
+@pytest.mark.parametrize(
+    ("given", "cause", "fix"),
+    [
+        ({"comand": "oarlock serve"}, "args has an unknown key: comand.", "There is only `command`"),
+        ({}, "args.command is not a command line.", "For example"),
+        ({"command": ["oarlock", "serve"]}, "args.command is not a command line.", "For example"),
+        ({"command": "oarlock 'serve"}, "args.command cannot be split: No closing quotation.", "quotation mark"),
+        ({"command": "oarlock bench"}, "does not begin with `oarlock serve`: oarlock bench", "For example"),
+        ({"command": "oarlock serve --port=1"}, "--port=1, which each replica sets for itself", "http_options"),
+        ({"command": "nowhere/oarlock serve"}, "nowhere/oarlock cannot be run: No such file", "absolute path"),
+        ({"command": f"{HERE} serve --max-num-seqs 0"}, "--max-num-seqs is 0", "For example: --max-num-seqs 32"),
+        ({"command": f"{HERE} serve --tensor-paralel-size 2"}, "Unknown flag", "Did you mean --tensor-parallel-size?"),
+        ({"command": f"{HERE} serve"}, "leaves the device open", "--device cpu"),
+    ],
+)
+def test_a_mistake_is_one_line_of_cause_and_one_of_fix(given, cause, fix):
+    with pytest.raises(ArgumentError) as caught:
+        arguments.read(given)
+    first, second = str(caught.value).splitlines()
+    assert first.startswith("error: ") and cause in first
+    assert second.startswith("fix: ") and fix in second
+
+
+def test_a_model_of_several_hosts_is_refused():
+    settings = dict.fromkeys(("device", "nnodes"), "cpu") | {"nnodes": "2"}
+    with pytest.raises(ArgumentError, match="placed on one node"):
+        arguments.describe(("oarlock", "serve"), settings)
+
+
+@pytest.mark.parametrize(
+    ("printed", "error"),
+    [
+        ("a line\nerror: No memory.\nfix: Buy some.\nlast", ("No memory.", "Buy some.")),
+        (
+            "a line\nlast one\n",
+            ("It ended. Its last line: last one", "The log of the replica has all that it printed."),
+        ),
+        ("", ("It ended.", "The log of the replica has all that it printed.")),
+    ],
+)
+def test_the_last_error_is_what_the_server_printed(printed, error):
+    assert arguments.last_error(printed, "It ended.") == error

@@ -1,0 +1,57 @@
+"""What a trial is, and the replicas that most of them begin with."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from tests.ray.cluster import SLOTS, Cluster, Replica, command, eventually
+from tests.ray.traffic import LONG, Streams, texts
+
+FAST = {"graceful_shutdown_wait_loop_s": 0.2, "health_check_period_s": 1}
+PLAIN = command("--max-num-seqs", SLOTS)
+TRIALS: dict[str, Callable[[Cluster], tuple[str, str, str]]] = {}
+
+
+def trial(function: Callable[[Cluster], tuple[str, str, str]]) -> Callable[[Cluster], tuple[str, str, str]]:
+    """A trial returns what was done, what followed, and the requests lost. Anything else is an AssertionError."""
+    TRIALS[function.__name__.replace("_", "-")] = function
+    return function
+
+
+def two_replicas(cluster: Cluster, serve: str = PLAIN, **options: object) -> list[Replica]:
+    """Two that run, and that the proxy sends requests to: it hears of a new one a moment after the status does."""
+    cluster.deploy(cluster.config(serve, num_replicas=2, **FAST | options))
+    replicas = cluster.running(2)
+    before = [replica.accepted() for replica in replicas]
+
+    def both_answer() -> bool:
+        asyncio.run(texts(cluster.url, 8))  # four at once
+        return all(replica.accepted() > number for replica, number in zip(replicas, before, strict=True))
+
+    eventually(both_answer, "the proxy sends requests to both")
+    return replicas
+
+
+def expected_of(replica: Replica, tokens: int) -> dict[str, str]:
+    return asyncio.run(texts(replica.url, tokens))
+
+
+def streams_on_both(cluster: Cluster, replicas: list[Replica]) -> tuple[Streams, list[int]]:
+    """Eight streams that have all begun, and how many each replica has."""
+    streams = Streams(cluster.url, 8, expected_of(replicas[0], LONG))
+    eventually(lambda: streams.ends.begun == 8, "all streams have begun")
+    counts = [replica.running() for replica in replicas]
+    assert sum(counts) == 8 and all(counts), f"streams of the replicas: {counts}"
+    return streams, counts
+
+
+def failed(cluster: Cluster) -> str:
+    """What `serve status` says once the application has failed."""
+
+    def message() -> str | None:
+        status = cluster.status()
+        texts = [status.get("message", ""), *(one["message"] for one in status.get("deployments", {}).values())]
+        return "\n".join(texts) if status.get("status") == "DEPLOY_FAILED" else None
+
+    return eventually(message, "the application has failed")
