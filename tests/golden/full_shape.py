@@ -4,8 +4,8 @@
     python -m tests.golden.full_shape --print    # only prints it
     python -m tests.golden.full_shape --quick    # the same on a model of a second, to try the script
 
-transformers' side, float64 included, is kept beside the checkpoint and made again only when the weights or transformers
-change. Exits with 1 unless the bound is met. Needs about 6 GB of memory.
+transformers' side, float64 included, is kept beside the checkpoint and made again only when the weights,
+transformers or our sources change. Exits with 1 unless the bound is met. Needs about 6 GB of memory.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from benchmarks.checkpoint import ensure, prompts
 from tests.house.documents import filled
 from tests.house.rules import ROOT
 from workers.config import WorkerConfig
+from workers.fingerprint import sources
 from workers.models.registry import read_spec
 from workers.preflight import preflight, this_cpu
 from workers.verify.compare import Comparison, compare, compare_tokens
@@ -43,6 +44,7 @@ def reference(model: Path, what: str, request: Request) -> Path:
     weights = (model / "model.safetensors").stat()
     made_of = {"request": asdict(request), "weights": [weights.st_size, weights.st_mtime_ns]}
     made_of["versions"] = [version("torch"), version("transformers")]
+    made_of["sources"] = sources()  # which tensors there are, and the files they lie in
     key = folder / "made_of.json"
     if not key.is_file() or json.loads(key.read_text()) != made_of:
         shutil.rmtree(folder, ignore_errors=True)

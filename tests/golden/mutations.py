@@ -62,33 +62,33 @@ def kv_heads_stored_repeated(patch: MonkeyPatch) -> None:
 
 def _with_attention(patch: MonkeyPatch, change: Callable[..., Any]) -> None:
     """Attend with another `AttentionSpec`."""
-    attend_one = reference._attend_one
-    patch.setattr(reference, "_attend_one", lambda q, k, v, layer: attend_one(q, k, v, change(layer)))
+    attend_one = reference.attend_one
+    patch.setattr(reference, "attend_one", lambda q, k, v, layer: attend_one(q, k, v, change(layer)))
 
 
 def mask_by_zero_times_infinity(patch: MonkeyPatch) -> None:
     def masked_fill(scores: Tensor, hidden: Tensor, value: float) -> Tensor:
         return scores + hidden.float() * value  # 0 * -inf is NaN
 
-    original = reference._attend_one
+    original = reference.attend_one
 
     def attend_one(*arguments: Any) -> Tensor:
         with MonkeyPatch.context() as inner:
             inner.setattr(Tensor, "masked_fill", masked_fill)
             return original(*arguments)
 
-    patch.setattr(reference, "_attend_one", attend_one)
+    patch.setattr(reference, "attend_one", attend_one)
 
 
 def future_visible(patch: MonkeyPatch) -> None:
-    attend_one = reference._attend_one
+    attend_one = reference.attend_one
 
     def patched(q: Tensor, k: Tensor, v: Tensor, layer: Any) -> Tensor:
         ahead = torch.cat((q, torch.zeros_like(q[:1])))  # every query one place further on
         longer = [torch.cat((x, x[-1:])) for x in (k, v)]
         return attend_one(ahead, *longer, layer)[1:]
 
-    patch.setattr(reference, "_attend_one", patched)
+    patch.setattr(reference, "attend_one", patched)
 
 
 def window_one_too_long(patch: MonkeyPatch) -> None:
@@ -203,14 +203,14 @@ def partitioned_kv_heads_shifted(patch: MonkeyPatch) -> None:
 
 def query_heads_read_kv_heads_in_turn(patch: MonkeyPatch) -> None:
     """Head h reads h % K, not h // (H / K)."""
-    attend_one = reference._attend_one
+    attend_one = reference.attend_one
 
     def patched(q: Tensor, k: Tensor, v: Tensor, layer: Any) -> Tensor:
         times = layer.num_heads // layer.num_kv_heads
         each = replace(layer, num_kv_heads=layer.num_heads)
         return attend_one(q, k.repeat(1, times, 1), v.repeat(1, times, 1), each)
 
-    patch.setattr(reference, "_attend_one", patched)
+    patch.setattr(reference, "attend_one", patched)
 
 
 # -- rotation

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from workers.attention.backend import AttentionBackend, KVSpec
+from workers.attention.block_tables import BlockTables
 from workers.attention.forward_batch import ForwardBatch
 from workers.attention.reference import ReferenceBackend
 from workers.distributed.parallel_state import TensorParallel
@@ -121,7 +122,7 @@ class PagedRun:
     def step(self, work: dict[int, Sequence[int]]) -> dict[int, Tensor]:
         """Feed each sequence its next tokens -> the logits of all of them, whole vocabulary: float32 [n, vocab]."""
         step = self._metadata(work)
-        batch = ForwardBatch.from_step(step, torch.device("cpu"))
+        batch = ForwardBatch.from_step(step, BlockTables.of_step(step, torch.device("cpu")))
         hidden = self.decoder(batch, self.pages, self.backend, self.backend.prepare(batch))
         local = self.decoder.compute_logits(hidden)[: step.num_tokens]  # [T, vocab_local]
         gathered = self.decoder.place.tp.all_gather(local)  # [ranks, T, vocab_local]

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.golden.device_products import INTERPRETED, use_device_products
 from tests.golden.exact_reference import ExactReference
 from tests.golden.gguf_writer import KindOf, all_of, q4_k_m, write_gguf
 from tests.golden.paged_run import PagedRun, load_decoder, on_ranks
@@ -202,6 +203,22 @@ def test_logits_are_those_of_the_files_numbers_at_every_number_of_ranks(
     assert distance < 0.05, f"{distance:.3f}"
     for size in SIZES[1:]:
         assert torch.equal(logits(folder, size), ours), f"other bits with {size} ranks"
+
+
+@INTERPRETED
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("qwen2-mix-tied", 1)] + [pytest.param(name, size, marks=pytest.mark.soak) for name in CASES for size in SIZES],
+)
+def test_logits_are_those_of_the_files_numbers_on_devices(
+    model_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str, size: int
+) -> None:
+    """There inputs are not rounded: what differs is the rounding of scales to float16."""
+    folder = model_of(name)
+    truth, _ = ExactReference(folder / "meaning", TOKENS).logits
+    use_device_products(monkeypatch)
+    distance = (logits(folder, size).double() - truth).pow(2).mean().sqrt() / truth.pow(2).mean().sqrt()
+    assert distance < 2e-3, f"{distance:.5f}"
 
 
 def test_a_wrong_scale_shows_in_the_logits(model_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,17 +5,21 @@ from tests.parallel.direct_engine import DirectEngine
 Several engines may use one loaded executor, one after the other, each with its own limits, KV blocks and prefix cache.
 """
 
+import select
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from engine.config import EngineConfig
+import numpy as np
+
+from engine.config import EngineConfig, SpeculativeConfig
 from engine.core.engine_core import EngineCore
 from engine.scheduler.sequence import GrammarMatcherProtocol
 from engine.types import Request, TokenEvent, TokenLogprobs
 from workers.config import WorkerInfo
 from workers.executor import Executor
-from workers.protocol import FillMasks, StepMetadata, StepOutput
+from workers.protocol import StepMetadata, StepOutput
 
 
 @dataclass
@@ -35,14 +39,22 @@ class _LimitedExecutor:
         self._executor = executor
         self.info = info
         self.rank_pids = executor.rank_pids
+        self.step_times_ns = ()
+        self.kv_reports = executor.kv_reports
         self.max_in_flight = executor.max_in_flight
         self.best_in_flight = executor.best_in_flight
+        self.num_refused = 0  # steps, for lack of memory
 
-    def submit(self, step: StepMetadata, fill_masks: FillMasks | None = None) -> None:
-        self._executor.submit(step, fill_masks)
+    def submit(self, step: StepMetadata, *, masks_follow: bool = False) -> None:
+        self._executor.submit(step, masks_follow=masks_follow)
+
+    def send_masks(self, bits: np.ndarray) -> None:
+        self._executor.send_masks(bits)
 
     def collect(self) -> StepOutput:
-        return self._executor.collect()
+        output = self._executor.collect()
+        self.num_refused += output.out_of_memory
+        return output
 
 
 class DirectEngine:
@@ -57,22 +69,34 @@ class DirectEngine:
         num_blocks: int | None = None,
         info: WorkerInfo | None = None,
         enable_prefix_caching: bool = False,
-        pipeline_depth: int = 1,
+        pipeline_depth: int | None = 1,
+        speculative: SpeculativeConfig | None = None,
     ) -> None:
         worker = executor.config
         if max_num_seqs is not None:
             worker = worker.with_(max_num_seqs=max_num_seqs)
         if max_num_batched_tokens is not None:
             worker = worker.with_(max_num_batched_tokens=max_num_batched_tokens)
-        config = EngineConfig(worker, enable_prefix_caching=enable_prefix_caching, pipeline_depth=pipeline_depth)
+        config = EngineConfig(
+            worker,
+            enable_prefix_caching=enable_prefix_caching,
+            pipeline_depth=pipeline_depth,
+            speculative=speculative,
+        )
         info = info or replace(executor.info, num_blocks=num_blocks or executor.info.num_blocks)
         self.now = 0.0
         self.num_steps = 0
         self.num_ahead = 0  # steps that began while another was in flight
         self.num_cached_tokens = 0
         self.most_blocks_held = 0
-        self._engine_core = EngineCore(config, _LimitedExecutor(executor, info), lambda: self.now)
+        self._executor = _LimitedExecutor(executor, info)
+        self._engine_core = EngineCore(config, self._executor, lambda: self.now)
         self.scheduler = self._engine_core.scheduler
+
+    @property
+    def num_refused(self) -> int:
+        """Steps for which the ranks had not enough memory."""
+        return self._executor.num_refused
 
     def run(
         self,
@@ -96,10 +120,23 @@ class DirectEngine:
             step += 1
         return answers
 
+    def run_until(self, condition: Callable[[], bool]) -> None:
+        """Go on without requests, as long as what ranks do beside steps takes."""
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline, "it does not come"
+            self._step({})
+            time.sleep(0.001)
+
     def _step(self, answers: dict[int, Answer]) -> None:
         self.now += 0.01
         num_in_flight = self._engine_core.num_in_flight
+        self._engine_core.receive_reports()
         output = self._engine_core.begin()
+        if output is None and not num_in_flight and self.scheduler.num_loading:
+            assert self._executor.kv_reports is not None
+            assert select.select([self._executor.kv_reports], [], [], 60)[0], "files are not read"
+            self.now -= 0.01
         self.most_blocks_held = max(self.most_blocks_held, self.scheduler.kv_cache_manager.num_held)
         events = self._engine_core.take_events()
         if output is not None:

@@ -1,6 +1,6 @@
 """Batch invariance: a request's tokens and logprobs have the same bits whatever else the engine computes.
 
-Up to 200 prompts on the demo model through the real scheduler, step builder and ranks, in every regime that cuts or
+Up to 80 prompts on the demo model through the real scheduler, step builder and ranks, in every regime that cuts or
 mixes steps otherwise. Reference: each request alone.
 """
 
@@ -15,6 +15,8 @@ from tokenizers import Tokenizer
 from engine.sampling_params import SamplingParams
 from engine.types import Request
 from tests.parallel.direct_engine import Answer, DirectEngine
+from tests.parallel.rank_threads import ThreadExecutor
+from workers.attention.kv_format import ROUNDED
 from workers.config import WorkerConfig
 from workers.executor import Executor, start_executor
 from workers.preflight import this_cpu
@@ -23,10 +25,13 @@ DEMO = Path(__file__).resolve().parents[2] / "models" / "oarlock-demo"
 SHARED = "Q: What does os.getcwd do?\nA: Return a string representing the current working directory.\n\nQ: "
 # Where bfloat16 is emulated, which is not what is served there by default, a token takes ten times as long.
 NUMBERS = [("bfloat16", "auto"), ("float32", "auto"), ("bfloat16", "int8"), ("float32", "fp8")]  # and of the KV cache
-COUNTS = {"bfloat16": 200 if this_cpu().multiplies("bfloat16") else 40, "float32": 200}
+PARAMETERS = [pytest.param(each, id=" ".join(each)) for each in NUMBERS[:3]]
+PARAMETERS.append(pytest.param(NUMBERS[3], id=" ".join(NUMBERS[3]), marks=pytest.mark.soak))
+COUNTS = {"bfloat16": 80 if this_cpu().multiplies("bfloat16") else 40, "float32": 80}
 
 
 def start(dtype: str, size: int = 1, cache: str = "auto") -> Executor:
+    """Two ranks are processes; with KV memory in 8 bits they are threads, which start sooner."""
     config = WorkerConfig(
         str(DEMO),
         device="cpu",
@@ -40,7 +45,9 @@ def start(dtype: str, size: int = 1, cache: str = "auto") -> Executor:
         kv_cache_dtype=cache,
         num_threads=1,
     )
-    return start_executor(config, inline=True, on_progress=lambda phase, fraction: None)
+    if size == 1 or cache in ROUNDED:
+        return ThreadExecutor(config)
+    return start_executor(config, lambda phase, fraction: None)
 
 
 def make_requests(count: int) -> list[Request]:
@@ -64,7 +71,7 @@ def make_requests(count: int) -> list[Request]:
     return requests
 
 
-@pytest.fixture(scope="module", params=NUMBERS, ids=" ".join)
+@pytest.fixture(scope="module", params=PARAMETERS)
 def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
     dtype, cache = request.param
     started = start(dtype, cache=cache)

@@ -18,51 +18,56 @@ BUFFER_BYTES = 4096  # small, so that long tensors go through in pieces
 
 CHILD = """
 import hashlib, json, sys, torch
-from workers.distributed.parallel_state import init_distributed
+from workers.distributed.parallel_state import TensorParallel
+from workers.distributed.rank_groups import join_groups
 from workers.distributed.rendezvous import RendezvousInfo
 from workers.distributed.tree_sum import tree_sum
 torch.set_num_threads(1)
 arguments = json.loads(sys.argv[1])
-form = arguments.pop("form")
+forms = arguments.pop("forms")
 info = RendezvousInfo(**arguments, buffer_bytes=4096, timeout_s=60, shares_cores=arguments["size"] > 2)
-tp = init_distributed(info, torch.device("cpu"), shared_memory=form != "gloo")
-def all_reduce(x):
+groups = join_groups(info, torch.device("cpu"))
+shared = groups.tp
+tp_of = {"python": shared, "kernels": shared, "gloo": TensorParallel(info.rank, info.size)}
+def all_reduce(form, x):
     if form != "kernels" or x.dtype != torch.float32:
-        return tp.all_reduce(x)
+        return tp_of[form].all_reduce(x)
     from workers.kernels.cpu.collective import ALL_CAME, all_reduce_of
     from workers.kernels.cpu.library import library
-    group = tp.group_for_kernels
+    group = shared.group_for_kernels
     assert all_reduce_of(library())(group.address, x.data_ptr(), x.numel()) == ALL_CAME
     return x
-digests = []
-for dtype in (torch.float32, torch.bfloat16, torch.float16):
-    for shape in ((1,), (2, 896), (3, 7, 5), (64, 896)):
-        generator = torch.Generator().manual_seed(100 * info.rank + len(shape))
-        x = torch.randn(shape, generator=generator).to(dtype)
-        total = all_reduce(x.clone())
-        peers = [
-            torch.randn(shape, generator=torch.Generator().manual_seed(100 * r + len(shape))).to(dtype)
-            for r in range(info.size)
-        ]
-        gathered = tp.all_gather(x)
-        assert torch.equal(gathered, torch.stack(peers)), "gather"
-        exact = torch.stack(peers).double().sum(0)
-        error = (total.double() - exact).abs().max().item()
-        scale = sum(p.double().abs() for p in peers).max().item()
-        assert error <= info.size * torch.finfo(dtype).eps * scale, (dtype, shape, error)
-        if dtype == torch.float32:
-            assert torch.equal(total, tree_sum(peers)), "tree"
-        digests.append(hashlib.blake2b(total.float().numpy().tobytes()).hexdigest())
-for _ in range(200):  # ranks drift apart and wait for each other
-    x = torch.full((300,), float(info.rank))
-    assert torch.equal(all_reduce(x), torch.full((300,), float(sum(range(info.size)))))
+digests = {}
+for form in forms:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for shape in ((1,), (2, 896), (3, 7, 5), (64, 896)):
+            generator = torch.Generator().manual_seed(100 * info.rank + len(shape))
+            x = torch.randn(shape, generator=generator).to(dtype)
+            total = all_reduce(form, x.clone())
+            peers = [
+                torch.randn(shape, generator=torch.Generator().manual_seed(100 * r + len(shape))).to(dtype)
+                for r in range(info.size)
+            ]
+            gathered = tp_of[form].all_gather(x)
+            assert torch.equal(gathered, torch.stack(peers)), "gather"
+            exact = torch.stack(peers).double().sum(0)
+            error = (total.double() - exact).abs().max().item()
+            scale = sum(p.double().abs() for p in peers).max().item()
+            assert error <= info.size * torch.finfo(dtype).eps * scale, (dtype, shape, error)
+            if dtype == torch.float32:
+                assert torch.equal(total, tree_sum(peers)), "tree"
+            digest = hashlib.blake2b(total.float().numpy().tobytes()).hexdigest()
+            digests.setdefault(form, []).append(digest)
+    for _ in range(200):  # ranks drift apart and wait for each other
+        x = torch.full((300,), float(info.rank))
+        assert torch.equal(all_reduce(form, x), torch.full((300,), float(sum(range(info.size)))))
 print(json.dumps(digests))
-tp.destroy()
+groups.destroy()
 """
 
 
-def run_ranks(forms: list[str]) -> list[list[str]]:
-    """Each rank computes sums in its form -> digests of every sum, for each rank."""
+def run_ranks(forms: list[list[str]]) -> list[dict[str, list[str]]]:
+    """Each rank computes sums in one of its forms after the other -> digests of every sum by form, for each rank."""
     size = len(forms)
     memory = anonymous_memory(total_bytes(size, BUFFER_BYTES))
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -74,7 +79,7 @@ def run_ranks(forms: list[str]) -> list[list[str]]:
                 "port": listener.getsockname()[1],
                 "listen_fd": listener.fileno() if rank == 0 else None,
                 "memory_fd": memory,
-                "form": forms[rank],
+                "forms": forms[rank],
             }
             processes.append(
                 subprocess.Popen(
@@ -92,18 +97,19 @@ needs_kernels = pytest.mark.skipif(NO_KERNELS is not None, reason=f"no kernels h
 FORMS = ["python", pytest.param("kernels", marks=needs_kernels)]
 
 
-@pytest.mark.parametrize("form", [*FORMS, "gloo"])
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_agree_to_the_last_bit(size: int, form: str) -> None:
-    digests = run_ranks([form] * size)
-    assert all(other == digests[0] for other in digests[1:])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.soak), 3])
+def test_ranks_agree_to_the_last_bit(size: int) -> None:
+    forms = ["python", "gloo"] if NO_KERNELS else ["python", "kernels", "gloo"]
+    digests = run_ranks([forms] * size)
+    assert digests[0].keys() == set(forms) and all(other == digests[0] for other in digests[1:])
 
 
 @needs_kernels
 def test_python_and_the_kernels_give_the_same_bits_and_can_be_mixed() -> None:
     """Each compares its sums with those of the tree, which for five ranks has two branches and a leaf."""
-    digests = run_ranks(["python", "kernels", "kernels", "python", "kernels"])
-    assert all(other == digests[0] for other in digests[1:])
+    digests = run_ranks([[form] for form in ("python", "kernels", "kernels", "python", "kernels")])
+    sums = [found for rank in digests for found in rank.values()]
+    assert all(other == sums[0] for other in sums[1:])
 
 
 @pytest.mark.parametrize("form", FORMS)

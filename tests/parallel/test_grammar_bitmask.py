@@ -2,7 +2,6 @@
 
 import dataclasses
 import select
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +13,10 @@ from engine.sampling_params import Grammar, SamplingParams
 from engine.types import Request
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.direct_engine import DirectEngine
-from tests.parallel.test_multiproc_executor import config_for, start, step_of
+from tests.parallel.test_multiproc_executor import start, step_of
 from workers.errors import WorkerError
-from workers.executor import Executor, start_executor
+from workers.executor import Executor
 from workers.protocol import StepMetadata, mask_words
-from workers.worker.uniproc_executor import UniProcExecutor
 
 PROMPT = [5, 9, 17, 3, 8, 21, 2]
 
@@ -28,12 +26,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("model"), "qwen2")
 
 
-@pytest.fixture(scope="module", params=["inline", 1, 2])
+@pytest.fixture(scope="module", params=[1, 2])
 def executor(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Executor]:
-    if request.param == "inline":
-        made = start_executor(config_for(checkpoint), inline=True, on_progress=lambda phase, fraction: None)
-    else:
-        made = start(checkpoint, request.param)
+    made = start(checkpoint, request.param)
     yield made
     made.close()
 
@@ -44,18 +39,21 @@ def masked_step(executor: Executor, step_id: int) -> StepMetadata:
     return dataclasses.replace(step_of(step_id, PROMPT, 0), mask_rows=np.zeros(1, np.int32), mask_bits=bits)
 
 
+def only(token: int, executor: Executor) -> np.ndarray:
+    """The masks of one row that allow one id."""
+    bits = np.zeros((1, mask_words(executor.info.vocab_size)), np.uint32)
+    bits[0, token // 32] = 1 << token % 32
+    return bits
+
+
 def test_a_slow_mask_still_decides(executor: Executor) -> None:
     executor.submit(step_of(1, PROMPT, 0))
     free = executor.collect().token_ids.tolist()
-    for number, only in enumerate([token for token in (3, 31, 32, 77, 200) if [token] != free], 2):
-
-        def fill(bits: np.ndarray, only: int = only) -> None:
-            time.sleep(0.05)  # longer than a tiny model takes
-            bits[:] = 0
-            bits[0, only // 32] = 1 << only % 32
-
-        executor.submit(masked_step(executor, number), fill)
-        assert executor.collect().token_ids.tolist() == [only]
+    for number, token in enumerate([token for token in (3, 31, 32, 77, 200) if [token] != free], 2):
+        executor.submit(masked_step(executor, number), masks_follow=True)
+        time.sleep(0.05)  # longer than a tiny model takes
+        executor.send_masks(only(token, executor))
+        assert executor.collect().token_ids.tolist() == [token]
         executor.submit(step_of(number, PROMPT, 0))  # nothing of it is left in the next step
         assert executor.collect().token_ids.tolist() == free
     executor.ping()
@@ -65,122 +63,90 @@ def test_masks_in_time_or_late_give_the_same_numbers(executor: Executor) -> None
     bits = np.random.default_rng(1).integers(0, 2**32, (1, mask_words(executor.info.vocab_size)), dtype=np.uint32)
     executor.submit(dataclasses.replace(masked_step(executor, 1), mask_bits=bits))
     whole = executor.collect()
-    executor.submit(masked_step(executor, 2), lambda into: np.copyto(into, bits))
+    executor.submit(masked_step(executor, 2), masks_follow=True)
+    executor.send_masks(bits)
     late = executor.collect()
     assert whole.token_ids.tolist() == late.token_ids.tolist()
     assert whole.logprobs is not None and late.logprobs is not None
     np.testing.assert_array_equal(whole.logprobs, late.logprobs)
 
 
-def test_an_inline_rank_runs_the_model_before_the_masks_and_samples_after(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    executor = start_executor(config_for(checkpoint), inline=True, on_progress=lambda phase, fraction: None)
-    assert isinstance(executor, UniProcExecutor) and executor._runner is not None
-    runner, log, begun = executor._runner, [], threading.Event()
-    decoder = type(runner.model)
-    forward, sample = decoder.__call__, runner.sampler.sample
-
-    def seen_forward(*arguments):
-        log.append("model")
-        begun.set()
-        return forward(*arguments)
-
-    def seen_sample(*arguments):
-        log.append("sampler")
-        return sample(*arguments)
-
-    def fill(bits: np.ndarray) -> None:
-        assert begun.wait(60), "the model waits for the masks"
-        log.append("masks")
-        bits[:] = 0xFFFFFFFF
-
-    monkeypatch.setattr(decoder, "__call__", seen_forward)
-    monkeypatch.setattr(runner.sampler, "sample", seen_sample)
-    try:
-        executor.submit(masked_step(executor, 1), fill)
-        executor.collect()
-        executor.submit(step_of(2, PROMPT, 0))
-        executor.collect()
-    finally:
-        executor.close()
-    assert log == ["model", "masks", "sampler", "model", "sampler"]
+def test_masks_come_after_the_answer_to_the_step_before(executor: Executor) -> None:
+    """And that step, too, may have waited for its masks."""
+    executor.submit(masked_step(executor, 1), masks_follow=True)
+    executor.send_masks(only(77, executor))
+    for number in range(2, 8):
+        executor.submit(masked_step(executor, number), masks_follow=True)
+        assert executor.collect().token_ids.tolist() == [75 + number]
+        if number % 2:
+            time.sleep(0.02)  # the ranks wait
+        executor.send_masks(only(76 + number, executor))
+    assert executor.collect().token_ids.tolist() == [83]
+    executor.ping()
 
 
-def test_a_step_with_complete_masks_starts_no_thread(checkpoint: Path) -> None:
-    executor = start_executor(config_for(checkpoint), inline=True, on_progress=lambda phase, fraction: None)
-    before = threading.active_count()
-    executor.submit(masked_step(executor, 1))
-    executor.submit(masked_step(executor, 2), lambda bits: bits.fill(0xFFFFFFFF))
-    assert threading.active_count() == before + 1
-    executor.close()
-    assert threading.active_count() == before
-
-
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_ranks_are_at_work_before_the_masks(checkpoint: Path, size: int) -> None:
     executor = start(checkpoint, size)
     broken = masked_step(executor, 4)
     broken.slot_mapping[0] = 10**9  # the model fails on it: its report shows that the model has begun
-    is_readable = []
-
-    def fill(bits: np.ndarray) -> None:
-        is_readable.append(bool(select.select(executor.fileno_for_death(), [], [], 60)[0]))
-        bits[:] = 0xFFFFFFFF
-
     try:
+        executor.submit(broken, masks_follow=True)
+        assert select.select(executor.fileno_for_death(), [], [], 60)[0]
         with pytest.raises(WorkerError, match="failed at step 4"):
-            executor.submit(broken, fill)
+            executor.send_masks(broken.mask_bits)
             executor.collect()
     finally:
         executor.close()
-    assert is_readable == [True]
 
 
-@pytest.mark.parametrize("inline", [True, False])
-def test_masks_that_cannot_be_filled_lose_the_step_and_no_more(checkpoint: Path, inline: bool) -> None:
-    """The engine's own filler never raises; if one does, the ranks must not choose from what it left."""
-
-    def fill(bits: np.ndarray) -> None:
-        raise ZeroDivisionError("no such rule")
-
-    executor = start_executor(config_for(checkpoint), inline=inline, on_progress=lambda phase, fraction: None)
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.soak), 2])
+def test_masks_that_never_come_are_an_error_of_that_step(checkpoint: Path, size: int) -> None:
+    executor = start(checkpoint, size, step_timeout_s=0.5)
     try:
-        with pytest.raises((WorkerError, ZeroDivisionError), match="no such rule"):
-            executor.submit(masked_step(executor, 1), fill)
+        executor.submit(masked_step(executor, 1), masks_follow=True)
+        with pytest.raises(WorkerError, match="step 1"):
+            executor.collect()
     finally:
         executor.close()
 
 
 class EverySecond:
-    """A grammar of even and odd ids in turn, one of which breaks after some tokens."""
+    """A grammar of even and odd ids in turn, which may break or end after some tokens."""
 
-    def __init__(self, broken_after: int | None = None) -> None:
+    def __init__(self, broken_after: int | None = None, only_end_after: int | None = None) -> None:
         self.num_accepted = 0
-        self._broken_after = broken_after
+        self._broken_after, self._only_end_after = broken_after, only_end_after
 
-    def fill_mask(self, into: np.ndarray) -> None:
+    def fill_masks(self, drafts, into: np.ndarray) -> int | None:
         if self.num_accepted == self._broken_after:
             raise RuntimeError("no such rule")
         into[:] = 0xAAAAAAAA if self.num_accepted % 2 else 0x55555555
+        return 0 if self.num_accepted == self._only_end_after else None
 
     def accept(self, token_ids) -> bool:
         self.num_accepted += len(token_ids)
         return False
 
+    def only_end_is_left(self) -> bool:
+        return self.num_accepted == self._only_end_after
 
-def test_grammars_through_the_engine_and_one_that_breaks(executor: Executor) -> None:
-    engine = DirectEngine(executor)
-    matchers = {1: EverySecond(), 2: EverySecond(broken_after=2)}
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_grammars_through_the_engine_and_one_that_breaks(executor: Executor, depth: int) -> None:
+    engine = DirectEngine(executor, pipeline_depth=depth)
+    matchers = {1: EverySecond(), 2: EverySecond(broken_after=2), 4: EverySecond(only_end_after=3)}
     requests = [
         Request(
             number,
             (5, 9, number),
             SamplingParams(max_tokens=6, seed=number, grammar=Grammar("lark", "x") if number in matchers else None),
         )
-        for number in (1, 2, 3)
+        for number in (1, 2, 3, 4)
     ]
     answers = engine.run(requests, matchers=matchers)
     assert [token % 2 for token in answers[1].token_ids] == [0, 1] * 3
     assert [token % 2 for token in answers[2].token_ids] == [0, 1] and answers[2].error is not None
     assert len(answers[3].token_ids) == 6 and answers[1].error is answers[3].error is None
+    assert [token % 2 for token in answers[4].token_ids] == [0, 1, 0] and answers[4].error is None
+    assert engine.num_ahead >= (depth - 1) * 4

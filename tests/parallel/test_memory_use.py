@@ -49,7 +49,7 @@ def test_a_rank_holds_its_shard_and_little_more(big: tuple[Path, int]) -> None:
         kv_cache_bytes=24 * MIB,
         num_threads=1,
     )
-    executor = start_executor(config, inline=False, on_progress=lambda phase, share: None)
+    executor = start_executor(config, lambda phase, share: None)
     try:
         shard = executor.info.weight_bytes_per_rank
         peaks = [peak_bytes(pid) for pid in executor.rank_pids]
@@ -60,6 +60,7 @@ def test_a_rank_holds_its_shard_and_little_more(big: tuple[Path, int]) -> None:
     assert all(peak <= limit for peak in peaks), [f"{peak / MIB:.0f} of {limit / MIB:.0f} MiB" for peak in peaks]
 
 
+@pytest.mark.soak
 def test_a_loader_that_reads_everything_would_be_noticed(big: tuple[Path, int]) -> None:
     """The planted fault, measured in the same way and against the same limit."""
     found = {}

@@ -3,6 +3,7 @@
 import math
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,10 +27,10 @@ KINDS = (
     {"prompt_logprobs": 2, "min_tokens": 6},
     {"logit_bias": ((7, -100.0), (9, 2.0))},
     {"bad_words": ((7,),)},
-)
-WAITING_KINDS = (
     {"frequency_penalty": 0.7},
     {"repetition_penalty": 1.4, "temperature": 1.0},
+)
+LATE_KINDS = (
     {"bad_words": tuple((first, second) for first in range(2, 40) for second in (50, 60, 70))},
     {"grammar": Grammar("lark", "even, then odd")},
 )
@@ -41,12 +42,16 @@ class Alternating:
     def __init__(self) -> None:
         self.accepted: list[int] = []
 
-    def fill_mask(self, into: np.ndarray) -> None:
+    def fill_masks(self, drafts, into: np.ndarray) -> int | None:
         into[:] = 0x55555555 << len(self.accepted) % 2
+        return 0 if self.only_end_is_left() else None
 
     def accept(self, token_ids) -> bool:
         assert all(token % 2 == (len(self.accepted) + place) % 2 for place, token in enumerate(token_ids))
         self.accepted += token_ids
+        return False
+
+    def only_end_is_left(self) -> bool:
         return len(self.accepted) >= 12
 
 
@@ -96,20 +101,47 @@ def answers(executor: Executor, requests: list[Request], depth: int, num_blocks:
     return found, engine
 
 
-@pytest.mark.parametrize("num_blocks", [100, 8])
-@pytest.mark.parametrize("kinds", [KINDS, (*KINDS, *WAITING_KINDS)], ids=["ahead", "some wait"])
+@pytest.mark.parametrize("num_blocks", [100, 6])
+@pytest.mark.parametrize(
+    "kinds",
+    [pytest.param(KINDS, id="whole", marks=pytest.mark.soak), pytest.param((*KINDS, *LATE_KINDS), id="late masks")],
+)
 def test_every_answer_has_the_bits_of_depth_1(executor: Executor, kinds: tuple[dict, ...], num_blocks: int) -> None:
     if not executor.info.batch_invariant:
         pytest.skip(f"steps are put together otherwise, which shows here: {executor.info.batch_invariant_reason}")
-    requests = requests_of(kinds, 60)
+    requests = requests_of(kinds, 40)
     expected, one = answers(executor, requests, 1, num_blocks)
     got, two = answers(executor, requests, 2, num_blocks)
     assert one.num_ahead == 0 < two.num_ahead
     assert {number for number in expected if got[number] != expected[number]} == set()
     failed = [answer for answer in expected.values() if answer.error is not None]
     assert failed and all("not finite" in (answer.error or "") for answer in failed)
-    if num_blocks == 8:
+    if num_blocks == 6:
         assert two.scheduler.stats.num_preemptions > 0
+
+
+def test_a_token_with_penalties_is_that_of_its_whole_history(executor: Executor) -> None:
+    """Each token again as the first of a request whose prompt is everything before it: its history is sent whole."""
+    if not executor.info.batch_invariant:
+        pytest.skip(f"steps are put together otherwise, which shows here: {executor.info.batch_invariant_reason}")
+    params = SamplingParams(repetition_penalty=1.6, temperature=0.9, max_tokens=12, logprobs=1)
+    requests = [
+        Request(number, tuple(range(3, 9 + number)), replace(params, seed=number, temperature=0.9 * (number % 2)))
+        for number in range(8)
+    ]
+    got, engine = answers(executor, requests, 2, 10)
+    assert engine.scheduler.stats.num_preemptions > 0 and engine.num_ahead > 0
+    again = [
+        Request(
+            100 * one.request_id + count, (*one.prompt_token_ids, *got[one.request_id].token_ids[:count]),
+            replace(one.params, max_tokens=1),
+        )
+        for one in requests for count in range(12)
+    ]  # fmt: skip
+    anew, _ = answers(executor, again, 1, 100)
+    for one in requests:
+        found = [anew[100 * one.request_id + count].token_ids[0] for count in range(12)]
+        assert list(got[one.request_id].token_ids) == found
 
 
 def test_a_reference_is_the_id_that_the_step_before_sampled(executor: Executor) -> None:

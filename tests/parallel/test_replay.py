@@ -15,6 +15,7 @@ from engine.sampling_params import SamplingParams
 from engine.types import Request
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.direct_engine import DirectEngine
+from tests.parallel.rank_threads import ThreadExecutor
 from tests.unit.workers.kernel_levels import NO_KERNELS
 from workers.config import WorkerConfig
 from workers.executor import start_executor
@@ -41,7 +42,7 @@ def recorded(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, request
         num_threads=1,
     )
     depth = request.param
-    executor = start_executor(config, inline=depth == 1, on_progress=lambda phase, fraction: None)
+    executor = ThreadExecutor(config) if depth == 1 else start_executor(config, lambda phase, fraction: None)
     recording = RecordingExecutor(executor, RecordingWriter(str(path)), None)
     engine = DirectEngine(recording, num_blocks=40, enable_prefix_caching=True, pipeline_depth=depth)
     draw = np.random.default_rng(0)
@@ -66,6 +67,12 @@ def recorded(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, request
     assert (engine.num_ahead > 10) == (depth == 2)
     recording.close()
     return path
+
+
+@pytest.fixture(autouse=True)
+def ranks_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here a replay's ranks are threads of this process; in `tests/e2e/test_record_replay.py` they are processes."""
+    monkeypatch.setattr("engine.replay.__main__.start_executor", lambda config, on_progress: ThreadExecutor(config))
 
 
 def replayed(capsys: pytest.CaptureFixture, *arguments: str | Path) -> tuple[int, str, str]:
@@ -107,13 +114,43 @@ def test_other_ranks_give_the_same_bits(tmp_path: Path, capsys, recorded_with: i
         kv_cache_bytes=1 << 20,
         num_threads=1,
     )
-    executor = start_executor(config, inline=True, on_progress=lambda phase, fraction: None)
+    executor = ThreadExecutor(config)
     recording = RecordingExecutor(executor, RecordingWriter(str(path)), None)
     params = SamplingParams(max_tokens=12, temperature=1.1, top_p=0.9, seed=3, logprobs=2)
     DirectEngine(recording).run(Request(number, tuple(range(2, 9 + number)), params) for number in range(8))
     recording.close()
     status, out, _ = replayed(capsys, path, f"--tensor-parallel-size={3 - recorded_with}")
     assert status == 0 and "logprobs are compared bit by bit" in out and "first difference" not in out, out
+
+
+@pytest.mark.skipif(NO_KERNELS is not None, reason=f"no kernels here: {NO_KERNELS}")
+@pytest.mark.parametrize("recorded_with", [1, 3])
+def test_other_stages_give_the_same_bits(tmp_path: Path, capsys, recorded_with: int) -> None:
+    """Recorded with a step in flight in each of three stages, and replayed on one rank; and the other way round."""
+    path, model = tmp_path / "steps.rec", make_tiny(tmp_path, "qwen2", head_dim=32)
+    config = WorkerConfig(
+        str(model),
+        device="cpu",
+        dtype="bfloat16",
+        pipeline_parallel_size=recorded_with,
+        nnodes=recorded_with,  # on as many hosts, of which none is needed
+        max_model_len=64,
+        max_num_seqs=6,
+        max_num_batched_tokens=24,
+        block_size=16,
+        kv_cache_bytes=1 << 20,
+        num_threads=1,
+    )
+    executor = ThreadExecutor(config)
+    recording = RecordingExecutor(executor, RecordingWriter(str(path)), None)
+    params = SamplingParams(max_tokens=12, temperature=1.1, top_p=0.9, seed=3, logprobs=2, frequency_penalty=0.4)
+    engine = DirectEngine(recording, pipeline_depth=None)
+    engine.run(Request(number, tuple(range(2, 9 + number)), params) for number in range(8))
+    assert (engine.num_ahead > 10) == (recorded_with > 1)
+    recording.close()
+    status, out, _ = replayed(capsys, path, f"--pipeline-parallel-size={4 - recorded_with}")
+    assert status == 0 and "logprobs are compared bit by bit" in out and "first difference" not in out, out
+    assert "in each of 3 stages" in out and "96" in out  # tokens: 8 requests of 12
 
 
 def test_other_weights_are_found_out(recorded: Path, checkpoint: Path, tmp_path: Path, capsys) -> None:
@@ -158,6 +195,13 @@ def test_what_cannot_be_replayed_says_why(recorded: Path, checkpoint: Path, tmp_
     writer.write_header(Recording(str(recorded)).header)
     writer.close()
     assert "no steps" in failed(capsys, empty)
+    late = tmp_path / "late.rec"
+    writer = RecordingWriter(str(late))
+    writer.write_header(Recording(str(recorded)).header)
+    for record in list(Recording(str(recorded)).records())[2:]:
+        writer.write(record.kind, record.content)
+    writer.close()
+    assert "does not begin with the first step" in failed(capsys, late)
 
 
 def test_a_recording_of_another_layout_is_refused(recorded: Path, tmp_path: Path, capsys) -> None:

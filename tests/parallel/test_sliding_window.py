@@ -9,8 +9,9 @@ from engine.sampling_params import SamplingParams
 from engine.types import Request
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.direct_engine import Answer, DirectEngine
+from tests.parallel.rank_threads import ThreadExecutor
 from workers.config import WorkerConfig
-from workers.executor import Executor, start_executor
+from workers.executor import Executor
 
 WINDOW, BLOCK = 24, 8
 
@@ -29,7 +30,7 @@ def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         num_threads=1,
         attention_backend=request.param,
     )
-    started = start_executor(config, inline=True, on_progress=lambda phase, fraction: None)
+    started = ThreadExecutor(config)
     yield started
     started.close()
 

@@ -42,7 +42,10 @@ def first_tokens_of(client: str, arrivals: list[Arrival], settings: SimulationCo
 QUIET = requests("quiet", 0.5, 120, 60, 60, 1)
 
 
-@pytest.mark.parametrize("num_blocks", [4096, 160], ids=["rows are scarce", "blocks are scarce"])
+@pytest.mark.parametrize(
+    "num_blocks",
+    [pytest.param(4096, id="rows are scarce", marks=pytest.mark.soak), pytest.param(160, id="blocks are scarce")],
+)
 def test_a_flood_of_one_client_delays_another_by_less_than_twice(num_blocks: int) -> None:
     """Beside ten times what the engine can do, and beside as much as is the other's share."""
     settings = config(num_blocks=num_blocks)

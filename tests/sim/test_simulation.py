@@ -12,9 +12,9 @@ from engine.simulation.trace import Arrival, make_trace
 ENGINE = {"max_waiting_requests": 5000, "max_waiting_tokens": 10**7}
 
 
-@pytest.fixture(params=[1, 2], autouse=True)
+@pytest.fixture(params=[pytest.param(1, marks=pytest.mark.soak), 2], autouse=True)
 def depth(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test runs at both pipeline depths."""
+    """Every test runs at the usual pipeline depth, and in the longer run without steps scheduled ahead."""
     monkeypatch.setitem(ENGINE, "pipeline_depth", request.param)
 
 

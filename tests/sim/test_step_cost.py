@@ -1,7 +1,6 @@
 """Large decode steps are right; what those that ask for more cost to build is printed (run with `-s`)."""
 
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,14 +12,20 @@ from engine.ipc.frames import FrameReader
 from engine.sampling_params import SamplingParams
 from engine.scheduler.output import ModelRunnerOutput
 from engine.scheduler.scheduler import Scheduler
+from engine.simulation.replica_info import replica_info
 from engine.types import Request
-from workers.config import WorkerInfo
+from workers.protocol import StepOutput
 
 BLOCK_SIZE, PROMPT, MAX_LEN, VOCAB = 32, 500, 1024, 151_936
 
 
-def _info(num_blocks: int) -> WorkerInfo:
-    return WorkerInfo(num_blocks, BLOCK_SIZE, MAX_LEN, 1000, 1, "cpu", "float32", "none", "None", 0, 0, 0, 0.0)
+def _worker(num_seqs: int, most_tokens: int) -> WorkerConfig:
+    sizes = {"block_size": BLOCK_SIZE, "max_model_len": MAX_LEN}
+    return WorkerConfig("none", max_num_seqs=num_seqs, max_num_batched_tokens=most_tokens, **sizes)
+
+
+def _answer(step_id: int, rows: int) -> ModelRunnerOutput:
+    return ModelRunnerOutput(StepOutput(step_id, np.full(rows, 5, np.int32), np.ones(rows, np.uint8)))
 
 
 CHOICES = {
@@ -34,8 +39,8 @@ CHOICES = {
 @pytest.mark.parametrize("name", CHOICES)
 def test_a_decode_step_of_32_sequences_that_ask_for_more(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     num_seqs = 32
-    worker = WorkerConfig("none", max_num_seqs=num_seqs, max_num_batched_tokens=32_768, block_size=BLOCK_SIZE)
-    info = replace(_info(num_seqs * 32 + 1), vocab_size=VOCAB)
+    worker = _worker(num_seqs, 32_768)
+    info = replica_info(worker, num_seqs * 32 + 1, VOCAB)
     scheduler = Scheduler(EngineConfig(worker, max_waiting_requests=num_seqs), info)
     builder = InputBatch(max_num_seqs=num_seqs, max_model_len=MAX_LEN, block_size=BLOCK_SIZE, vocab_size=VOCAB)
     for number in range(num_seqs):
@@ -46,13 +51,14 @@ def test_a_decode_step_of_32_sequences_that_ask_for_more(name: str, capsys: pyte
         output = scheduler.schedule(1.0)
         assert output is not None
         began = time.thread_time()
-        step = builder.build(output).step
+        step, masks = builder.build(output)
+        bits = step.mask_bits if masks is None else masks.compute()
         times.append(time.thread_time() - began)
-        scheduler.update_from_output(output, ModelRunnerOutput([5] * num_seqs, [True] * num_seqs), 1.0)
+        scheduler.update_from_output(output, _answer(output.step_id, num_seqs), 1.0)
         sizes = {
-            "penalties": len(step.history_ids) / (PROMPT + (count > 0)),
+            "penalties": len(step.penalty_rows) if len(step.history_rows) == (count == 0) * num_seqs else -1,
             "logit_bias": len(step.bias_ids) / 1024,
-            "bad_words": len(step.bias_ids) / 1024 if count > 1 else num_seqs,
+            "bad_words": np.bitwise_count(~bits).sum() / 1024 if count > 1 else num_seqs,
             "allowed_token_ids": len(step.mask_bits),
         }
         assert sizes[name] == num_seqs
@@ -63,8 +69,9 @@ def test_a_decode_step_of_32_sequences_that_ask_for_more(name: str, capsys: pyte
 @pytest.mark.parametrize("num_seqs", [32, 1000])
 def test_a_decode_step_of_many_sequences(num_seqs: int) -> None:
     """What it costs is measured by `benchmarks/engine_step.py`."""
-    worker = WorkerConfig("none", max_num_seqs=num_seqs, max_num_batched_tokens=8192, block_size=BLOCK_SIZE)
-    scheduler = Scheduler(EngineConfig(worker, max_waiting_requests=num_seqs), _info(num_seqs * 32 + 1))
+    worker = _worker(num_seqs, 8192)
+    info = replica_info(worker, num_seqs * 32 + 1, 1000)
+    scheduler = Scheduler(EngineConfig(worker, max_waiting_requests=num_seqs), info)
     builder = InputBatch(max_num_seqs=num_seqs, max_model_len=MAX_LEN, block_size=BLOCK_SIZE, vocab_size=1000)
     for number in range(num_seqs):
         prompt = tuple((number * 7 + index) % 1000 for index in range(PROMPT))
@@ -75,11 +82,11 @@ def test_a_decode_step_of_many_sequences(num_seqs: int) -> None:
         assert output is not None
         step = builder.build(output).step
         rows = len(step.logits_indices)
-        events = scheduler.update_from_output(output, ModelRunnerOutput([5] * rows, [True] * rows), 1.0)
+        events = scheduler.update_from_output(output, _answer(output.step_id, rows), 1.0)
         assert messages.read_events(reader.feed(messages.events(events))[0]) == events
         num_decodes += rows == num_seqs and step.num_tokens == num_seqs
-    seqs = [item.seq for item in output.scheduled]
-    at = np.array([item.start for item in output.scheduled])
+    items = output.items()
+    seqs, at = [item.seq for item in items], np.array([item.start for item in items])
     expected = [
         seq.block_ids[start // BLOCK_SIZE] * BLOCK_SIZE + start % BLOCK_SIZE
         for seq, start in zip(seqs, at, strict=True)

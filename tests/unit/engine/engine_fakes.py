@@ -5,21 +5,23 @@ error in paging, sharing, recomputation or batching shows as a wrong token or a 
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
-from sampling_fakes import VOCAB, CountingGrammar, allowed_ids, choices_of, past_of
+from sampling_fakes import VOCAB, FakeHistories, allowed_ids, choices_of, matcher_of, past_of
 
-from engine.config import EngineConfig, WorkerConfig
-from engine.core.engine_core import _as_lists
-from engine.errors import WorkerError
+from engine.config import EngineConfig, SpeculativeConfig, WorkerConfig
+from engine.errors import INTERNAL, WorkerError
+from engine.input_batch.grammar_bitmask import GrammarBitmask
 from engine.input_batch.input_batch import InputBatch
 from engine.sampling_params import SamplingParams
-from engine.scheduler.output import SchedulerOutput
+from engine.scheduler.output import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
 from engine.scheduler.scheduler import Scheduler
+from engine.simulation.replica_info import replica_info
 from engine.types import FinishReason, Request, TokenEvent, TokenLogprobs
 from workers.config import WorkerInfo
-from workers.protocol import ALL_BANNED, FINITE, NONFINITE, FillMasks, StepMetadata, StepOutput
+from workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata, StepOutput, refusal
 
 EOS = 7
 _ROOT = 12345
@@ -32,6 +34,8 @@ def make_config(
     block_size: int = 4,
     max_model_len: int = 64,
     step_timeout_s: float = 120.0,
+    speculative: SpeculativeConfig | None = None,
+    stages: int = 1,
     **engine,
 ) -> EngineConfig:
     worker = WorkerConfig(
@@ -43,29 +47,14 @@ def make_config(
         block_size=block_size,
         max_model_len=max_model_len,
         step_timeout_s=step_timeout_s,
+        pipeline_parallel_size=stages,
+        num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
     )
-    return EngineConfig(worker, **engine)
+    return EngineConfig(worker, speculative=speculative, **engine)
 
 
 def make_info(config: EngineConfig, num_blocks: int = 33, sliding_window: int | None = None) -> WorkerInfo:
-    worker = config.worker
-    assert worker.max_model_len is not None
-    return WorkerInfo(
-        num_blocks=num_blocks,
-        block_size=worker.block_size,
-        max_model_len=worker.max_model_len,
-        vocab_size=VOCAB,
-        tensor_parallel_size=1,
-        device="cpu",
-        dtype="float32",
-        attention_backend="fake",
-        architecture="Fake",
-        num_parameters=1,
-        weight_bytes_per_rank=1,
-        kv_bytes_per_token_per_rank=1,
-        load_seconds=0.0,
-        sliding_window=sliding_window,
-    )
+    return replica_info(config.worker, num_blocks, VOCAB, sliding_window=sliding_window)
 
 
 def make_request(
@@ -134,15 +123,16 @@ class Faults:
     die_at_step: int | None = None
     hang_at_step: int | None = None
     die_at_ping: int | None = None
+    refuses: Callable[[StepMetadata], bool] = lambda step: False  # for lack of memory
 
 
 class FakeExecutor:
     """An executor with one rank of plain Python; checks every step."""
 
-    rank_pids: tuple[int, ...] = ()
-    max_in_flight, best_in_flight = 2, 1
+    rank_pids, step_times_ns, best_in_flight, kv_reports = (), (), 1, None
 
     def __init__(self, config: EngineConfig, info: WorkerInfo, faults: Faults | None = None) -> None:
+        self.max_in_flight = max(2, config.worker.pipeline_parallel_size)
         self.config = config.worker
         self.info = info
         self.faults = faults or Faults()
@@ -151,30 +141,62 @@ class FakeExecutor:
         self.is_closed = False
         self._kv: dict[int, tuple[int, int, int]] = {}  # slot -> (history, token, position)
         self._steps: deque[StepMetadata] = deque()
+        width = -(-info.max_model_len // info.block_size)
+        self._tables = np.full((config.worker.max_num_seqs, width), -1, np.int32)  # -1: never written
+        self.tables: deque[np.ndarray] = deque()  # for each step of `_steps`, the tables of its sequences: [S, width]
+        self._lacks_masks = False  # the newest of them
+        self._histories = FakeHistories()
         self._last_step_id = 0
         self._sampled = np.zeros(0, np.int32)  # by the step before
+        self._has_refused = False  # the step before
+        self.num_refused = 0
 
-    def submit(self, step: StepMetadata, fill_masks: FillMasks | None = None) -> None:
+    def submit(self, step: StepMetadata, *, masks_follow: bool = False) -> None:
         assert not self.is_closed and len(self._steps) < self.max_in_flight
-        if fill_masks is not None:
-            fill_masks(step.mask_bits)
+        assert not self._lacks_masks, "the masks of the step before were not sent"
+        self._lacks_masks = masks_follow
         assert step.step_id > self._last_step_id
         self._last_step_id = step.step_id
-        self._check(step)
+        for row, column, block in zip(step.table_rows, step.table_columns, step.table_blocks, strict=True):
+            self._tables[row, column] = block
+        tables = self._tables[step.rows]
+        self._check(step, tables)
         self._steps.append(step)
+        self.tables.append(tables)
+
+    def send_masks(self, bits: np.ndarray) -> None:
+        assert self._lacks_masks and bits.shape == self._steps[-1].mask_bits.shape
+        self._steps[-1].mask_bits = bits
+        self._lacks_masks = False
 
     def collect(self) -> StepOutput:
-        step = self._steps.popleft()
+        assert len(self._steps) > self._lacks_masks, "the step waits for its masks"
+        step, tables = self._steps.popleft(), self.tables.popleft()
         self.num_steps += 1
         if step.step_id == self.faults.die_at_step:
             raise WorkerError(1, step.step_id, "killed by signal 9")
         if step.step_id == self.faults.hang_at_step:
             raise WorkerError(1, step.step_id, "no answer within 5 s", hung=True)
+        self._has_refused = (step.is_ahead and self._has_refused) or self.faults.refuses(step)
+        if self._has_refused:
+            self._spoil(step)
+            return refusal(step.step_id)
         unknown = step.token_ids < 0
         step.token_ids[unknown] = self._sampled[-1 - step.token_ids[unknown]]
-        output = self._answer(step, self._compute(step))
+        output = self._answer(step, self._compute(step, tables))
+        self._histories.add(step, output.token_ids.tolist())
         self._sampled = output.token_ids
         return output
+
+    def _spoil(self, step: StepMetadata) -> None:
+        """Of a step that is refused anything may have been done, and nothing is right."""
+        self.num_refused += 1
+        for slot in step.slot_mapping.tolist():
+            self._kv[slot] = (0, -1, -1)
+        self._tables[step.table_rows, step.table_columns] = -1
+        self._histories.write(step)
+        for row in step.rows.tolist():
+            self._histories.spoil(row)
 
     def ping(self) -> None:
         self.num_pings += 1
@@ -184,30 +206,31 @@ class FakeExecutor:
     def fileno_for_death(self) -> list[int]:
         return []
 
-    def close(self) -> None:
+    def close(self, failure: Exception | None = None) -> None:
         self.is_closed = True
 
-    def _check(self, step: StepMetadata) -> None:
+    def _check(self, step: StepMetadata, tables: np.ndarray) -> None:
         worker, size = self.config, self.info.block_size
         assert 0 < step.num_seqs <= worker.max_num_seqs
         assert 0 < step.num_tokens <= worker.max_num_batched_tokens
         assert len(set(step.slot_mapping.tolist())) == step.num_tokens, "two tokens share a slot"
         assert step.slot_mapping.min() >= size, "the null block is written"
         assert step.slot_mapping.dtype == np.int64
+        assert len({*zip(step.table_rows, step.table_columns, strict=True)}) == len(step.table_blocks)
         ends = step.query_start_loc.tolist()
         for s in range(step.num_seqs):
             positions = step.positions[ends[s] : ends[s + 1]].tolist()
             assert positions == list(range(step.seq_lens[s] - len(positions), step.seq_lens[s])), "positions jump"
             for slot, position in zip(step.slot_mapping[ends[s] : ends[s + 1]].tolist(), positions, strict=True):
-                assert slot == step.block_tables[s, position // size] * size + position % size
+                assert slot == tables[s, position // size] * size + position % size
 
-    def _compute(self, step: StepMetadata) -> list[int]:
+    def _compute(self, step: StepMetadata, tables: np.ndarray) -> list[int]:
         """Write every token's KV and return the history up to and including each token."""
         histories = []
         ends = step.query_start_loc.tolist()
         for s in range(step.num_seqs):
             start = int(step.positions[ends[s]])
-            history = self._context(self._slots(step, s)[:start], self._first_seen(start))
+            history = self._context(self._slots(tables[s], start), self._first_seen(start))
             for t in range(ends[s], ends[s + 1]):
                 token, position = int(step.token_ids[t]), int(step.positions[t])
                 history = _chain(history, token, position)
@@ -215,10 +238,9 @@ class FakeExecutor:
                 histories.append(history)
         return histories
 
-    def _slots(self, step: StepMetadata, s: int) -> list[int]:
-        size = self.info.block_size
-        table = step.block_tables[s].tolist()
-        return [table[p // size] * size + p % size for p in range(int(step.seq_lens[s]))]
+    def _slots(self, table: np.ndarray, length: int) -> list[int]:
+        size, blocks = self.info.block_size, table.tolist()
+        return [blocks[p // size] * size + p % size for p in range(length)]
 
     def _first_seen(self, position: int) -> int:
         window = self.info.sliding_window
@@ -235,7 +257,7 @@ class FakeExecutor:
         return history
 
     def _answer(self, step: StepMetadata, histories: list[int]) -> StepOutput:
-        banned, past = choices_of(step)
+        banned, past = choices_of(step, self._histories)
         tokens, logprobs = [], []
         poisoned = np.isin(step.seeds, self.faults.poisoned_seeds)
         poisoned &= step.sample_positions >= self.faults.poisoned_from
@@ -252,7 +274,7 @@ class FakeExecutor:
                 target = next_token(history, seed, position, banned[row], sorted(past[row]))
             tokens.append(target)
             logprobs.append(score(history, target))
-        output = StepOutput(step.step_id, np.array(tokens, np.int32), finite)
+        output = StepOutput(step.step_id, np.array(tokens, np.int32), finite, num_accepted=_num_accepted(step, tokens))
         k = step.max_num_logprobs
         if k < 0:
             return output
@@ -266,10 +288,23 @@ class FakeExecutor:
         )
 
 
+def _num_accepted(step: StepMetadata, sampled: list[int]) -> np.ndarray | None:
+    """By sequence: how many of its drafts are what was sampled before them."""
+    if not len(step.num_drafts):
+        return None
+    row_of = {int(index): row for row, index in enumerate(step.logits_indices)}
+    accepted = []
+    for end, count in zip(step.query_start_loc[1:].tolist(), step.num_drafts.tolist(), strict=True):
+        drafts = range(end - count, end)
+        wrong = [place for place, t in enumerate(drafts) if step.token_ids[t] != sampled[row_of[t - 1]]]
+        accepted.append(wrong[0] if wrong else count)
+    return np.array(accepted, np.int32)
+
+
 class Driver:
     """Runs the scheduler, the input batch and the fake ranks step by step, and checks every step.
 
-    At a pipeline depth of 2 a step may begin while the one before is in flight.
+    At a pipeline depth of 2 a step may begin while the one before is in flight, with stages one in each of them.
     """
 
     def __init__(
@@ -291,8 +326,11 @@ class Driver:
         )
         self.now = 0.0
         self.in_flight: deque[SchedulerOutput] = deque()
+        self.items: list[ScheduledTokens] = []  # of the step that was begun last
         self.num_ahead = 0  # steps that began while another was in flight
         self._must_finish = False
+        self._masks: GrammarBitmask | None = None  # that the ranks lack
+        self.num_late_masks = 0  # steps whose masks had to wait for the answer to the one before
         self.requests: dict[int, Request] = {}
         self.tokens: dict[int, list[int]] = {}
         self.ends: dict[int, TokenEvent] = {}
@@ -301,47 +339,77 @@ class Driver:
 
     def add(self, request: Request) -> None:
         grammar = request.params.grammar
-        self.scheduler.add(request, self.now, None if grammar is None else CountingGrammar(grammar))
+        self.scheduler.add(request, self.now, None if grammar is None else matcher_of(grammar))
         self.requests[request.request_id] = request
         self.tokens[request.request_id] = []
 
     def begin(self, num_withdrawn: int = 0) -> SchedulerOutput | None:
         """Decide a step and submit it, without the first `num_withdrawn` of its sequences."""
         assert self.may_begin
+        self._send_masks()
         self.now += 0.01
         cached = dict(self.scheduler.kv_cache_manager._block_of_hash)
         output = self.scheduler.schedule(self.now, ahead=bool(self.in_flight))
         if output is not None:
             self._check(output, cached)
             if num_withdrawn:
-                self.scheduler.withdraw(output, output.scheduled[:num_withdrawn], self.now)
+                self.scheduler.withdraw(output, output.items()[:num_withdrawn], self.now)
                 self.scheduler.audit()
-        if output is not None and output.scheduled:
+        if output is not None and output.num_seqs:
+            self.items = output.items()
             step, masks = self.input_batch.build(output)
-            self.executor.submit(step, None if masks is None else masks.fill)
-            assert masks is None or not masks.failed
+            self.executor.submit(step, masks_follow=masks is not None)
+            self._masks = masks
             self.num_ahead += bool(self.in_flight)
             self.in_flight.append(output)
         self.see(self.scheduler.take_events())
-        if output is None or not output.scheduled:
+        if output is None or not output.num_seqs:
             self._must_finish = bool(self.in_flight)
             return None
         return output
 
     @property
     def may_begin(self) -> bool:
-        return len(self.in_flight) < (self.config.pipeline_depth or 1) and not self._must_finish
+        config = self.config
+        return len(self.in_flight) < max(config.pipeline_depth or 1, config.num_micro_batches) and not self._must_finish
 
     def finish(self, output: SchedulerOutput | None = None) -> list[TokenEvent]:
         """Apply the answer to the oldest step in flight, which is `output` if given."""
+        self._send_masks()
         oldest = self.in_flight.popleft()
         assert output is None or output is oldest
         output, self._must_finish = oldest, False
-        result = _as_lists(self.executor.collect())
-        events = self.scheduler.update_from_output(output, result, self.now)
+        answer = self.executor.collect()
+        if answer.out_of_memory:
+            return self._take_back(output)
+        result = ModelRunnerOutput(answer)
+        events = list(self.scheduler.update_from_output(output, result, self.now))
+        self.see(events)
+        self.num_late_masks += self._masks is not None
+        self.scheduler.audit()
+        return events
+
+    def _take_back(self, output: SchedulerOutput) -> list[TokenEvent]:
+        if self._masks is not None:
+            self.executor.send_masks(self._masks.until_known)
+            self._masks = None
+        for _ in self.in_flight:
+            assert self.executor.collect().out_of_memory
+        events = self.scheduler.take_back([output, *self.in_flight], self.now)
+        self.in_flight.clear()
+        self.input_batch.forget_histories()
         self.see(events)
         self.scheduler.audit()
         return events
+
+    def _send_masks(self) -> None:
+        if (masks := self._masks) is None or (len(self.in_flight) > 1 and masks.must_wait):
+            return
+        self._masks = None
+        self.executor.send_masks(masks.compute())
+        self.see([self.scheduler.complete(seq, self.now) for seq in masks.complete])
+        failures = [self.scheduler.fail(seq.request_id, INTERNAL, self.now) for seq in masks.failed]
+        self.see([event for event in failures if event is not None])
 
     def step(self) -> SchedulerOutput | None:
         """Begin a step, and finish the oldest one when no more may begin."""
@@ -400,9 +468,9 @@ class Driver:
         allocated = {block for _, _, block in output.new_blocks}
         assert not (output.num_preempted and output.new_rows), "blocks freed by preemption are given to a new sequence"
         assert not (output.num_preempted and self.in_flight), "a sequence whose token is to come is preempted"
-        assert len(output.scheduled) <= scheduler.max_num_seqs
-        assert sum(item.num_tokens for item in output.scheduled) <= scheduler.max_num_batched_tokens
-        for item in output.scheduled:
+        assert output.num_seqs <= scheduler.max_num_seqs
+        assert sum(item.num_tokens for item in output.items()) <= scheduler.max_num_batched_tokens
+        for item in output.items():
             assert item.num_tokens > 0 and item.start + item.num_tokens == item.seq.num_computed_tokens
             size = scheduler.kv_cache_manager.block_size
             first, last = item.start // size, (item.start + item.num_tokens - 1) // size

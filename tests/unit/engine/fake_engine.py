@@ -1,4 +1,4 @@
-"""The real engine process with fake ranks: what tests start instead of `python -m engine.core.process`.
+"""The real engine process with fake ranks: what tests start instead of `python -m engine.core`.
 
 The scenario is JSON in `model_path`, the one field of the configuration that is free text.
 """
@@ -14,8 +14,9 @@ sys.path.insert(0, os.path.dirname(__file__))  # which is not there by itself in
 from engine_fakes import FakeExecutor, Faults, make_info
 
 from engine.config import EngineConfig
-from engine.core.process import main
+from engine.core.process import run
 from engine.errors import StartupError
+from workers.python_child import die_with_parent, leave_signals_to_parent
 
 
 class ScenarioExecutor(FakeExecutor):
@@ -27,22 +28,24 @@ class ScenarioExecutor(FakeExecutor):
         super().__init__(config, make_info(config, scenario.get("num_blocks", 33)), faults)
         self._scenario = scenario
 
-    def submit(self, step, fill_masks=None) -> None:
+    def collect(self):
         time.sleep(self._scenario.get("step_s", 0.0))
+        return super().collect()
+
+    def submit(self, step, *, masks_follow=False) -> None:
         if step.step_id == self._scenario.get("stuck_at_step"):
             time.sleep(1000)
         if step.step_id == self._scenario.get("killed_at_step"):
             os.kill(os.getpid(), signal.SIGKILL)
-        super().submit(step, fill_masks)
+        super().submit(step, masks_follow=masks_follow)
 
-    def close(self) -> None:
+    def close(self, failure: Exception | None = None) -> None:
         time.sleep(self._scenario.get("close_s", 0.0))
         super().close()
 
 
-def start_executor(worker, *, inline: bool, on_progress):
+def start_executor(worker, on_progress, *, nodes, on_leave):
     scenario = json.loads(worker.model_path)
-    assert inline
     for fraction in (0.0, 0.5, 1.0):
         on_progress("loading", fraction)
     time.sleep(scenario.get("load_s", 0.0))
@@ -56,4 +59,7 @@ def start_executor(worker, *, inline: bool, on_progress):
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], start_executor, loading_timeout_s=float(os.environ.get("LOADING_TIMEOUT_S", "300"))))
+    fd, parent_pid, _ = map(int, sys.argv[1:])
+    die_with_parent(parent_pid)
+    leave_signals_to_parent()
+    sys.exit(run(fd, start_executor, loading_timeout_s=float(os.environ.get("LOADING_TIMEOUT_S", "300"))))

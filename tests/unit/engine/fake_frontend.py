@@ -17,7 +17,7 @@ async def main(scenario: str, mode: str) -> None:
     config = type(config)(config.worker.with_(model_path=scenario))
     if mode == "while_loading":
 
-        def on_progress(phase: str, fraction: float) -> None:
+        def on_progress(phase: str, fraction: float, detail: str = "", /) -> None:
             if fraction == 1.0:
                 children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
                 print(children[0], flush=True)

@@ -21,9 +21,9 @@ def decode(ids) -> str:
 
 
 def allowed(state) -> set[int]:
-    mask = np.empty(NUM_IDS // 32, np.uint32)
-    state.fill_mask(mask)
-    return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
+    masks = np.empty((1, NUM_IDS // 32), np.uint32)
+    state.fill_masks((), masks)
+    return set(np.flatnonzero(np.unpackbits(masks[0].view(np.uint8), bitorder="little")).tolist())
 
 
 def random_walk(state, random: Random, most: int) -> tuple[list[int], bool]:
@@ -34,6 +34,6 @@ def random_walk(state, random: Random, most: int) -> tuple[list[int], bool]:
         if END in choices:
             return ids, True
         ids.append(random.choice(sorted(choices)))
-        if state.accept(ids[-1:]):
+        if state.accept(ids[-1:]) or state.only_end_is_left():
             return ids, True
     return ids, False

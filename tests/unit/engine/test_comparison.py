@@ -16,7 +16,7 @@ def make_step() -> StepMetadata:
         token_ids=np.arange(5, dtype=np.int32),
         query_start_loc=np.array([0, 2, 5], np.int32),
         seq_lens=np.array([2, 9], np.int32),
-        block_tables=np.ones((2, 1), np.int32),
+        rows=np.arange(2, dtype=np.int32),
         logits_indices=np.array([1, 3, 4], np.int32),
         target_ids=np.full(3, -1, np.int32),
         sample_positions=np.array([2, 8, 9], np.int32),

@@ -56,7 +56,7 @@ async def until_idle(client: EngineClient) -> None:
     while (stats := await client.stats()).num_requests_running + stats.num_requests_waiting:
         await asyncio.sleep(0.01)
     assert stats.num_blocks_free + stats.num_blocks_cached == stats.num_blocks_total
-    assert client.num_open == 0 and not client._stats_calls
+    assert client.num_open == 0 and not client._questions._open
 
 
 def exists(pid: int) -> bool:
@@ -70,7 +70,7 @@ def test_many_requests_at_once_get_their_own_answers() -> None:
     async def scene() -> None:
         phases = []
         async with started(scenario_config(), lambda *seen: phases.append(seen)) as client:
-            assert phases == [("loading", 0.0), ("loading", 0.5), ("loading", 1.0)]
+            assert phases == [("loading", 0.0, ""), ("loading", 0.5, ""), ("loading", 1.0, "")]
             assert client.info.block_size == 4 and client.info.vocab_size == 64 and client.info.rank_pids == ()
             assert client.info.max_num_seqs == 8 and client.info.enable_prefix_caching
             requests = [
@@ -84,7 +84,7 @@ def test_many_requests_at_once_get_their_own_answers() -> None:
             await until_idle(client)
             stats = await client.stats()
             assert stats.num_accepted == stats.finished["length"] == 40
-            assert client.is_alive and client.last_progress_age_s < 5
+            assert client.is_alive and client.last_progress_age_s < 30
         assert client.exit_code == 0 and client.dead.is_set() and not client.is_alive
 
     run(scene)
@@ -138,7 +138,7 @@ def test_a_reset_of_the_cache_is_answered_and_ends_with_the_engine() -> None:
             os.kill(client.pid, signal.SIGKILL)
             with pytest.raises(EngineDeadError):
                 await waiting
-            assert not client._resets
+            assert not client._questions._open
             with pytest.raises(EngineDeadError):
                 await client.reset_prefix_cache()
 
@@ -196,13 +196,27 @@ def test_stats_do_not_wait_for_a_long_step(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("engine.client._STATS_TIMEOUT_S", 0.1)
 
     async def scene() -> None:
-        async with started(scenario_config(step_s=0.6)) as client:
-            task = asyncio.create_task(collect(client, make_request(1, [1], max_tokens=2)))
+        async with started(scenario_config(step_s=3.0)) as client:
+            task = asyncio.create_task(collect(client, make_request(1, [1], max_tokens=1)))
             await asyncio.sleep(0.1)
-            begun = asyncio.get_running_loop().time()
             assert (await client.stats()).state == "ready"
-            assert asyncio.get_running_loop().time() - begun < 0.5
+            assert not task.done()
             await task
+
+    run(scene)
+
+
+def test_the_live_state_is_that_of_the_engine_and_none_when_it_is_dead() -> None:
+    async def scene() -> None:
+        async with started(scenario_config(step_s=0.02)) as client:
+            task = asyncio.create_task(collect(client, make_request(1, [1, 2, 3], max_tokens=30)))
+            while not (state := await client.state())["slowest"]:
+                await asyncio.sleep(0.01)
+            assert (state["running"], state["slowest"][0]["request_id"]) == (1, 1)
+            await task
+            os.kill(client.pid, signal.SIGKILL)
+            await client.dead.wait()
+            assert await client.state() is None
 
     run(scene)
 
@@ -216,7 +230,6 @@ def test_stats_do_not_wait_for_a_long_step(monkeypatch: pytest.MonkeyPatch) -> N
         ({"die_at_step": 3}, 5, "rank 1"),
         ({"hang_at_step": 3}, 6, "rank 1"),
         ({"killed_at_step": 3}, 5, "SIGKILL"),
-        ({"stuck_at_step": 3}, 6, "exit code 6"),
     ],
 )
 def test_when_the_engine_dies_every_request_fails(scenario: dict, code: int, cause: str) -> None:
@@ -340,22 +353,22 @@ def test_close_is_bounded_when_the_engine_hangs() -> None:
 def test_an_executor_that_does_not_close_cannot_hold_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene() -> None:
         async with started(scenario_config(close_s=1000)) as client:
-            await client.close(timeout_s=9)
+            await client.close(timeout_s=60)
             assert client.exit_code == 0  # ended by the deadline, not killed by the client
 
     run(scene)
 
 
-def test_terminate_is_an_orderly_stop_and_interrupt_is_ignored() -> None:
+def test_signals_are_left_to_the_frontend() -> None:
     async def scene() -> None:
         async with started(scenario_config(step_s=0.01)) as client:
-            os.kill(client.pid, signal.SIGINT)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                os.kill(client.pid, number)
             request = make_request(1, [1], max_tokens=10)
             events = await collect(client, request)
             assert [token for event in events for token in event.token_ids] == expected_tokens(request)
-            os.kill(client.pid, signal.SIGTERM)
-            await client.dead.wait()
-            assert client.exit_code == 0 and not client.is_alive
+            assert client.is_alive
+        assert client.exit_code == 0 and not client.is_alive
 
     run(scene)
 
@@ -394,7 +407,7 @@ def test_a_cancelled_start_leaves_no_process(is_stopped: bool) -> None:
         before = set(_children())
         loading = asyncio.Event()
         config = scenario_config(load_s=1000)
-        start = EngineClient.start(config, lambda phase, fraction: loading.set(), command=[ENGINE])
+        start = EngineClient.start(config, lambda *progress: loading.set(), command=[ENGINE])
         task = asyncio.create_task(start)
         await loading.wait()
         children = set(_children()) - before
@@ -429,7 +442,7 @@ def test_killing_the_frontend_ends_the_engine(mode: str, scenario: dict) -> None
         assert exists(pid)
         frontend.kill()
         frontend.wait()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while exists(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not exists(pid)
@@ -474,7 +487,7 @@ def test_nothing_is_left_open_after_many_starts() -> None:
 def test_the_real_command_imports_no_torch_and_ignores_the_current_folder(tmp_path: Path) -> None:
     (tmp_path / "engine").mkdir()
     (tmp_path / "engine" / "__init__.py").write_text("raise RuntimeError('the wrong engine')")
-    code = "import sys, engine.core.process; sys.exit('torch' in sys.modules)"
+    code = "import sys, engine.core.process, workers.executor; sys.exit('torch' in sys.modules)"
     env = {**os.environ, "PYTHONPATH": str(HERE.parents[2])}
     assert subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, env=env, check=False).returncode == 0
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.engine_process import EngineProcess, runs_rank
+from engine.engine_process import EngineProcess
 
 _SLEEPER = ("-c", "import sys, time; print(sys.argv[1:], flush=True); time.sleep(60)")
 
 
 def test_a_process_that_nobody_took_is_ended() -> None:
-    started = EngineProcess(runs_rank=False, command=_SLEEPER)
+    started = EngineProcess(1, command=_SLEEPER)
     assert started._started is not None
     process, sock = started._started
     started.discard()
@@ -22,7 +22,7 @@ def test_a_process_that_nobody_took_is_ended() -> None:
 
 
 def test_a_process_that_was_taken_lives_on() -> None:
-    started = EngineProcess(runs_rank=True, command=_SLEEPER)
+    started = EngineProcess(1, command=_SLEEPER)
     process, sock = started.take()
     started.discard()
     assert process.poll() is None
@@ -36,7 +36,7 @@ def test_a_process_that_was_taken_lives_on() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_it_ignores_the_terminals_interrupt_from_its_first_moment() -> None:
     before = signal.getsignal(signal.SIGINT)
-    started = EngineProcess(runs_rank=False, command=_SLEEPER)
+    started = EngineProcess(1, command=_SLEEPER)
     assert signal.getsignal(signal.SIGINT) is before
     process, sock = started.take()
     ignored = next(
@@ -49,7 +49,3 @@ def test_it_ignores_the_terminals_interrupt_from_its_first_moment() -> None:
     process.wait()
     sock.close()
     assert ignored & (1 << (signal.SIGINT - 1)) and process.returncode == -signal.SIGKILL
-
-
-def test_one_rank_runs_in_the_engine() -> None:
-    assert runs_rank(1) and not runs_rank(2)

@@ -11,6 +11,7 @@ from sampling_fakes import CountingGrammar
 
 from engine.core.event_loop import STOPPING, EngineLoop
 from engine.errors import QueueFullError, RequestError, UnavailableError
+from engine.input_batch.grammar_bitmask import fill_one_by_one
 from engine.ipc import messages
 from engine.ipc.frame_socket import FrameSocket
 from engine.ipc.frames import FrameReader
@@ -57,6 +58,9 @@ class FakeManager:
     def poll(self):
         done, self.done = self.done, []
         return done
+
+    def fill_masks(self, batch):
+        return fill_one_by_one(batch)
 
     def abort(self, request_id):
         return self.pending.pop(request_id, None) is not None
@@ -143,6 +147,34 @@ def test_a_known_grammar_does_not_wait(harness):
     harness.manager.known.add("3")
     harness.ask(bound(1))
     assert harness.tokens(1) == expected_tokens(bound(1))
+
+
+def noting(real, name: str, log: list[str]):
+    def noted(*arguments, **options):
+        log.append(name)
+        return real(*arguments, **options)
+
+    return noted
+
+
+def test_events_are_sent_before_the_masks_that_wait_for_the_same_answer(harness, monkeypatch):
+    """And those before the next step, whether or not the loop begins one."""
+    log, loop = [], harness.loop
+    for owner, name in (
+        (loop.engine_core, "finish"),
+        (loop._frame_socket, "send"),
+        (loop.engine_core.executor, "send_masks"),
+        (loop.engine_core.executor, "submit"),
+    ):
+        monkeypatch.setattr(owner, name, noting(getattr(owner, name), name, log))
+    harness.manager.known.add("4")
+    harness.ask(bound(1, "4"))
+    assert harness.tokens(1) == expected_tokens(bound(1, "4"))
+    if harness.depth == 1:
+        assert log[:6] == ["submit", "send_masks", "finish", "submit", "send", "send_masks"]
+    else:
+        assert log[:8] == ["submit", "send_masks", "submit", "finish", "send", "send_masks", "submit", "finish"]
+        assert log[8:10] == ["send", "send_masks"]
 
 
 def test_a_grammar_refused_at_once_or_later_fails_its_request_alone(harness):

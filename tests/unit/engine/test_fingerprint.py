@@ -9,7 +9,8 @@ from engine.config import EngineConfig, WorkerConfig
 from engine.core.process import engine_info
 from engine.replay import fingerprint
 from tests.golden.tiny_models import make_tiny
-from workers.executor import start_executor
+from tests.parallel.rank_threads import ThreadExecutor
+from workers.fingerprint import model_sums
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def started(checkpoint, **changes):
     config = WorkerConfig(
         str(checkpoint), device="cpu", dtype="float32", max_model_len=64, max_num_batched_tokens=64, num_threads=1
     )
-    executor = start_executor(config.with_(**changes), inline=True, on_progress=lambda phase, fraction: None)
+    executor = ThreadExecutor(config.with_(**changes))
     digest = engine_info(EngineConfig(executor.config), executor).numbers_digest
     assert digest == fingerprint.numbers_digest(executor.config, executor.info)
     executor.close()
@@ -66,7 +67,7 @@ def test_a_gguf_file_has_a_sum_of_its_own(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     weights = tmp_path / "model.gguf"
     weights.write_bytes(bytes(1 << 20))
-    first = fingerprint.model_sums(tmp_path)
+    first = model_sums(tmp_path)
     assert first.keys() == {"config.json", "model.gguf"}
     weights.write_bytes(bytes((1 << 20) - 1) + b"x")
-    assert fingerprint.model_sums(tmp_path)["model.gguf"] != first["model.gguf"]
+    assert model_sums(tmp_path)["model.gguf"] != first["model.gguf"]

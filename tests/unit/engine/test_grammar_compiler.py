@@ -60,7 +60,7 @@ def test_texts_that_match_can_be_written_and_no_others(matcher_for, grammar, goo
             if token not in allowed(matcher):
                 fits = False
                 break
-            is_over = matcher.accept((token,))
+            is_over = matcher.accept((token,)) or matcher.only_end_is_left()
         else:
             fits = is_over or END in allowed(matcher) if text else END in allowed(matcher)
         assert fits == (text in good), text
@@ -105,7 +105,7 @@ def test_numbers_come_to_an_end(matcher_for):
             ids = allowed(matcher)
             token = max(ids, key=lambda i: (decode([i])[:1] in tuple("0123456789"), decode([i])[:1] in ("e", "E"), -i))
             written += decode([token])
-            is_over = matcher.accept((token,))
+            is_over = matcher.accept((token,)) or matcher.only_end_is_left()
             assert len(written) < 3 * MAX_DIGITS
         assert "e" not in written.lower() and abs(json.loads("[" + written)[0]) < 1e30
 
@@ -147,21 +147,24 @@ def test_where_only_the_end_is_left_the_sequence_ends_without_an_end_token(match
     """A bare number ends at its last digit, whether or not the caller lets it end sooner."""
     for end_ids in ((), (END,)):
         matcher = matcher_for(schema({"type": "integer"}), end_ids)
-        digits = encode("7" * MAX_DIGITS)
-        assert [matcher.accept((token,)) for token in digits] == [False] * (MAX_DIGITS - 1) + [True]
+        mask = np.empty((1, NUM_IDS // 32), np.uint32)
+        for token in encode("7" * MAX_DIGITS):
+            assert matcher.fill_masks((), mask) is None and not matcher.only_end_is_left()
+            assert not matcher.accept((token,)), "that shows with the next mask"
+        assert matcher.fill_masks((), mask) == 0 and matcher.only_end_is_left()
 
 
 def test_masks_are_written_again_the_same_and_fill_every_word(matcher_for):
     matcher = matcher_for(Grammar("json_object", ""))
     for num_words in (NUM_IDS // 32, NUM_IDS // 32 + 9):
-        masks = [np.full(num_words, fill, np.uint32) for fill in (0, 0xFFFFFFFF)]
+        masks = [np.full((1, num_words), fill, np.uint32) for fill in (0, 0xFFFFFFFF)]
         for mask in masks:
-            matcher.fill_mask(mask)
+            matcher.fill_masks((), mask)
         assert (masks[0] == masks[1]).all() and masks[0].any()
-        assert not masks[0][NUM_IDS // 32 :].any(), "ids beyond the tokenizer's are never allowed"
-    small = np.full(10, 0xFFFFFFFF, np.uint32)
-    matcher.fill_mask(small)
-    assert (small == masks[0][:10]).all()
+        assert not masks[0][:, NUM_IDS // 32 :].any(), "ids beyond the tokenizer's are never allowed"
+    small = np.full((1, 10), 0xFFFFFFFF, np.uint32)
+    matcher.fill_masks((), small)
+    assert (small == masks[0][:, :10]).all()
 
 
 def test_a_token_that_is_not_allowed_breaks_the_state(matcher_for):

@@ -8,7 +8,7 @@ from sampling_fakes import CountingGrammar
 from engine.input_batch.input_batch import InputBatch
 from engine.sampling_params import Grammar
 from engine.scheduler.output import ScheduledTokens, SchedulerOutput
-from engine.scheduler.sequence import Sequence
+from engine.scheduler.sequence import Sequence, Status
 from workers.protocol import StepMetadata, max_step_bytes, pack_step, unpack_step
 
 SIZE = 4
@@ -26,7 +26,7 @@ EVERYTHING = {
 
 def running(row: int, prompt, blocks, *, generated=(), **params) -> Sequence:
     seq = Sequence(make_request(row + 1, prompt, **params), key=(0.0, row), max_len=64, arrival_s=0.0)
-    seq.row, seq.block_ids = row, list(blocks)
+    seq.row, seq.block_ids, seq.status = row, list(blocks), Status.RUNNING
     seq.token_ids += generated
     return seq
 
@@ -38,16 +38,23 @@ def output_of(*scheduled: ScheduledTokens, step_id: int = 1, new: bool = True) -
 
 
 class WholeSteps:
-    """An `InputBatch` whose steps have their masks already."""
+    """An `InputBatch` whose steps have their masks already, and the block tables that ranks have after each step."""
 
     def __init__(self) -> None:
+        self.tables = np.full((4, 64 // SIZE), -1, np.int32)  # -1: never written
         self._input_batch = InputBatch(max_num_seqs=4, max_model_len=64, block_size=SIZE, vocab_size=VOCAB)
 
     def build(self, output: SchedulerOutput) -> StepMetadata:
         step, masks = self._input_batch.build(output)
         if masks is not None:
-            masks.fill(step.mask_bits)
+            step.mask_bits = masks.compute()
+        self.tables[step.table_rows, step.table_columns] = step.table_blocks
         return step
+
+    def tables_of(self, step: StepMetadata) -> list[list[int]]:
+        """The entries that the sequences of `step`, the one built last, read."""
+        ends = -(-step.seq_lens // SIZE)
+        return [self.tables[row, :end].tolist() for row, end in zip(step.rows, ends, strict=True)]
 
 
 input_batch = WholeSteps
@@ -57,7 +64,8 @@ def test_a_mixed_step() -> None:
     decode = running(2, [1, 2, 3], [9, 4], generated=[7, 8], seed=-5, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1)
     chunk = running(0, range(10, 20), [5, 6, 7])
     whole = running(1, [30, 31], [8], logprobs=2, seed=2**62)
-    step = input_batch().build(
+    made = input_batch()
+    step = made.build(
         output_of(
             ScheduledTokens(decode, 4, 1, True), ScheduledTokens(chunk, 3, 4, False), ScheduledTokens(whole, 0, 2, True)
         )
@@ -67,7 +75,8 @@ def test_a_mixed_step() -> None:
     assert step.slot_mapping.tolist() == [4 * SIZE, 5 * SIZE + 3, 6 * SIZE, 6 * SIZE + 1, 6 * SIZE + 2, 32, 33]
     assert step.query_start_loc.tolist() == [0, 1, 5, 7]
     assert step.seq_lens.tolist() == [5, 7, 2]
-    assert step.block_tables.tolist() == [[9, 4], [5, 6], [8, 0]]
+    assert step.rows.tolist() == [2, 0, 1]
+    assert made.tables_of(step) == [[9, 4], [5, 6], [8]]
     assert step.logits_indices.tolist() == [0, 6]
     assert step.target_ids.tolist() == [-1, -1]
     assert step.sample_positions.tolist() == [5, 2]
@@ -88,7 +97,7 @@ def test_every_array_has_the_type_of_the_layout(params) -> None:
     buffer = memoryview(bytearray(max_step_bytes(make_config().worker)))
     pack_step(step, buffer)
     back = unpack_step(buffer)
-    for name in (name for name in step.__slots__ if name != "step_id"):
+    for name in (name for name in step.__slots__ if name not in ("step_id", "is_ahead")):
         ours, theirs = getattr(step, name), getattr(back, name)
         assert ours.dtype == theirs.dtype, name
         np.testing.assert_array_equal(ours, theirs)
@@ -139,18 +148,19 @@ def test_bias_penalties_and_masks_have_sections_of_their_own() -> None:
         ScheduledTokens(present, 5, 1, True),
     ]
     step = input_batch().build(output_of(*scheduled, ScheduledTokens(masked, 1, 1, True)))
-    assert step.bias_rows.tolist() == [0, 0, 0, 3]
-    assert step.bias_ids.tolist() == [9, 4, 5, 31], "the prompt completes no bad word"
-    np.testing.assert_array_equal(step.bias_values, np.array([2.5, -np.inf, -np.inf, -np.inf], np.float32))
+    assert step.bias_rows.tolist() == [0, 0, 0]
+    assert step.bias_ids.tolist() == [9, 4, 5]
+    np.testing.assert_array_equal(step.bias_values, np.array([2.5, -np.inf, -np.inf], np.float32))
     assert step.penalty_rows.tolist() == [0, 2]
     assert step.repetition.tolist() == [1.5, 1.0]
     assert step.frequency.tolist() == [0.25, 0.0]
     assert step.presence.tolist() == [-0.5, 1.0]
+    assert step.history_rows.tolist() == [2, 0]
     assert step.history_starts.tolist() == [0, 2, 4]
-    assert step.history_ids.tolist() == [1, 2, 9, 8], "of the prompt only where repetition counts"
-    assert step.history_counts.tolist() == [0, 0, 2, 1]
+    assert step.history_ids.tolist() == [1, 2, 8, 9], "of the prompt only where repetition counts"
+    assert step.history_counts.tolist() == [0, 0, 1, 2]
     assert step.mask_rows.tolist() == [0, 3]
-    assert [bits(words) for words in step.mask_bits] == [[33], [0, 31, 32, 63]]
+    assert [bits(words) for words in step.mask_bits] == [[33], [0, 32, 63]], "the prompt completes no bad word"
 
 
 def test_sections_follow_the_sequence_from_step_to_step() -> None:
@@ -164,14 +174,14 @@ def test_sections_follow_the_sequence_from_step_to_step() -> None:
         for name in step.__slots__:
             np.testing.assert_array_equal(getattr(again, name), getattr(step, name), err_msg=name)
         history = dict(zip(step.history_ids.tolist(), step.history_counts.tolist(), strict=True))
-        seen.append((step.bias_ids.tolist()[3:], history, bits(step.mask_bits[0])))
+        assert step.bias_ids.tolist() == [9, 4, 5]
+        seen.append((history, bits(step.mask_bits[0])))
         seq.token_ids.append(token)
-    assert seen == [
-        ([], {1: 0, 2: 0}, [33, 60]),
-        ([], {1: 0, 2: 0, 7: 1}, [33, 60]),
-        ([7, 33], {1: 0, 2: 0, 7: 1, 8: 1}, [60]),
-        ([7], {1: 0, 2: 0, 7: 1, 8: 2}, [33, 60]),
-    ]
+    assert seen == [({1: 0, 2: 0}, [33, 60]), ({}, [33, 60]), ({}, [60]), ({}, [33, 60])]
+    seq.row, seq.block_ids = 2, [1, 2, 3]  # as after a preemption
+    step = made.build(output_of(ScheduledTokens(seq, 0, 7, True), step_id=9))
+    assert step.history_rows.tolist() == [2]
+    assert dict(zip(step.history_ids.tolist(), step.history_counts.tolist(), strict=True)) == {1: 0, 2: 1, 7: 1, 8: 2}
 
 
 def test_a_ban_wins_over_what_is_forced_and_then_nothing_is() -> None:
@@ -206,7 +216,7 @@ def test_a_row_keeps_nothing_of_its_last_sequence() -> None:
             ScheduledTokens(running(1, range(9), [1, 2, 3]), 0, 9, True),
         )
     )
-    assert step.block_tables.tolist() == [[5, 0, 0], [1, 2, 3]]
+    assert made.tables_of(step) == [[5], [1, 2, 3]]
     assert step.temperature[0] == 1.0 and step.num_logprobs[0] == -1
     assert len(step.bias_rows) == len(step.penalty_rows) == len(step.mask_rows) == 0
 
@@ -219,7 +229,9 @@ def test_only_new_entries_are_written_and_building_twice_is_harmless() -> None:
     seq.block_ids.append(3)
     output = SchedulerOutput(2, [ScheduledTokens(seq, 4, 1, True)], [(0, 1, 3)])
     first, second = made.build(output), made.build(output)
-    assert first.block_tables.tolist() == second.block_tables.tolist() == [[6, 3]]
+    for step in (first, second):
+        assert (step.table_rows.tolist(), step.table_columns.tolist(), step.table_blocks.tolist()) == ([0], [1], [3])
+    assert made.tables_of(second) == [[6, 3]]
     assert first.slot_mapping.tolist() == second.slot_mapping.tolist() == [3 * SIZE]
 
 
@@ -227,7 +239,18 @@ def test_a_step_keeps_its_numbers_when_the_tables_move_on() -> None:
     made = input_batch()
     step = made.build(output_of(ScheduledTokens(running(0, range(4), [6], temperature=0.25), 0, 4, True)))
     made.build(output_of(ScheduledTokens(running(0, range(4), [9], temperature=0.75), 0, 4, True), step_id=2))
-    assert step.block_tables.tolist() == [[6]] and step.temperature.tolist() == [0.25]
+    assert step.table_blocks.tolist() == [6] and step.temperature.tolist() == [0.25]
+
+
+def test_of_two_writes_to_an_entry_the_last_one_is_sent() -> None:
+    """A sequence that fails while it is admitted gives its row to the next one."""
+    seq = running(1, range(8), [6, 7])
+    output = output_of(ScheduledTokens(seq, 0, 8, True))
+    output.new_blocks[:0] = [(1, 2, 9), (1, 0, 8), (3, 0, 5)]
+    made = input_batch()
+    step = made.build(output)
+    entries = zip(step.table_rows.tolist(), step.table_columns.tolist(), step.table_blocks.tolist(), strict=True)
+    assert sorted(entries) == [(1, 0, 6), (1, 1, 7), (1, 2, 9), (3, 0, 5)]
 
 
 @pytest.mark.parametrize("value", ["hot", None])

@@ -2,7 +2,7 @@
 
 import pytest
 from engine_fakes import Driver, FakeExecutor, Faults, expected_tokens, make_config, make_info, make_request
-from sampling_fakes import VOCAB, CountingGrammar, choices_of
+from sampling_fakes import VOCAB, CountingGrammar, FakeHistories, choices_of
 
 from engine.core.engine_core import EngineCore
 from engine.errors import INTERNAL, NO_TOKEN, NOT_FINITE
@@ -87,7 +87,7 @@ def test_a_broken_model_is_not_the_fault_of_a_request_with_constraints(params) -
     assert driver.ends[2].num_cached_tokens == 0, "its KV may not be finite"
 
 
-@pytest.mark.parametrize("method", ["accept", "fill_mask"])
+@pytest.mark.parametrize("method", ["accept", "fill_masks"])
 def test_a_grammar_that_raises_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     def broken(*_):
         raise RuntimeError("no such rule")
@@ -102,7 +102,7 @@ def test_a_grammar_that_raises_fails_its_request_alone(monkeypatch: pytest.Monke
     ends = {}
     while engine_core.scheduler.has_work:
         begun = engine_core.begin() is not None
-        events = engine_core.take_events() + (engine_core.finish() if begun else [])
+        events = [*engine_core.take_events(), *(engine_core.finish() if begun else [])]
         ends |= {event.request_id: event for event in events if event.finish_reason}
     assert ends[1].error == INTERNAL and ends[2].finish_reason is FinishReason.LENGTH
 
@@ -114,13 +114,13 @@ def test_a_mask_that_fails_does_not_affect_the_step_or_other_rows(monkeypatch: p
         driver.add(make_request(number, [1, number], max_tokens=4, grammar=grammar))
     output = driver.scheduler.schedule(0.0)
     assert output is not None
-    broken = output.scheduled[1].seq
-    monkeypatch.setattr(broken.grammar_matcher, "fill_mask", lambda into: 1 / 0)
+    broken = output.items()[1].seq
+    monkeypatch.setattr(broken.grammar_matcher, "fill_masks", lambda drafts, into: 1 / 0)
     step, masks = driver.input_batch.build(output)
     assert masks is not None and step.mask_rows.tolist() == [0, 1, 2]
-    masks.fill(step.mask_bits)
+    step.mask_bits = masks.compute()
     assert masks.failed == [broken]
-    banned, _ = choices_of(step)
+    banned, _ = choices_of(step, FakeHistories())
     bound = set(range(VOCAB)) - CountingGrammar.next_ids(0)
     assert banned == [bound, set(), bound]
 
@@ -131,7 +131,7 @@ def test_masks_that_need_no_grammar_are_there_at_once() -> None:
     output = driver.scheduler.schedule(0.0)
     assert output is not None
     step, masks = driver.input_batch.build(output)
-    assert masks is None and choices_of(step)[0] == [set(range(VOCAB)) - {3, 4}]
+    assert masks is None and choices_of(step, FakeHistories())[0] == [set(range(VOCAB)) - {3, 4}]
 
 
 def test_a_grammar_without_its_matcher_cannot_be_added() -> None:

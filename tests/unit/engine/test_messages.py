@@ -13,7 +13,7 @@ from engine.ipc import messages
 from engine.ipc.frames import Frame, FrameError, FrameReader
 from engine.sampling_params import Grammar, SamplingParams
 from engine.stats import EngineStats
-from engine.types import EngineInfo, FinishReason, Request, ScoredTokens, TokenEvent, TokenLogprobs
+from engine.types import EngineInfo, FinishReason, Request, ScoredTokens, TokenEvent, TokenEvents, TokenLogprobs
 
 _IDS = st.integers(0, 2**31 - 1)
 _F32 = st.floats(width=32, allow_nan=False)
@@ -36,6 +36,7 @@ _ENDS = st.builds(
     stop_token_id=st.none() | _IDS,
     error=st.none() | st.text(),
     error_param=st.none() | st.text(),
+    error_code=st.none() | st.text(),
 )
 
 
@@ -44,10 +45,25 @@ def frame_of(data: bytes) -> Frame:
     return frame
 
 
+def events_of(values, plain=()) -> TokenEvents:
+    """`plain`: (request id, token id, number of cached tokens) of each."""
+    ids, tokens, cached = zip(*plain, strict=True) if plain else ((), (), ())
+    return TokenEvents(array("q", ids), array("i", tokens), array("i", cached), list(values))
+
+
+def there_and_back(values) -> list[TokenEvent]:
+    return list(messages.read_events(frame_of(messages.events(events_of(values)))))
+
+
 @settings(max_examples=150, deadline=None)
-@given(st.lists(_EVENTS | _ENDS, max_size=6))
-def test_events(values) -> None:
-    assert messages.read_events(frame_of(messages.events(values))) == values
+@given(
+    st.lists(_EVENTS | _ENDS, max_size=6),
+    st.lists(st.tuples(st.integers(0, 2**63 - 1), _IDS, _IDS), max_size=6),
+)
+def test_events(values, plain) -> None:
+    expected = [TokenEvent(number, (token,), num_cached_tokens=cached) for number, token, cached in plain] + values
+    events = messages.read_events(frame_of(messages.events(events_of(values, plain))))
+    assert list(events) == expected and len(events) == len(expected)
 
 
 @settings(max_examples=50, deadline=None)
@@ -65,7 +81,7 @@ def test_scored_prompts_are_sent_as_columns(num_top, rows, data) -> None:
         TokenEvent(3, (4,), prompt_logprobs=scored),
         TokenEvent(5, prompt_logprobs=scored[1:]),
     ]
-    assert messages.read_events(frame_of(messages.events(values))) == values
+    assert there_and_back(values) == values
     entries = [*scored]
     assert [entry.token_id for entry in entries] == [*ids] and len(entries) == len(scored)
     assert [pair for entry in entries for pair in entry.top] == [*zip(top_ids, top, strict=True)]
@@ -74,7 +90,7 @@ def test_scored_prompts_are_sent_as_columns(num_top, rows, data) -> None:
 
 def test_infinite_logprobs_are_sent() -> None:
     event = TokenEvent(1, (2,), (TokenLogprobs(2, -math.inf, 5, ((1, 0.0), (2, -math.inf))),))
-    assert messages.read_events(frame_of(messages.events([event]))) == [event]
+    assert there_and_back([event]) == [event]
 
 
 def test_requests() -> None:
@@ -155,7 +171,9 @@ def test_start_and_end() -> None:
     assert messages.read_config(frame_of(messages.config(config))) == config
     info = EngineInfo(1, 2, 3, 4, 5, 6, 7, "cpu", "float32", "x", "A", 8, 9, 10, True, 0.5, 11, 12, rank_pids=(11, 12))
     assert messages.read_ready(frame_of(messages.ready(info))) == info
-    assert messages.read_progress(frame_of(messages.progress("loading", 0.5))) == ("loading", 0.5)
+    assert messages.read_progress(frame_of(messages.progress("loading", 0.5))) == ("loading", 0.5, "")
+    waiting = ("waiting", 0.5, "for node 1")
+    assert messages.read_progress(frame_of(messages.progress(*waiting))) == waiting
     failed = messages.read_failed(frame_of(messages.failed(StartupError("cause", "fix", 4))))
     assert (failed.cause, failed.fix, failed.exit_code) == ("cause", "fix", 4)
     assert messages.read_dead(frame_of(messages.dead("gone", 5))) == ("gone", 5)
@@ -192,7 +210,8 @@ _GOOD = {
     "ids": [1, 2],
     "counts": [1, 1],
     "cached": [0, 0],
-    "extra": {"0": {"reason": "stop", "logprobs": [1]}},
+    "plain": 1,
+    "extra": [{"reason": "stop", "logprobs": [1]}, {}],
     "params": {"eos_token_ids": [], "stop_token_ids": [], "logit_bias": [], "bad_words": [], "grammar": None},
     "num_allowed": None,
     "priority": 0,
@@ -218,17 +237,22 @@ def test_frames_that_are_no_message_are_typed_errors(read, damage, data) -> None
     read(frame)
 
 
-def test_wrong_counts() -> None:
-    for counts in ([5, 0], [-1, 1], [1]):
-        frame = Frame({"kind": "events", "ids": [1, 2], "counts": counts, "cached": [0, 0], "extra": {}})
-        frame.ints.extend([1])
-        with pytest.raises(FrameError):
-            messages.read_events(frame)
+@pytest.mark.parametrize(
+    ("plain", "counts", "num_ints"),
+    [(0, [5, 0], 1), (0, [-1, 1], 1), (0, [1], 1), (1, [0, 0], 3), (1, [1, 1], 5), (-1, [0, 0], 4)],
+)
+def test_wrong_counts(plain, counts, num_ints) -> None:
+    head = {"kind": "events", "plain": plain, "ids": [1, 2], "counts": counts, "cached": [0, 0], "extra": [{}, {}]}
+    frame = Frame(head)
+    frame.ints.extend([1] * num_ints)
+    with pytest.raises(FrameError):
+        messages.read_events(frame)
 
 
 def test_large_answers_are_cut_into_several_frames() -> None:
     entries = tuple(TokenLogprobs(1, 0.0, 1) for _ in range(10))
     values = [TokenEvent(number, prompt_logprobs=entries) for number in range(7)]
-    chunks = list(messages.chunks(values, most_entries=40))
-    assert [len(chunk) for chunk in chunks] == [2, 2, 2, 1]
-    assert [event for chunk in chunks for event in chunk] == values
+    events = events_of(values, [(9, 8, 7)])
+    chunks = list(messages.chunks(events, most_entries=40))
+    assert [len(chunk) for chunk in chunks] == [3, 2, 2, 1]
+    assert [event for chunk in chunks for event in chunk] == list(events)

@@ -6,8 +6,10 @@ from engine_fakes import Driver, Faults, make_config, make_request
 from engine.types import FinishReason
 
 
-def lengths(output) -> dict[int, int]:
-    return {item.seq.request_id: item.num_tokens for item in output.scheduled}
+def step(driver: Driver) -> dict[int, int]:
+    """Run a step; how many tokens each request has in it."""
+    assert driver.step() is not None
+    return {item.seq.request_id: item.num_tokens for item in driver.items}
 
 
 @pytest.mark.parametrize("caching", [True, False])
@@ -16,8 +18,8 @@ def test_a_cached_prefix_changes_nothing_but_the_work(caching: bool) -> None:
     driver.add(make_request(1, range(20), max_tokens=4))
     driver.run()
     driver.add(make_request(2, [*range(20), 50, 51], max_tokens=4))
-    output = driver.step()
-    assert output.scheduled[0].start == (20 if caching else 0)
+    driver.step()
+    assert driver.items[0].start == (20 if caching else 0)
     driver.run().check_outputs()
     assert driver.ends[2].num_cached_tokens == (20 if caching else 0)
     assert driver.scheduler.stats.prefix_cache_hits == (20 if caching else 0)
@@ -39,7 +41,7 @@ def test_equal_prompts_cost_one(budget: int, num_others: int) -> None:
     computed = most_held = 0
     while driver.scheduler.num_waiting or any(number not in driver.ends for number in range(1, 9)):
         output = driver.begin()
-        computed += sum(item.num_tokens for item in output.scheduled if item.seq.request_id < 9 and item.start < 128)
+        computed += sum(item.num_tokens for item in driver.items if item.seq.request_id < 9 and item.start < 128)
         most_held = max(most_held, driver.scheduler.kv_cache_manager.num_held)
         driver.finish(output)
     assert computed == 128 + 7 * 4
@@ -55,8 +57,8 @@ def test_eight_choices_of_a_long_prompt_in_one_step() -> None:
     driver = Driver(config, num_blocks=400)
     for number in range(8):
         driver.add(make_request(number, [token % 60 for token in range(1024)], max_tokens=2))
-    output = driver.step()
-    assert [item.num_tokens for item in output.scheduled] == [1024] + [32] * 7
+    driver.step()
+    assert [item.num_tokens for item in driver.items] == [1024] + [32] * 7
     assert driver.step() is not None
     assert driver.scheduler.stats.prefix_cache_hits == 7 * 992
     driver.check_outputs()
@@ -106,8 +108,12 @@ def test_sequences_that_share_withdrawn_blocks_wait_again() -> None:
         driver.add(make_request(number, [*range(12), *[tail] * 9], max_tokens=6))
     driver.add(make_request(9, [60, 61], max_tokens=6))
     output = driver.begin(num_withdrawn=1)
-    assert output is not None and lengths(output) == {9: 2} and driver.ends[1].finish_reason is FinishReason.ERROR
+    assert (
+        output is not None
+        and [item.seq.request_id for item in output.items()] == [9]
+        and driver.ends[1].finish_reason is FinishReason.ERROR
+    )
     driver.finish(output)
-    assert lengths(driver.step()) == {9: 1, 2: 21, 3: 1}
+    assert step(driver) == {9: 1, 2: 21, 3: 1}
     driver.run().check_outputs()
     driver.check_idle()

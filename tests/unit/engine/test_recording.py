@@ -15,6 +15,7 @@ from sampling_fakes import CountingGrammar
 from engine.core.engine_core import EngineCore
 from engine.errors import StartupError
 from engine.replay import recorder
+from engine.replay.__main__ import _steps
 from engine.replay.recorder import RecordingExecutor
 from engine.replay.recording import ANSWER, END, HEADER, STEP, Header, Recording, RecordingWriter
 from engine.sampling_params import Grammar
@@ -251,16 +252,16 @@ def test_masks_that_come_late_are_in_the_file(tmp_path: Path) -> None:
     while scene.engine_core.begin() is not None:
         served += [token for event in scene.engine_core.finish() for token in event.token_ids]
     scene.executor.close()
-    records = list(Recording(str(tmp_path / "r")).records())
+    steps = list(_steps(Recording(str(tmp_path / "r"))))
     fresh = FakeExecutor(make_config(), scene.fake.info)
-    for step, token in zip(records[::2], served, strict=True):
-        fresh.submit(unpack_step(step.content))
+    for (step, _), token in zip(steps, served, strict=True):
+        fresh.submit(step)
         assert fresh.collect().token_ids.tolist() == [token]
-    masks = [unpack_step(step.content).mask_bits.copy() for step in records[::2]]
-    again, expected = CountingGrammar(grammar), np.empty_like(masks[0])
-    for mask, token in zip(masks, served, strict=True):
-        again.fill_mask(expected[0])
-        np.testing.assert_array_equal(mask, expected)
+    again, expected = CountingGrammar(grammar), np.empty_like(steps[0][0].mask_bits)
+    for (step, answer), token in zip(steps, served, strict=True):
+        assert answer is not None and answer.token_ids.tolist() == [token]
+        again.fill_masks((), expected)
+        np.testing.assert_array_equal(step.mask_bits, expected)
         again.accept([token])
 
 

@@ -9,8 +9,10 @@ from engine.scheduler.scheduler import PRIORITY_STEP_S
 from engine.types import FinishReason, Request
 
 
-def lengths(output) -> dict[int, int]:
-    return {item.seq.request_id: item.num_tokens for item in output.scheduled}
+def step(driver: Driver) -> dict[int, int]:
+    """Run a step; how many tokens each request has in it."""
+    assert driver.step() is not None
+    return {item.seq.request_id: item.num_tokens for item in driver.items}
 
 
 def request_with_stop(request_id: int, prompt, at: int, **params) -> Request:
@@ -27,7 +29,7 @@ def request_with_stop(request_id: int, prompt, at: int, **params) -> Request:
 def test_a_long_prompt_is_cut_into_chunks() -> None:
     driver = Driver(make_config(max_num_batched_tokens=10))
     driver.add(make_request(1, range(25), max_tokens=2))
-    seen = [lengths(driver.step())[1] for _ in range(4)]
+    seen = [step(driver)[1] for _ in range(4)]
     assert seen == [10, 10, 5, 1]
     driver.check_outputs()
 
@@ -39,8 +41,7 @@ def test_decodes_come_before_prefills_and_the_budget_holds() -> None:
     driver.step()
     driver.add(make_request(4, range(20), max_tokens=2))
     for expected in (5, 5, 5):
-        output = driver.step()
-        assert lengths(output) == {1: 1, 2: 1, 3: 1, 4: expected}
+        assert step(driver) == {1: 1, 2: 1, 3: 1, 4: expected}
     driver.run().check_outputs()
 
 
@@ -49,7 +50,7 @@ def test_a_decode_is_not_starved_by_a_more_urgent_prefill() -> None:
     driver.add(make_request(1, [5], max_tokens=12))
     driver.step()
     driver.add(make_request(2, range(40), max_tokens=2, priority=-9))
-    assert [lengths(driver.step()) for _ in range(11)] == [{1: 1, 2: 3}] * 11
+    assert [step(driver) for _ in range(11)] == [{1: 1, 2: 3}] * 11
     driver.run().check_outputs()
 
 
@@ -66,9 +67,9 @@ def test_requests_join_and_leave_at_every_step() -> None:
     driver.add(make_request(1, [1, 2, 3], max_tokens=3))
     driver.step()
     driver.add(make_request(2, [4, 5], max_tokens=3))
-    assert lengths(driver.step()) == {1: 1, 2: 2}
-    assert lengths(driver.step()) == {1: 1, 2: 1}
-    assert 1 in driver.ends and lengths(driver.step()) == {2: 1}
+    assert step(driver) == {1: 1, 2: 2}
+    assert step(driver) == {1: 1, 2: 1}
+    assert 1 in driver.ends and step(driver) == {2: 1}
     driver.check_outputs()
     assert driver.step() is None and not driver.scheduler.has_work
 
@@ -87,10 +88,8 @@ def test_the_same_calls_give_the_same_steps() -> None:
             driver.add(make_request(number, range(number), max_tokens=12, priority=number % 3))
         steps = []
         while driver.scheduler.has_work:
-            output = driver.step()
-            steps.append(
-                [(item.seq.request_id, item.start, item.num_tokens, item.seq.row) for item in output.scheduled]
-            )
+            driver.step()
+            steps.append([(item.seq.request_id, item.start, item.num_tokens, item.seq.row) for item in driver.items])
         return steps
 
     assert play() == play()
@@ -161,7 +160,7 @@ def test_a_prefill_only_request_takes_one_step_and_samples_nothing(scores: int |
     for number in (1, 2):  # the second finds the prompt cached
         driver.add(make_request(number, range(10), max_tokens=0, prompt_logprobs=scores))
         output = driver.begin()
-        assert output is not None and [item.num_scored for item in output.scheduled] == [0 if scores is None else 9]
+        assert output is not None and [item.num_scored for item in driver.items] == [0 if scores is None else 9]
         assert (driver.executor._steps[0].target_ids >= 0).all()
         (event,) = driver.finish(output)
         assert event.finish_reason is FinishReason.LENGTH and event.token_ids == ()
@@ -225,8 +224,8 @@ def test_preemptions_of_one_request_are_bounded() -> None:
     worst = 0
     driver = oversubscribed(13)
     while driver.scheduler.has_work:
-        output = driver.step()
-        worst = max(worst, *(item.seq.num_preemptions for item in output.scheduled))
+        driver.step()
+        worst = max(worst, *(item.seq.num_preemptions for item in driver.items))
     driver.check_outputs()
     assert 0 < worst <= 3  # the pool has twelve blocks: 2 ** 4 would be more
 
@@ -251,7 +250,7 @@ def test_an_admission_leaves_blocks_for_running_sequences_to_grow() -> None:
     driver = Driver(make_config(), num_blocks=5)
     driver.add(make_request(1, range(4), max_tokens=4))  # grows to a second block in its second step
     driver.add(make_request(2, range(10, 22), max_tokens=1))  # three blocks: exactly what is left
-    assert lengths(driver.step()) == {1: 4}
+    assert step(driver) == {1: 4}
     driver.run().check_outputs()
     assert driver.scheduler.stats.num_preemptions == 0
 
@@ -274,8 +273,8 @@ def test_the_youngest_is_preempted() -> None:
     driver.add(make_request(1, range(4), max_tokens=12))
     driver.add(make_request(2, range(10, 14), max_tokens=12))
     while not driver.scheduler.stats.num_preemptions:
-        output = driver.step()
-    assert [item.seq.request_id for item in output.scheduled] == [1]
+        driver.step()
+    assert [item.seq.request_id for item in driver.items] == [1]
     driver.run().check_outputs()
     assert list(driver.ends) == [1, 2]
 

@@ -4,8 +4,10 @@ from engine_fakes import EOS, Driver, make_config, make_request
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from replayed_blocks import ReplayedBlocks
 
 from engine.errors import QueueFullError, RequestError
+from engine.kv_cache.events import BlockEventLog
 from engine.types import FinishReason
 
 # Few distinct prompts, many shared prefixes.
@@ -65,6 +67,8 @@ class EngineMachine(RuleBasedStateMachine):
             pipeline_depth=depth,
         )
         self.driver = Driver(config, num_blocks, sliding_window=window)
+        self.log = self.driver.scheduler.kv_cache_manager.event_log = BlockEventLog()
+        self.replayed = ReplayedBlocks(block_size)
         self.next_id = 1
         self.num_withdrawn = 0
 
@@ -138,6 +142,8 @@ class EngineMachine(RuleBasedStateMachine):
     def books_balance(self) -> None:
         if hasattr(self, "driver"):
             self.driver.scheduler.audit()
+            self.replayed.replay(self.log.take())
+            self.replayed.check(self.driver.scheduler.kv_cache_manager)
 
     def teardown(self) -> None:
         if not hasattr(self, "driver"):

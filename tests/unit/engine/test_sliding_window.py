@@ -22,9 +22,9 @@ def test_a_long_answer_holds_its_window(caching: bool) -> None:
     while driver.scheduler.has_work:
         output = driver.begin()
         held.append(driver.scheduler.kv_cache_manager.num_held)
-        (item,) = output.scheduled
+        (item,) = driver.items
         first_read = max(0, item.start - WINDOW + 1) // 4
-        table = driver.executor._steps[0].block_tables[0].tolist()
+        table = driver.executor.tables[0][0].tolist()
         assert all(block != NULL_BLOCK for block in table[first_read : item.start // 4 + 1])
         num_freed = max(0, first_read - 1)  # one more is, when the next block is taken
         assert table[:num_freed] == [NULL_BLOCK] * num_freed
@@ -76,7 +76,7 @@ def test_a_prefix_is_found_by_its_last_window() -> None:
         manager._free[block] = None
     driver.add(make_request(2, [*prompt, 61, 62], max_tokens=2))
     output = driver.begin()
-    assert output.scheduled[0].start == 80 and manager.num_held == IN_WINDOW
+    assert driver.items[0].start == 80 and manager.num_held == IN_WINDOW
     driver.finish(output)
     driver.run().check_outputs()
     assert driver.ends[2].num_cached_tokens == 80
@@ -103,7 +103,7 @@ def test_a_preempted_sequence_computes_one_window_again() -> None:
     scheduler = driver.scheduler
     scheduler._preempt(scheduler._open[1])
     scheduler.audit()
-    output = driver.step()
-    assert output.scheduled[0].start >= 80
+    driver.step()
+    assert driver.items[0].start >= 80
     driver.run().check_outputs()
     driver.check_idle()

@@ -23,7 +23,10 @@ _CHUNK = 4096
 
 
 def etag(content: bytes, *, is_large: bool) -> str:
-    return (hashlib.sha256 if is_large else hashlib.sha1)(content).hexdigest()
+    """As a hub names a content: the SHA-256 of a large file, git's hash of a small one."""
+    if is_large:
+        return hashlib.sha256(content).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
 class FakeHub:
@@ -70,7 +73,7 @@ class FakeHub:
             found: dict[str, Any] = {
                 "rfilename": name,
                 "size": len(content),
-                "blobId": hashlib.sha1(content).hexdigest(),
+                "blobId": etag(content, is_large=False),
             }
             if len(content) > LARGE:
                 found["lfs"] = {"sha256": etag(content, is_large=True), "size": len(content), "pointerSize": 134}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shlex
+from dataclasses import replace
 
 import pytest
 
@@ -51,6 +52,28 @@ def test_the_banner_has_everything_needed_to_use_the_server():
         assert part in text
 
 
+def test_the_banner_counts_the_users_of_all_replicas():
+    info = replace(INFO, data_parallel_size=2)
+    text = banner.banner("http://127.0.0.1:8000", ("demo",), info, 8192, True, {"loading": 1.25}, False)
+    assert "bfloat16 on cpu x 2 x 2 replicas, attention" in text
+    assert "= 32768 tokens on each of 2 replicas = 16 users at 4k" in text
+
+
+@pytest.mark.parametrize(
+    ("stages", "nodes", "shown"),
+    [(1, 1, "cpu x 2, attention"), (1, 2, "cpu x 2 on 2 hosts,"), (3, 2, "cpu x 2 x 3 stages on 2 hosts,")],
+)
+def test_the_banner_says_where_the_ranks_are(stages, nodes, shown):
+    info = replace(INFO, pipeline_parallel_size=stages, nnodes=nodes)
+    assert shown in banner.banner("http://127.0.0.1:8000", ("demo",), info, 8192, True, {}, False)
+
+
+def test_the_banner_says_what_is_not_proven_on_cuda():
+    on_cuda = replace(INFO, device="cuda")
+    texts = [banner.banner("http://127.0.0.1:8000", ("demo",), info, 8192, True, {}, False) for info in (INFO, on_cuda)]
+    assert ["not measured on a GPU yet" in text for text in texts] == [False, True]
+
+
 @pytest.mark.parametrize("chat", [True, False])
 def test_the_curl_line_can_be_pasted(chat):
     text = banner.banner("http://127.0.0.1:8000", ("demo",), INFO, 8192, chat, {}, True)
@@ -73,6 +96,18 @@ def test_progress_rewrites_one_line_on_a_terminal():
     assert set(progress.seconds) == {"starting", "loading weights"}
 
 
+def test_without_a_terminal_what_a_start_waits_for_is_said_again_now_and_then(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(banner.time, "monotonic", lambda: now[0])
+    out = io.StringIO()
+    progress = banner.Progress(out)
+    for left in range(90, 0, -1):
+        progress("waiting for nodes", 0.0, f"node 1, {left} s left")
+        now[0] += 1
+    shown = [f"waiting for nodes   0% (node 1, {left} s left)" for left in (90, 60, 30)]
+    assert out.getvalue().splitlines() == shown
+
+
 def test_progress_is_sparse_without_a_terminal():
     stream = io.StringIO()
     progress = banner.Progress(stream)
@@ -80,3 +115,9 @@ def test_progress_is_sparse_without_a_terminal():
         progress("loading weights", thousandth / 1000)
     progress("warming up", 0.0)
     assert [line.split()[-1] for line in stream.getvalue().splitlines()] == ["0%", "25%", "50%", "75%", "100%", "0%"]
+
+
+@pytest.mark.parametrize("page", [True, False])
+def test_the_web_page_is_named_where_there_is_one(page):
+    text = banner.banner("http://127.0.0.1:8000", ("demo",), INFO, 8192, True, {}, False, page)
+    assert ("  page     http://127.0.0.1:8000/ in a browser" in text.splitlines()) == page

@@ -68,7 +68,10 @@ def test_help_shows_every_flag_with_its_environment_name(capsys):
         (["serve", "--tool_call_parser"], 2, "--tool_call_parser of vLLM needs a value", "template"),
         (["serve", "--no-enable-chunked-prefill"], 2, "--no-enable-chunked-prefill", "always"),
         (["serve", "--enable-chunked-prefill=false"], 2, "--enable-chunked-prefill false", "always"),
-        (["serve", "-pp", "2"], 2, "-pp", "--tensor-parallel-size"),
+        (["serve", "-dp", "0"], 2, "--data-parallel-size is 0, but it must be at least 1", "--data-parallel-size 2"),
+        (["serve", "-dp", "many"], 2, "--data-parallel-size is 'many'", "--data-parallel-size 2"),
+        (["serve", "--data-parallel-rank", "1"], 2, "--data-parallel-rank 1", "--data-parallel-size starts all"),
+        (["serve", "-pp", "0"], 2, "at least 1", "--pipeline-parallel-size"),
         (["serve", "--model", "Qwen/Qwen3-0.6B"], 2, "--model", "oarlock serve MODEL"),
         (["serve", "--device", "gpu"], 2, "did you mean cpu", "--device"),
         (["serve", "--config", "/nowhere.toml"], 3, "/nowhere.toml", "--config"),
@@ -113,7 +116,7 @@ def test_harmless_flags_of_vllm_are_accepted_with_a_note(capsys):
     printed = capsys.readouterr()
     assert "tensor_parallel_size" in printed.out
     notes = printed.err.splitlines()
-    assert len(notes) == 6 and all(line.startswith("note: --") for line in notes)
+    assert len(notes) == 5 and all(line.startswith("note: --") for line in notes)
     assert "--tool-call-parser hermes: " in notes[1] and "template" in notes[1]
 
 

@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
 from engine.errors import StartupError
-from engine.gguf import GGUFModel, Settings
+from engine.preflight import GGUFModel, Settings
 from server.config.gguf.directory import _generation_config, _tokenizer_config
 from server.config.gguf.tokenizer import read_vocabulary, tokenizer_json
 from server.tokenizer.tokenizer import Tokenizer

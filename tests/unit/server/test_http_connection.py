@@ -48,6 +48,9 @@ class FakeTransport(asyncio.Transport):
     def write(self, data):
         self.sent += data
 
+    def can_write_eof(self):
+        return True
+
     def write_eof(self):
         self.half_closed = True
 

@@ -41,8 +41,12 @@ def _point_to(monkeypatch, url):
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
 
 
-def model(hub, *, revision="main", download_dir=None, offline=False, **worker):
-    return HubModel(hub.model, revision, download_dir, offline, EngineConfig(WorkerConfig("", **worker)))
+def model(
+    hub, *, revision="main", download_dir=None, offline=False, tokenizer_only=False, check_digests=False, **worker
+):
+    engine = EngineConfig(WorkerConfig("", **worker))
+    options = {"tokenizer_only": tokenizer_only, "check_digests": check_digests}
+    return HubModel(hub.model, revision, download_dir, offline, engine, **options)
 
 
 def run(hub, **asked):
@@ -106,6 +110,17 @@ def test_a_tokenizer_that_cannot_be_read_costs_no_weights(hub):
     hub.files["tokenizer.json"] = b"{}"
     assert "tokenizer" in refused(hub).cause
     assert "model.safetensors" not in hub.names_asked
+
+
+def test_a_tokenizer_alone_costs_no_weights_and_need_be_of_no_model(hub):
+    del hub.files["config.json"]
+    directory = run(hub, tokenizer_only=True)
+    assert hub.names_asked == hub.files.keys() - {"model.safetensors"}
+    assert run(hub, tokenizer_only=True, offline=True) == directory
+    assert "only in part" in refused(hub, offline=True).cause
+    hub.files["tokenizer.json"] = b"{}"
+    other = str(directory.parents[2] / "other cache")
+    assert "tokenizer.json cannot be read" in refused(hub, tokenizer_only=True, download_dir=other).cause
 
 
 def test_of_several_copies_of_the_weights_one_is_fetched(hub):
@@ -198,11 +213,11 @@ def test_two_servers_fetch_a_file_once(hub, tmp_path):
             target=lambda: found.append(hub_files.Path(fetch(model(hub), report, check_tokenizer)))
         )
         second.start()
-        assert waits.wait(20), details
+        assert waits.wait(60), details
         assert second.is_alive() and "model.safetensors" not in hub.names_asked
         other.write(WEIGHTS)
         path.rename(path.with_suffix(""))
-    second.join(20)
+    second.join(60)
     assert (found[0] / "model.safetensors").read_bytes() == WEIGHTS
     assert "model.safetensors" not in hub.names_asked
 
@@ -303,6 +318,37 @@ def test_a_proxy_on_the_way_is_named_without_its_password(hub, monkeypatch):
     error = refused(hub)
     assert "through the proxy 127.0.0.1:9" in error.cause and "secret" not in error.cause
     assert "HTTP_PROXY" in error.fix
+
+
+def test_what_a_hub_sends_must_be_what_it_names(hub, monkeypatch):
+    described = hub.description()
+    hub.files["tokenizer_config.json"] = SMALL["tokenizer_config.json"].replace(b"{", b"[", 1)
+    monkeypatch.setattr(hub, "description", lambda: described)
+    assert "tokenizer_config.json of owner/model is damaged" in refused(hub).cause
+    hub.files["tokenizer_config.json"] = SMALL["tokenizer_config.json"]
+    hub.files["model.safetensors"] = WEIGHTS[::-1]
+    assert "model.safetensors of owner/model is damaged" in refused(hub).cause
+    hub.files["model.safetensors"] = WEIGHTS
+    assert (run(hub) / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_what_was_damaged_on_the_disk_is_found_and_fetched_again(hub):
+    directory = run(hub, check_digests=True)
+    hub.asked.clear()
+    reports = []
+    fetch(model(hub, check_digests=True), lambda *report: reports.append(report), check_tokenizer)
+    assert not hub.asked, "what is whole is not fetched again"
+    assert ("checking digests", 1.0) in [report[:2] for report in reports]
+    for name in ("model.safetensors", "config.json"):
+        (directory / name).write_bytes(hub.files[name] + b" ")
+    assert run(hub) == directory, "a start does not read everything twice"
+    assert "config.json of owner/model is damaged" in refused(hub, check_digests=True, offline=True).cause
+    run(hub, check_digests=True)
+    assert hub.names_asked == {"model.safetensors", "config.json"}
+    assert {path.name: path.read_bytes() for path in directory.iterdir()} == hub.files
+    assert run(hub, check_digests=True, offline=True) == directory
+    hub.refuse = (503, {})
+    assert "answers 503" in refused(hub, check_digests=True).cause, "to pull means to ask the hub"
 
 
 def test_an_outage_of_the_hub_does_not_stop_a_complete_cache(hub, capsys):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.unit.workers import kernel_levels
 from workers.attention.backend import AttentionBackend, AttentionSpec, KVSpec, LayerKV
+from workers.attention.block_tables import BlockTables
 from workers.attention.cpp import CppBackend
 from workers.attention.forward_batch import ForwardBatch
 from workers.kernels.cpu.levels import Level
@@ -71,7 +72,7 @@ def batch_of(tables: np.ndarray, seqs: list[Seq], block_size: int, device: torch
         for seq, table in zip(seqs, tables, strict=True)
     ]
     step = greedy_step(chunks, block_size, step_id=1)
-    return ForwardBatch.from_step(step, device)
+    return ForwardBatch.from_step(step, BlockTables.of_step(step, device))
 
 
 class Case:

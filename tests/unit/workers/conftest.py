@@ -7,6 +7,8 @@ import pytest
 from tests.unit.workers.kernel_levels import PARAMETERS, using
 from workers.kernels.cpu import library
 from workers.kernels.cpu.levels import Level
+from workers.kernels.triton import availability
+from workers.layers import matmul
 
 
 @pytest.fixture(params=PARAMETERS)
@@ -25,3 +27,11 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Gen
         return
     with using(request.param):
         yield request.param.name
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers on the CPU use the kernels in Triton, which are interpreted, and no others."""
+    monkeypatch.setattr(library, "why_not", lambda *_: "this test runs without kernels")
+    monkeypatch.setattr(matmul, "can_pack", lambda *_: False)
+    monkeypatch.setattr(availability, "can_serve", lambda _: True)

@@ -59,7 +59,7 @@ class EmulatedLibrary:
     def close(self) -> None:
         """End the emulator."""
         self._process.kill()
-        self._process.wait(10)
+        self._process.wait(60)
 
     def set_threads(self, count: int) -> None:
         """Let functions use as many threads as torch does here."""
@@ -108,7 +108,7 @@ class EmulatedLibrary:
         assert self._process.stdout is not None
         received = self._process.stdout.read(count)
         if len(received) < count:
-            raise RuntimeError(f"the emulator ended with status {self._process.wait(10)}")
+            raise RuntimeError(f"the emulator ended with status {self._process.wait(60)}")
         return received
 
     def _send_pages(self, address: int, sent: set[int]) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,7 +11,9 @@ from torch import Tensor
 
 from workers.distributed.parallel_state import TensorParallel
 from workers.protocol import NULL_BLOCK, StepMetadata, StepOutput
+from workers.sampling.dense_histories import DenseHistories
 from workers.sampling.sampler import Sampler
+from workers.sampling.token_histories import Histories, TokenHistories
 from workers.worker.greedy_step import SequenceChunk, greedy_step
 
 MASK = 0xFFFFFFFF
@@ -22,7 +24,7 @@ class ThreadRanks:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.barrier = threading.Barrier(size, timeout=20)
+        self.barrier = threading.Barrier(size, timeout=60)
         self.slots: list[Tensor] = [torch.empty(0)] * size
         self.calls = [0] * size
 
@@ -43,7 +45,17 @@ class ThreadRanks:
         return member
 
 
-def sample_with(logits: Tensor, step: StepMetadata, size: int = 1) -> StepOutput:
+def sparse(num_rows: int, first_id: int, width: int) -> Histories:
+    return TokenHistories(num_rows, 1 << 11)
+
+
+def dense(num_rows: int, first_id: int, width: int) -> Histories:
+    return DenseHistories(num_rows, first_id, width, torch.device("cpu"))
+
+
+def sample_with(
+    logits: Tensor, step: StepMetadata, size: int = 1, make_histories: Callable[[int, int, int], Histories] = sparse
+) -> StepOutput:
     """The output of `size` ranks, each given its shard (padded to equal widths with -inf)."""
     vocab = logits.shape[1]
     width = -(-vocab // size)
@@ -58,7 +70,9 @@ def sample_with(logits: Tensor, step: StepMetadata, size: int = 1) -> StepOutput
         try:
             tp = TensorParallel.solo() if size == 1 else ranks.member(rank)
             shard = padded[:, rank * width : (rank + 1) * width].contiguous()
-            tokens[rank], answers[rank] = Sampler(tp, rank * width, width, vocab).sample(shard, step)
+            histories = make_histories(step.num_seqs, rank * width, width)
+            histories.write(step)
+            tokens[rank], answers[rank] = Sampler(tp, rank * width, width, vocab, histories).sample(shard, step)
             reporting = torch.from_numpy((step.num_logprobs >= 0) | (step.target_ids >= 0))
             raw = before[:, rank * width : (rank + 1) * width]
             torch.testing.assert_close(shard[reporting], raw[reporting], rtol=0, atol=0, equal_nan=True)
@@ -133,6 +147,7 @@ def step_of(
         for name in ("repetition", "frequency", "presence"):
             values = [getattr(penalties[row], name) for row in sorted(penalties)]
             setattr(step, name, np.array(values, np.float32))
+        step.history_rows = step.penalty_rows
         step.history_starts = np.cumsum([0, *map(len, lists)]).astype(np.int32)
         step.history_ids = np.array([token for entries in lists for token, _ in entries], np.int32)
         step.history_counts = np.array([count for entries in lists for _, count in entries], np.int32)

@@ -16,6 +16,7 @@ from workers.attention.torch_backend import TorchBackend
 from workers.errors import StartupError
 
 CPU = torch.device("cpu")
+SOAK = pytest.mark.soak
 MIXED = [Seq(1, 1), Seq(1, 37), Seq(9, 9), Seq(1, 300), Seq(5, 64), Seq(1, 64), Seq(33, 129), Seq(2, 2)]
 FAST = [TorchBackend, *CPP]
 # Of the slower tests: each form of pages with one type.
@@ -81,12 +82,11 @@ def test_backends_agree_with_the_reference(options, dtype, device, cache):
             torch.testing.assert_close(ours.cpu(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("dtype", "cache"), NUMBERS, ids=str)
 @pytest.mark.parametrize("backend", [ReferenceBackend, *FAST])
 @pytest.mark.parametrize(
     "options", [{"window": 1}, {"window": 40}, {"block": 32, "window": 33, "group": 7}, {"block": 128, "window": 200}]
 )
-@each_cache
 def test_blocks_outside_the_window_are_never_read(options, backend, dtype, cache):
     kv, layer = specs(dtype=dtype, cache=cache, **options)
     case = Case(kv, layer, [Seq(1, 300), Seq(70, 400), Seq(1, 41), Seq(1, 40), Seq(3, 129), Seq(5, 5)])
@@ -133,6 +133,7 @@ def test_scores_survive_large_key_biases(backend, cache):
     [{"group": 7}, {"group": 1, "block": 32}, {"group": 2, "width": 32, "heads": 4}, {"group": 4, "window": 50}],
     ids=str,
 )
+@pytest.mark.slow
 def test_batch_and_chunks_do_not_change_a_bit(options, backend, dtype, cache):
     if backend is TorchBackend and dtype == torch.bfloat16 and EMULATES_BFLOAT16:
         pytest.skip(EMULATES_BFLOAT16)
@@ -144,7 +145,7 @@ def test_batch_and_chunks_do_not_change_a_bit(options, backend, dtype, cache):
     whole = case.run(backend(kv), [[Seq(seq.context, seq.context) for seq in case.seqs]])
     pieces = [[Seq(*_next(seq.context, end, 57)) for seq in case.seqs] for end in range(57, 400, 57)]
     by_one = [[Seq(int(end <= seq.context), end) for seq in case.seqs] for end in range(1, 301)]
-    for steps in (pieces, by_one):
+    for steps in (pieces, by_one) if options == {"group": 7} else (pieces,):
         for i, chunked in enumerate(case.run(backend(kv), steps)):
             assert torch.equal(chunked, whole[i]), f"sequence {i} depends on its chunks"
 
@@ -208,12 +209,22 @@ def test_choose_prefers_the_fast_backend_and_logs_the_reason_otherwise():
         {"group": 1, "width": 16},
         {"width": 256, "heads": 1},
         {"window": 300, "block": 48},
-        {"group": 40, "heads": 1, "width": 112, "softcap": 20.0},
     ],
     ids=str,
 )
 def test_several_spans_of_positions_and_blocks_of_rows(options, dtype, cache):
-    """Several spans of 256 positions, windows that begin in the middle of one, and more rows than registers hold."""
+    """Several spans of 256 positions, and windows that begin in the middle of one."""
+    agree_over_spans(options, dtype, cache)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cache"), [NUMBERS[0], NUMBERS[4], *(pytest.param(*one, marks=SOAK) for one in NUMBERS[1:4])], ids=str
+)
+def test_more_rows_than_registers_hold(dtype, cache):
+    agree_over_spans({"group": 40, "heads": 1, "width": 112, "softcap": 20.0}, dtype, cache)
+
+
+def agree_over_spans(options, dtype, cache):
     kv, layer = specs(dtype=dtype, cache=cache, **options)
     case = Case(kv, layer, [Seq(1, 800), Seq(9, 530), Seq(30, 300), Seq(1, 256), Seq(1, 257)])
     expected = case.run(ReferenceBackend(kv))
@@ -236,10 +247,11 @@ def test_an_emulated_processor_agrees_with_the_reference(options, dtype, backend
 @pytest.mark.parametrize("backend", [*CPP, *EMULATED])
 @pytest.mark.parametrize(("dtype", "cache"), NUMBERS, ids=str)
 @pytest.mark.parametrize("options", [{}, {"window": 700}], ids=str)
+@pytest.mark.slow
 def test_threads_share_the_positions_of_a_sequence_without_changing_a_bit(options, dtype, backend, cache):
     kv, layer = specs(dtype=dtype, heads=1, group=7, cache=cache, **options)
-    case = Case(kv, layer, [Seq(1, 3000), Seq(3, 1200), Seq(1, 20), Seq(70, 1100)])
+    case = Case(kv, layer, [Seq(1, 1700), Seq(3, 900), Seq(1, 20), Seq(40, 800)])
     one = case.run(backend(kv))
-    for threads in (2, 3, 16):
+    for threads in (3, 16):
         torch.set_num_threads(threads)
         assert all(torch.equal(ours, wanted) for ours, wanted in zip(case.run(backend(kv)), one, strict=True))

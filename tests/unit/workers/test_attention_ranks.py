@@ -32,6 +32,7 @@ def part_of(case: Case, rank: int, size: int) -> Case:
 @pytest.mark.parametrize("backend", [*CPP, *EMULATED])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (100, None), (None, 3.0)])
+@pytest.mark.slow
 def test_heads_have_the_same_bits_on_any_rank(
     backend: type[CppBackend], dtype: torch.dtype, window: int | None, softcap: float | None
 ) -> None:

@@ -13,10 +13,11 @@ from tests.golden.tiny_models import make_tiny
 from workers.attention.backend import AttentionSpec, LayerKV
 from workers.config import WorkerConfig, WorkerInfo
 from workers.distributed.parallel_state import TensorParallel
+from workers.errors import StartupError
 from workers.preflight import preflight
 from workers.worker.batch_invariance import InvarianceResult, check_batch_invariance, one_of_each_kind
+from workers.worker.joint_info import joint_info
 from workers.worker.model_runner import ModelRunner
-from workers.worker.multiproc_executor import joint_info
 
 
 @pytest.fixture(scope="module", params=["qwen2", "mistral"])
@@ -96,6 +97,13 @@ def test_logits_that_depend_on_the_rows_are_found(runner: ModelRunner, monkeypat
 def test_reference_attention_is_not_batch_invariant(tmp_path: Path) -> None:
     runner = loaded(make_tiny(tmp_path, "qwen2"), attention_backend="reference")
     assert not runner.invariance.batch_invariant and "reference" in runner.invariance.reason
+
+
+def test_a_start_that_was_asked_for_it_ends_where_it_does_not_hold(tmp_path: Path) -> None:
+    path = make_tiny(tmp_path, "qwen2")
+    assert loaded(path, batch_invariant=True, dtype="bfloat16").invariance.batch_invariant
+    with pytest.raises(StartupError, match=r"^--batch-invariant: numbers depend .*reference attention.*Leave it out"):
+        loaded(path, batch_invariant=True, attention_backend="reference")
 
 
 @pytest.mark.parametrize(("max_len", "num_blocks"), [(2, 3), (33, 4), (128, 2)])

@@ -33,4 +33,4 @@ def test_a_limit_on_addresses_counts():
     limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (2 << 30, resource.RLIM_INFINITY))"
     asked = "from workers.platform.host_memory import free_host_bytes; assert 0 < free_host_bytes() < 2 << 30"
     with start_python(["-c", f"{limit}; {asked}"]) as process:
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0

@@ -68,14 +68,14 @@ def test_fp8_is_the_nearest_number_that_there_is_and_saturates() -> None:
 def keys_of(kv: KVSpec, pages: Tensor) -> Tensor:
     """The keys in pages of the C++ backend, as the reference stores them: [blocks, block_size, heads, row]."""
     step = 2 if kv.dtype == torch.bfloat16 else 1
-    groups = pages.view(len(pages), kv.num_kv_heads, -1, GROUP * kv.bytes_per_row)
+    groups = pages.view(len(pages), kv.num_kv_heads, -1, GROUP * kv.shape.bytes_per_row)
     numbers = groups[..., : GROUP * kv.head_dim].unflatten(-1, (-1, GROUP, step)).transpose(3, 4)
     return _rows(kv, numbers.flatten(4), groups)
 
 
 def values_of(kv: KVSpec, pages: Tensor) -> Tensor:
     step = 2 if kv.dtype == torch.bfloat16 else 1
-    groups = pages.view(len(pages), kv.num_kv_heads, -1, GROUP * kv.bytes_per_row)
+    groups = pages.view(len(pages), kv.num_kv_heads, -1, GROUP * kv.shape.bytes_per_row)
     numbers = groups[..., : GROUP * kv.head_dim].unflatten(-1, (-1, kv.head_dim, step)).transpose(4, 5)
     return _rows(kv, numbers.flatten(3, 4), groups)
 

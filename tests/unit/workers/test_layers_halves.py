@@ -1,5 +1,6 @@
 """One call per half of a layer gives the bits of its separate operations, and notices when a part is replaced."""
 
+import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from tests.golden.tiny_models import FAMILIES, make_tiny
 from tests.unit.workers.kernel_levels import NO_KERNELS, PARAMETERS
 from workers.attention.cpp import CppBackend
 from workers.distributed.parallel_state import TensorParallel
+from workers.distributed.peers.node_sums import NodeSums
+from workers.distributed.peers.peer_socket import PeerSocket
 from workers.distributed.shm_all_reduce import SharedMemoryGroup
 from workers.distributed.shm_layout import total_bytes
 from workers.distributed.shm_ring import anonymous_memory
@@ -177,6 +180,31 @@ def test_sums_over_ranks_in_shared_memory_stay_in_the_kernels(checkpoints: dict[
     with ThreadPoolExecutor(2) as threads:
         for separate, prepared in threads.map(work, range(2)):
             assert torch.equal(separate, prepared) and separate.isfinite().all()
+
+
+@pytest.mark.parametrize("ranks_of_host", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sums_over_two_hosts_lie_between_the_halves_and_give_the_bits_of_one(
+    checkpoints: dict[str, Path], dtype: torch.dtype, ranks_of_host: int
+) -> None:
+    size = 2 * ranks_of_host
+    memories = [anonymous_memory(total_bytes(ranks_of_host, BUFFER_BYTES)) for _ in range(2)]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        connections = [socket.create_connection(listener.getsockname()), listener.accept()[0]]
+    peers = [PeerSocket(connection, 1 - host, timeout_s=60) for host, connection in enumerate(connections)]
+
+    def work(rank: int) -> Tensor:
+        host, local = divmod(rank, ranks_of_host)
+        group = SharedMemoryGroup(memories[host], local, ranks_of_host, BUFFER_BYTES, timeout_s=60, shares_cores=True)
+        sums = NodeSums(group, host, 2, [peers[host]] if local == 0 else [])
+        with torch.inference_mode():
+            return run(load_decoder(checkpoints["qwen2"], TensorParallel(rank, size, sums), dtype), CppBackend, *works)
+
+    works = {0: list(range(3, 40)), 1: [5]}, {0: [7], 1: [8, 9]}
+    one_host = on_ranks(size, lambda tp: run(load_decoder(checkpoints["qwen2"], tp, dtype), CppBackend, *works))
+    with ThreadPoolExecutor(size) as threads:
+        for found, expected in zip(threads.map(work, range(size)), one_host, strict=True):
+            assert torch.equal(found, expected) and found.isfinite().all()
 
 
 @pytest.mark.parametrize("size", [1, 2])

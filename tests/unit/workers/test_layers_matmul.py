@@ -11,6 +11,7 @@ from workers.kernels.cpu.levels import Level
 from workers.layers.matmul import (
     ACTIVATIONS,
     FLOAT32_BLOCK,
+    Float32Matmul,
     PackedGatedMatmul,
     PackedMatmul,
     PlainGatedMatmul,
@@ -268,3 +269,18 @@ def test_a_view_of_rows_is_read_where_it_lies(level) -> None:
     product = at(level, CppMatmul)(cut, None)
     assert torch.equal(product(part), product(part.contiguous()))
     assert torch.allclose(product(part), part @ cut.T, atol=1e-4)
+
+
+def test_partial_sums_on_a_device_are_not_rounded() -> None:
+    """With a product of torch's signature for CUDA, here computed on the host; slices are one piece there."""
+
+    def multiply(x: torch.Tensor, y: torch.Tensor, *, out_dtype: torch.dtype) -> torch.Tensor:
+        return x.to(out_dtype) @ y.to(out_dtype)
+
+    x, weight = torch.randn(3, 64).bfloat16(), torch.randn(8, 64).bfloat16()
+    exact = x.double() @ weight.double().t()
+    torch.testing.assert_close(Float32Matmul(weight, multiply)(x).double(), exact, rtol=1e-5, atol=1e-5)
+    on_device = torch.empty((8, 64), dtype=torch.bfloat16, device="meta")
+    assert isinstance(matmul(on_device, float32_output=True, slices=4), Float32Matmul)
+    assert isinstance(matmul(on_device, slices=4), PlainMatmul)
+    assert isinstance(matmul(on_device.float(), float32_output=True), PlainMatmul)

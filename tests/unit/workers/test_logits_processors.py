@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.workers.sampling_cases import Penalties, mask_of, naive_adjusted, naive_tokens, sample_with, step_of
+from tests.unit.workers.sampling_cases import (
+    Penalties,
+    mask_of,
+    naive_adjusted,
+    naive_tokens,
+    sample_with,
+    sparse,
+    step_of,
+)
 from workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata
 from workers.sampling.logits_processors import (
     _unpacked_bits,
@@ -71,7 +79,9 @@ def test_every_logit_is_the_naive_one_to_the_bit(size: int) -> None:
     width = -(-VOCAB // size)
     for first in range(0, VOCAB, width):
         shard = logits[:, first : first + width].clone()
-        apply_logits_processors(shard, step, first, np.zeros(ROWS, bool))
+        histories = sparse(ROWS, first, shard.shape[1])
+        histories.write(step)
+        apply_logits_processors(shard, step, histories, first, np.zeros(ROWS, bool))
         assert torch.equal(shard, expected[:, first : first + width])
     assert torch.equal(expected[0], logits[0])
 
@@ -119,7 +129,7 @@ def test_a_row_draws_the_same_token_whatever_its_neighbours_ask_for() -> None:
 
 def test_without_changes_the_logits_are_not_touched() -> None:
     logits = logits_of(2)
-    assert apply_logits_processors(logits, step_of(ROWS), 0, np.ones(ROWS, bool)) is None
+    assert apply_logits_processors(logits, step_of(ROWS), sparse(ROWS, 0, VOCAB), 0, np.ones(ROWS, bool)) is None
 
 
 @pytest.mark.parametrize("words", [1, 5])
@@ -141,7 +151,7 @@ def test_the_mask_kernel_does_what_the_plain_mask_does(first_id: int, width: int
     logits = torch.randn(6, width)
     logits[2, 7], logits[5, 9] = float("nan"), float("-inf")
     ours, plain = logits.clone(), logits.clone()
-    apply_logits_processors(ours, step, first_id, np.zeros(6, bool))
+    apply_logits_processors(ours, step, sparse(6, 0, 0), first_id, np.zeros(6, bool))
     inside = min(width, 333 - first_id)
     mask_with_torch(plain, step, first_id)
     torch.testing.assert_close(ours[:, :inside], plain[:, :inside], rtol=0, atol=0, equal_nan=True)

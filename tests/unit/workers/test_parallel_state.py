@@ -1,33 +1,21 @@
-"""How ranks find the loopback interface, whatever a system calls it."""
+"""In which order a device's sums are added."""
 
-import socket
-from types import SimpleNamespace
-
-import psutil
 import pytest
+import torch
+from torch import Tensor
 
-from workers.distributed.parallel_state import loopback_interface
-from workers.errors import StartupError
-
-
-def interface(address: str, family: int = socket.AF_INET) -> list[SimpleNamespace]:
-    return [SimpleNamespace(family=family, address=address)]
+from workers.distributed.parallel_state import TensorParallel
 
 
-@pytest.mark.parametrize(
-    ("found", "name"),
-    [
-        ({"en0": interface("192.168.1.4"), "lo0": interface("::1", socket.AF_INET6) + interface("127.0.0.1")}, "lo0"),
-        ({"lo": interface("127.0.0.1"), "eth0": interface("10.0.0.2")}, "lo"),
-    ],
-    ids=["macOS", "Linux"],
-)
-def test_the_interface_with_the_loopback_address(monkeypatch: pytest.MonkeyPatch, found: dict, name: str) -> None:
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
-    assert loopback_interface() == name
+def test_sums_in_order_gather_the_parts_and_no_library_adds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, x = TensorParallel(0, 4, in_order=True), torch.empty((3, 5), dtype=torch.bfloat16, device="meta")
+    gathered = []
 
+    def gather(part: Tensor) -> Tensor:
+        gathered.append(part)
+        return part.expand(4, *part.shape)
 
-def test_a_host_without_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth0": interface("10.0.0.2")})
-    with pytest.raises(StartupError, match=r"127\.0\.0\.1"):
-        loopback_interface()
+    monkeypatch.setattr(group, "all_gather", gather)
+    monkeypatch.setattr(group, "_device_sum", lambda part: pytest.fail("a library adds"))
+    total = group.all_reduce(x)
+    assert len(gathered) == 1 and total.shape == x.shape and total.dtype == x.dtype

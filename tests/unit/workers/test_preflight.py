@@ -1,5 +1,7 @@
 """Preflight: everything is resolved, every mistake of a user is one clear sentence, and torch is not imported."""
 
+import importlib.machinery
+import importlib.util
 import json
 import subprocess
 import sys
@@ -12,16 +14,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.golden.tiny_models import FAMILIES, make_tiny
-from workers import preflight as module
 from workers.config import WorkerConfig
 from workers.errors import StartupError
 from workers.kernels.cpu import build, levels
 from workers.models.registry import read_spec
-from workers.platform import processor
+from workers.platform import cuda_driver, processor, triton_needs
 from workers.platform.cores import available_cores
-from workers.preflight import cuda_device_count, preflight
+from workers.preflight import preflight
 from workers.weights.checkpoint import SINGLE_FILE
 from workers.worker import memory_needs
+from workers.worker.preflight import dtypes
 
 
 @pytest.fixture
@@ -148,15 +150,28 @@ def test_where_bfloat16_is_multiplied_it_stays_and_nothing_is_said(
 def test_a_gpu_has_the_type_that_the_model_has(
     model: Path, without_bfloat16: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "cuda_device_count", lambda: 1)
+    monkeypatch.setattr(cuda_driver, "device_count", lambda: 1)
     assert preflight(config(model, device="cuda")).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(("devices", "shared"), [(1, True), (2, False)])
+def test_ranks_that_may_share_a_device_do_where_there_are_too_few(
+    model: Path, monkeypatch: pytest.MonkeyPatch, devices: int, shared: bool
+) -> None:
+    monkeypatch.setattr(cuda_driver, "device_count", lambda: devices)
+    asked = config(model, device="cuda", tensor_parallel_size=2)
+    assert preflight(asked.with_(share_device=True)).share_device is shared
+    if shared:
+        with pytest.raises(StartupError, match="needs as many CUDA devices; 1 found"):
+            preflight(asked)
+    assert not preflight(config(model, share_device=True, device="cpu")).share_device
 
 
 def test_float32_is_not_chosen_where_it_does_not_fit(
     model: Path, without_bfloat16: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     parameters = read_spec(str(model)).num_parameters
-    for target in (module, memory_needs):
+    for target in (dtypes, memory_needs):
         monkeypatch.setattr(target, "free_host_bytes", lambda: 3 * parameters)
     assert preflight(config(model)).dtype == "bfloat16"
     assert "event=dtype_chosen dtype=bfloat16" in caplog.text and "there is less" in caplog.text
@@ -195,7 +210,7 @@ def test_a_float16_model_runs_in_float32_where_float16_is_emulated(
     edit_config(model, dtype="float16")
     assert preflight(config(model)).dtype == "float32"
     assert preflight(config(model, dtype="float16")).dtype == "float16"
-    monkeypatch.setattr(module, "cuda_device_count", lambda: 1)
+    monkeypatch.setattr(cuda_driver, "device_count", lambda: 1)
     assert preflight(config(model, device="cuda")).dtype == "float16"
 
 
@@ -328,7 +343,7 @@ def test_fused_tensors_are_recognised(model: Path) -> None:
 def test_the_device_is_what_answers(
     model: Path, monkeypatch: pytest.MonkeyPatch, asked: str, devices: int, ranks: int, outcome: str
 ) -> None:
-    monkeypatch.setattr(module, "cuda_device_count", lambda: devices)
+    monkeypatch.setattr(cuda_driver, "device_count", lambda: devices)
     settings = config(model, device=asked, tensor_parallel_size=ranks)
     if outcome in ("cpu", "cuda"):
         assert preflight(settings).device == outcome
@@ -337,24 +352,115 @@ def test_the_device_is_what_answers(
             preflight(settings)
 
 
+def test_a_driver_that_is_too_old_is_one_line(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cuda_driver, "device_count", lambda: 2)
+    monkeypatch.setattr(cuda_driver, "driver_version", lambda: "12.8")
+    monkeypatch.setattr(cuda_driver, "built_for", lambda: "13.0")
+    with pytest.raises(StartupError, match=r"driver supports CUDA 12\.8.*built for CUDA 13\.0.*580\.65\.06 or later"):
+        preflight(config(model, device="cuda"))
+    assert preflight(config(model, device="auto")).device == "cpu"
+    (line,) = [record.getMessage() for record in caplog.records if "device_chosen" in record.getMessage()]
+    assert "CUDA 12.8" in line and "580.65.06" in line
+    monkeypatch.setattr(cuda_driver, "driver_version", lambda: "13.0")
+    assert preflight(config(model, device="auto")).device == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("driver", "built", "fix"),
+    [
+        ("12.2", "12.8", None),  # one major version: a program for a later minor one runs
+        ("13.1", "12.8", None),
+        ("11.8", "12.8", "525.60.13 or later"),
+        ("13.0", "14.0", "one that supports CUDA 14"),
+    ],
+)
+def test_the_major_version_decides_whether_a_driver_suffices(driver: str, built: str, fix: str | None) -> None:
+    found = cuda_driver.why_too_old(driver, built)
+    assert (found is None) == (fix is None)
+    if found is not None and fix is not None:
+        assert fix in found[1] and driver in found[0] and built in found[0]
+
+
+def test_what_torch_was_built_for_is_what_torch_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert cuda_driver.built_for() == torch.version.cuda
+    spec = importlib.machinery.ModuleSpec("torch", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path)]
+    monkeypatch.setattr(cuda_driver.importlib.util, "find_spec", lambda name: spec)
+    for text, version in (("cuda: Optional[str] = '13.0'\n", "13.0"), ("cuda = '12.8'\n", "12.8"), ("hip = '7'", None)):
+        (tmp_path / "version.py").write_text(f"debug = False\n{text}")
+        assert cuda_driver.built_for() == version
+
+
 def test_the_form_of_keys_and_values_is_resolved(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for asked, form in (("auto", "float32"), ("int8", "int8"), ("fp8", "fp8"), ("fp8_e4m3", "fp8")):
         assert preflight(config(model, dtype="float32", kv_cache_dtype=asked)).kv_cache_dtype == form
-    monkeypatch.setattr(module, "cuda_device_count", lambda: 1)
+    monkeypatch.setattr(cuda_driver, "device_count", lambda: 1)
     assert preflight(config(model, device="cuda", dtype="float16")).kv_cache_dtype == "float16"
-    with pytest.raises(StartupError, match=r"kv_cache_dtype fp8 has attention for CPUs only.*--device cpu"):
-        preflight(config(model, device="cuda", kv_cache_dtype="fp8"))
+    assert preflight(config(model, device="cuda", kv_cache_dtype="fp8")).kv_cache_dtype == "fp8"
 
 
-def test_rounded_weights_are_for_cpus(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "cuda_device_count", lambda: 1)
-    assert preflight(config(model, device="cpu", quantization="int8")).quantization == "int8"
-    with pytest.raises(StartupError, match=r"quantization int8 has products for CPUs only.*--device cpu"):
-        preflight(config(model, device="auto", quantization="int8"))
+def test_rounded_weights_on_cuda_take_triton(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_driver, "device_count", lambda: 2)
+    monkeypatch.setattr(cuda_driver, "lowest_capability", lambda devices: (8, 0))
+    monkeypatch.setattr(triton_needs, "missing_to_launch", list)
+    asked = config(model, device="auto", quantization="int8", tensor_parallel_size=2)
+    found = preflight(asked)
+    assert (found.device, found.quantization) == ("cuda", "int8")
+    monkeypatch.setattr(cuda_driver, "lowest_capability", lambda devices: (7, 5) if devices == 2 else (9, 0))
+    with pytest.raises(StartupError, match=r"int8 on CUDA.*capability 8\.0, and a device has 7\.5\..*--device cpu"):
+        preflight(asked)
+    monkeypatch.setattr(triton_needs, "missing_to_launch", lambda: ["a C compiler"])
+    with pytest.raises(StartupError, match=r"int8 on CUDA.*Triton: it cannot launch them without a C compiler\."):
+        preflight(asked)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(triton_needs.importlib.util, "find_spec", lambda name: None if name == "triton" else find(name))
+    with pytest.raises(StartupError, match=r"int8 on CUDA.*Triton: it is not installed.*--device cpu"):
+        preflight(asked)
+    assert preflight(asked.with_(device="cpu")).quantization == "int8"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"quantization": "int8"}, r"no products with weights of quantization int8"),
+        ({"kv_cache_dtype": "int8", "dtype": "float16"}, r"pages of int8 in float16"),
+        ({"attention_backend": "reference"}, r"attention by Triton, not by reference"),
+    ],
+)
+def test_batch_invariance_on_cuda_is_refused_where_no_kernel_promises_it(
+    model: Path, monkeypatch: pytest.MonkeyPatch, changes: dict, said: str
+) -> None:
+    monkeypatch.setattr(cuda_driver, "device_count", lambda: 1)
+    monkeypatch.setattr(cuda_driver, "lowest_capability", lambda devices: (8, 0))
+    monkeypatch.setattr(triton_needs, "missing_to_launch", list)
+    asked = config(model, device="cuda", batch_invariant=True)
+    assert preflight(asked).batch_invariant
+    assert preflight(asked.with_(kv_cache_dtype="int8", dtype="bfloat16")).batch_invariant
+    with pytest.raises(StartupError, match=f"^--batch-invariant on CUDA .*{said}.*--device cpu"):
+        preflight(asked.with_(**changes))
+    assert preflight(asked.with_(batch_invariant=False, **changes)).device == "cuda"
+    assert preflight(asked.with_(device="cpu", **changes)).batch_invariant
+    monkeypatch.setattr(triton_needs, "missing_to_launch", lambda: ["a C compiler"])
+    with pytest.raises(StartupError, match=r"^--batch-invariant on CUDA takes kernels in Triton: .* a C compiler\."):
+        preflight(asked)
+
+
+def test_the_lowest_capability_of_the_devices_that_serve_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    capabilities = [(9, 0), (8, 9), (7, 5)]
+
+    class Driver:
+        def cuDeviceGetAttribute(self, number: Any, attribute: int, device: int) -> int:
+            number._obj.value = capabilities[device][attribute - 75]
+            return 0
+
+    monkeypatch.setattr(cuda_driver.ctypes, "CDLL", lambda name: Driver())
+    assert [cuda_driver.lowest_capability(count) for count in (1, 2, 3)] == [(9, 0), (8, 9), (7, 5)]
 
 
 def test_devices_are_counted_as_torch_counts_them() -> None:
-    assert cuda_device_count() == (torch.cuda.device_count() if torch.version.cuda else 0)
+    assert cuda_driver.device_count() == (torch.cuda.device_count() if torch.version.cuda else 0)
 
 
 def test_it_never_imports_torch(model: Path) -> None:

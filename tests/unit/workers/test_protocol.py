@@ -19,29 +19,42 @@ from workers.protocol import (
     max_step_bytes,
     pack_output,
     pack_step,
+    refusal,
     unpack_output,
     unpack_step,
 )
 
 CONFIG = WorkerConfig("model", max_model_len=512, max_num_seqs=8, max_num_batched_tokens=64, block_size=16)
 NO_CHOICES = (0, 0, 0, 0)
+WIDTH = 512 // 16
 
 
 def random_step(
-    rng: np.random.Generator, num_seqs: int, per_seq: int, rows: int, bias: int, choices: tuple[int, int, int, int]
+    rng: np.random.Generator,
+    num_seqs: int,
+    per_seq: int,
+    rows: int,
+    bias: int,
+    choices: tuple[int, int, int, int],
+    entries: int = 0,
 ) -> StepMetadata:
-    """`choices`: rows with penalties, ids of each, rows with a mask, words of each."""
+    """`entries` of block tables. `choices`: rows with penalties, ids of each, rows with a mask, words of each."""
     tokens = num_seqs * per_seq
     penalties, history, masks, words = choices
     ints = lambda *shape: rng.integers(0, 1000, shape).astype(np.int32)  # noqa: E731
     return StepMetadata(
         step_id=int(rng.integers(1, 2**62)),
+        is_ahead=bool(num_seqs % 2),
         token_ids=ints(tokens),
         positions=ints(tokens),
         slot_mapping=ints(tokens).astype(np.int64),
         query_start_loc=(np.arange(num_seqs + 1) * per_seq).astype(np.int32),
         seq_lens=ints(num_seqs),
-        block_tables=ints(num_seqs, 32),
+        rows=ints(num_seqs),
+        table_rows=ints(entries),
+        table_columns=ints(entries),
+        table_blocks=ints(entries),
+        num_drafts=ints(num_seqs * (bias % 2)),
         logits_indices=ints(rows),
         target_ids=ints(rows),
         sample_positions=ints(rows),
@@ -58,6 +71,7 @@ def random_step(
         repetition=rng.random(penalties).astype(np.float32),
         frequency=rng.random(penalties).astype(np.float32),
         presence=rng.random(penalties).astype(np.float32),
+        history_rows=ints(penalties),
         history_starts=(np.arange(penalties + 1) * history).astype(np.int32),
         history_ids=ints(penalties * history),
         history_counts=ints(penalties * history),
@@ -78,7 +92,7 @@ def random_step(
 def test_a_step_survives_the_trip(
     seed: int, num_seqs: int, per_seq: int, rows: int, bias: int, choices: tuple[int, int, int, int]
 ) -> None:
-    step = random_step(np.random.default_rng(seed), num_seqs, per_seq, rows, bias, choices)
+    step = random_step(np.random.default_rng(seed), num_seqs, per_seq, rows, bias, choices, entries=bias // 2)
     buffer = memoryview(bytearray(1 << 16))
     used = pack_step(step, buffer)
     read = unpack_step(buffer[:used])
@@ -103,7 +117,8 @@ def test_the_largest_step_fits_its_slot() -> None:
     rng = np.random.default_rng(0)
     seqs, rows = CONFIG.max_num_seqs, CONFIG.max_num_batched_tokens
     choices = (seqs, CONFIG.max_model_len, seqs, mask_words(MAX_VOCAB_SIZE))
-    step = random_step(rng, seqs, 8, rows, seqs * MAX_BIAS_PER_ROW, choices)
+    step = random_step(rng, seqs, 8, rows, seqs * MAX_BIAS_PER_ROW, choices, seqs * WIDTH)
+    step.num_drafts = step.seq_lens
     assert pack_step(step, memoryview(bytearray(max_step_bytes(CONFIG)))) == max_step_bytes(CONFIG)
 
 
@@ -134,6 +149,12 @@ def test_an_answer_survives_the_trip(k: int) -> None:
     read = unpack_output(buffer[: pack_output(output, buffer)])
     for name in StepOutput.__slots__:
         np.testing.assert_array_equal(getattr(read, name), getattr(output, name), err_msg=name)
+
+
+def test_a_refusal_survives_the_trip() -> None:
+    buffer = memoryview(bytearray(4096))
+    read = unpack_output(buffer[: pack_output(refusal(9), buffer)])
+    assert read.out_of_memory and read.step_id == 9 and not len(read.token_ids)
 
 
 def test_a_step_that_does_not_fit_is_refused() -> None:

@@ -19,7 +19,7 @@ def test_a_folder_of_the_caller_is_not_imported_from(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f":{own}:")  # whose empty entries mean the current directory
     with start_python(["-c", "import json, logging, of_the_user, workers"], stdin=subprocess.DEVNULL) as process:
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
 
 
 def test_the_users_own_path_comes_after_ours() -> None:

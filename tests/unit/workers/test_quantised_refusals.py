@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.golden.quantised import CASES, FILE, write
 from tests.golden.tiny_models import make_tiny
-from workers import preflight as module
 from workers.config import WorkerConfig
 from workers.errors import StartupError
 from workers.models.hf_quantization import stored_quantization
+from workers.platform import cuda_driver, triton_needs
 from workers.preflight import check_without_weights, preflight
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2}
@@ -221,6 +221,8 @@ def test_what_contradicts_the_checkpoint_is_refused(
         preflight(config.with_(load_format="dummy"))
     with pytest.raises(StartupError, match="quantization awq is a form of checkpoints, and this one is not"):
         preflight(WorkerConfig(str(dense), device="cpu", quantization="awq"))
-    monkeypatch.setattr(module, "cuda_device_count", lambda: 1)
-    with pytest.raises(StartupError, match="quantization awq has products for CPUs only"):
-        preflight(config.with_(device="cuda"))
+    monkeypatch.setattr(cuda_driver, "device_count", lambda: 1)
+    monkeypatch.setattr(cuda_driver, "lowest_capability", lambda devices: (7, 0))
+    monkeypatch.setattr(triton_needs, "missing_to_launch", list)
+    with pytest.raises(StartupError, match=r"quantization awq on CUDA takes kernels in Triton: they want.*8\.0"):
+        check_without_weights(config.with_(device="cuda"))

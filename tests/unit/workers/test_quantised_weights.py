@@ -22,6 +22,7 @@ from workers.layers.quantization.readers.regroup import regroup
 from workers.layers.quantization.shard import WeightShard
 from workers.layers.quantization.stacked import StackedWeight
 from workers.layers.quantization.unquantized import DenseWeight
+from workers.layers.quantization.weight_only import WeightOnly
 from workers.models.decoder import Decoder
 from workers.models.hf_quantization import stored_quantization, weight_forms
 from workers.models.registry import read_config, read_spec
@@ -120,6 +121,31 @@ def test_the_plain_reader_has_them_too(quantised: Callable[[str], Quantised], na
     for left in CASES[name].left:
         module = next(m for m in (f"model.layers.{left}", f"model.{left}") if m not in made.weights)
         assert dequantised(made.path, module).dim() == 2
+
+
+def tensors_of(weight: LinearWeight) -> list[Tensor]:
+    """Of a weight on a device."""
+    if isinstance(weight, StackedWeight):
+        return [tensor for part in weight.parts for tensor in tensors_of(part)]
+    if isinstance(weight, DenseWeight):
+        return [weight.tensor]
+    assert isinstance(weight, WeightOnly)
+    stored = weight.stored
+    return [
+        part for part in (stored.values, stored.scales, stored.zeros, stored.factors, weight.order) if part is not None
+    ]
+
+
+@pytest.mark.parametrize(("name", "rounded"), [*((name, "none") for name in CASES), ("nf4", "int8"), ("nf4", "int4")])
+def test_all_of_it_comes_to_the_device(quantised: Callable[[str], Quantised], name: str, rounded: str) -> None:
+    """On the device of no numbers, where no tensor of the CPU can be mixed in. `rounded`: of a plain checkpoint."""
+    path = quantised(name).path if rounded == "none" else quantised(name).meaning
+    checkpoint = Checkpoint.open(path)
+    forms = weight_forms(rounded, stored_quantization(path, read_config(path)), checkpoint)
+    decoder = Decoder(read_spec(str(path)), TensorParallel.solo(), torch.float16, torch.device("meta"), forms)
+    with WeightReader(checkpoint, check_finite=False) as weights:
+        for shard in shards_of(decoder):
+            assert all(tensor.is_meta for tensor in tensors_of(decoder.place.load(shard, weights)))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -11,7 +11,8 @@ from engine.core.engine_core import EngineCore
 from engine.sampling_params import SamplingParams
 from engine.types import FinishReason, Request, TokenEvent
 from tests.golden.tiny_models import make_tiny
-from workers.executor import Executor, start_executor
+from tests.parallel.rank_threads import ThreadExecutor
+from workers.executor import Executor
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +37,7 @@ def group_with(checkpoint: Path, num_blocks: int) -> Executor:
         kv_cache_bytes=num_blocks * BLOCK_SIZE * 3 * 2 * 4 * 8 * 4,  # layers, K and V, KV heads, head size, float32
         num_threads=1,
     )
-    return start_executor(config, inline=True, on_progress=lambda phase, fraction: None)
+    return ThreadExecutor(config)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def run(executor: Executor, requests: list[Request]) -> tuple[dict[int, list[Tok
         stepper.scheduler.add(request, 0.0)
     while stepper.scheduler.has_work:
         begun = stepper.begin() is not None
-        for event in stepper.take_events() + (stepper.finish() if begun else []):
+        for event in [*stepper.take_events(), *(stepper.finish() if begun else [])]:
             events[event.request_id].append(event)
     return events, stepper
 

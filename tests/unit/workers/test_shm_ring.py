@@ -56,7 +56,7 @@ def test_where_stores_may_be_reordered_a_fence_stands_between_slot_and_counter(m
     with writer.send() as slot:
         slot[0] = 9
     assert fences == [(b"\0", 0)]  # the counter was read before the slot is written
-    with reader.recv(timeout_s=10) as slot:
+    with reader.recv(timeout_s=60) as slot:
         assert slot[0] == 9
     assert fences[1:] == [(b"\x09", 0)]  # the slot was read before the counter is written
     assert writer.finished(0) == 1
@@ -96,18 +96,18 @@ def test_a_message_in_two_parts_is_one_message() -> None:
     for number in range(10):
         with writer.send(rest_follows=True) as slot:
             slot[0] = number
-        with reader.recv(timeout_s=10) as slot:
+        with reader.recv(timeout_s=60) as slot:
             assert slot[0] == number
             with pytest.raises(TimeoutError):
                 reader.wait_for_rest(timeout_s=0.001)
             with writer.send_rest() as rest:
                 rest[1] = number + 100
-            reader.wait_for_rest(timeout_s=10)
+            reader.wait_for_rest(timeout_s=60)
             reader.wait_for_rest(timeout_s=0)  # it is here
             assert slot[1] == number + 100
         with writer.send() as slot:
             slot[0] = 255
-        with reader.recv(timeout_s=10) as slot:
+        with reader.recv(timeout_s=60) as slot:
             reader.wait_for_rest(timeout_s=0)  # it was whole from the start
             assert slot[0] == 255
 
@@ -116,7 +116,7 @@ def test_a_rest_that_is_not_waited_for_is_not_taken_for_a_message() -> None:
     writer, (reader,) = make()
     with writer.send(rest_follows=True) as slot:
         slot[0] = 1
-    with reader.recv(timeout_s=10) as slot:
+    with reader.recv(timeout_s=60) as slot:
         assert slot[0] == 1
     with writer.send_rest() as slot:
         slot[1] = 7
@@ -124,15 +124,27 @@ def test_a_rest_that_is_not_waited_for_is_not_taken_for_a_message() -> None:
         pass
     with writer.send() as slot:
         slot[0] = 2
-    with reader.recv(timeout_s=10) as slot:
+    with reader.recv(timeout_s=60) as slot:
         assert slot[0] == 2
+
+
+def test_no_message_is_sent_before_the_rest_of_the_last_one() -> None:
+    writer, _readers = make()
+    with writer.send() as slot:
+        slot[0] = 1
+    with pytest.raises(AssertionError, match="is complete"), writer.send_rest():
+        pass
+    with writer.send(rest_follows=True) as slot:
+        slot[0] = 2
+    with pytest.raises(AssertionError, match="the rest"), writer.send():
+        pass
 
 
 def test_waiting_for_a_rest_ends_when_the_writer_has_ended() -> None:
     writer, (reader,) = make()
     with writer.send(rest_follows=True) as slot:
         slot[0] = 1
-    with reader.recv(timeout_s=10):
+    with reader.recv(timeout_s=60):
         writer.close()
         with pytest.raises(ChannelClosedError):
             reader.wait_for_rest()

@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from tests.unit.workers.attention_cases import Case, Seq
 from workers.attention.backend import AttentionSpec, KVSpec
+from workers.attention.forward_batch import ForwardBatch
 from workers.attention.reference import ReferenceBackend
-from workers.attention.triton_backend import TritonBackend
+from workers.attention.triton_backend import TritonBackend, TritonPlan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
@@ -29,6 +31,7 @@ RUNS = [(dtype, processors) for dtype in TYPES for processors in (1, 16)]
 if DEVICE.type == "cpu":
     RUNS = [(torch.float32, 16), (torch.float16, 1)]
 MIXED = [Seq(1, 1), Seq(9, 9), Seq(1, 140), Seq(5, 64), Seq(17, 80)]
+SOAK = pytest.mark.soak
 
 pytestmark = pytest.mark.slow
 
@@ -42,9 +45,11 @@ def backend_of(spec: KVSpec, processors: int, least_span: int = 64) -> TritonBac
 
 def agree(spec: KVSpec, layer: AttentionSpec, seqs: list[Seq], processors: int, seed: int = 0) -> None:
     case = Case(spec, layer, seqs, seed)
+    # Scores are as large, and a weight is as far off as its score.
+    bound = TOLERANCE[spec.dtype] * max(1.0, layer.scale * spec.head_dim**0.5)
     ours = case.run(backend_of(spec, processors))
     for result, wanted in zip(ours, case.run(ReferenceBackend(spec)), strict=True):
-        torch.testing.assert_close(result, wanted, atol=TOLERANCE[spec.dtype], rtol=TOLERANCE[spec.dtype])
+        torch.testing.assert_close(result, wanted, atol=bound, rtol=bound)
 
 
 @pytest.mark.parametrize(("dtype", "processors"), RUNS, ids=str)
@@ -52,13 +57,13 @@ def agree(spec: KVSpec, layer: AttentionSpec, seqs: list[Seq], processors: int, 
     ("heads", "group", "width", "block", "window", "softcap"),
     [
         (1, 4, 64, 1, None, None),
-        (2, 7, 64, 16, None, None),
+        (1, 7, 64, 16, None, None),
         (1, 3, 80, 48, None, None),
         (1, 1, 96, 16, None, 5.0),
         pytest.param(1, 8, 128, 128, None, None, marks=pytest.mark.soak),  # seconds each in the interpreter
         (1, 2, 256, 32, None, None),
-        (4, 2, 32, 16, 1, None),
-        (2, 4, 64, 16, 40, None),
+        (2, 2, 32, 16, 1, None),
+        (1, 4, 64, 16, 40, None),
         (1, 5, 64, 32, 200, 30.0),
         pytest.param(1, 32, 64, 16, None, None, marks=pytest.mark.soak),
     ],
@@ -75,10 +80,10 @@ def random_case(seed: int) -> tuple[KVSpec, AttentionSpec, list[Seq], int]:
     width, block = draw.choice([16, 32, 64, 80, 96, 128, 256]), draw.choice([8, 16, 32, 48, 128])
     window, softcap = draw.choice([None, None, 1, 17, 64, 130]), draw.choice([None, None, 20.0])
     seqs = []
-    for _ in range(draw.randint(1, 4)):
-        context = draw.choice([1, 2, 15, 64, 65, draw.randint(1, 400)])
+    for _ in range(draw.randint(1, 3)):
+        context = draw.choice([1, 2, 15, 64, 65, draw.randint(1, 200)])
         seqs.append(Seq(draw.choice([1, 1, context, draw.randint(1, context)]), context))
-    spec = KVSpec(1, heads, width, block, draw.choice(TYPES), DEVICE)
+    spec = KVSpec(1, heads, width, block, draw.choice(TYPES), DEVICE, draw.choice(["auto", "auto", "int8", "fp8"]))
     layer = AttentionSpec(0, heads * group, heads, width, draw.uniform(0.05, 0.3), window, softcap)
     return spec, layer, seqs, draw.choice([1, 8, 100])
 
@@ -90,14 +95,15 @@ def test_ragged_shapes_at_random(seed):
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(3600)
-def test_hundreds_of_ragged_shapes():
-    for seed in range(8, 508):
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("first", range(8, 508, 25))
+def test_hundreds_of_ragged_shapes(first):
+    for seed in range(first, first + 25):
         spec, layer, seqs, processors = random_case(seed)
         agree(spec, layer, seqs, processors, seed)
 
 
-@pytest.mark.parametrize(("window", "processors"), [(1, 16), (40, 1), (40, 16), (130, 16)])
+@pytest.mark.parametrize(("window", "processors"), [(1, 16), (40, 1), pytest.param(130, 16, marks=SOAK)])
 def test_blocks_outside_the_window_are_never_read(window, processors):
     spec = KVSpec(1, 1, 32, 16, torch.float32, DEVICE)
     case = Case(spec, AttentionSpec(0, 2, 1, 32, 0.125, window), [Seq(1, 150), Seq(30, 170), Seq(1, 41), Seq(5, 5)])
@@ -122,13 +128,43 @@ def test_long_contexts_are_split_by_processors_and_length(processors, programs, 
     assert backend.spans(programs, longest, window=None, rows=16, keys=64) == expected
 
 
-def test_kernels_fit_every_kind_of_device():
-    """Compiled for each, without a device: shared memory and registers suffice, and nothing is spilled."""
-    program = [sys.executable, "-m", "tests.unit.workers.triton_resources"]
+class Decoding(TritonBackend):
+    """Plans for decodes know no more of contexts than that none is longer than 1000."""
+
+    def prepare(self, batch: ForwardBatch) -> TritonPlan:
+        if set(batch.query_lens) != {1}:
+            return super().prepare(batch)
+        return self.prepare_decode(replace(batch, context_lens=[1000] * batch.num_seqs))
+
+
+@pytest.mark.parametrize(("processors", "window"), [(4, None), (64, 40)])
+def test_a_plan_of_decodes_holds_for_every_length(window, processors):
+    """The programs that share a sequence's keys divide what it has, from one key to the bound."""
+    spec = KVSpec(1, 2, 32, 16, torch.float32, DEVICE)
+    layer = AttentionSpec(0, 4, 2, 32, 0.2, window)
+    case = Case(spec, layer, [Seq(1, context) for context in (1, 64, 150)])
+    backend = Decoding(spec)
+    backend.processors, backend.least_span = processors, 64
+    for ours, wanted in zip(case.run(backend), case.run(ReferenceBackend(spec)), strict=True):
+        torch.testing.assert_close(ours, wanted, atol=4e-6, rtol=4e-6)
+
+
+@pytest.mark.parametrize(
+    ("form", "capabilities"),
+    [
+        ("model", ["89"]),  # the least shared memory
+        pytest.param("model", ["80", "90", "100"], marks=SOAK),
+        pytest.param("int8", ["80", "89", "90", "100"], marks=SOAK),
+        pytest.param("fp8", ["80", "89", "90", "100"], marks=SOAK),
+    ],
+)
+def test_kernels_fit_every_kind_of_device(form, capabilities):
+    """Compiled for each, without a device: shared memory and registers suffice, so that none are spilled."""
+    program = [sys.executable, "-m", "tests.unit.workers.triton_resources", form, *capabilities]
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     found = json.loads(subprocess.run(program, env=kept, capture_output=True, text=True, check=True).stdout)
-    assert len(found) == 40
+    assert len(found) == len(capabilities) * (15 if form == "model" else 5)
     for name, taken in found.items():
         assert taken["shared"] <= LIMITS[int(name.split()[0])], name
         assert taken["registers"] <= 255, name
-        assert taken["stack"] <= (8 if "float32" in name else 0), name
+        assert taken["stack"] == 0, name

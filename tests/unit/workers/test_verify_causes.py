@@ -37,6 +37,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], VerifyCas
 
 
 @pytest.mark.parametrize(("name", "tensor", "change", "cause"), WEIGHTS, ids=[f"{w[0]}-{w[3]}" for w in WEIGHTS])
+@pytest.mark.slow
 def test_a_damaged_tensor_is_named(cases, tmp_path: Path, name: str, tensor: str, change, cause: str) -> None:
     case = cases(name)
     comparison, causes = case.run(SIZE, altered(case.model, tmp_path / "copy", tensor, change))

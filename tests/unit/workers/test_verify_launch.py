@@ -1,6 +1,10 @@
-"""A verification does not wait for ever: a rank that stops making progress, or ends, ends it with a cause and a fix."""
+"""A verification does not wait for ever: a rank that stops making progress, or ends, ends it with a cause and a fix.
+
+Time is a clock of the test's: while a stand-in still has something to say, it is waited for, however slow the machine.
+"""
 
 import os
+import select
 import time
 
 import pytest
@@ -24,12 +28,9 @@ control = socket.socket(fileno=int(sys.argv[1]))
 for word in sys.argv[2:]:
     if word == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-    elif word == "sleep":
-        time.sleep(0.5)
-    elif word == "compute":
-        end = time.process_time() + 5
-        while time.process_time() < end:
-            pass
+    elif word.startswith("/"):
+        while not os.path.exists(word):
+            time.sleep(0.01)
     elif word == "wait":
         control.recv(1)
     elif word == "end":
@@ -38,6 +39,53 @@ for word in sys.argv[2:]:
         message = {"kind": "done"} if word == "done" else {"kind": "progress", "text": word}
         control.sendall(json.dumps(message).encode() + b"\\n")
 """
+
+
+class Clock:
+    """Stands in for `select` and `time`. Each message takes `each_s`; when `silent_after` messages have come, nobody
+    says anything for `silent_looks` looks, or ever again."""
+
+    def __init__(self, silent_after: int, each_s: float = 0.0, silent_looks: int = 1 << 30) -> None:
+        self.now = 0.0
+        self.silent_looks = silent_looks
+        self._left, self._each_s = silent_after, each_s
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def select(self, reading, writing, failing, timeout_s):
+        if self._left == 0 and self.silent_looks:
+            self.silent_looks -= 1
+            self.now += timeout_s
+            return [], [], []
+        found = select.select(reading, writing, failing, 60)
+        assert found[0], "a stand-in has said nothing"
+        return found
+
+    def heard(self) -> None:
+        self.now += self._each_s
+        self._left -= self._left > 0
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Makes the clock that `launch` looks at."""
+
+    def prepare(*args, **kwargs) -> Clock:
+        made = Clock(*args, **kwargs)
+        receive = Control.recv
+
+        def counted(control: Control):
+            message = receive(control)
+            made.heard()
+            return message
+
+        monkeypatch.setattr(Control, "recv", counted)
+        monkeypatch.setattr(launch, "select", made)
+        monkeypatch.setattr(launch, "time", made)
+        return made
+
+    return prepare
 
 
 @pytest.fixture
@@ -65,36 +113,38 @@ def started(monkeypatch):
     return prepare
 
 
-def test_a_stopped_rank_ends_the_verification(started, tmp_path):
+def test_a_stopped_rank_ends_the_verification(started, clock, tmp_path):
     ranks = started(["reading", "step 1", "wait"], ["reading", "stop"])
+    watch = clock(3)
     lines: list[str] = []
-    begun = time.monotonic()
     with pytest.raises(StartupError) as raised:
         launch.run_ranks(TWO_RANKS, tmp_path, lines.append, timeout_s=3.0)
     assert raised.value.cause == "rank 1 has made no progress for 3 s after this: reading."
     assert raised.value.fix and "\n" not in raised.value.fix
     assert raised.value.exit_code == 6
-    assert 3.0 <= time.monotonic() - begun < 20.0
+    assert watch.now == 3.0
     assert [process.poll() for process in ranks[0].processes] == [-9, -9]
     assert lines == ["our 2 rank(s): reading", "our 2 rank(s): step 1"]
 
 
-def test_progress_of_any_rank_is_waited_for(started, tmp_path):
-    """Six times half a second, with a limit of two: the same line again is progress too."""
-    started(["reading", "wait", "done"], ["reading", *["sleep", "reading"] * 6, "done"])
+def test_progress_of_any_rank_is_waited_for(started, clock, tmp_path):
+    """Longer than the limit in all: the same line again is progress too."""
+    started(["reading", "wait", "done"], [*["reading"] * 7, "done"])
+    watch = clock(9, each_s=0.5)
     with pytest.raises(StartupError, match=r"rank 0 has made no progress for 2 s after this: reading\."):
         launch.run_ranks(TWO_RANKS, tmp_path, lambda line: None, timeout_s=2.0)
+    assert watch.now > 4.0
 
 
 def test_ranks_that_are_done_end_it(started, tmp_path):
-    started(["reading", "done"], ["reading", "sleep", "done"])
-    launch.run_ranks(TWO_RANKS, tmp_path, lambda line: None, timeout_s=10.0)
+    started(["reading", "done"], ["reading", "done"])
+    launch.run_ranks(TWO_RANKS, tmp_path, lambda line: None, timeout_s=60.0)
 
 
 def test_a_rank_that_ends_early_is_named(started, tmp_path):
     started(["reading", "wait"], ["reading", "end"])
     with pytest.raises(StartupError, match=r"rank 1 ended before its work was done \(exit status 7\)"):
-        launch.run_ranks(TWO_RANKS, tmp_path, lambda line: None, timeout_s=10.0)
+        launch.run_ranks(TWO_RANKS, tmp_path, lambda line: None, timeout_s=60.0)
 
 
 @pytest.fixture
@@ -115,8 +165,9 @@ def reference(monkeypatch):
 
 
 @pytest.mark.parametrize("hang", ["stop", "wait"])
-def test_a_reference_that_hangs_ends_the_verification(reference, tmp_path, hang):
+def test_a_reference_that_hangs_ends_the_verification(reference, clock, tmp_path, hang):
     processes = reference("loading", hang)
+    clock(1)
     lines: list[str] = []
     with pytest.raises(StartupError) as raised:
         launch.run_reference(tmp_path, lines.append, timeout_s=3.0)
@@ -125,17 +176,36 @@ def test_a_reference_that_hangs_ends_the_verification(reference, tmp_path, hang)
     assert processes[0].poll() == -9
 
 
-def test_a_reference_that_computes_without_a_word_is_waited_for(reference, tmp_path):
+def test_a_reference_that_computes_without_a_word_is_waited_for(reference, clock, tmp_path, monkeypatch):
     """Longer than the limit, in which it uses the processor."""
-    reference("loading", "compute", "writing", "sleep")
+    computed = tmp_path / "computed"
+    reference("loading", str(computed), "writing")
+    watch = clock(1, silent_looks=100)
+
+    def used_s(pid: int) -> float:
+        if watch.silent_looks == 1:
+            computed.touch()
+        return watch.now
+
+    monkeypatch.setattr(launch, "_processor_time_s", used_s)
     lines: list[str] = []
-    begun = time.monotonic()
-    launch.run_reference(tmp_path, lines.append, timeout_s=3.0)
+    launch.run_reference(tmp_path, lines.append, timeout_s=60.0)
     assert lines == ["transformers: loading", "transformers: writing"]
-    assert time.monotonic() - begun > 5.0
+    assert watch.now == 100.0
+
+
+def test_the_processor_time_of_a_process_is_what_it_has_used(tmp_path):
+    there = tmp_path / "there"
+    code = f"import time, pathlib\nwhile time.process_time() < 0.3: pass\npathlib.Path({str(there)!r}).touch()\ninput()"
+    process = start_python(["-c", code])
+    while not there.exists():
+        time.sleep(0.01)
+    assert launch._processor_time_s(process.pid) >= 0.28  # it is counted in ticks
+    process.kill()
+    process.wait()
 
 
 def test_a_reference_that_fails_is_an_error_with_its_exit_status(reference, tmp_path):
     reference("loading", "end")
     with pytest.raises(StartupError, match=r"transformers could not run this model \(exit status 7\)"):
-        launch.run_reference(tmp_path, lambda line: None, timeout_s=10.0)
+        launch.run_reference(tmp_path, lambda line: None, timeout_s=60.0)

@@ -50,6 +50,7 @@ def runs() -> list:
 
 
 @pytest.mark.parametrize(("name", "size"), runs())
+@pytest.mark.slow
 def test_a_right_model_is_right(cases: Callable[[str], VerifyCase], name: str, size: int) -> None:
     comparison, causes = cases(name).run(size)
     assert comparison.ok, comparison.first_fault
@@ -61,6 +62,7 @@ WRONG = [("self_attn.qkv_proj", "self_attn.q_proj.weight: the rows of rank 1"), 
 
 @pytest.mark.parametrize("name", [name for name in USUAL if name not in ("gptq-4-32-fused", "nf4-nested")])
 @pytest.mark.parametrize(("layer", "cause"), WRONG, ids=[layer for layer, _ in WRONG])
+@pytest.mark.slow
 def test_a_scale_cut_wrongly_is_named(
     cases: Callable[[str], VerifyCase], monkeypatch: pytest.MonkeyPatch, name: str, layer: str, cause: str
 ) -> None:

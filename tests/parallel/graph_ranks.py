@@ -1,0 +1,137 @@
+"""Ranks on the CPU whose decode steps run as graphs do on a device: padded, from and to memory of fixed places.
+
+A graph's replay is a call of the work that was captured. Sampling is torch's, which reads steps as they come.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.distributed.parallel_state import TensorParallel
+from workers.protocol import StepMetadata, StepOutput, empty_step, table_width
+from workers.sampling.columns import Variant
+from workers.sampling.drafts import num_accepted
+from workers.sampling.row_chunks import concatenate_outputs, empty_output, logits_rows
+from workers.sampling.sampler import Sampler
+from workers.worker.cuda_graphs.buckets import bucket_sizes
+from workers.worker.cuda_graphs.device_steps import DeviceSteps
+from workers.worker.cuda_graphs.graphs import Calls, Graph, Work
+from workers.worker.cuda_graphs.inputs import InputPlace, Shape, StepInputs
+from workers.worker.model_runner import ModelRunner
+from workers.worker.pending_output import Computed
+
+
+class TorchSampling:
+    """`StepSampling` of the rows of the step alone, without padding; every rank samples the whole vocabulary."""
+
+    variants = (Variant(random=True, filtered=True, processed=True),)  # others are launched outside of graphs
+
+    def __init__(self, runner: ModelRunner, most_rows: int) -> None:
+        self.sampled = torch.zeros(most_rows, dtype=torch.int64)
+        self._rank, self._vocab = runner.tp.rank, runner.spec.vocab_size
+        self._sampler = Sampler(TensorParallel.solo(), 0, self._vocab, self._vocab, runner.sampler.histories)
+        self._step: StepMetadata = empty_step(0)
+        self._parts: list[StepOutput] = []
+
+    def begin(self, step: StepMetadata) -> None:
+        self._sampler.histories.write(step)
+        self._step, self._parts = step, []
+
+    def sample(self, logits: Tensor, place: InputPlace, first: int, variant: Variant) -> None:
+        stop = min(first + len(logits), len(self._step.logits_indices))
+        if stop == first:  # as at capture
+            return
+        assert variant.serves(Variant.of(self._step))
+        tokens, part = self._sampler.sample(
+            logits[: stop - first, : self._vocab].clone(), logits_rows(self._step, first, stop)
+        )
+        self.sampled[first:stop] = tokens
+        assert part is not None
+        self._parts.append(part)
+
+    def finish(self, step: StepMetadata, place: InputPlace) -> Computed:
+        accepted = num_accepted(step, self.sampled) if len(step.num_drafts) else None
+        if len(step.penalty_rows):
+            self._sampler.histories.add(step, self.sampled, accepted)
+        output = concatenate_outputs(self._parts) if self._parts else empty_output(step.step_id)
+        output.num_accepted = None if accepted is None else accepted.numpy()
+        self._step = empty_step(0)
+        return Computed(output if self._rank == 0 else None)
+
+
+class RecordedInputs(StepInputs):
+    """Keeps the buckets that were staged, None for steps in their own shapes."""
+
+    staged: tuple[int | None, ...] = ()
+
+    def stage(self, step: StepMetadata, bucket: int | None = None) -> InputPlace:
+        self.staged = (*self.staged, bucket)
+        return super().stage(step, bucket)
+
+
+class CountedGraph:
+    """A graph that counts its replays."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self.num_replays = 0
+        self.is_released = False
+
+    def replay(self) -> None:
+        assert not self.is_released, "a graph that was destroyed is launched"
+        self.num_replays += 1
+        self._graph.replay()
+
+
+class CountedCalls(Calls):
+    """`Calls` that keep what was captured, in order."""
+
+    def __init__(self) -> None:
+        self.captured: list[CountedGraph] = []
+
+    def release(self) -> None:
+        for graph in self.captured:
+            graph.is_released = True
+        self.captured.clear()
+
+    def capture(self, work: Work) -> CountedGraph:
+        self.captured.append(CountedGraph(super().capture(work)))
+        return self.captured[-1]
+
+
+class GraphRunner(ModelRunner):
+    """A `ModelRunner` of the CPU with graphs."""
+
+    def allocate(self, num_blocks: int) -> None:
+        super().allocate(num_blocks)
+        config = self.config
+        seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
+        rows = max(seqs, tokens)
+        self.sizes = bucket_sizes(seqs)
+        self.maker = CountedCalls()
+        sampled = seqs * (1 + config.num_speculative_tokens)
+        self.inputs = RecordedInputs(
+            self._tables, Shape(rows, seqs, rows, seqs * table_width(config)), sampled, self.spec.vocab_size
+        )
+        assert config.max_model_len is not None
+        self._device_steps = DeviceSteps(
+            self.model, self.backend, self.tp, self.inputs, TorchSampling(self, rows),
+            rows_at_once=max(self.sizes), max_model_len=config.max_model_len,
+        )  # fmt: skip
+        self._device_steps.kv = self.kv
+        self._device_steps.capture(self.maker, self.sizes)
+
+    def execute(self, step: StepMetadata, await_masks=None) -> StepOutput | None:
+        """Runs `step` and then spoils its arrays, as another step would that is written in their place."""
+        arrays = {name: np.array(value) for name, value in vars_of(step).items()}
+        own = StepMetadata(step.step_id, **arrays)
+        output = super().execute(own, await_masks)
+        for array in arrays.values():
+            array[...] = 77
+        return output
+
+
+def vars_of(step: StepMetadata) -> dict[str, np.ndarray]:
+    """The arrays of a step by name."""
+    names = [name for name in StepMetadata.__dataclass_fields__ if name != "step_id"]
+    return {name: value for name in names if isinstance(value := getattr(step, name), np.ndarray)}

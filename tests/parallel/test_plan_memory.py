@@ -1,0 +1,41 @@
+"""What `oarlock plan` says beforehand of memory, beside what ranks account for once they have loaded."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.golden.tiny_models import FAMILIES, make_tiny
+from tests.parallel.rank_threads import ThreadExecutor
+from workers.capacity import Memory, capacity, open_model
+from workers.config import WorkerConfig
+
+LIMIT = 0.03
+MEMORY = Memory("cpu", 64 << 30)
+
+
+def within(planned: float, real: float) -> bool:
+    return abs(planned - real) <= LIMIT * real
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        *((family, {"tensor_parallel_size": 2}) for family in FAMILIES),
+        ("qwen2", {"dtype": "bfloat16", "quantization": "int8"}),
+        ("qwen2", {"tensor_parallel_size": 8}),  # more ranks than KV heads
+        ("llama", {"pipeline_parallel_size": 2, "kv_cache_dtype": "int8"}),
+        ("qwen3", {"pipeline_parallel_size": 3, "kv_cache_dtype": "fp8", "dtype": "bfloat16"}),
+    ],
+)
+def test_ranks_take_what_was_planned(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    model = str(make_tiny(tmp_path, family))
+    config = WorkerConfig(model, **{"device": "cpu", "dtype": "float32", "max_model_len": 256, **changes})
+    config = config.with_(num_threads=1, kv_cache_bytes=4 << 20, block_size=16)
+    plan, real = capacity(open_model(config), {}, MEMORY), ThreadExecutor(config)
+    weights = [rank.model.weight_bytes for rank in real.ranks]
+    assert within(max(plan.weight_bytes), max(weights)), "weights of the rank with the most"
+    assert within(sum(plan.weight_bytes) * config.tensor_parallel_size, sum(weights)), "weights of all ranks"
+    assert plan.num_blocks == real.info.num_blocks
+    assert plan.kv.bytes_per_token == max(rank.kv_spec.bytes_per_token for rank in real.ranks)
+    assert plan.step_bytes == max(rank.step_memory.largest for rank in real.ranks)

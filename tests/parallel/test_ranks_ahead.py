@@ -1,0 +1,93 @@
+"""Rank processes that run before anything is configured: none of them stays, whatever becomes of the start."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engine.client import EngineClient
+from engine.config import EngineConfig
+from engine.engine_process import EngineProcess
+from engine.errors import StartupError
+from tests.e2e.running import alive, eventually
+from tests.golden.tiny_models import make_tiny
+from tests.parallel.test_multiproc_executor import config_for, generate
+from workers.errors import StartupError as RankStartupError
+from workers.executor import start_executor
+from workers.rank_processes import start_ranks, start_ranks_ahead
+
+TWO = min(2, os.cpu_count() or 1)  # one rank ahead for each processor
+
+
+def ranks_of(engine: EngineProcess) -> tuple[psutil.Process, list[psutil.Process]]:
+    """The engine's process and those of its ranks, which run before it has a configuration."""
+    assert engine._started is not None
+    process = psutil.Process(engine._started[0].pid)
+    eventually(lambda: len(process.children()) == TWO, 60, "the ranks run")
+    return process, process.children()
+
+
+def none_left(*processes: psutil.Process) -> None:
+    eventually(lambda: not any(map(alive, processes)), 60, "all have ended")
+
+
+@pytest.mark.parametrize("how", ["discarded", "killed", "its socket is closed"])
+def test_an_engine_that_ends_before_it_is_configured_takes_its_ranks_along(how: str) -> None:
+    engine = EngineProcess(2)
+    process, ranks = ranks_of(engine)
+    if how == "killed":
+        process.kill()
+    elif how != "discarded":
+        assert engine._started is not None
+        engine._started[1].close()
+    if how != "its socket is closed":
+        engine.discard()
+    none_left(*ranks)
+    engine.discard()
+
+
+def test_a_configuration_that_is_refused_leaves_no_rank(tmp_path: Path) -> None:
+    engine = EngineProcess(2)
+    process, ranks = ranks_of(engine)
+    config = EngineConfig(config_for(tmp_path, tensor_parallel_size=2))  # there is no model
+    with pytest.raises(StartupError) as failure:
+        asyncio.run(EngineClient.start(config, lambda *_: None, process=engine))
+    assert failure.value.exit_code == 3
+    none_left(process, *ranks)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("model"), "qwen2")
+
+
+def test_some_ranks_ahead_and_one_later_serve_together(checkpoint: Path) -> None:
+    config = config_for(checkpoint, tensor_parallel_size=2)
+    executor = start_executor(config, lambda *_: None, ahead=start_ranks(1))
+    try:
+        assert len(executor.rank_pids) == 2
+        generate(executor, [1, 2, 3], 3)
+    finally:
+        executor.close()
+
+
+def test_a_rank_that_ends_before_its_arguments_is_named(checkpoint: Path) -> None:
+    ahead = start_ranks(2)
+    ahead[1].process.send_signal(signal.SIGKILL)
+    ahead[1].process.wait()
+    with pytest.raises(RankStartupError, match=r"rank 1 ended while loading \(killed by signal 9\)") as failure:
+        start_executor(config_for(checkpoint, tensor_parallel_size=2), lambda *_: None, ahead=ahead)
+    assert failure.value.exit_code == 4
+    assert all(rank.process.poll() is not None for rank in ahead)
+
+
+def test_a_wrong_number_starts_no_more_than_there_are_processors() -> None:
+    ranks = start_ranks_ahead(10**6)
+    for process, control in ranks:
+        process.kill()
+        process.wait()
+        control.close()
+    assert len(ranks) == os.cpu_count()

@@ -1,0 +1,75 @@
+"""The frontend's index of prefix caches: the same as each event by itself, in whatever batches they come."""
+
+import random
+
+import pytest
+
+from engine.data_parallel.prefix_index import PrefixIndex
+from engine.ipc.block_changes import blocks, read_blocks
+from engine.ipc.frames import FrameError, FrameReader, encode
+from engine.kv_cache.events import AllBlocksCleared, BlockChanges, BlockEvent, BlockRemoved, BlockStored
+from engine.kv_cache.hashing import HASH_BYTES, extend_hashes
+
+
+def sent(changes: BlockChanges) -> BlockChanges:
+    """As it arrives."""
+    (frame,) = FrameReader().feed(blocks(changes))
+    return read_blocks(frame)
+
+
+def one_by_one(index: set[bytes], events: list[BlockEvent]) -> None:
+    """The slow way."""
+    for event in events:
+        if isinstance(event, AllBlocksCleared):
+            index.clear()
+        elif isinstance(event, BlockStored):
+            index.add(event.block_hash)
+        else:
+            index.remove(event.block_hash)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_batches_come_to_the_same_as_events_one_by_one(seed: int) -> None:
+    draw = random.Random(seed)
+    expected: list[set[bytes]] = [set(), set()]
+    index = PrefixIndex(2, 4)
+    for _ in range(200):
+        number, events = draw.randrange(2), list[BlockEvent]()
+        there = set(expected[number])
+        for _ in range(draw.randrange(8)):
+            if draw.random() < 0.03:
+                events.append(AllBlocksCleared())
+                there.clear()
+            elif there and draw.random() < 0.5:
+                events.append(BlockRemoved(there.pop()))
+            else:
+                new = draw.randbytes(HASH_BYTES) if draw.random() < 0.9 else bytes(HASH_BYTES)
+                if new not in there:
+                    events.append(BlockStored(new, None, [1, 2, 3, 4], b""))
+                    there.add(new)
+        one_by_one(expected[number], events)
+        index.apply(number, sent(BlockChanges.of(events)))
+        assert [index.held(0), index.held(1)] == expected
+    index.clear(0)
+    assert [index.held(0), index.held(1)] == [set(), expected[1]]
+
+
+def test_a_prefix_is_what_is_held_from_the_first_block_on() -> None:
+    tokens, index = list(range(20)), PrefixIndex(3, 4)
+    hashes = list[bytes]()
+    extend_hashes(hashes, tokens, b"salt", 4, 5)
+    index.apply(0, BlockChanges(False, hashes[:2], ()))
+    index.apply(1, BlockChanges(False, hashes, ()))
+    index.apply(2, BlockChanges(False, hashes[1:], ()))
+    assert index.num_cached(tokens, b"salt") == [8, 16, 0], "the last token is always left to compute"
+    assert index.num_cached([*tokens, 1], b"salt") == [8, 20, 0]
+    assert index.num_cached(tokens[:3], b"salt") == index.num_cached([], b"salt") == [0, 0, 0]
+    assert index.num_cached(tokens, b"") == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("num_stored", "num_ints"), [(1, 7), (2, 8), (-1, 8), (None, 8)])
+def test_hashes_that_are_missing_are_a_bad_frame(num_stored: int | None, num_ints: int) -> None:
+    head = {"kind": "blocks", "cleared": False, "num_stored": num_stored}
+    (frame,) = FrameReader().feed(encode(head, range(num_ints)))
+    with pytest.raises(FrameError, match="blocks"):
+        read_blocks(frame)

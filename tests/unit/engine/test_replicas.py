@@ -1,0 +1,282 @@
+"""Several engine processes with fake ranks behind one interface: choices, ends, restarts, and what is given up."""
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from engine_fakes import expected_tokens, make_config, make_request
+
+from engine.client import EngineClient
+from engine.config import EngineConfig
+from engine.data_parallel import replica
+from engine.engine_process import EngineProcess
+from engine.errors import EngineDeadError, StartupError, UnavailableError
+from engine.replicas import Replicas, start_engine
+from engine.types import FinishReason, TokenEvent
+
+pytestmark = pytest.mark.slow
+
+ENGINE = str(Path(__file__).parent / "fake_engine.py")
+
+
+def config(replicas: int = 2, config: EngineConfig | None = None, **scenario) -> EngineConfig:
+    config = config or make_config()
+    worker = config.worker.with_(model_path=json.dumps(scenario), data_parallel_size=replicas)
+    return replace(config, worker=worker)
+
+
+@contextlib.asynccontextmanager
+async def started(asked: EngineConfig, on_progress=lambda *_: None) -> AsyncIterator[Replicas]:
+    running = await start_engine(asked, on_progress, start_process=lambda: EngineProcess(1, command=[ENGINE]))
+    assert isinstance(running, Replicas)
+    try:
+        yield running
+    finally:
+        await running.close()
+        assert all(one.client._process.poll() is not None for one in running.replicas)
+
+
+def run(scene: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        await asyncio.wait_for(scene(), 100)
+
+    asyncio.run(bounded())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+async def collect(running: Replicas, request) -> list[TokenEvent]:
+    return [event async for event in running.choose(request).generate(request)]
+
+
+def kill(running: Replicas, number: int) -> None:
+    os.kill(running.replicas[number].client.pid, signal.SIGKILL)
+
+
+def test_requests_are_dealt_to_all_and_text_does_not_depend_on_where_they_went() -> None:
+    async def scene() -> None:
+        phases = []
+        async with started(config(3), lambda *seen: phases.append(seen)) as running:
+            assert phases[-1] == ("loading", 1.0, "") and phases == sorted(phases)
+            assert running.info.data_parallel_size == 3 and running.is_alive and running.exit_code is None
+            requests = [make_request(running.new_request_id(), [1, 2, at % 5], max_tokens=12) for at in range(30)]
+            assert len({request.request_id for request in requests}) == 30
+            answers = await asyncio.gather(*(collect(running, request) for request in requests))
+            for request, events in zip(requests, answers, strict=True):
+                assert [token for event in events for token in event.token_ids] == expected_tokens(request)
+            assert [one.load.num_chosen for one in running.replicas] == [10, 10, 10]
+            assert all(one.load.weight == 0 for one in running.replicas) and running.num_open == 0
+            stats = [await one.stats() for one in running.replicas]
+            assert [one.num_accepted for one in stats] == [10, 10, 10]
+            assert await running.reset_prefix_cache() > 0
+
+    run(scene)
+
+
+def test_one_replica_is_a_plain_engine() -> None:
+    async def scene() -> None:
+        asked = config(1)
+        one = await start_engine(asked, lambda *_: None, start_process=lambda: EngineProcess(1, command=[ENGINE]))
+        assert isinstance(one, EngineClient) and one.choose(make_request(1, [1])) is one and one.replicas == (one,)
+        await one.close()
+
+    run(scene)
+
+
+def test_a_prompt_goes_where_its_beginning_is_cached_and_finds_as_much_there_as_was_expected() -> None:
+    async def scene() -> None:
+        async with started(config(2)) as running:
+            draw = random.Random(3)
+            beginnings = [[draw.randrange(60) for _ in range(24)] for _ in range(4)]
+            went: dict[int, int] = {}
+            for at in range(40):
+                group = draw.randrange(4)
+                rest = [draw.randrange(60) for _ in range(draw.randrange(6))]
+                request = make_request(running.new_request_id(), beginnings[group] + rest, max_tokens=9)
+                expected = running.prefixes.num_cached(request.prompt_token_ids, request.cache_salt)
+                seat = running.choose(request)
+                assert seat.number == went.setdefault(group, seat.number), "where the group began"
+                events = [event async for event in seat.generate(request)]
+                assert events[0].num_cached_tokens == expected[seat.number] >= (20 if at > 20 else 0)
+                assert expected[1 - seat.number] == 0
+                salted = replace(request, cache_salt=b"of another")
+                assert running.prefixes.num_cached(salted.prompt_token_ids, salted.cache_salt) == [0, 0]
+            assert sorted(went.values()) == [0, 0, 1, 1]
+            cached = [(await one.stats()).num_blocks_cached for one in running.replicas]  # what was told came before
+            held = [running.prefixes.held(number) for number in (0, 1)]
+            assert [len(hashes) for hashes in held] == cached and min(cached) > 0, "exactly what the pools have"
+            assert await running.reset_prefix_cache() == len(held[0]) + len(held[1])
+            await until(lambda: not running.prefixes.held(0) and not running.prefixes.held(1))
+
+    run(scene)
+
+
+def test_what_a_replica_has_to_do_is_known_from_its_requests() -> None:
+    """Those of one prompt stay together, and it counts once, until something comes back; a full queue is passed by."""
+
+    async def scene() -> None:
+        async with started(config(2, make_config(max_waiting_requests=8), step_s=0.05)) as running:
+            requests = [make_request(running.new_request_id(), [3] * 20, max_tokens=8) for _ in range(4)]
+            seat = running.choose(requests[0])
+            streams = [seat.generate(request) for request in requests]
+            firsts = [asyncio.ensure_future(anext(stream)) for stream in streams]
+            await asyncio.sleep(0)  # they are sent, and nothing was read since
+            first, second = running.replicas
+            assert (first.load.num_open, first.load.num_waiting_tokens, second.load.num_open) == (4, 20, 0)
+            await asyncio.gather(*firsts)
+            assert first.load.num_waiting_tokens == 0
+            other = running.choose(make_request(running.new_request_id(), [4]))
+            assert (seat.number, other.number) == (0, 1)
+            for stream in streams:
+                await stream.aclose()
+            assert first.load.num_open == 0
+            second.load.num_open = second.client.info.max_num_seqs + 8
+            first.load.num_waiting_tokens = 10**6 - 1  # far beyond the bound on loads
+            assert running.choose(make_request(1, [1])).number == 0
+            first.load.num_waiting_tokens = 10**6
+            assert running.choose(make_request(1, [1])).number == 1, "where all are full, one of them says so"
+            assert running.choose(make_request(1, [1]), 0).number == 0, "as the caller says, whatever it has to do"
+
+    run(scene)
+
+
+def test_an_engine_without_a_prefix_cache_is_not_asked_what_is_in_it() -> None:
+    assert make_config().of_replica(1, 0).reports_blocks
+    assert not make_config(enable_prefix_caching=False).of_replica(1, 0).reports_blocks
+
+
+def test_a_replica_that_dies_is_started_again_and_no_other_notices() -> None:
+    async def scene() -> None:
+        async with started(config(2, step_s=0.02)) as running:
+            requests = [make_request(running.new_request_id(), [at], max_tokens=40) for at in range(2)]
+            streams = [running.choose(request).generate(request) for request in requests]
+            begun = [await anext(stream) for stream in streams]
+            pid = running.replicas[0].client.pid
+            await until(lambda: bool(running.prefixes.held(0)))
+            kill(running, 0)
+            with pytest.raises(UnavailableError, match=r"may be sent again") as lost:
+                async for _ in streams[0]:
+                    pass
+            assert lost.value.code == "replica_lost"
+            assert running.is_alive and [one.is_alive for one in running.replicas] == [False, True]
+            assert (await running.replicas[0].stats()).state == "dead"
+            late = make_request(running.new_request_id(), [9], max_tokens=4)
+            assert running.choose(late).number == 1, "requests go where they are served"
+            with pytest.raises(UnavailableError, match="Replica 0, which the request asks for, is not there now"):
+                running.choose(late, 0)
+            assert running.choose(late, 1).number == 1
+            rest = [event async for event in streams[1]]
+            tokens = [token for event in [begun[1], *rest] for token in event.token_ids]
+            assert tokens == expected_tokens(requests[1])
+            await until(lambda: running.replicas[0].is_alive)
+            assert not running.prefixes.held(0), "what it held is forgotten"
+            assert running.replicas[0].client.pid != pid and running.exit_code is None and not running.lost.is_set()
+            again = make_request(running.new_request_id(), [0], max_tokens=40)
+            seat = running.choose(again)
+            assert seat.number == 0, "the least busy one"
+            assert [token for e in [event async for event in seat.generate(again)] for token in e.token_ids] == (
+                expected_tokens(again)
+            )
+            assert running.replicas[0].load.weight == 0
+
+    run(scene)
+
+
+def test_a_replica_that_dies_too_often_is_given_up_and_the_others_finish(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica, "MAX_DEATHS", 2)
+
+    async def scene() -> None:
+        async with started(config(2)) as running:
+            for _ in range(2):
+                await until(lambda: running.replicas[1].is_alive)
+                kill(running, 1)
+                await until(lambda: not running.replicas[1].is_alive)
+            await running.lost.wait()
+            assert running.is_alive and not running.dead.is_set() and running.exit_code == 5
+            assert "dies too often" in (running.death_cause or "")
+            request = make_request(running.new_request_id(), [1], max_tokens=4)
+            assert (await collect(running, request))[-1].finish_reason is FinishReason.LENGTH
+
+    run(scene)
+
+
+def test_a_replica_that_does_not_start_again_is_given_up() -> None:
+    async def scene() -> None:
+        commands = iter([[ENGINE], [ENGINE], ["-c", "raise SystemExit(3)"]])
+        asked = config(2)
+        running = await start_engine(
+            asked, lambda *_: None, start_process=lambda: EngineProcess(1, command=next(commands))
+        )
+        assert isinstance(running, Replicas)
+        try:
+            kill(running, 1)
+            await running.lost.wait()
+            assert running.is_alive and running.exit_code == 5, "the code of the death: a new start may mend it"
+            assert "could not be started again" in (running.death_cause or "")
+            assert [one.is_alive for one in running.replicas] == [True, False]
+        finally:
+            await running.close()
+
+    run(scene)
+
+
+def test_without_any_replica_all_is_dead() -> None:
+    async def scene() -> None:
+        async with started(config(2)) as running:
+            for number in (0, 1):
+                os.kill(running.replicas[number].client.pid, signal.SIGSTOP)
+            for number in (0, 1):
+                kill(running, number)
+            await running.dead.wait()
+            assert not running.is_alive and running.exit_code == 5 and "SIGKILL" in (running.death_cause or "")
+            with pytest.raises(EngineDeadError):
+                running.choose(make_request(1, [1]))
+
+    run(scene)
+
+
+def test_a_start_that_fails_on_one_replica_fails_and_leaves_none() -> None:
+    async def scene() -> None:
+        processes: list[EngineProcess] = []
+
+        def make() -> EngineProcess:
+            processes.append(EngineProcess(1, command=[ENGINE]))
+            return processes[-1]
+
+        pids = []
+        original = EngineProcess.take
+
+        def take(self: EngineProcess):
+            taken = original(self)
+            pids.append(taken[0])
+            return taken
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(EngineProcess, "take", take)
+            with pytest.raises(StartupError, match="7 heads"):
+                await start_engine(config(3, fails="startup"), lambda *_: None, start_process=make)
+        assert len(pids) == 3 and all(process.wait(30) is not None for process in pids)
+
+    run(scene)
+
+
+def test_each_replica_records_into_its_own_file_and_so_does_each_start(tmp_path: Path) -> None:
+    async def scene() -> None:
+        path = tmp_path / "run.rec"
+        async with started(config(2, make_config(record_path=str(path)))) as running:
+            kill(running, 0)
+            await until(lambda: not running.replicas[0].is_alive)
+            await until(lambda: running.replicas[0].is_alive)
+        assert sorted(file.name for file in tmp_path.iterdir()) == ["run.rec.0", "run.rec.0.1", "run.rec.1"]
+
+    run(scene)

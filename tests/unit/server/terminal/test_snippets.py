@@ -1,0 +1,63 @@
+"""`oarlock snippets`: whatever a model and a key are called, the code stays code and means them."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from server.entrypoints.cli import main
+from server.entrypoints.commands.snippets.texts import SNIPPETS
+
+NAMES = st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, max_size=20).filter(
+    lambda name: "@" not in name  # a place within a value is one that this test could not tell from ours
+)
+
+
+@pytest.mark.parametrize("name", SNIPPETS)
+@settings(max_examples=20)
+@given(model=NAMES, key=NAMES)
+def test_any_name_is_quoted(name, model, key):
+    snippet = SNIPPETS[name]
+    text = snippet.filled("http://h:1/v1", model, key)
+    assert "@" not in text
+    if snippet.language == "py":
+        found = {node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)}
+    elif snippet.language == "sh":
+        found = set(shlex.split(text.replace("\\\n", " ")))
+    elif snippet.language == "yaml":
+        found = set(_values(text))
+    else:
+        found = {json.loads(f'"{part}"') for part in _quoted(text)}
+    joined = "\n".join(str(value) for value in found)
+    assert key in joined
+    if name != "open-webui":  # asks the server for its models
+        assert model in joined or json.dumps(model)[1:-1] in joined
+    assert "http://h:1/v1" in joined
+
+
+def _values(text: str) -> list[str]:
+    return [str(value) for value in yaml.safe_load(text)["models"][0].values()]
+
+
+def _quoted(text: str) -> list[str]:
+    return re.findall(r'"((?:[^"\\]|\\.)*)"', text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "cause", "fix"),
+    [
+        (["--client", "langchian"], 2, "no snippet for langchian", "langchain"),
+        (["http://127.0.0.1:1"], 3, "No server answers", "oarlock serve"),
+    ],
+)
+def test_mistakes(capsys, arguments, code, cause, fix):
+    assert main(["snippets", *arguments]) == code
+    error = capsys.readouterr().err
+    assert cause in error and fix in error

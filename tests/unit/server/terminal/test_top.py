@@ -1,0 +1,156 @@
+"""`oarlock top`: the map of KV blocks, percentiles of what happened between two looks, and the whole page."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from rich.console import Console
+
+from server.entrypoints.commands.top import latencies, view
+from server.entrypoints.commands.top.kv_map import shrink
+
+ENGINE = {
+    "engine": 0,
+    "status": "ready",
+    "running": 2,
+    "waiting": 1,
+    "kv": {
+        "block_size": 16, "total": 64, "held": 16, "cached": 8, "free": 40, "cells_of": 1, "map": "h16c8f40",
+    },
+    "step": {
+        "count": 3402, "last_ms": 25.1, "median_ms": 25.8, "p99_ms": 61.2,
+        "ranks": [{"rank": 0, "last_ms": 24.6, "median_ms": 25.2}, {"rank": 1, "last_ms": 24.7, "median_ms": 26.4}],
+    },
+    "slowest": [
+        {
+            "id": "cmpl-\x1b[2J1", "state": "running", "age_s": 3.24, "prompt_tokens": 35, "cached_tokens": 32,
+            "output_tokens": 11,
+        },
+        {
+            "id": "cmpl-2", "state": "waiting", "age_s": 250.0, "prompt_tokens": 9, "cached_tokens": 0,
+            "output_tokens": 0,
+        },
+    ],
+}  # fmt: skip
+STATE = {
+    "model": "oarlock-demo",
+    "version": "1.0.0",
+    "time": 1767225600.0,
+    "uptime_s": 7_500.0,
+    "status": "ok",
+    "requests": {"running": 2, "waiting": 1, "finished": 12, "refused": 3},
+    "tokens_per_second": {"prompt": 120.0, "generation": 38.54},
+    "engines": [ENGINE],
+    "latencies": {
+        "ttft_ms": {"p50": 12.34, "p90": 40.0}, "itl_ms": {"p50": None, "p90": None}, "prefix_hit_rate": 0.25,
+        "preemptions": 1,
+    },
+}  # fmt: skip
+PAGE = """\
+oarlock-demo  http://127.0.0.1:8000  ok  up 2 h 5 min  version 1.0.0
+requests  2 running, 1 waiting, 12 finished, 3 refused
+tokens/s  38.5 generated, 120.0 of prompts computed, 25% of prompts cached
+latency   first token 12.3 ms (p90 40.0), between tokens -, 1 preemptions
+
+engine  2 running, 1 waiting
+KV blocks of 16 tokens: █ 16 held  ▒ 8 cached  · 40 free  of 64
+████████████████▒▒▒▒▒▒▒▒········································
+steps  3402, last 25.1 ms, median 25.8, p99 61.2
+ranks  0: 24.6 (median 25.2), 1: 24.7 (median 26.4); medians 1.2 ms apart
+oldest requests  state           age  prompt  cached  output
+cmpl-␛[2J1       running       3.2 s      35      32      11
+cmpl-2           waiting  4 min 10 s       9       0       0
+"""
+
+
+def shown(state: dict, width: int = 80) -> str:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(view.page(state, "http://127.0.0.1:8000", width, 20))
+    return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
+
+
+def test_the_page_is_this():
+    assert shown(STATE) == PAGE
+
+
+def test_a_narrow_terminal_has_a_map_of_several_lines():
+    lines = shown(STATE, 34).splitlines()
+    at = lines.index("█" * 16 + "▒" * 8 + "·" * 8)
+    assert lines[at + 1] == "·" * 32
+
+
+def test_a_replica_that_is_down_and_a_model_that_loads():
+    both = copy.deepcopy(STATE)
+    both["engines"].append({**copy.deepcopy(ENGINE), "engine": 1, "status": "down"})
+    assert "engine 0  2 running" in shown(both) and "engine 1 is down" in shown(both)
+    loads = {
+        **STATE,
+        "engines": [],
+        "status": "loading",
+        "loading": {"step": "weights", "progress": 0.5, "detail": "x"},
+    }
+    assert "loading: weights 50% x" in shown(loads)
+
+
+@given(st.lists(st.tuples(st.sampled_from("hcf"), st.integers(1, 5000)), max_size=20), st.integers(1, 400))
+def test_a_map_is_never_larger_than_asked_and_keeps_its_order(runs, cells):
+    text = "".join(f"{letter}{count}" for letter, count in runs)
+    whole = "".join(letter * count for letter, count in runs)
+    found = shrink(text, cells)
+    wide = max(1, -(-len(whole) // cells))
+    assert len(found) == -(-len(whole) // wide) <= cells
+    for at, letter in enumerate(found):
+        part = whole[at * wide : (at + 1) * wide]
+        assert part.count(letter) == max(map(part.count, "hcf"))
+
+
+def test_what_is_no_map_is_an_error():
+    with pytest.raises(ValueError, match="not a map"):
+        shrink("h12x3", 10)
+
+
+def readings() -> tuple[CollectorRegistry, Histogram, Counter, Counter]:
+    registry = CollectorRegistry()
+    limits = (0.01, 0.1, 1.0)
+    ttft = Histogram("vllm:time_to_first_token_seconds", "", ["engine"], registry=registry, buckets=limits)
+    Histogram("vllm:inter_token_latency_seconds", "", ["engine"], registry=registry, buckets=limits)
+    hits = Counter("vllm:prefix_cache_hits", "", ["engine"], registry=registry)
+    queries = Counter("vllm:prefix_cache_queries", "", ["engine"], registry=registry)
+    return registry, ttft, hits, queries
+
+
+def test_percentiles_are_of_what_happened_in_between_on_all_engines():
+    registry, ttft, hits, queries = readings()
+    for _ in range(10):
+        ttft.labels("0").observe(0.005)
+    before = latencies.read(generate_latest(registry).decode())
+    for engine in ("0", "1"):
+        ttft.labels(engine).observe(0.05)
+        hits.labels(engine).inc(1)
+        queries.labels(engine).inc(4)
+    now = latencies.read(generate_latest(registry).decode())
+    found = latencies.between(before, now)
+    assert found["ttft_ms"] == {"p50": 55.0, "p90": 91.0}  # linear between 10 and 100 ms
+    assert found["itl_ms"] == {"p50": None, "p90": None}
+    assert found["prefix_hit_rate"] == 0.25
+    since_start = latencies.between(latencies.Reading(), now)
+    assert since_start["ttft_ms"]["p50"] == pytest.approx(6.0)
+    restarted = latencies.between(now, latencies.Reading(before.buckets, before.counters))
+    assert restarted["ttft_ms"]["p50"] == pytest.approx(5.0)
+
+
+def test_beyond_the_last_bucket_its_limit_is_all_that_is_known():
+    assert latencies.percentile({0.1: 0.0, 1.0: 1.0, float("inf"): 10.0}, 0.9) == 1000.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(3.24, "3.2 s"), (60, "1 min 0 s"), (3599, "59 min 59 s"), (3600, "1 h 0 min"), (90_000, "1 d 1 h")],
+)
+def test_durations(seconds, text):
+    assert view.duration(seconds) == text

@@ -1,0 +1,202 @@
+"""`oarlock plan`: layouts, remedies and the command that it gives; machines by name; mistakes named by one line."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.preflight import Memory, capacity, open_model
+from server.config.settings import OPTIONS
+from server.entrypoints.arguments import UsageError, given_settings, parse
+from server.entrypoints.cli import _parsers, main
+from server.entrypoints.commands import names
+from server.entrypoints.commands.plan.flags import parse_replicas, parse_slo
+from server.entrypoints.commands.plan.gpus import GPUS, parse_gpus
+from server.entrypoints.commands.plan.layouts import SIZES
+from tests.unit.server.fake_hub import FakeHub
+
+QWEN_7B: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18_944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152_064,
+    "max_position_embeddings": 32_768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
+    return str(tmp_path)
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
+    status = main(["plan", *words, "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def settings_of(command: str) -> dict[str, Any]:
+    """What our own parser reads from a command."""
+    words = shlex.split(command)
+    assert words[0] == "oarlock"
+    parser, parsers = _parsers(names())
+    return given_settings(parse(parser, parsers["serve"], words[1:]))
+
+
+def test_every_layout_uses_all_gpus_and_the_command_is_of_the_first(model, capsys) -> None:
+    flags = ["--kv-cache-dtype", "fp8", "--max-model-len", "8192", "--no-enable-prefix-caching"]
+    status, found = plan(capsys, model, "--gpus", "4x4090", *flags)
+    layouts = found["layouts"]
+    assert status == 0 and found["fits"]
+    assert sorted(tuple(one[name] for name in SIZES) for one in layouts) == [
+        (1, 1, 4), (1, 2, 2), (1, 4, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1),
+    ]  # fmt: skip
+    best = layouts[0]
+    given = settings_of(found["command"])
+    assert {name: given.pop(name, 1) for name in SIZES} == {name: best[name] for name in SIZES}
+    assert given == {
+        "model": model,
+        "device": "cuda",
+        "kv_cache_dtype": "fp8",
+        "max_model_len": 8192,
+        "enable_prefix_caching": False,
+    }
+    assert best["tokens_per_s_of_all_users"] == max(one["tokens_per_s_of_all_users"] for one in layouts)
+    assert best["users"]["4096"] == best["data_parallel_size"] * (
+        best["kv_tokens"] // best["data_parallel_size"] // 4096
+    )
+    assert best["users"]["32768"] == 0, "no sequence may be so long"
+
+
+def test_a_model_that_does_not_fit_is_told_what_makes_it_fit(model, capsys) -> None:
+    status, found = plan(capsys, model, "--gpus", "1xT4")
+    assert status == 1 and found["command"] is None and found["layouts"][0]["missing_bytes"] > 2 << 30
+    changes = [remedy["change"] for remedy in found["remedies"]]
+    assert changes[:2] == ["--quantization int8", "--quantization int4"]
+    assert "2 GPUs of this kind (--tensor-parallel-size 2)" in changes
+    for change in ("--quantization int4", "--quantization int8"):
+        status, found = plan(capsys, model, "--gpus", "1xT4", *change.split())
+        assert status == 0 and settings_of(found["command"])["quantization"] == change.split()[1]
+    assert plan(capsys, model, "--gpus", "2xT4", "-tp", "2")[0] == 0
+    status, found = plan(capsys, model, "--gpus", "1x19GB")
+    shorter = [remedy["change"] for remedy in found["remedies"] if "--max-model-len" in remedy["change"]]
+    assert status == 1 and shorter
+    assert plan(capsys, model, "--gpus", "1x19GB", *shorter[0].split())[0] == 0
+
+
+def test_a_host_shares_its_memory_among_ranks_and_replicas(model) -> None:
+    opened, memory = open_model_of(model), Memory("cpu", 100 << 30)
+    one = capacity(opened, {}, memory)
+    two = capacity(opened, {"tensor_parallel_size": 2}, memory)
+    copies = capacity(opened, {"data_parallel_size": 2}, memory)
+    assert 0.45 < two.kv_bytes / one.kv_bytes < 0.51 and 0.95 < two.kv_tokens / one.kv_tokens < 1.01
+    assert copies.kv_tokens < one.kv_tokens / 2
+    given = capacity(opened, {"kv_cache_bytes": 200 << 30}, memory)
+    assert given.refusal is not None and given.missing_bytes > 100 << 30
+
+
+def open_model_of(model: str) -> Any:
+    from engine.config import WorkerConfig
+
+    return open_model(WorkerConfig(model, load_format="dummy"))
+
+
+def test_of_a_model_on_the_hub_only_the_description_is_fetched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {"config.json": json.dumps(QWEN_7B).encode(), "model.safetensors": b"weights", "tokenizer.json": b"{}"}
+    with FakeHub(files) as hub:
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+        monkeypatch.setattr(
+            "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
+            hub.url + "/{repo_id}/resolve/{revision}/{filename}",
+        )
+        flags = ["--gpus", "2xL4", "--download-dir", str(tmp_path)]
+        status, found = plan(capsys, hub.model, *flags)
+        assert status == 0 and found["model"]["parameters"] == 7_615_616_512
+        assert hub.names_asked == {"config.json"}
+        hub.refuse = (401, {})
+        assert main(["plan", "owner/other", *flags]) == 2
+        cause, fix = capsys.readouterr().err.splitlines()
+        assert cause.startswith("error: ") and "owner/other" in cause and fix.startswith("fix: ")
+
+
+def test_text_names_the_machine_the_users_and_the_command(model, capsys) -> None:
+    assert main(["plan", model, "--gpus", "2x24GB"]) == 0
+    text = capsys.readouterr().out
+    assert "7.62 billion parameters in bfloat16" in text and "2 x 24GB" in text and "users at 32k" in text
+    assert "give --bandwidth, or a GPU by its name" in text and f"oarlock serve {model}" in text
+
+
+def test_help_of_every_command_stays_quick() -> None:
+    """What `plan` computes with is imported when it runs."""
+    import subprocess
+    import sys
+
+    code = "import sys; from server.entrypoints.cli import main; main(['plan', '--help']) "
+    watch = "\nprint([name for name in ('numpy', 'torch', 'workers.capacity') if name in sys.modules])"
+    wrapped = f"try:\n    {code}\nexcept SystemExit: pass{watch}"
+    found = subprocess.run([sys.executable, "-c", wrapped], capture_output=True, text=True, timeout=120, check=True)
+    assert found.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("text", ["H100", "1xh100", "1 x NVIDIA H100", "h100-sxm"])
+def test_gpus_go_by_the_names_that_people_use(text: str) -> None:
+    assert parse_gpus(text) == (1, GPUS["H100"])
+    assert parse_gpus("8xRTX 4090") == (8, GPUS["4090"]) and parse_gpus("2xRTX_3090")[1] is GPUS["3090"]
+    assert parse_gpus("2x24GB")[1].memory == 24 * 10**9 and parse_gpus("24GiB")[1].memory == 24 << 30
+
+
+def test_replicas_and_limits_are_read() -> None:
+    assert parse_replicas("3..5") == ([3, 4, 5], True) and parse_replicas("8,1,2") == ([1, 2, 8], False)
+    limits = parse_slo("ttft_p99=1s, itl_p50=50ms")
+    assert [(one.measure, one.percent, one.seconds) for one in limits] == [("ttft", 99, 1.0), ("itl", 50, 0.05)]
+    with pytest.raises(UsageError, match="can never be held"):
+        parse_slo("ttft_p99=0s")
+    assert "data_parallel_size" in OPTIONS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cause"),
+    [
+        (["--gpus", "2xH1000"], "no GPU is known by the name 'H1000'. Did you mean"),
+        (["--gpus", "0xH100"], "0 is not a number of GPUs from 1 to 64"),
+        (["--gpus", ""], "--gpus is empty"),
+        (["--gpus", "H100", "--cpu"], "--gpus and --cpu exclude one another"),
+        (["--cpu", "--memory", "much"], "--memory is 'much'"),
+        (["--cpu", "--bandwidth", "0"], "--bandwidth is '0'"),
+        (["--cpu", "--tflops", "-1"], "--tflops is '-1'"),
+        (["no/such/model", "--cpu", "--bandwidth", "1GB"], "no/such/model is neither a directory"),
+        (["--replicas", "1..4"], "--replicas is of a simulation"),
+        (["--simulate", "TRACE", "--replicas", "64..1"], "--replicas 64..1: 64 to 1 is no range from 1 to 1024"),
+        (["--simulate", "TRACE", "--replicas", "x"], "--replicas is 'x'"),
+        (["--simulate", "TRACE", "--slo", "ttft=1s"], "--slo ttft=1s: 'ttft=1s' is no limit"),
+        (["--simulate", "TRACE", "--slo", "ttft_p90=1s"], "there is no measure ttft_p90"),
+        (["--simulate", "missing.jsonl"], "--simulate missing.jsonl cannot be read"),
+        (["--simulate", "TRACE"], "TRACE:2 is not JSON"),
+    ],
+)
+def test_mistakes_are_one_line_of_cause_and_one_of_fix(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], cause: str
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"arrival_s": 0, "prompt_tokens": 5, "output_tokens": 5}\n{broken\n')
+    status = main(["plan", *(str(trace) if word == "TRACE" else word for word in arguments)])
+    shown = capsys.readouterr()
+    lines = shown.err.replace(str(trace), "TRACE").splitlines()
+    assert (status, shown.out, len(lines)) == (2, "", 2), shown.err
+    assert lines[0].startswith("error: ") and cause in lines[0] and lines[1].startswith("fix: ")

@@ -1,0 +1,45 @@
+"""A Service of Kubernetes named like this program is not taken for options."""
+
+import pytest
+
+from server.config.options import OptionError
+from server.config.service_links import service_links
+from server.config.sources import load_settings
+
+
+def links(service, address="10.96.0.7", port=8000):
+    """All that a container gets for a Service with one named port."""
+    name = service.upper().replace("-", "_")
+    return {
+        f"{name}_SERVICE_HOST": address,
+        f"{name}_SERVICE_PORT": str(port),
+        f"{name}_SERVICE_PORT_HTTP": str(port),
+        f"{name}_PORT": f"tcp://{address}:{port}",
+        f"{name}_PORT_{port}_TCP": f"tcp://{address}:{port}",
+        f"{name}_PORT_{port}_TCP_PROTO": "tcp",
+        f"{name}_PORT_{port}_TCP_PORT": str(port),
+        f"{name}_PORT_{port}_TCP_ADDR": address,
+    }
+
+
+@pytest.mark.parametrize("service", ["oarlock", "oarlock-master", "oarlock-large-model", "kubernetes"])
+def test_links_are_not_options(service):
+    environment = links(service) | links("kubernetes")
+    assert service_links(environment) == set(environment)
+    loaded = load_settings({}, environment)
+    assert (loaded.settings.port, loaded.origins["port"]) == (8000, "default")
+
+
+def test_a_port_of_ones_own_beside_links_counts():
+    environment = links("oarlock") | {"OARLOCK_PORT": "8123", "OARLOCK_DEVICE": "cpu"}
+    settings = load_settings({}, environment).settings
+    assert (settings.port, settings.device) == (8123, "cpu")
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"OARLOCK_PORT": "tcp://10.96.0.7:8000"}, links("oarlock") | {"OARLOCK_PROT": "1"}, {"OARLOCK_SERVICE_PORT": "1"}],
+)
+def test_what_is_no_link_of_a_service_is_checked_as_ever(environment):
+    with pytest.raises(OptionError):
+        load_settings({}, environment)

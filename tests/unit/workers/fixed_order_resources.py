@@ -1,0 +1,37 @@
+"""Compiles the kernel of batch-invariant products for several kinds of CUDA device, without one.
+
+    python -m tests.unit.workers.fixed_order_resources 80 90
+
+Prints what `triton_resources` prints.
+"""
+
+import json
+import sys
+
+import torch
+
+from tests.unit.workers.triton_resources import resources
+from workers.kernels.triton.fixed_order import multiply_in_order
+from workers.layers.quantization.fixed_order import product_tile
+
+_NUMBERS = dict.fromkeys(("rows", "columns", "inputs", "x_stride", "span"), "i32")
+
+
+def main(capabilities: list[str]) -> None:
+    found = {}
+    for capability in map(int, capabilities):
+        for dtype, name in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
+            tile, types = product_tile(dtype), _NUMBERS | {"x": name, "weight": name, "partial": "*fp32"}
+            found[f"{capability} {dtype}"] = resources(
+                multiply_in_order,
+                capability,
+                tile.constants(),
+                types,
+                tile.options(),
+                ("columns", "inputs", "x_stride", "span"),
+            )
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,93 @@
+"""What must be the same on all nodes: what a host may have for itself is not among it, and everything else is."""
+
+import json
+from dataclasses import fields
+
+import pytest
+
+from tests.golden.tiny_models import make_tiny
+from workers import fingerprint
+from workers.config import WorkerConfig
+from workers.distributed.nodes.greeting import MAX_HELLO_BYTES, Hello, first_difference
+from workers.fingerprint import node_facts
+
+OF_ONE_HOST = {"model_path", "num_threads", "cpu_affinity", "log_level", "kv_cache_bytes", "gpu_memory_utilization"}
+OF_ONE_HOST |= {"kv_offload_path", "kv_offload_disk_bytes", "log_format"}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return make_tiny(tmp_path / "model", "qwen2")
+
+
+def difference(ours, theirs):
+    """As the head finds it: the other node's facts come as JSON."""
+    error = first_difference(ours, "node 0", json.loads(json.dumps(theirs)), "node 1")
+    return None if error is None else error.cause
+
+
+def test_every_setting_but_those_of_one_host_is_compared(checkpoint):
+    config = WorkerConfig(str(checkpoint))
+    facts = node_facts(config)
+    assert facts["setting"].keys() == {field.name for field in fields(WorkerConfig)} - OF_ONE_HOST
+    assert difference(facts, node_facts(config)) is None
+    own = config.with_(num_threads=3, cpu_affinity="none", log_level="DEBUG", kv_cache_bytes=5)
+    assert difference(facts, node_facts(own)) is None
+    assert (
+        difference(facts, node_facts(config.with_(max_model_len=64)))
+        == "The nodes differ in the setting max_model_len: null on node 0, 64 on node 1."
+    )
+
+
+def test_another_copy_of_the_model_is_the_same_and_another_model_is_named_by_its_file(checkpoint, tmp_path):
+    facts = node_facts(WorkerConfig(str(checkpoint)))
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in checkpoint.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    assert difference(facts, node_facts(WorkerConfig(str(copy)))) is None
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
+    named = difference(facts, node_facts(WorkerConfig(str(copy))))
+    assert named is not None and named.startswith("The nodes differ in the weights in model.safetensors: ")
+    weights.unlink()
+    named = difference(facts, node_facts(WorkerConfig(str(copy))))
+    assert named is not None and named.endswith("nothing on node 1.")
+
+
+def test_noise_for_weights_needs_no_weights_on_each_host(checkpoint):
+    config = WorkerConfig(str(checkpoint), load_format="dummy")
+    facts = node_facts(config)
+    (checkpoint / "model.safetensors").unlink()
+    assert difference(facts, node_facts(config)) is None
+
+
+def test_versions_are_named_before_what_follows_from_them(checkpoint, monkeypatch):
+    config = WorkerConfig(str(checkpoint))
+    facts = node_facts(config)
+    found = fingerprint.versions()
+    monkeypatch.setattr(fingerprint, "versions", lambda: found | {"torch": "0.1"})
+    monkeypatch.setattr(fingerprint, "sources", lambda: "of another day")
+    named = difference(facts, node_facts(config.with_(seed=9)))
+    assert named == f"The nodes differ in the version of torch: {found['torch']} on node 0, 0.1 on node 1."
+    monkeypatch.setattr(fingerprint, "versions", lambda: found)
+    named = difference(facts, node_facts(config.with_(seed=9)))
+    assert named is not None and "version of the sources in workers/" in named and "of another day on node 1" in named
+
+
+def test_what_only_the_other_node_knows_is_a_difference():
+    assert (
+        difference({"a": {}}, {"a": {"b": None}}) == "The nodes differ in the a b: nothing on node 0, null on node 1."
+    )
+    assert difference({}, {"new": {"thing": 1}}) == "The nodes differ in the new thing: nothing on node 0, 1 on node 1."
+
+
+def test_what_another_node_says_is_safe_to_show():
+    named = difference({"a": {}}, {"a": {"b\x1b[31m": "x" * 1000 + "\n"}})
+    assert named is not None and named.isprintable() and len(named) < 400
+
+
+def test_the_facts_of_a_model_of_a_thousand_files_fit_a_hello(checkpoint):
+    facts = node_facts(WorkerConfig(str(checkpoint)))
+    facts["weights in"] = {f"model-{number:05}-of-01000.safetensors": "0" * 16 for number in range(1000)}
+    assert len(Hello(1, 2, "host", "start", facts).to_bytes()) < MAX_HELLO_BYTES

@@ -1,0 +1,158 @@
+"""Steps in the persistent inputs of graphs: the same tensors as without, and behind them padding that goes nowhere."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from workers.attention.block_tables import BlockTables
+from workers.attention.forward_batch import ForwardBatch
+from workers.protocol import NULL_BLOCK, StepMetadata
+from workers.sampling.columns import SamplingColumns
+from workers.worker.cuda_graphs.buckets import bucket_of, bucket_sizes
+from workers.worker.cuda_graphs.inputs import Shape, StepInputs
+from workers.worker.cuda_graphs.staging import Layout
+from workers.worker.greedy_step import SequenceChunk, greedy_step
+
+CPU = torch.device("cpu")
+BLOCK = 4
+NAMES = ("token_ids", "positions", "slot_mapping", "query_start_loc", "seq_lens", "rows", "logits_indices")
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"),
+    [
+        (1, [1]),
+        (2, [1, 2]),
+        (3, [1, 2, 3]),
+        (16, [1, 2, 4, 8, 16]),
+        (30, [1, 2, 4, 8, 16, 24, 30]),
+        (64, [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]),
+        (100, [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 100]),
+    ],
+)
+def test_buckets_lie_close_where_rows_are_few(most: int, expected: list[int]) -> None:
+    assert bucket_sizes(most) == expected
+
+
+def decodes(contexts: list[int], first_block: int = 1) -> StepMetadata:
+    """One token of each of some sequences that have `contexts` tokens after it."""
+    chunks, block = [], first_block
+    for number, context in enumerate(contexts):
+        blocks = range(block, block + -(-context // BLOCK))
+        chunks.append(SequenceChunk([number + 1], context - 1, blocks))
+        block = blocks.stop
+    return greedy_step(chunks, BLOCK, range(len(contexts)), step_id=1)
+
+
+@pytest.mark.parametrize("count", range(1, 21))
+def test_a_plain_decode_takes_the_smallest_bucket_that_holds_it(count: int) -> None:
+    sizes = bucket_sizes(16)
+    size = bucket_of(decodes([3] * count), sizes)
+    assert size == (None if count > 16 else min(size for size in sizes if size >= count))
+
+
+def test_other_steps_take_none() -> None:
+    sizes, blocks = bucket_sizes(16), range(1, 5)
+    assert bucket_of(greedy_step([SequenceChunk([5, 6, 7], 0, blocks)], BLOCK, [2]), sizes) is None  # a prompt
+    assert bucket_of(greedy_step([SequenceChunk([5], 0, blocks)], BLOCK, []), sizes) is None  # a part of one
+    drafted = greedy_step([SequenceChunk([5, 6], 3, blocks, num_drafts=1)], BLOCK, [0, 1])
+    assert bucket_of(drafted, sizes) is None
+    mixed = [SequenceChunk([5], 3, blocks), SequenceChunk([6, 7, 8], 0, range(5, 6))]
+    assert bucket_of(greedy_step(mixed, BLOCK, [0, 3]), sizes) is None
+
+
+def inputs_of(num_rows: int = 8, width: int = 8) -> tuple[StepInputs, BlockTables]:
+    tables = BlockTables(num_rows, width, CPU)
+    return StepInputs(tables, Shape(64, num_rows, 64, num_rows * width), num_rows, 100), tables
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_staged_steps_are_what_was_copied_array_by_array(seed: int) -> None:
+    """Steps of any kind, one after the other through the same memory."""
+    draw = np.random.default_rng(seed)
+    inputs, tables = inputs_of()
+    judged = BlockTables(8, 8, CPU)
+    for _ in range(6):
+        chunks, block = [], 1
+        for _ in range(draw.integers(1, 6)):
+            start, count = int(draw.integers(0, 12)), int(draw.integers(1, 9))
+            blocks = range(block, block + -(-(start + count) // BLOCK))
+            chunks.append(SequenceChunk(draw.integers(0, 99, count).tolist(), start, blocks))
+            block = blocks.stop
+        tokens = sum(len(chunk.token_ids) for chunk in chunks)
+        step = greedy_step(chunks, BLOCK, sorted(draw.choice(tokens, draw.integers(1, tokens + 1), replace=False)))
+        judged.write(step)
+        expected = ForwardBatch.from_step(step, judged)
+        got = inputs.stage(step).batch(expected.query_lens, expected.context_lens, torch.zeros(1, dtype=torch.int64))
+        for name in NAMES:
+            assert torch.equal(getattr(got, name), getattr(expected, name)), name
+            assert getattr(got, name).dtype == getattr(expected, name).dtype, name
+        assert (got.num_tokens, got.num_logits) == (expected.num_tokens, expected.num_logits)
+        assert torch.equal(tables.tables, judged.tables)
+
+
+@pytest.mark.parametrize("many_blocks", [False, True], ids=["a block each", "more blocks than room"])
+def test_padding_is_a_token_in_the_null_block(many_blocks: bool) -> None:
+    inputs, tables = inputs_of()
+    step = decodes([9, 2, 17])  # 3 + 1 + 5 blocks
+    if not many_blocks:
+        step = replace(
+            step, **{name: getattr(step, name)[:2] for name in ("table_rows", "table_columns", "table_blocks")}
+        )
+    judged = BlockTables(8, 8, CPU)
+    judged.write(step)
+    expected = ForwardBatch.from_step(step, judged)
+    before = inputs.bucket(8).batch([1] * 8, [1] * 8, torch.zeros(1, dtype=torch.int64))
+    batch = inputs.stage(step, 8).batch([1] * 8, [1] * 8, torch.zeros(1, dtype=torch.int64))
+    for name in NAMES:
+        here, only = getattr(batch, name), getattr(expected, name)
+        assert torch.equal(here[: len(only)], only), name
+        if name != "token_ids":  # made anew, as references are replaced
+            assert here.data_ptr() == getattr(before, name).data_ptr(), name
+    assert batch.seq_lens.tolist() == [9, 2, 17, 1, 1, 1, 1, 1]
+    assert batch.slot_mapping[3:].tolist() == [NULL_BLOCK * BLOCK] * 5
+    assert batch.query_start_loc.tolist() == [*range(9)] and batch.logits_indices.tolist() == [*range(8)]
+    assert (tables.tables[batch.rows[3:].long()] == NULL_BLOCK).all()
+    assert torch.equal(tables.tables, judged.tables)
+
+
+def test_references_become_the_tokens_of_the_step_before() -> None:
+    inputs, _ = inputs_of()
+    step = replace(decodes([3, 3, 3]), token_ids=np.array([-2, 7, -1], np.int32))
+    place, sampled = inputs.stage(step, 4), torch.tensor([40, 50, 60])
+    assert place.batch([1] * 4, [3] * 4, sampled).token_ids.tolist() == [50, 7, 40, 0]
+    sampled[:2] = torch.tensor([41, 51])
+    assert place.batch([1] * 4, [3] * 4, sampled).token_ids.tolist() == [51, 7, 41, 0]
+
+
+def test_bias_and_masks_follow_a_step_that_has_them() -> None:
+    inputs, _ = inputs_of()
+    step = replace(
+        decodes([3, 3, 3]),
+        bias_rows=np.array([1, 1, 2], np.int32),
+        bias_ids=np.array([7, 9, 7], np.int32),
+        bias_values=np.array([0.5, -np.inf, 2.0], np.float32),
+        mask_rows=np.array([0, 2], np.int32),
+        mask_bits=np.arange(8, dtype=np.uint32).reshape(2, 4) + np.uint32(0xFFFFFFF0),
+    )
+    columns = inputs.stage(step, 4).columns
+    inputs.stage_masks(step)
+    expected = SamplingColumns.of_step(step, CPU)
+    assert columns.bias_starts.tolist() == [0, 0, 2, 3, 3] and columns.mask_index.tolist() == [0, -1, 1, -1]
+    assert torch.equal(columns.bias[:3], expected.bias) and torch.equal(columns.mask_bits[:2], expected.mask_bits)
+    assert torch.equal(columns.keys[:3], expected.keys) and torch.equal(columns.temperature[:3], expected.temperature)
+    plain = inputs.stage(decodes([4, 4, 4, 4]), 4).columns
+    assert plain.bias_starts.tolist() == [0] * 5 and plain.mask_index.tolist() == [-1] * 4
+
+
+def test_sections_share_no_byte() -> None:
+    layout = Layout([("a", "|u1", (3,)), ("b", "<i8", (2, 2)), ("c", "<f4", (0,)), ("d", "<i4", (5,))])
+    memory = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    arrays, tensors = layout.arrays(memory.numpy()), layout.tensors(memory)
+    for value, array in enumerate(arrays.values()):
+        array[...] = value + 1
+    for value, (name, tensor) in enumerate(tensors.items()):
+        assert (tensor == value + 1).all() and tuple(tensor.shape) == arrays[name].shape
+        assert tensor.data_ptr() % 64 == memory.data_ptr() % 64 or not tensor.numel()

@@ -1,0 +1,74 @@
+"""Compiles what the sampler launches for kinds of CUDA device, without one, and prints what it takes of each.
+
+    python -m tests.unit.workers.triton_sampling_resources 80 90
+
+One line of JSON, as of `triton_resources`.
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+
+from tests.unit.workers.sampling_cases import step_of
+from tests.unit.workers.triton_resources import resources
+from workers.sampling.columns import SamplingColumns, Variant
+from workers.sampling.dense_histories import DenseHistories
+from workers.sampling.device_outputs import DeviceOutputs
+from workers.sampling.device_sampler import DeviceSampler
+
+CPU = torch.device("cpu")
+VOCAB = 151_936
+_TYPES = {torch.float32: "*fp32", torch.int32: "*i32", torch.float64: "*fp64"}
+
+
+class Recorded:
+    """A module of kernels: a launch only notes kernel and arguments."""
+
+    def __init__(self, module: Any, launches: list[tuple[str, Any, tuple, dict]]) -> None:
+        self._module, self._launches = module, launches
+
+    def __getattr__(self, name: str) -> dict:
+        module, launches = self._module, self._launches
+
+        class OfAnyGrid(dict):
+            def __missing__(self, grid: tuple[int, ...]) -> Any:
+                return lambda *args, **options: launches.append((name, getattr(module, name), args, options))
+
+        return OfAnyGrid()
+
+
+def recording_sampler() -> tuple[DeviceSampler, list[tuple[str, Any, tuple, dict]]]:
+    """A sampler that launches nothing, and its launches: name, kernel, arguments, constants with `num_warps`."""
+    launches: list[tuple[str, Any, tuple, dict]] = []
+    sampler = DeviceSampler(VOCAB, 1, DenseHistories(1, 0, VOCAB, CPU), CPU)
+    sampler._kernels = tuple(Recorded(module, launches) for module in sampler._kernels)
+    return sampler, launches
+
+
+def launches_of(variant: Variant) -> list[tuple[str, Any, tuple, dict]]:
+    """For one row."""
+    sampler, launches = recording_sampler()
+    columns, outputs = SamplingColumns.of_step(step_of(1), CPU), DeviceOutputs.empty(1, CPU)
+    sampler.sample(torch.zeros(1, VOCAB), columns, outputs, variant)
+    sampler.count(columns, outputs, 1)
+    return launches
+
+
+def main() -> None:
+    found = {}
+    for name, kernel, args, options in launches_of(Variant(True, True, True, True)):
+        warps = {"num_warps": options.pop("num_warps")}
+        types = {
+            argument: _TYPES[value.dtype] if isinstance(value, torch.Tensor) else "i32"
+            for argument, value in zip(kernel.arg_names, args, strict=False)
+        }
+        assert set(kernel.arg_names) == set(types) | set(options), name
+        for capability in map(int, sys.argv[1:]):
+            found[f"{capability} {name}"] = resources(kernel, capability, options, types, warps)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
