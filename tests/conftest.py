@@ -1,8 +1,83 @@
 """Settings of the whole test run."""
 
+import contextlib
+import gc
+import importlib
+import logging
 import os
+import re
+import signal
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+
+import pytest
+from xdist.scheduler import LoadFileScheduling
 
 # Triton reads this when it is imported, which some libraries do: without a device, kernels are interpreted.
 if not Path("/dev/nvidia0").exists():
     os.environ["TRITON_INTERPRET"] = "1"
+# A script that starts the tests in its background has Ctrl-C ignored; the programs that they stop with it must not.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+TESTS = Path(__file__).parent
+SHARED_SERVERS = re.compile(r"\b(tp1|tp2)\b")  # fixtures of tests/e2e that live as long as a worker
+
+
+class FilesAndServers(LoadFileScheduling):
+    """File by file, but those that share servers go to one worker, so that those are started once."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "shared servers" if _shares_servers(file) else file
+
+
+@cache
+def _shares_servers(file: str) -> bool:
+    path = TESTS.parent / file
+    return path.is_relative_to(TESTS / "e2e") and bool(SHARED_SERVERS.search(path.read_text("utf-8")))
+
+
+@pytest.hookimpl(optionalhook=True)  # for runs without xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> FilesAndServers | None:
+    return FilesAndServers(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Each worker of xdist begins with test files of its own.
+
+    All of them import every file, and in a fresh checkout pytest rewrites the assertions of each before that, which is
+    half of the work. In one order for all, each worker would do it for every file; so it finds most of them done.
+    """
+    if not hasattr(session.config, "workerinput"):
+        return
+    number, workers = int(session.config.workerinput["workerid"][2:]), session.config.workerinput["workercount"]
+    for path in sorted(TESTS.rglob("test_*.py"))[number::workers]:
+        if any(path.is_relative_to(Path(argument).absolute()) for argument in session.config.args):
+            with contextlib.suppress(Exception, pytest.skip.Exception):  # pytest will import it again, and report
+                importlib.import_module(".".join(path.relative_to(TESTS.parent).with_suffix("").parts))
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """Some tests run in this process what sets up the log of a server or an engine: others find it as it was."""
+    loggers = [logging.getLogger(name) for name in ("", "oarlock", "uvicorn")]
+    before = [(one, one.level, one.propagate) for one in loggers]
+    yield
+    for one, level, propagate in before:
+        one.setLevel(level)
+        one.propagate = propagate
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays until the end: nobody need look through it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """The results of a worker of xdist are sent; it interrupts those that need seconds to leave, which would print."""
+    if hasattr(session.config, "workerinput"):
+        gc.freeze()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)

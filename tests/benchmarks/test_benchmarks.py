@@ -1,4 +1,4 @@
-"""The comparison runs, with our server and transformers on a tiny model, and its result makes a page."""
+"""The comparison runs, with our server, its engine alone and transformers on a tiny model; its result makes a page."""
 
 import json
 import subprocess
@@ -19,13 +19,14 @@ def run_module(name, *arguments):
     return result
 
 
+@pytest.mark.soak
 def test_ours_beside_transformers(tmp_path, monkeypatch):
     out = tmp_path / "result.json"
     short = ["--shape", "quick", "--rounds", 1, "--concurrency", 1, 2, "--input-tokens", 8, "--output-tokens", 8]
-    flags = ["--systems", "oarlock", "transformers", "--threads", 1, "--first-token", 16, "--json", out]
+    flags = ["--systems", "oarlock", "engine", "transformers", "--threads", 1, "--first-token", 16, "--json", out]
     printed = run_module("peers", *short, *flags).stdout
     result = json.loads(out.read_text())
-    assert set(result["systems"]) == {"oarlock", "transformers"}
+    assert set(result["systems"]) == {"oarlock", "engine", "transformers"}
     (turn,) = result["rounds"]
     assert list(turn["measures"]) == ["c=1", "c=2", "first token, 16"]
     for measured in turn["measures"].values():
@@ -59,8 +60,18 @@ def test_the_parts_of_an_engine_step(tmp_path):
     out = tmp_path / "result.json"
     printed = run_module("engine_step", "--sequences", 4, "--rounds", 1, "--tree", ROOT, "--json", out).stdout
     found = json.loads(out.read_text())["4"]
-    assert all(set(rounds[0]) == set(engine_step.PARTS) for rounds in found.values())
+    assert all(set(rounds[0]) == set(engine_step.ALL) for rounds in found.values())
     assert printed.count("| this |") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_replicas():
+    short = ["--shape", "quick", "--rounds", 1]
+    routed = run_module("replicas", "routing", *short, "--groups", 2, "--prefix", 64, "--requests", 8).stdout
+    assert [line.split(" | ")[0] for line in routed.splitlines()[2:]] == ["| longest prefix", "| random", "| in turns"]
+    of_ranks = run_module("replicas", "ranks", *short, "--concurrency", 2).stdout
+    assert of_ranks.splitlines()[2].startswith("| 2 | ")
 
 
 def test_products(tmp_path):

@@ -6,6 +6,7 @@ repository's own is lent through a path entry.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -49,12 +50,15 @@ def prepare(client: Client) -> tuple[list[str], bool]:
     directory = CACHE / client.name
     wanted = _fingerprint(client)
     stamp = directory / _STAMP
-    fresh = not stamp.is_file() or stamp.read_text() != wanted
-    if fresh:
-        shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir(parents=True)
-        _make(client, directory)
-        stamp.write_text(wanted)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / f"{client.name}.lock").open("w") as lock:  # another run may be making the same one
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        fresh = not stamp.is_file() or stamp.read_text() != wanted
+        if fresh:
+            shutil.rmtree(directory, ignore_errors=True)
+            directory.mkdir()
+            _make(client, directory)
+            stamp.write_text(wanted)
     return (["node"] if client.kind is Kind.NODE else [str(directory / "bin" / "python")]), fresh
 
 
@@ -75,7 +79,11 @@ def _fingerprint(client: Client) -> str:
     pins = (PINS / f"{client.name}.txt").read_bytes() if client.kind is Kind.PYTHON else b""
     parts = (sys.version, str(client.requires), str(client.borrows_torch), hashlib.sha256(pins).hexdigest())
     if client.borrows_torch:
-        parts += (importlib.metadata.version("torch"),)
+        distribution = importlib.metadata.distribution("torch")
+        parts += (
+            distribution.version,
+            str(distribution.locate_file("")),
+        )  # of another checkout's: links to what may go
     return "\n".join(parts) + "\n"
 
 

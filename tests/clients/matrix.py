@@ -23,21 +23,34 @@ class Client:
 
     name: str  # of its environment and of its file of pins
     package: str  # whose version the table shows
-    script: str
+    script: str  # may be empty where the snippet is all that is run
     requires: tuple[str, ...] = ()  # what a person would type behind `pip install`
     kind: Kind = Kind.PYTHON
     borrows_torch: bool = False  # needs torch: this repository's own is lent, nothing is downloaded
     needs_transformers_numbers: bool = False
     needs_small_server: bool = False  # one that is easily full, and that may be asked to leave
-    timeout_s: float = 240.0
+    timeout_s: float = 1200.0
+    snippet: str = ""  # of `oarlock snippets`, which is run as it is printed
 
 
 CLIENTS = (
-    Client("openai-3", "openai", "openai_sdk.py", ("openai==3.52.0",), needs_small_server=True),
+    Client(
+        "openai-3", "openai", "openai_sdk.py", ("openai==3.52.0",), needs_small_server=True, snippet="openai-python"
+    ),
     Client("openai-2", "openai", "openai_sdk.py", ("openai==2.54.0",), needs_small_server=True),
     Client("openai-1", "openai", "openai_sdk.py", ("openai==1.109.1",), needs_small_server=True),
-    Client("litellm", "litellm", "litellm_client.py", ("litellm==1.106.2", "mcp==2.3.0")),
-    Client("langchain-openai", "langchain-openai", "langchain_client.py", ("langchain-openai==1.7.3",)),
+    Client("litellm", "litellm", "litellm_client.py", ("litellm==1.106.2", "mcp==2.3.0"), snippet="litellm"),
+    Client(
+        "langchain-openai", "langchain-openai", "langchain_client.py", ("langchain-openai==1.7.3",), snippet="langchain"
+    ),
+    Client(
+        "llama-index",
+        "llama-index-llms-openai-like",
+        "",
+        ("llama-index-llms-openai-like==0.8.1",),
+        snippet="llamaindex",
+    ),
+    Client("aider", "aider-chat", "", ("aider-chat==0.86.2",), snippet="aider"),
     Client("instructor", "instructor", "instructor_client.py", ("instructor==1.17.0",)),
     Client("pydantic-ai-slim", "pydantic-ai-slim", "pydantic_ai_client.py", ("pydantic-ai-slim[openai]==2.68.0",)),
     Client(
@@ -48,8 +61,8 @@ CLIENTS = (
         needs_transformers_numbers=True,
     ),
     Client("guidellm", "guidellm", "guidellm_client.py", ("guidellm==0.8.1",), borrows_torch=True),
-    Client("openai-node", "openai", "openai_node.mjs", ("openai@7.55.0",), kind=Kind.NODE),
-    Client("curl", "curl", "curl_lines.py", kind=Kind.PROGRAM),
+    Client("openai-node", "openai", "openai_node.mjs", ("openai@7.55.0",), kind=Kind.NODE, snippet="openai-node"),
+    Client("curl", "curl", "curl_lines.py", kind=Kind.PROGRAM, snippet="curl"),
 )
 
 # No client, but it has an environment of the same kind; tests/fuzz runs it.

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from tests.clients.environments import CACHE, HERE, NotInstalledError, prepare, version
 from tests.clients.matrix import CLIENTS, Client
+from tests.clients.snippets import run_snippet
 from tests.clients.table import as_text, write_docs
 from tests.e2e.long_context import long_context_demo
 from tests.e2e.running import DEMO, ROOT, RunningServer
@@ -70,7 +71,10 @@ def try_client(client: Client, prepared: Future[tuple[list[str], bool]], url: st
         command += ["--tokenizer", str(DEMO), *small]
         if client.needs_transformers_numbers:
             command += ["--reference", str(reference)]
-        run_script(command, client, outcome)
+        if client.script:
+            run_script(command, client, outcome)
+    if client.snippet:
+        try_snippet(client, interpreter, url, outcome)
     outcome.seconds = time.monotonic() - began
     return outcome
 
@@ -125,6 +129,19 @@ def run_script(command: list[str], client: Client, outcome: Outcome) -> None:
         print("".join(f"    | {line}" for line in other[-60:]), flush=True)
 
 
+def try_snippet(client: Client, interpreter: list[str], url: str, outcome: Outcome) -> None:
+    """Run what `oarlock snippets` prints for it."""
+    what = f"`oarlock snippets --client {client.snippet}`, run as printed"
+    try:
+        run_snippet(client, interpreter, url, environment(client))
+    except (AssertionError, subprocess.TimeoutExpired) as error:
+        outcome.problems.append(f"{what}: {error}")
+        print(f"    FAILED  {outcome.problems[-1]}", flush=True)
+    else:
+        outcome.exercised.append(what)
+        print(f"    ok      {what}", flush=True)
+
+
 def environment(client: Client) -> dict[str, str]:
     """Ours, without anything that would point a client elsewhere; hub and telemetry off, caches of its own."""
     foreign = ("OPENAI_", "OARLOCK_", "LITELLM_", "LANGCHAIN_", "LANGSMITH_", "PYTHONPATH", "VIRTUAL_ENV")
@@ -154,8 +171,8 @@ def main(arguments: list[str] | None = None) -> int:
         if any(client.needs_transformers_numbers for client in wanted):
             print("==> asking transformers for its numbers", flush=True)
             subprocess.run([sys.executable, "-m", "tests.clients.reference", str(reference)], cwd=ROOT, check=True)
-        # The next environments are made while a client runs.
-        with RunningServer(DEMO, *FLAGS) as server, ThreadPoolExecutor(1) as pool:
+        # The next environments are made while a client runs, two at a time: much of it is waiting for the network.
+        with RunningServer(DEMO, *FLAGS) as server, ThreadPoolExecutor(2) as pool:
             print(f"==> serving {DEMO.name} at {server.url}", flush=True)
             prepared = [pool.submit(prepare, client) for client in wanted]
             outcomes = [

@@ -5,23 +5,26 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 import pytest
+import tokenizers
 
 from engine.errors import EngineDeadError, QueueFullError
-from engine.stats import EngineStats
+from engine.stats import EngineState, EngineStats, RequestHistory
 from engine.types import EngineInfo, FinishReason, Request, TokenEvent, TokenLogprobs
 from server.api.app import create_app
-from server.api.uvicorn_server import HttpServer, bind, url_of
+from server.api.listening import bind, url_of
+from server.api.uvicorn_server import HttpServer
 from server.config.settings import Settings, make_settings
 from server.observability.metrics import HttpCounters
 from server.serving.connect import connect_engine
 from server.serving.server_state import Phase, ServerState
 from server.tokenizer.tokenizer import Tokenizer
+from tests.unit.server import chat_templates as templates
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "oarlock-demo"
 INFO = EngineInfo(
@@ -56,10 +59,12 @@ class FakeEngine:
     delay_s: float = 0.0  # before every event
     fail_after: int | None = None  # tokens before the engine reports an error
     blamed: str | None = None  # the field of the request that the error names
+    missing: str | None = None  # what the error says was not available
     die_after: int | None = None  # tokens before the engine dies
     refuse: Exception | None = None
     pause_after: int | None = None  # tokens before the engine pauses
     info: EngineInfo = INFO
+    number: int = 0
     is_alive: bool = True
     last_progress_age_s: float = 0.0
     exit_code: int | None = None
@@ -71,16 +76,34 @@ class FakeEngine:
     resets: int = 0
     closed: bool = False
     dead: asyncio.Event = field(default_factory=asyncio.Event)
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
     resume: asyncio.Event = field(default_factory=asyncio.Event)
     numbers: EngineStats = field(default_factory=EngineStats)
+    live_state: EngineState | None = None
+    num_asked: int = 0  # for it
+    known: dict[int, RequestHistory] = field(default_factory=dict)
     _next_id: int = 0
 
     def new_request_id(self) -> int:
         self._next_id += 1
         return self._next_id
 
+    def choose(self, request: Request, rank: int | None = None) -> FakeEngine:
+        return self
+
+    @property
+    def replicas(self) -> list[FakeEngine]:
+        return [self]
+
     async def stats(self) -> EngineStats:
         return self.numbers
+
+    async def state(self) -> EngineState | None:
+        self.num_asked += 1
+        return self.live_state
+
+    async def histories(self, request_ids: Sequence[int]) -> list[RequestHistory]:
+        return [self.known[request_id] for request_id in request_ids if request_id in self.known]
 
     async def reset_prefix_cache(self) -> int:
         self.resets += 1
@@ -132,7 +155,7 @@ class FakeEngine:
             if self.die_after == number or not self.is_alive:
                 raise EngineDeadError("rank 1 was killed")
             if self.fail_after == number:
-                failure = {"error": "not finite", "error_param": self.blamed}
+                failure = {"error": "not finite", "error_param": self.blamed, "error_code": self.missing}
                 yield TokenEvent(request.request_id, finish_reason=FinishReason.ERROR, **failure, **first)
                 return
             reason = None
@@ -203,6 +226,30 @@ def make_stage(tokenizer: Tokenizer) -> Iterator[Callable[..., Stage]]:
         state.large_bodies.close()
 
 
+def chat_tokenizer(source, special=()):
+    backend = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    backend.add_special_tokens([tokenizers.AddedToken(name, special=True) for name in special])
+    return Tokenizer(backend, {"chat_template": source, "bos_token": "", "eos_token": "<|im_end|>"})
+
+
+@pytest.fixture
+def chat(make_stage):
+    """`chat(reply, template, special=…)`: a stage whose model has that template and answers with `reply`."""
+    loaded = []
+
+    def make(reply, source=templates.QWEN, special=(), **options):
+        tokenizer = chat_tokenizer(source, special)
+        loaded.append(tokenizer)
+        ids = tokenizer.encode(reply, add_special_tokens=False)
+        stage = make_stage(lambda request: ids, **options)
+        stage.state.async_llm.input_processor.tokenizer = tokenizer
+        return stage
+
+    yield make
+    for tokenizer in loaded:
+        tokenizer.close()
+
+
 @dataclass
 class Running:
     """The same over a real socket, served from a thread of its own."""
@@ -210,22 +257,26 @@ class Running:
     stage: Stage
     url: str
     port: int
+    stop: Callable[[], None]
 
 
 @pytest.fixture
 def make_server(make_stage: Callable[..., Stage]) -> Iterator[Callable[..., Running]]:
     """`make_server("text", …)`: `make_stage`, listening on a loopback port."""
-    running: list[tuple[HttpServer, threading.Thread]] = []
+    running: list[Callable[[], None]] = []
 
     def make(
         *args: object,
         loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
         max_connections: int | None = None,
+        port: int = 0,
+        around: Callable[[object], object] = lambda app: app,
         **options: object,
     ) -> Running:
-        listener = bind("127.0.0.1", 0)
+        """`around`: what stands before the application, such as a proxy."""
+        listener = bind("127.0.0.1", port)
         stage = make_stage(*args, **options)
-        server = HttpServer(stage.app, listener, max_connections)  # type: ignore[arg-type]
+        server = HttpServer(around(stage.app), listener, max_connections)  # type: ignore[arg-type]
 
         def serve() -> None:
             with asyncio.Runner(loop_factory=loop) as runner:
@@ -234,13 +285,17 @@ def make_server(make_stage: Callable[..., Stage]) -> Iterator[Callable[..., Runn
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         wait_for(lambda: server.started)
-        running.append((server, thread))
-        return Running(stage, url_of(listener), listener.getsockname()[1])
+
+        def stop() -> None:
+            server.should_exit = True
+            thread.join(60)
+
+        running.append(stop)
+        return Running(stage, url_of(listener), listener.getsockname()[1], stop)
 
     yield make
-    for server, thread in running:
-        server.should_exit = True
-        thread.join(10)
+    for stop in running:
+        stop()
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 40.0) -> None:

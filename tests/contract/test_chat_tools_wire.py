@@ -9,9 +9,8 @@ import anyio
 import jsonschema
 import openai
 import pytest
-import tokenizers
 
-from server.tokenizer.tokenizer import Tokenizer
+from tests.contract.conftest import chat_tokenizer
 from tests.unit.server import chat_templates as templates
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "oarlock-demo"
@@ -25,30 +24,6 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "é😀\\n"}}\n</tool_call
 ARGUMENTS = '{"a": "é😀\\n"}'
 TWO = f'Sure.\n{CALL}\n<tool_call>\n{{"name": "g", "arguments": {{}}}}\n</tool_call>'
 NAMED = {"type": "function", "function": {"name": "f"}}
-
-
-def _tokenizer(source, special=()):
-    backend = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
-    backend.add_special_tokens([tokenizers.AddedToken(name, special=True) for name in special])
-    return Tokenizer(backend, {"chat_template": source, "bos_token": "", "eos_token": "<|im_end|>"})
-
-
-@pytest.fixture
-def chat(make_stage):
-    """`chat(reply, template, special=…)`: a stage whose model has that template and answers with `reply`."""
-    loaded = []
-
-    def make(reply, source=templates.QWEN, special=(), **options):
-        tokenizer = _tokenizer(source, special)
-        loaded.append(tokenizer)
-        ids = tokenizer.encode(reply, add_special_tokens=False)
-        stage = make_stage(lambda request: ids, **options)
-        stage.state.async_llm.input_processor.tokenizer = tokenizer
-        return stage
-
-    yield make
-    for tokenizer in loaded:
-        tokenizer.close()
 
 
 def _post(stage, body):
@@ -340,7 +315,7 @@ def test_what_is_wrong_is_named(chat, fields, param, words, stream):
 
 def test_the_official_client_puts_calls_together(chat, make_server):
     running = make_server("x")
-    tokenizer = _tokenizer(templates.QWEN)
+    tokenizer = chat_tokenizer(templates.QWEN)
     ids = tokenizer.encode(f"<think>\nHm\n</think>\n\n{TWO}", add_special_tokens=False)
     running.stage.state.async_llm.input_processor.tokenizer = tokenizer
     running.stage.engine.reply = lambda request: ids

@@ -54,9 +54,20 @@ def test_a_plain_answer_has_exactly_the_documented_shape(make_stage):
     }
 
 
+def test_a_plain_answer_says_where_its_time_went(make_stage):
+    header = _post(make_stage(delay_s=0.01), {"prompt": "x", "max_tokens": 4}).headers["Server-Timing"]
+    spans = dict(part.split(";dur=") for part in header.split(", "))
+    milliseconds = {name: float(duration) for name, duration in spans.items()}
+    assert list(milliseconds) == ["prompt", "first-token", "rest", "total"]
+    total = milliseconds.pop("total")
+    assert total >= 4 * 10
+    assert abs(sum(milliseconds.values()) - total) < 0.3  # each is rounded to a tenth
+    assert "Server-Timing" not in _post(make_stage(), {"prompt": "x", "stream": True}).headers
+
+
 def test_the_raw_bytes_of_a_stream(make_server):
     server = make_server("a😀")
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     body = json.dumps({"prompt": "Hi", "stream": True, "stream_options": {"include_usage": True}})
     connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json", "X-Request-Id": "r1"})
     response = connection.getresponse()
@@ -316,7 +327,7 @@ def test_a_silent_stream_is_kept_alive_by_comments(make_server, monkeypatch, wai
     monkeypatch.setattr("server.serving.sse.PING_INTERVAL_S", 0.02)
     monkeypatch.setattr("server.llm.generation.FIRST_EVENT_TIMEOUT_S", 0.01)
     server = make_server("a", pause_after=0)
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     body = json.dumps({"prompt": "Hi", "stream": True})
     connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
     response = connection.getresponse()

@@ -15,7 +15,7 @@ def _request(port, body, path="/v1/completions"):
     head = (
         f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
     )
-    connection = socket.create_connection(("127.0.0.1", port), timeout=10)
+    connection = socket.create_connection(("127.0.0.1", port), timeout=60)
     connection.sendall(head.encode() + b"\r\n" + data)
     return connection
 
@@ -51,7 +51,7 @@ def test_a_waiting_client_leaves(make_server, wait_for, path):
 
 def test_a_client_that_leaves_in_the_middle_of_its_body(make_server, wait_for):
     server = make_server()
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
     connection.sendall(
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
         b"Content-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
@@ -111,6 +111,14 @@ def test_an_error_without_a_stream_is_a_plain_answer(make_server):
         connection = _request(server.port, {"prompt": "x"})
         assert connection.recv(65536).startswith(f"HTTP/1.1 {status}".encode())
         connection.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_for_which_memory_ran_out_may_be_sent_again(make_server, stream):
+    server = make_server("one", fail_after=0, missing="out_of_memory")
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "stream": stream})
+    assert answer.status_code == 503 and answer.json()["error"]["code"] == "out_of_memory"
+    assert answer.headers["retry-after"] == "1"
 
 
 @pytest.mark.parametrize(("blamed", "status"), [(None, 500), ("logit_bias", 400)])

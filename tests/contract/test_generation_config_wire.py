@@ -89,13 +89,13 @@ def test_the_offline_llm_has_the_same_defaults(make_stage, monkeypatch, tmp_path
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.5, "top_k": -1, "max_new_tokens": 3}')
     engine = make_stage("one two three four five").engine
 
-    async def start(config, on_progress):
+    async def start(config, on_progress, **started):
         return engine
 
-    monkeypatch.setattr("server.llm.llm.EngineClient.start", start)
+    monkeypatch.setattr("engine.replicas.EngineClient.start", start)
     with oarlock.LLM(generation_config=str(tmp_path)) as llm:
         llm.generate("x")
-        llm.generate("x", oarlock.SamplingParams(max_tokens=4))
+        llm.generate("x", oarlock.SamplingParams(max_tokens=2, temperature=1.0))
     first, second = (request.params for request in engine.requests)
     assert (first.temperature, first.top_k, first.max_tokens) == (0.5, 0, 3)
-    assert (second.temperature, second.max_tokens) == (1.0, 4)
+    assert (second.temperature, second.top_k, second.max_tokens) == (1.0, 0, 2)

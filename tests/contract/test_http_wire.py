@@ -20,7 +20,7 @@ LOOPS = pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_even
 
 
 def _connect(server):
-    return socket.create_connection(("127.0.0.1", server.port), timeout=20)
+    return socket.create_connection(("127.0.0.1", server.port), timeout=60)
 
 
 def _read(connection):
@@ -52,7 +52,7 @@ def test_a_client_that_writes_first_and_reads_later_gets_its_413(make_server, lo
     server = make_server(loop=loop, max_body_size=2048)
     for declared in (True, False):
         for _ in range(5):
-            client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+            client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
             headers = {"Content-Type": "application/json"}
             body = bytes(8 * 2**20)
             client.request("POST", "/v1/completions", body if declared else iter([body] * 2), headers)
@@ -94,7 +94,7 @@ def test_trailers_are_accepted(make_server):
 
 
 def test_head_is_answered_like_get_without_the_body(make_server):
-    client = http.client.HTTPConnection("127.0.0.1", make_server().port, timeout=20)
+    client = http.client.HTTPConnection("127.0.0.1", make_server().port, timeout=60)
     answers = {}
     for method in ("GET", "HEAD"):
         for path in ("/health", "/health/live", "/version", "/v1/models", "/v1/models/demo", "/metrics", "/docs"):

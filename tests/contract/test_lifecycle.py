@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from engine.errors import StartupError
-from server.api.uvicorn_server import bind, url_of
+from server.api.listening import bind, url_of
 from server.config.settings import make_settings
 from server.entrypoints.supervisor import Supervisor
 from server.serving.server_state import Phase

@@ -10,7 +10,9 @@ import anyio
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-OPEN = {"/health", "/health/live", "/health/ready", "/version", "/metrics"}
+from server.config.options import OptionError
+
+OPEN = {"/", "/health", "/health/live", "/health/ready", "/version", "/metrics", "/v1/state"}
 
 
 def _get(stage, path, **options):
@@ -46,6 +48,9 @@ def test_every_route_but_the_open_ones_requires_the_key(make_stage):
 def test_metrics_require_the_key_unless_the_server_listens_on_loopback(make_stage):
     assert _get(make_stage(api_key=("k",), host="0.0.0.0"), "/metrics").status_code == 401
     assert _get(make_stage(api_key=("k",), host="0.0.0.0"), "/health").status_code == 200
+    for_routers = make_stage(api_key=("k",), host="0.0.0.0", open_metrics=True)
+    assert _get(for_routers, "/metrics").status_code == 200
+    assert _get(for_routers, "/v1/models").status_code == 401
 
 
 _ANYWHERE = ("127.0.0.1:8000", "localhost", "LOCALHOST:1", "[::1]:8000", "192.168.7.5:8000", "[fe80::1]")
@@ -118,12 +123,15 @@ def test_models_describe_what_is_served(make_stage):
     assert (card["object"], card["root"], card["parent"]) == ("model", "demo", None)
     assert (card["max_model_len"], card["dtype"], card["tensor_parallel_size"]) == (256, "float32", 2)
     assert card["kv_cache_dtype"] == "int8"
+    assert card["tokenizer_digest"] == stage.state.async_llm.input_processor.tokenizer.digest
+    assert card["numbers_digest"] == stage.engine.info.numbers_digest
     assert _get(stage, "/v1/models/nope").status_code == 404
 
 
 def test_metrics_have_the_fields_names_and_reconcile_with_usage(make_stage):
     stage = make_stage("one two three")
     stage.engine.numbers.num_requests_running = 3
+    stage.engine.numbers.num_refused_steps = 2
     stage.engine.numbers.kv_cache_usage = 0.25
     stage.engine.numbers.time_to_first_token_s.observe(0.3)
 
@@ -149,6 +157,7 @@ def test_metrics_have_the_fields_names_and_reconcile_with_usage(make_stage):
     assert values["vllm:prompt_tokens_total"] == prompt
     assert values["vllm:generation_tokens_total"] == completion
     assert values["vllm:num_requests_running"] == 3
+    assert values["oarlock:refused_steps_total"] == 2
     for name in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"):
         assert values[name] == 0.25
     for name in ("prefix_cache_queries", "prefix_cache_hits", "gpu_prefix_cache_queries", "gpu_prefix_cache_hits"):
@@ -167,6 +176,22 @@ def test_metrics_have_the_fields_names_and_reconcile_with_usage(make_stage):
         "bytes_per_token_per_rank": "2048",
     }  # fmt: skip
     assert all(s.labels["model_name"] == "demo" for family in families.values() for s in family.samples)
+
+
+def test_names_of_metrics_may_begin_otherwise(make_stage):
+    page = _get(make_stage(metrics_prefix="llm:"), "/metrics").text
+    usual = _get(make_stage(), "/metrics").text
+    assert "# TYPE llm:prompt_tokens_total counter" in page and "\noarlock:kv_blocks_total{" in page
+    assert "\nvllm:" not in page and "\nllm:" not in usual
+    names = [[line.split("{")[0] for line in text.splitlines() if line[0] != "#"] for text in (page, usual)]
+    assert names[0] == [name.replace("vllm:", "llm:") for name in names[1]]
+
+
+@pytest.mark.parametrize("prefix", ["", "9:", "a b", "oarlock:", "x" * 65])
+def test_a_prefix_that_makes_no_name_is_refused(make_stage, prefix):
+    with pytest.raises(OptionError, match="--metrics-prefix") as caught:
+        make_stage(metrics_prefix=prefix)
+    assert "For example" in caught.value.fix
 
 
 def test_the_openapi_document_holds_every_limit_and_no_dangling_reference(make_stage):
@@ -194,7 +219,7 @@ def test_metric_series_do_not_grow_with_hostile_requests(make_stage):
 
 
 def _raw(port, data, close=False):
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.sendall(data)
         received = b""
         while chunk := connection.recv(65536):

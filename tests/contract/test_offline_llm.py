@@ -1,20 +1,37 @@
-"""The offline `LLM` over a fake engine: order, parameters, errors, and an orderly close."""
+"""The offline `LLM` over a fake engine: what the server would answer, in order, with its errors; an orderly close."""
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import os
 import signal
 import threading
 import time
 
+import anyio
 import psutil
 import pytest
 
 import oarlock
-from engine.errors import ContextLengthError, EngineError, StartupError
-from engine.sampling_params import SamplingParams
+from engine.errors import ContextLengthError, EngineError
+from oarlock import SamplingParams
+from server.entrypoints.offline.llm import ChatFields
+from server.llm.generation_config import GenerationConfig
+from server.protocol.chat_completion import ChatRequest
+from server.protocol.sampling import SamplingFields
 from tests.contract.conftest import DEMO
 from tests.unit.server.fake_hub import FakeHub
+
+
+class NoProcess:
+    """In place of the engine's process."""
+
+    def __init__(self, num_ranks, compiles):
+        self.num_ranks = num_ranks
+
+    def discard(self):
+        pass
 
 
 @pytest.fixture
@@ -25,11 +42,13 @@ def make_llm(make_stage, monkeypatch):
     def make(*args, llm_options=None, **options):
         engine = make_stage(*args, **options).engine
 
-        async def start(config, on_progress):
+        async def start(config, on_progress, process):
+            assert process.num_ranks == config.worker.tensor_parallel_size
             engine.config = config
             return engine
 
-        monkeypatch.setattr("server.llm.llm.EngineClient.start", start)
+        monkeypatch.setattr("server.llm.engine_processes.EngineProcess", NoProcess)
+        monkeypatch.setattr("engine.replicas.EngineClient.start", start)
         llm = oarlock.LLM(**(llm_options or {}))
         opened.append(llm)
         return llm, engine
@@ -42,42 +61,100 @@ def make_llm(make_stage, monkeypatch):
 def test_prompts_become_outputs_in_order(make_llm, tokenizer):
     llm, engine = make_llm(lambda request: list(request.prompt_token_ids), llm_options={"max_num_seqs": 4})
     prompts = [f"prompt number {i}" for i in range(20)]
-    outputs = llm.generate(prompts, oarlock.SamplingParams(max_tokens=50, temperature=0))
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=50, temperature=0))
     assert [output.text for output in outputs] == prompts
     assert [output.prompt for output in outputs] == prompts
     assert {output.finish_reason for output in outputs} == {"stop"}
     assert engine.config.worker.max_num_seqs == 4
+    assert engine.config.worker.log_level == "WARNING"
     assert all(request.has_place for request in engine.requests), "its own prompts cannot fill its queue"
     assert engine.requests[0].params.eos_token_ids == (2, 0)
 
 
 def test_one_prompt_ids_and_stop_strings(make_llm):
     llm, engine = make_llm("one two three")
-    assert llm.generate("x", SamplingParams(max_tokens=50), stop=" two")[0].text == "one"
+    assert llm.generate("x", SamplingParams(max_tokens=50, stop=" two"))[0].text == "one"
     assert llm.generate([[5, 6]], SamplingParams(max_tokens=50))[0].prompt_token_ids == (5, 6)
-    assert llm.generate("x", SamplingParams(max_tokens=3), ignore_eos=True)[0].num_tokens == 3
+    assert llm.generate("x", SamplingParams(max_tokens=3, ignore_eos=True))[0].num_tokens == 3
     assert engine.requests[-1].params.eos_token_ids == ()
-    scored = llm.generate("x", SamplingParams(max_tokens=2, logprobs=1))[0]
-    assert len(scored.scores) == scored.num_tokens == 2
+    scored = llm.generate("x y z", SamplingParams(max_tokens=2, logprobs=1, prompt_logprobs=0, n=2))[0]
+    assert [len(choice.logprobs) for choice in scored.choices] == [2, 2]
+    assert scored.num_tokens == 4
+    assert len(scored.prompt_logprobs) == len(scored.prompt_token_ids)
 
 
-def test_chat(make_llm):
-    llm, _ = make_llm("Hello!")
-    assert llm.chat([{"role": "user", "content": "hi"}]).text == "Hello!"
+def test_params_for_each_prompt(make_llm):
+    llm, _ = make_llm("one two three")
+    outputs = llm.generate(["a", "b"], [SamplingParams(max_tokens=1), SamplingParams(max_tokens=2)])
+    assert [output.num_tokens for output in outputs] == [1, 2]
+    with pytest.raises(ValueError, match="2 prompts and 1 SamplingParams"):
+        llm.generate(["a", "b"], [SamplingParams()])
+    assert llm.generate([]) == []
 
 
-def test_errors_are_the_engines_own_and_the_rest_is_aborted(make_llm):
+def test_every_field_of_a_request_is_here_or_of_http():
+    """So that one that is added to the schema is thought of here."""
+    of_http = {"model", "stream", "stream_options", "user", "metadata", "store", "service_tier"}
+    of_http |= {"return_token_ids", "return_tokens_as_token_ids"}  # an output always has them
+    older_names = {"guided_json", "guided_regex", "guided_choice", "guided_grammar"}
+    fields = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert fields - {"max_tokens", "logprobs"} == SamplingFields.model_fields.keys() - of_http - older_names
+    arguments = {
+        "messages",
+        "max_completion_tokens",
+        "top_logprobs",
+        "chat_template",
+    } | ChatFields.__annotations__.keys()
+    assert ChatRequest.model_fields.keys() - SamplingFields.model_fields.keys() == arguments | {
+        "max_tokens",
+        "logprobs",
+    }
+
+
+def test_chat_is_rendered_and_read_as_over_http(make_llm, make_stage):
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    messages = [{"role": "user", "content": "hi"}]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    llm, engine = make_llm(call)
+    (output,) = llm.chat(messages, SamplingParams(temperature=0, logprobs=2), tools=tools)
+    stage = make_stage(call, generation_config=GenerationConfig.load(DEMO))
+    body = {"messages": messages, "tools": tools, "temperature": 0, "logprobs": True, "top_logprobs": 2}
+
+    async def post():
+        async with stage.client() as client:
+            return (await client.post("/v1/chat/completions", json=body)).json()["choices"][0]
+
+    wanted = anyio.run(post)
+    assert output.finish_reason == wanted["finish_reason"] == "tool_calls"
+    (ours,), (theirs,) = output.message["tool_calls"], wanted["message"]["tool_calls"]
+    assert ours["function"] == theirs["function"]
+    assert len(output.choices[0].logprobs) == len(wanted["logprobs"]["content"])
+    sent, received = engine.requests[0], stage.engine.requests[0]
+    assert sent.prompt_token_ids == received.prompt_token_ids
+    assert dataclasses.replace(sent.params, seed=0) == dataclasses.replace(received.params, seed=0)
+    # The answer is part of a conversation as it is.
+    result = {"role": "tool", "tool_call_id": ours["id"], "content": "2"}
+    assert llm.chat([[*messages, output.message, result]] * 2)[1].text == call, "without tools it is a text"
+    with pytest.raises(TypeError, match=r"'temperature': give it in SamplingParams"):
+        llm.chat(messages, temperature=0)
+    with pytest.raises(TypeError, match=r"'tool': there are tools,"):
+        llm.chat(messages, tool=[])
+
+
+def test_errors_are_those_of_the_server_and_the_rest_is_aborted(make_llm):
     llm, _ = make_llm("x")
     with pytest.raises(ContextLengthError):
         llm.generate(["fine", "word " * 1000])
+    with pytest.raises(oarlock.RequestError, match="'temperature' is wrong: input should be less than or equal to 2"):
+        llm.generate("x", SamplingParams(temperature=3))
     llm, _ = make_llm("one two", fail_after=1)
     with pytest.raises(EngineError, match="not finite"):
         llm.generate(["a", "b"])
-    assert llm._async_llm.open == set()
+    assert llm._engine.async_llm.open == set()
 
 
 def test_wrong_options_are_named():
-    with pytest.raises(StartupError, match="tensor_parallel_size"):
+    with pytest.raises(oarlock.StartupError, match="tensor_parallel_size"):
         oarlock.LLM(tensor_paralel_size=2)
     with pytest.raises(TypeError, match="port"):
         oarlock.LLM(port=8000)
@@ -94,8 +171,43 @@ def test_it_closes_in_order_and_stays_closed(make_llm):
         llm.generate("x")
 
 
+def test_a_program_with_an_event_loop(make_llm, monkeypatch):
+    opened, engine = make_llm("one two three")
+    opened.close()
+
+    async def program():
+        async with await oarlock.LLM.create() as llm:
+            outputs = await asyncio.gather(
+                llm.agenerate(["a", "b"], SamplingParams(max_tokens=50)),
+                llm.achat([{"role": "user", "content": "hi"}]),
+            )
+            engine.delay_s = 60.0
+            endless = asyncio.create_task(llm.agenerate("x"))
+            while len(engine.requests) < 4:
+                await asyncio.sleep(0.005)
+            endless.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await endless
+            while not engine.aborted:
+                await asyncio.sleep(0.005)
+            return [output.text for answers in outputs for output in answers]
+
+    assert anyio.run(program) == ["one two three"] * 3
+    assert engine.closed
+    assert not [thread for thread in threading.enumerate() if thread.name == "oarlock-llm"]
+
+
+def test_the_bar_shows_prompts_and_tokens(make_llm, capsys):
+    llm, _ = make_llm("one two three")
+    llm.generate(["a", "b"])
+    assert capsys.readouterr().err == "", "no terminal"
+    llm.generate(["a", "b"], progress=True)
+    assert "2/2" in capsys.readouterr().err
+
+
 def test_the_public_module():
-    assert set(oarlock.__all__) == {"LLM", "SamplingParams", "__version__"}
+    for name in oarlock.__all__:
+        assert getattr(oarlock, name).__module__ != "oarlock" if name != "__version__" else oarlock.__version__
     with pytest.raises(AttributeError):
         _ = oarlock.nothing
 
@@ -114,13 +226,19 @@ def test_ctrl_c_while_a_model_is_fetched_leaves_no_process(monkeypatch, tmp_path
             while "model.safetensors" not in hub.names_asked and time.monotonic() < until:
                 time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGINT)
+            while not ended.wait(30):  # Python loses one that comes while it collects garbage
+                os.kill(os.getpid(), signal.SIGINT)
 
+        ended = threading.Event()
         # Tests that are started in the background begin with this signal ignored.
         handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-        threading.Thread(target=interrupt, daemon=True).start()
+        interrupting = threading.Thread(target=interrupt)
+        interrupting.start()
         try:
             with pytest.raises(KeyboardInterrupt):
                 oarlock.LLM(hub.model)
         finally:
+            ended.set()
+            interrupting.join()
             signal.signal(signal.SIGINT, handler)
         assert {child.pid for child in psutil.Process().children()} <= before

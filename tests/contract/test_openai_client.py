@@ -93,3 +93,34 @@ def test_a_full_queue_is_retried_by_the_client(server, client):
     with pytest.raises(openai.RateLimitError):
         client.with_options(max_retries=1).completions.create(model="demo", prompt="x")
     assert len(server.stage.engine.requests) == 3
+
+
+def test_responses(client):
+    plain = client.responses.create(model="demo", input="x", instructions="Be brief.")
+    assert (plain.output_text, plain.status) == ("Hello, wörld! 😀", "completed")
+    with client.responses.stream(model="demo", input="x", previous_response_id=plain.id) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    assert "".join(deltas) == final.output_text == "Hello, wörld! 😀"
+    assert final.usage.input_tokens > plain.usage.input_tokens
+    assert client.responses.retrieve(final.id).output_text == final.output_text
+    assert [item.role for item in client.responses.input_items.list(final.id)] == ["user", "assistant", "user"]
+    assert client.responses.input_tokens.count(model="demo", input="x").input_tokens > 0
+    client.responses.delete(final.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(final.id)
+
+
+def test_a_response_that_is_cancelled_ends_with_its_text(make_server):
+    server = make_server("Hello, wörld! 😀", pause_after=2)
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+        with client.responses.create(input="x", model="demo", stream=True) as stream:
+            events = iter(stream)
+            response_id = next(events).response.id
+            for event in events:
+                if event.type == "response.output_text.delta":
+                    break
+            assert client.responses.cancel(response_id).status == "cancelled"
+            last = list(events)[-1]
+        assert (last.type, last.response.status) == ("response.incomplete", "cancelled")
+        assert last.response.output_text.startswith("H")

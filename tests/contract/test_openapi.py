@@ -18,7 +18,7 @@ def document(make_stage):
 
 def _all(stage, calls):
     async def send():
-        async with stage.client(headers={"Authorization": "Bearer boss"}) as client:
+        async with stage.client(headers={"Authorization": "Bearer boss", "X-Request-Id": "known"}) as client:
             return [await client.request(method, path, json=body) for method, path, body in calls]
 
     return anyio.run(send)
@@ -41,14 +41,15 @@ def test_the_response_to_every_example_matches_its_schema(make_stage, document):
         for method, operation in operations.items():
             status, good = next(item for item in operation["responses"].items() if item[0].startswith("2"))
             content = good["content"]
-            if "application/json" not in content:
-                continue
+            if "application/json" not in content or path.endswith("/cancel") or method == "delete":
+                continue  # what has ended cannot be cancelled, and what is deleted is asked for below
             body = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
             examples = [example["value"] for example in body.get("examples", {}).values()]
             assert examples or "requestBody" not in operation, path
             for example in examples or [None]:
                 if example is None or not example.get("stream"):
-                    calls.append((method.upper(), path.replace("{model}", "demo"), example))
+                    filled = path.replace("{model}", "demo").replace("{response_id}", "resp_known")
+                    calls.append((method.upper(), filled.replace("{id}", "known"), example))
                     expected.append((int(status), content["application/json"]["schema"]))
     assert len(calls) > 14
     assert calls[-1][1] == "/admin/drain"  # after which nothing else is answered

@@ -11,6 +11,7 @@ import pytest
 
 from engine.errors import StartupError
 from server.config.api_keys import load_keys
+from server.protocol.completion import CompletionRequest
 
 MESSAGES = [{"role": "user", "content": "x"}]
 
@@ -54,9 +55,8 @@ def test_a_conversation_to_tokens_is_what_chat_renders(make_stage):
         ("POST", "/v1/chat/completions/render", {"messages": messages, "max_tokens": 7}),
     )
     body = rendered.json()
-    assert body["prompts"][0]["token_ids"] == tokens.json()["tokens"]
-    assert "Be brief." in body["prompts"][0]["text"]
-    assert "<|im_start|>" in body["prompts"][0]["text"]
+    assert body["token_ids"] == tokens.json()["tokens"]
+    assert "Be brief." in body["text"] and "<|im_start|>" in body["text"]
     assert body["parameters"]["max_tokens"] == 7
 
 
@@ -85,7 +85,7 @@ def test_wrong_tokens_are_refused_by_name(make_stage, path, body, param):
 def test_a_rendered_completion_generates_nothing(make_stage, tokenizer):
     stage = make_stage()
     (answer,) = _send(stage, ("POST", "/v1/completions/render", {"prompt": ["one", "two"], "n": 2, "stream": True}))
-    prompts = answer.json()["prompts"]
+    prompts = answer.json()
     assert [prompt["token_ids"] for prompt in prompts] == [tokenizer.encode(text) for text in ("one", "two")]
     assert stage.engine.requests == []
     assert stage.state.async_llm.open == set()
@@ -96,10 +96,10 @@ def test_render_shows_what_the_engine_would_get(make_stage, tokenizer):
     payload = {"prompt": "one", "n": 2, "seed": 3, "temperature": 1e-9, "max_tokens": 10**6, "logit_bias": {"5": 1}}
     payload["stop"] = "x"
     rendered, _ = _send(stage, ("POST", "/v1/completions/render", payload), ("POST", "/v1/completions", payload))
-    body = rendered.json()
+    (body,) = rendered.json()
     params = stage.engine.requests[0].params
     reported = body["parameters"]
-    assert body["prompts"] == [{"text": "one", "token_ids": tokenizer.encode("one"), "num_tokens": 1}]
+    assert (body["text"], body["token_ids"], body["num_tokens"]) == ("one", tokenizer.encode("one"), 1)
     assert (reported["temperature"], reported["max_tokens"]) == (0.0, params.max_tokens)
     assert reported["seeds"] == [request.params.seed for request in stage.engine.requests]
     assert reported["logit_bias"] == [[5, 1.0]]
@@ -147,7 +147,7 @@ def test_the_report_of_ignored_fields_is_bounded(make_stage):
     assert names == [*(f"field_{number:03}" for number in range(32)), "+169"]
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses", "/v1/responses/abc", "/v1/audio/speech"])
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/messages", "/v1/files/abc", "/v1/audio/speech"])
 def test_routes_of_other_servers_are_refused_by_name(make_stage, path):
     for method in ("GET", "POST"):
         (answer,) = _send(make_stage(), (method, path, {}))
@@ -289,7 +289,9 @@ def test_counters_reconcile_with_usage_and_aborted_streams_count_what_came(make_
     before = stage.counters.generation_tokens
 
     async def leave():
-        generation = await stage.state.async_llm.generate("abc", stage.engine.requests[0].params)
+        async_llm = stage.state.async_llm
+        processed = await async_llm.input_processor.process_completion(CompletionRequest(prompt="abc"))
+        generation = async_llm.start(processed)
         async for _ in generation.deltas():
             if generation.completion_tokens >= 2:
                 break

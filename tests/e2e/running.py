@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -75,9 +76,12 @@ class RunningServer:
         module: str = "oarlock",
         cwd: Path = ROOT,
         python: str | Path = sys.executable,
+        at_start: Callable[[], None] | None = None,
+        port: int | None = None,
     ) -> None:
+        """`at_start` is called in the new process before it becomes the server. `port`: of a server that it follows."""
         self.shared_before = shared_memory()
-        self.port = free_port()
+        self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = tempfile.NamedTemporaryFile("w+", prefix="oarlock-test-", suffix=".log")  # noqa: SIM115
         self.process = subprocess.Popen(
@@ -87,6 +91,7 @@ class RunningServer:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # a Ctrl-C of the test run is not the server's
+            preexec_fn=at_start,
         )
         self.client = httpx.Client(base_url=self.url, timeout=60, trust_env=False)
         self._seen: dict[int, psutil.Process] = {}
@@ -157,7 +162,7 @@ class RunningServer:
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
         self.client.close()
         self._log.close()
 
@@ -181,11 +186,19 @@ class RunningServer:
 
     def metrics(self) -> dict[str, float]:
         """Every sample of /metrics by name, summed over its labels."""
-        found: dict[str, float] = {}
+        found: Counter[str] = Counter()
+        for of_engine in self.metrics_by_engine().values():
+            found.update(of_engine)
+        return dict(found)
+
+    def metrics_by_engine(self) -> dict[str, dict[str, float]]:
+        """The label of each replica -> the same of its own. What belongs to no replica is under an empty label."""
+        found: dict[str, dict[str, float]] = {}
         for family in text_string_to_metric_families(self.client.get("/metrics").text):
             for sample in family.samples:
+                own = found.setdefault(sample.labels.get("engine", ""), {})
                 if not sample.name.endswith("_bucket"):
-                    found[sample.name] = found.get(sample.name, 0.0) + sample.value
+                    own[sample.name] = own.get(sample.name, 0.0) + sample.value
         return found
 
     def metric_label(self, name: str, label: str) -> str:

@@ -43,7 +43,14 @@ def answers(server: RunningServer) -> tuple[str, str, list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "size"), [("F32", 1), ("F16", 2), ("Q8_0", 1), ("mix", 2)], ids=lambda value: str(value)
+    ("kind", "size"),
+    [
+        pytest.param("F32", 1, marks=pytest.mark.soak),
+        pytest.param("F16", 2, marks=pytest.mark.soak),
+        pytest.param("Q8_0", 1, marks=pytest.mark.soak),
+        ("mix", 2),
+    ],
+    ids=lambda value: str(value),
 )
 def test_the_text_is_that_of_the_checkpoint(
     serve: Callable[..., RunningServer], tmp_path: Path, kind: str, size: int

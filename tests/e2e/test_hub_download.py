@@ -2,7 +2,6 @@
 
 import hashlib
 import signal
-import time
 
 import pytest
 
@@ -26,21 +25,19 @@ def test_a_signal_in_the_middle_of_a_download_ends_the_server_and_keeps_partial_
         eventually(lambda: sum(path.stat().st_size for path in tmp_path.rglob(PARTIAL)), 60, "weights arrive")
         if number is signal.SIGINT:
             eventually(
-                lambda: "KiB/s" in server.client.get("/health").json().get("detail", ""), 20, "a speed is reported"
+                lambda: "KiB/s" in server.client.get("/health").json().get("detail", ""), 60, "a speed is reported"
             )
             assert server.client.get("/health").json()["step"] == f"fetching {hub.model}"
         server.processes()
-        since = time.monotonic()
         server.send(number)
-        status = server.process.wait(20)
-        assert time.monotonic() - since < 10  # the rest of the download alone takes longer
+        status = server.process.wait(60)
         assert status == (-signal.SIGKILL if number is signal.SIGKILL else 0)
-        eventually(lambda: not server.left_behind(), 5, "no process is left")
+        eventually(lambda: not server.left_behind(), 60, "no process is left")
         assert "Traceback" not in server.log
     finally:
         server.kill_all()
     have = sum(path.stat().st_size for path in tmp_path.rglob(PARTIAL))
-    assert have
+    assert 0 < have < (DEMO / "model.safetensors").stat().st_size, "it waited for the rest"
     if number is signal.SIGKILL:
         hub.bytes_per_second = None
         hub.asked.clear()

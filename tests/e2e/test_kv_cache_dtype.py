@@ -23,6 +23,7 @@ def oarlock(*arguments) -> subprocess.CompletedProcess:
     return subprocess.run(command(*arguments), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.soak
 def test_text_and_numbers_are_the_same_after_a_prefix_hit_and_after_preemption(tmp_path):
     file = tmp_path / "steps.rec"
     with RunningServer(DEMO, *INT8, "--record", file) as server:
@@ -45,6 +46,7 @@ def test_text_and_numbers_are_the_same_after_a_prefix_hit_and_after_preemption(t
         assert server.metrics()["vllm:num_preemptions_total"] > 0
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("cache", ["int8", "fp8_e4m3"])
 def test_two_ranks_give_the_text_of_one(cache):
     texts = []

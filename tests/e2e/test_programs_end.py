@@ -42,9 +42,9 @@ class Program:
 
     def end(self) -> tuple[int, str]:
         """Its status and all it printed, once nothing of it is left."""
-        status = self.process.wait(20)
-        eventually(lambda: not any(map(alive, self.below)), 10, "every process below has ended")
-        self._reader.join(10)
+        status = self.process.wait(60)
+        eventually(lambda: not any(map(alive, self.below)), 60, "every process below has ended")
+        self._reader.join(60)
         assert not self._reader.is_alive(), "a process still holds its output"
         return status, "".join(self.lines)
 
@@ -57,7 +57,7 @@ def started() -> Iterator[list[Program]]:
     for program in programs:
         if program.process.poll() is None:
             program.process.kill()
-            program.process.wait(10)
+            program.process.wait(60)
         for process in filter(alive, program.below):
             process.kill()
 
@@ -72,7 +72,12 @@ def stop(program: Program, how: str) -> int:
     return status
 
 
-@pytest.mark.parametrize("how", STOPS)
+def seldom(*ways: str) -> list:
+    """Every way to stop a program; of these the longer run alone tries all, since each takes seconds."""
+    return [pytest.param(how, marks=pytest.mark.soak) if how in ways else how for how in STOPS]
+
+
+@pytest.mark.parametrize("how", seldom("Ctrl-C", "SIGKILL"))
 def test_verify_while_transformers_runs(started, tmp_path, how):
     started.append(program := Program(tmp_path, "verify", DEMO))
     program.wait_for(2)  # the program and transformers' own process
@@ -84,6 +89,7 @@ def test_verify_while_transformers_runs(started, tmp_path, how):
     assert list(tmp_path.glob("oarlock-*")) == []
 
 
+@pytest.mark.soak
 def test_verify_while_ranks_run(started, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("import os\n")
@@ -91,7 +97,7 @@ def test_verify_while_ranks_run(started, tmp_path):
     scratch.mkdir()
     started.append(program := Program(scratch, "verify", DEMO, "-tp", 2, "--prompts", prompts))
     program.wait_for(3)  # the program and two ranks
-    expected = stop(program, "SIGTERM")
+    expected = stop(program, "Ctrl-C")
     status, text = program.end()
     assert status == expected, text
     assert "Traceback" not in text and "error:" not in text
@@ -106,7 +112,7 @@ def recording(tmp_path_factory) -> Path:
     return file
 
 
-@pytest.mark.parametrize("how", STOPS)
+@pytest.mark.parametrize("how", seldom("SIGTERM", "Ctrl-C"))
 def test_replay(started, tmp_path, recording, how):
     started.append(program := Program(tmp_path, "replay", recording, "-tp", 2))
     program.wait_for(3)  # the program and two ranks

@@ -11,16 +11,22 @@ def oarlock(*arguments, cwd=ROOT):
     return subprocess.run(command(*arguments), cwd=cwd, env=environment(), capture_output=True, text=True, timeout=120)
 
 
-def test_a_killed_servers_recording_is_replayed_where_foreign_modules_lie(tmp_path, foreign):
+def test_a_killed_servers_recording_is_replayed_where_foreign_modules_lie(tmp_path, foreign, tp1):
+    """The server has two pipeline stages, whose answers are those of one rank; one rank replays them."""
     file = tmp_path / "steps.rec"
-    with RunningServer(DEMO, "--record", file, "-tp", 2, cwd=foreign) as server:
+    greedy = {"max_tokens": 8, "logprobs": 2, "temperature": 0}
+    with RunningServer(DEMO, "--record", file, "--dtype", "float32", "-pp", 2, cwd=foreign) as server:
         with ThreadPoolExecutor(4) as pool:
             prompts = [f"Q: What does {name} do?\nA:" for name in ("os.getcwd", "json.dumps", "re.sub", "math.gcd")]
-            sent = [pool.submit(server.complete, prompt, max_tokens=8, logprobs=2) for prompt in prompts]
-            used = [answer.result()["usage"] for answer in sent]
+            sent = [pool.submit(server.complete, prompt, **greedy) for prompt in prompts]
+            answers = [answer.result() for answer in sent]
+        texts = [answer["choices"][0]["text"] for answer in answers]
+        assert texts == [tp1.text(prompt, **greedy) for prompt in prompts]
+        used = [answer["usage"] for answer in answers]
         server.send(signal.SIGKILL)
-        server.process.wait(10)
-    result = oarlock("replay", file, cwd=foreign)
+        server.process.wait(60)
+    result = oarlock("replay", file, "-pp", 1, cwd=foreign)
+    assert "recorded with 1 in each of 2 stages, replayed with 1" in result.stdout, result.stdout + result.stderr
     assert not (foreign / "it-ran").exists()
     assert result.returncode == 0, result.stdout + result.stderr
     assert "the server was killed" in result.stdout and "the same answers" in result.stdout
@@ -48,5 +54,5 @@ def test_a_file_that_is_not_a_recording_is_refused(tmp_path):
 
 def test_the_usage_of_replay():
     result = oarlock("replay", "--help")
-    assert result.returncode == 0 and "--tensor-parallel-size" in result.stdout and "--model" in result.stdout
+    assert result.returncode == 0 and "--pipeline-parallel-size" in result.stdout and "--model" in result.stdout
     assert oarlock("replay").returncode == 2

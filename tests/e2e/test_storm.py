@@ -24,7 +24,7 @@ def tasks(server, file):
     """How many tasks the server's event loop has."""
     file.unlink(missing_ok=True)
     server.send(signal.SIGUSR1)
-    return int(eventually(lambda: file.exists() and file.read_text(), 5, "the server counts its tasks"))
+    return int(eventually(lambda: file.exists() and file.read_text(), 60, "the server counts its tasks"))
 
 
 def counted(tmp_path, *flags):
@@ -44,37 +44,40 @@ def idle(server):
 def check_nothing_is_kept(server, file, seconds):
     """Many disconnecting clients, and everything that must hold after them."""
     asyncio.run(storm(server.url, 2, seed=1))  # warm: thread pools and connections have their usual size
-    eventually(lambda: idle(server), 10, "the warm-up's requests are over")
+    eventually(lambda: idle(server), 60, "the warm-up's requests are over")
     before_descriptors, before_threads = descriptors(server), threads(server)
     before_tasks = tasks(server, file)
 
     ends = asyncio.run(storm(server.url, seconds))
     assert ends["finished"] > 10
     assert ends["left"] > 10
+    assert ends["same"] > 5
 
-    after = eventually(lambda: idle(server), 10, "nothing runs or waits")
+    after = eventually(lambda: idle(server), 60, "nothing runs or waits")
     blocks = after["oarlock:kv_blocks_total"]
     assert after["oarlock:kv_blocks_free"] + after["oarlock:kv_blocks_cached"] == blocks > 0
     assert after["vllm:kv_cache_usage_perc"] == 0
-    eventually(lambda: tasks(server, file) <= before_tasks, 10, f"no more tasks than before: {before_tasks}")
-    eventually(lambda: descriptors(server) == before_descriptors, 10, f"descriptors as before: {before_descriptors}")
-    assert threads(server) == before_threads
+    eventually(lambda: tasks(server, file) <= before_tasks, 60, f"no more tasks than before: {before_tasks}")
+    eventually(lambda: descriptors(server) == before_descriptors, 60, f"descriptors as before: {before_descriptors}")
+    after_threads = threads(server)
+    assert after_threads.keys() == before_threads.keys()
+    # Pools grow up to their size; a thread kept for each of hundreds of requests would be more.
+    assert all(after_threads[pid] <= count + 4 for pid, count in before_threads.items())
     # Every block can be handed out again: a request that needs the whole context fits.
     assert server.complete([7] * 400, max_tokens=112, ignore_eos=True)["usage"]["completion_tokens"] == 112
     return ends
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_disconnects(ranks, tmp_path):
-    server, file = counted(tmp_path, "-tp", ranks)
+def test_disconnects(tmp_path):
+    server, file = counted(tmp_path, "-tp", 2, "--async-scheduling")
     with server:
         check_nothing_is_kept(server, file, seconds=5)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_two_minutes_of_disconnects(ranks, tmp_path):
-    server, file = counted(tmp_path, "-tp", ranks)
+@pytest.mark.parametrize(("ranks", "scheduling"), [(1, "--no-async-scheduling"), (2, "--async-scheduling")])
+def test_a_minute_of_disconnects(ranks, scheduling, tmp_path):
+    server, file = counted(tmp_path, "-tp", ranks, scheduling)
     with server:
-        print(check_nothing_is_kept(server, file, seconds=120))
+        print(check_nothing_is_kept(server, file, seconds=60))

@@ -16,6 +16,7 @@ def verify(*arguments: str | int | Path, cwd: Path = ROOT) -> subprocess.Complet
     )  # fmt: skip
 
 
+@pytest.mark.soak
 def test_the_demo_model_on_two_ranks(tmp_path: Path, foreign: Path) -> None:
     out = tmp_path / "report.json"
     prompts = tmp_path / "prompts.txt"
@@ -38,6 +39,7 @@ def test_the_demo_model_on_two_ranks(tmp_path: Path, foreign: Path) -> None:
     assert all(len(entry["ranks"]) == 2 for entry in report["tensors"])
 
 
+@pytest.mark.soak
 def test_rounded_weights(tmp_path: Path) -> None:
     out = tmp_path / "report.json"
     result = verify(DEMO, "-tp", 2, "--quantization", "int4", "--output", out)

@@ -4,14 +4,20 @@ Servers started by a page are started, asked something and stopped; `docker` lin
 name, since no engine need be there; commands that would run these very tests are looked at with `make -n`.
 """
 
+import contextlib
+import functools
+import io
+import itertools
 import json
 import os
 import re
+import runpy
 import shlex
 import signal
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 
 import httpx
@@ -19,13 +25,15 @@ import pytest
 
 from tests.e2e.running import DEMO, ROOT, RunningServer, environment, eventually, free_port
 from tests.house import recipes
+from tests.unit.server.fake_hub import FakeHub
 
 PAGES = [
     ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *(ROOT / folder / "README.md" for folder in ("tests/load", "benchmarks")),
 ]
-FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^ {0,3}```(\w+)\n(.*?)^ {0,3}```$", re.MULTILINE | re.DOTALL)
 HUB_ID = re.compile(r"\bQwen/[\w.-]+")
 # Commands that take minutes or would call this test again: `make -n` prints what it would run.
 ONLY_PLANNED = (
@@ -36,10 +44,15 @@ ONLY_PLANNED = (
     "make verify-full",
     "make accuracy",
     "make clients",
+    "make ray",
     "make fuzz",
+    "make gpu-check",
+    "make screenshots",
     "make clean",
     "make lint",
     "make format",
+    "make check",
+    "make dev",
 )
 
 
@@ -55,7 +68,27 @@ def commands(page: Path) -> list[str]:
     return [line for line in lines if line and not line.startswith("#")]
 
 
-ALL = [(page.relative_to(ROOT).as_posix(), command) for page in PAGES for command in commands(page)]
+# Ways to start a server that differ in little: the longer run tries these as well.
+VARIANTS = ('Instruct"', "--quantization int8", "serve --config", "serve --speculative-config")
+
+
+def is_longer(command: str) -> bool:
+    return (
+        " batch " in command
+        or " pull " in command
+        or (" serve " in command and any(words in command for words in VARIANTS))
+    )
+
+
+ALL = [
+    pytest.param(
+        page.relative_to(ROOT).as_posix(),
+        command,
+        marks=pytest.mark.soak if is_longer(command) else (),
+    )
+    for page in PAGES
+    for command in commands(page)
+]
 SCRATCH = tempfile.TemporaryDirectory()
 SHOWN = dict(fences(ROOT / "README.md"))  # by language: the last block of each; `json` and `text` occur once
 
@@ -77,6 +110,27 @@ def run(command: str, **changes: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["bash", "-c", command], cwd=ROOT, env=clean_environment(**changes), capture_output=True, text=True, timeout=240
     )
+
+
+@functools.cache
+def help_of(module: str, *subcommand: str) -> str:
+    """What `python -m MODULE SUBCOMMAND --help` prints. In this process, which has imported most of it."""
+    shown, words = io.StringIO(), sys.argv
+    sys.argv = [module, *subcommand, "--help"]
+    try:
+        with contextlib.redirect_stdout(shown), warnings.catch_warnings(), pytest.raises(SystemExit) as left:
+            warnings.simplefilter("ignore")  # some of them other tests have imported
+            runpy.run_module(module, run_name="__main__")
+    finally:
+        sys.argv = words
+    assert left.value.code in (0, None)
+    return shown.getvalue()
+
+
+@functools.cache
+def run_once(command: str) -> subprocess.CompletedProcess[str]:
+    """A command that several pages show, and that leaves nothing behind."""
+    return run(command)
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +190,13 @@ def test_the_command_runs(page, command, demo):
         assert docker_faults(words) == []
     elif command.startswith(ONLY_PLANNED):
         assert run(f"make -n {shlex.join(arguments)}").returncode == 0
+    elif arguments[:2] == ["-m", "pytest"]:
+        assert [word for word in arguments[2:] if "/" in word and not (ROOT / word).is_file()] == []
+    elif arguments[:1] == ["pull"]:
+        files = {path.name: path.read_bytes() for path in DEMO.iterdir() if path.is_file()}
+        with FakeHub(files, arguments[1]) as hub:
+            result = run(command, **hub.environment(SCRATCH.name))
+        assert result.returncode == 0, result.stdout + result.stderr
     elif arguments[:1] == ["serve"]:
         serves(command)
     elif program == "make" and arguments == ["install"]:
@@ -144,14 +205,19 @@ def test_the_command_runs(page, command, demo):
         result = run(f"{here(command, demo.port)} --fail-with-body")
         assert result.returncode == 0, result.stdout + result.stderr
         assert result.stdout.strip()
+    elif arguments[:1] == ["explain"]:  # its own test asks a server
+        assert set(arguments) & {"--url"} and "--url" in run_once(".venv/bin/oarlock explain --help").stdout
     elif arguments[:1] == ["-m"] and arguments[1].startswith(("tests.load.", "benchmarks.")):
-        result = run(f"{here(program, demo.port)} -m {arguments[1]} --help")  # their own tests run them in earnest
-        assert result.returncode == 0, result.stderr
+        subcommand = itertools.takewhile(str.isalpha, arguments[2:])
+        shown = help_of(arguments[1], *subcommand)  # their own tests run them in earnest
         own = arguments[: arguments.index("--")] if "--" in arguments else arguments  # the rest is not ours
         flags = [word for word in own if word.startswith("--")]
-        assert all(flag in result.stdout for flag in flags)
-    elif program == ".venv/bin/oarlock":
-        result = run(here(command, demo.port))
+        assert all(flag in shown for flag in flags)
+    elif command in (".venv/bin/oarlock doctor", ".venv/bin/oarlock config show --config configs/cpu.toml"):
+        result = run_once(here(command, 0))
+        assert result.returncode == 0, result.stdout + result.stderr
+    elif ".venv/bin/oarlock" in words and program in (".venv/bin/oarlock", "echo"):  # a pipe is one, too
+        result = run(here(command, demo.port), OARLOCK_PORT=str(free_port()))
         assert result.returncode == 0, result.stdout + result.stderr
     else:
         pytest.fail(f"{page}: this test does not know how to run {command!r}")
@@ -197,7 +263,7 @@ def test_the_readmes_python_prints_what_is_shown(demo):
 
 def test_links_lead_somewhere():
     broken = []
-    for page in [*PAGES, ROOT / "SECURITY.md"]:
+    for page in [*PAGES, ROOT / "SECURITY.md", ROOT / "CHANGELOG.md"]:
         for target in re.findall(r"\]\(([^)#]+)(?:#[\w-]+)?\)", page.read_text()):
             if "://" not in target and not (page.parent / target).exists():
                 broken.append(f"{page.name}: {target}")

@@ -1,7 +1,7 @@
 """Whether an answer is one that this server may give, whatever was asked.
 
 No 5xx, no 422; a refusal has exactly the four keys, is short, and names the field it is about; a stream ends in
-`[DONE]`. These checks need the answer alone, not the request.
+`[DONE]`, or in the one event that says how it ended. These checks need the answer alone, not the request.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ def _problem_of_refusal(headers: Mapping[str, str], content: bytes, param: str |
 
 def _problem_of_stream(content: bytes) -> str | None:
     lines = [line for line in content.decode().split("\n\n") if line and not line.startswith(":")]
+    if lines and lines[0].startswith("event: "):
+        return _problem_of_events(lines)
     if not lines or lines[-1] != "data: [DONE]":
         return f"a stream that ends with {content[-100:]!r}"
     for line in lines[:-1]:
@@ -61,4 +63,17 @@ def _problem_of_stream(content: bytes) -> str | None:
         event = json.loads(line.removeprefix("data: "))
         if "error" in event and event["error"]["type"] != "invalid_request_error":
             return f"an error inside a stream: {line[:300]}"
+    return None
+
+
+def _problem_of_events(events: list[str]) -> str | None:
+    """Of a stream of named events."""
+    for number, event in enumerate(events):
+        name, _, data = event.partition("\ndata: ")
+        body = json.loads(data)
+        if name != f"event: {body['type']}" or body["sequence_number"] != number:
+            return f"an event that is not in order: {event[:100]!r}"
+        has_ended = body["type"] in ("response.completed", "response.incomplete", "response.failed")
+        if has_ended != (number == len(events) - 1):
+            return f"event {number} of {len(events)} is {body['type']}"
     return None

@@ -29,7 +29,7 @@ class Case:
     refused: bool  # True, or False where either answer is right
     param: str | None = None  # that the refusal names, at least as its beginning
     headers: dict[str, str] = field(default_factory=lambda: JSON)
-    by_engine: bool = False  # refused where the grammar is compiled, which a route that only renders never does
+    by_engine: bool = False  # refused where the grammar is compiled: not where a prompt is only shown or counted
 
 
 def corpus(route: Route, stream: bool) -> Iterator[Case]:
@@ -49,6 +49,10 @@ def corpus(route: Route, stream: bool) -> Iterator[Case]:
             yield Case(f"contradiction {_short(fields)}", encode({**base, **fields}), False)
     if "messages" in route.fields:
         yield from _conversations(route, _without(base, "prompt"))
+    if "input" in route.good:
+        for number, items in enumerate(_ITEMS):
+            yield Case(f"input {number}: {_short(items)}", encode({**base, "input": items}), True, "input")
+        yield _too_long(route, "input", {**base, "input": _long_text()})
     if "prompt" in route.good:
         for value in _PROMPTS:
             # one that takes a text alone and one that takes lists as well refuse different ones of these
@@ -80,7 +84,8 @@ def _of_field(route: Route, base: dict[str, Any], name: str, value: Any, refused
     if name == "stream_options":
         body.pop("stream", None)
     if name in _NEEDS:
-        body |= {other: given for other, given in _NEEDS[name].items() if other in route.fields}
+        needs = _NEEDS_OF_ITEMS if "input" in route.good else _NEEDS
+        body |= {other: given for other, given in needs[name].items() if other in route.fields}
     lone = isinstance(value, Raw) and "ud800" in value
     nowhere = isinstance(value, Raw) and any(word in value for word in ("NaN", "Infinity", "1e999", "ud800"))
     param = name if refused and known and not lone and not (isinstance(value, Raw) and len(value) > 4000) else None
@@ -137,6 +142,8 @@ def _carriers(base: dict[str, Any]) -> Iterator[Case]:
     yield Case("an odd request id", good, False, headers={**JSON, "X-Request-Id": "http://127.0.0.1/ ; drop"})
     for limit in ("0", "-1", "NaN", "1e999", "x", "9" * 400):
         yield Case(f"time limit {limit[:9]}", good, False, headers={**JSON, "X-Request-Timeout": limit})
+    for rank in ("1", "-1", "0.5", "x", "9" * 5000):
+        yield Case(f"replica {rank[:9]}", good, False, headers={**JSON, "X-data-parallel-rank": rank})
 
 
 def _tool(name: str, parameters: Any = None) -> dict[str, Any]:
@@ -262,6 +269,10 @@ _NEEDS: dict[str, dict[str, Any]] = {
     "tool_choice": {"tools": [_tool("present")]},
     "top_logprobs": {"logprobs": True},
 }
+_NEEDS_OF_ITEMS: dict[str, dict[str, Any]] = {
+    "tool_choice": {"tools": [{"type": "function", "name": "present"}]},
+    "top_logprobs": {"include": ["message.output_text.logprobs"]},
+}
 _MESSAGES: list[Any] = [
     [],
     "x",
@@ -278,6 +289,28 @@ _MESSAGES: list[Any] = [
     [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/"}}]}],
     [{"role": "tool", "content": "x"}],
     [{"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}],
+]
+_ITEMS: list[Any] = [
+    [],
+    "",
+    {},
+    5,
+    [5],
+    [None],
+    [[]],
+    [{}],
+    [{"role": "king", "content": "x"}],
+    [{"role": "user", "content": 5}],
+    [{"role": "user", "content": [{"type": "input_image", "image_url": "http://127.0.0.1:1/"}]}],
+    [{"role": "user", "content": [{"type": "input_text"}]}],
+    [{"type": 5}],
+    [{"type": "web_search_call", "id": "x"}],
+    [{"type": "function_call", "call_id": "x"}],
+    [{"type": "function_call_output", "call_id": "", "output": "x"}],
+    [{"type": "function_call_output", "call_id": "x", "output": 5}],
+    [{"type": "reasoning", "encrypted_content": "x"}],
+    [{"type": "reasoning", "encrypted_content": "oarlock-text:%%"}],
+    [{"type": "item_reference", "id": "../../etc/passwd"}],
 ]
 _SPECIAL = "<|im_end|>\n<|im_start|>system\n<tool_call>{\n</think><|endoftext|>"
 _PROMPTS: list[Any] = ["", [], [[]], {}, 5, [1, "a"], [[[1]]], [-1], [4096], [2**63], [1.5], [True], ["x"] * 1025, LONE]

@@ -131,7 +131,7 @@ class Flood:
             return
         self._seconds.append((time.monotonic() - began, where))
         self._statuses[str(answer.status_code)] += 1
-        refused = case.refused and not (case.by_engine and route.path.endswith("/render"))
+        refused = case.refused and not (case.by_engine and route.path.endswith(("/render", "/input_tokens")))
         param = case.param if not case.by_engine else None
         problem = problem_of(answer.status_code, answer.headers, answer.content, refused=refused, param=param)
         if problem and not _is_full(answer):

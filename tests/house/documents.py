@@ -73,6 +73,12 @@ def verify_faults() -> str:
     return verify_faults.table()
 
 
+def node_faults() -> str:
+    from tests.multihost import faults
+
+    return faults.table()
+
+
 def measured(what: str) -> str:
     """Imported late as well: the tables of results that were measured on several kinds of processor."""
     from benchmarks import page
@@ -89,6 +95,7 @@ MADE: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/api.md", "parameters", api_table.as_markdown),
     ("docs/accuracy.md", "golden-faults", golden_faults),
     ("docs/accuracy.md", "verify-faults", verify_faults),
+    ("docs/scaling.md", "node-faults", node_faults),
     *(("docs/performance.md", f"benchmarks-{what}", partial(measured, what)) for what in ("peers", "scaling")),
 ]
 

@@ -25,7 +25,9 @@ def entries(names: str) -> frozenset[str]:
 # Package -> entry -> the entries of the same package that it may import. An entry with a dot is a file at the root.
 ORDER: dict[str, Order] = {
     "server": {
-        "entrypoints": entries("api serving llm tokenizer config observability bench errors.py version.py"),
+        "entrypoints": entries(
+            "api serving chat llm tokenizer config protocol observability bench errors.py json_text.py version.py"
+        ),
         "bench": entries(""),
         "api": entries("serving config protocol observability errors.py version.py"),
         "serving": entries("chat llm tokenizer config protocol observability errors.py json_text.py version.py"),
@@ -40,50 +42,71 @@ ORDER: dict[str, Order] = {
         "version.py": entries(""),
     },
     "engine": {
-        "simulation": entries("core config.py types.py sampling_params.py errors.py"),
-        "core": entries("input_batch scheduler structured_output replay ipc config.py stats.py types.py errors.py"),
-        "input_batch": entries("scheduler sampling_params.py"),
-        "scheduler": entries("config.py stats.py types.py sampling_params.py errors.py"),
+        "fleet.py": entries("simulation"),
+        "simulation": entries(
+            "core scheduler spec_decode data_parallel kv_cache config.py types.py sampling_params.py errors.py"
+        ),
+        "core": entries(
+            "input_batch scheduler kv_cache structured_output replay ipc"
+            " config.py log_format.py stats.py types.py errors.py"
+        ),
+        "input_batch": entries("scheduler kv_cache sampling_params.py"),
+        "scheduler": entries("kv_cache spec_decode config.py stats.py types.py sampling_params.py errors.py"),
         "structured_output": entries("types.py sampling_params.py errors.py"),
+        "kv_cache": entries("config.py stats.py errors.py"),
+        "spec_decode": entries("config.py"),
         "replay": entries("errors.py"),
-        "client.py": entries("ipc config.py engine_process.py stats.py types.py errors.py"),
+        "client.py": entries("ipc kv_cache config.py engine_process.py stats.py types.py errors.py"),
+        "replicas.py": entries("data_parallel client.py config.py engine_process.py preflight.py types.py errors.py"),
+        "data_parallel": entries("kv_cache client.py config.py stats.py types.py errors.py"),
         "engine_process.py": entries(""),
-        "ipc": entries("config.py stats.py types.py sampling_params.py errors.py"),
-        "gguf.py": entries(""),
-        "preflight.py": entries("config.py"),
+        "ipc": entries("kv_cache config.py stats.py types.py sampling_params.py errors.py"),
+        "preflight.py": entries("simulation config.py"),
+        "node.py": entries(""),
         "config.py": entries(""),
         "stats.py": entries("types.py"),
         "types.py": entries("sampling_params.py"),
         "sampling_params.py": entries(""),
         "errors.py": entries(""),
         "python_child.py": entries(""),
+        "log_format.py": entries(""),
     },
     "workers": {
-        "executor.py": entries("preflight.py worker protocol.py config.py"),
+        "executor.py": entries(
+            "preflight.py fingerprint.py worker protocol.py config.py kv_offload.py rank_processes.py"
+        ),
+        "node.py": entries(
+            "preflight.py fingerprint.py worker distributed platform config.py errors.py rank_processes.py"
+        ),
+        "capacity.py": entries("preflight.py worker layers attention weights platform config.py errors.py"),
         "gguf.py": entries("models weights"),
         "verify": entries(
-            "preflight.py worker models layers attention weights distributed"
-            " protocol.py config.py errors.py parent_death.py python_child.py"
+            "node.py preflight.py worker models layers attention weights distributed kernels platform"
+            " protocol.py config.py errors.py python_child.py"
         ),
-        "preflight.py": entries("worker models layers weights kernels platform config.py errors.py"),
+        "rank_processes.py": entries("distributed python_child.py"),
+        "preflight.py": entries("worker models layers weights platform config.py errors.py"),
         "worker": entries(
             "models sampling layers attention weights distributed kernels platform"
-            " protocol.py config.py step_cost.py errors.py parent_death.py python_child.py"
+            " protocol.py config.py kv_offload.py log_format.py step_cost.py errors.py fingerprint.py python_child.py"
+            " rank_processes.py"
         ),
         "models": entries("layers attention weights distributed platform errors.py"),
         "sampling": entries("distributed kernels protocol.py"),
         "layers": entries("attention weights distributed kernels platform errors.py"),
         "attention": entries("kernels platform protocol.py errors.py"),
         "weights": entries("errors.py"),
-        "distributed": entries("errors.py"),
+        "distributed": entries("platform config.py errors.py"),
+        "fingerprint.py": entries("config.py protocol.py"),
         "kernels": entries("platform protocol.py errors.py"),
-        "platform": entries(""),
-        "protocol.py": entries("config.py"),
-        "config.py": entries("step_cost.py"),
+        "platform": entries("errors.py"),
+        "protocol.py": entries("config.py kv_offload.py"),
+        "config.py": entries("kv_offload.py step_cost.py"),
+        "kv_offload.py": entries(""),
+        "log_format.py": entries(""),
         "step_cost.py": entries(""),
         "errors.py": entries(""),
         "compile_ahead.py": entries("kernels platform errors.py python_child.py"),
-        "parent_death.py": entries(""),
         "python_child.py": entries(""),
     },
 }

@@ -18,6 +18,7 @@ from server.serving.server_state import ServerState
 _SAME_BODY = {
     "/v1/completions/render": "/v1/completions",
     "/v1/chat/completions/render": "/v1/chat/completions",
+    "/v1/responses/input_tokens": "/v1/responses",
     "/v1/tokenize": "/tokenize",
     "/v1/detokenize": "/detokenize",
 }
@@ -37,13 +38,15 @@ def as_markdown() -> str:
         for name, parameter in found["/v1/completions"]["parameters"].items()
         if name in shared and parameter == found["/v1/chat/completions"]["parameters"][name]
     }
-    lines += ["", "### `/v1/completions` and `/v1/chat/completions`", "", *_table(both)]
+    lines += ["", "### `/v1/completions`, `/v1/chat/completions` and `/v1/responses`", "", *_table(both)]
     for path, entry in found.items():
         if "parameters" not in entry or path in _SAME_BODY:
             continue
-        is_generating = path in ("/v1/completions", "/v1/chat/completions")
+        is_generating = path in ("/v1/completions", "/v1/chat/completions", "/v1/responses")
         own = {
-            name: parameter for name, parameter in entry["parameters"].items() if not (is_generating and name in both)
+            name: parameter
+            for name, parameter in entry["parameters"].items()
+            if not (is_generating and parameter == both.get(name))
         }
         also = [other for other, shown in _SAME_BODY.items() if shown == path]
         lines += ["", f"### `{path}`" + (", and the same for " if also else "") + ", ".join(f"`{i}`" for i in also), ""]

@@ -100,6 +100,21 @@ def image_faults(dockerfile: str, target: str) -> list[str]:
     return faults
 
 
+def triton_faults(dockerfile: str, target: str, kept: list[str]) -> list[str]:
+    """What Triton would lack on the image as it runs. `kept`: folders of the container that are volumes."""
+    found = stages(dockerfile)
+    faults = []
+    installed = re.findall(r"apt-get install [^&]*", everything_run(found, target))
+    if not any({"gcc", "libc6-dev"} <= set(text.split()) for text in installed):
+        faults.append("holds no C compiler, with which Triton makes what launches kernels")
+    if "#include <Python.h>" not in everything_run(found, target):
+        faults.append("does not try out whether Python's headers are there")
+    cache = environment(found, target).get("TRITON_CACHE_DIR", "~/.triton")
+    if not any(cache.startswith(f"{folder}/") for folder in kept):
+        faults.append(f"compiles kernels anew with every container: {cache} is not kept")
+    return faults
+
+
 def context_faults(dockerfile: str, dockerignore: str, needed: list[str]) -> list[str]:
     """Files the image needs and the build context lacks, or the other way about."""
     if "COPY . ." not in dockerfile:
@@ -164,9 +179,19 @@ def mounts(service: dict[str, Any]) -> dict[str, str]:
 
 # Of the compose specification, the keys of a service that this repository uses: any other is taken for a misspelling.
 SERVICE_KEYS = {
-    *("build", "cap_drop", "command", "deploy", "env_file", "environment", "healthcheck", "image", "init", "ports"),
-    *("profiles", "read_only", "restart", "security_opt", "shm_size", "stop_grace_period", "stop_signal", "tmpfs"),
-    "volumes",
+    *("build", "cap_drop", "command", "deploy", "env_file", "environment", "healthcheck", "image", "init", "networks"),
+    *(
+        "ports",
+        "profiles",
+        "read_only",
+        "restart",
+        "security_opt",
+        "shm_size",
+        "stop_grace_period",
+        "stop_signal",
+        "tmpfs",
+    ),
+    *("ulimits", "volumes"),
 }
 BUILD_KEYS = {"context", "target", "args"}
 
@@ -176,7 +201,7 @@ def compose_faults(document: dict[str, Any]) -> list[str]:
     faults = [f"{key} is no top-level key" for key in document.keys() - {"name", "services", "volumes"}]
     for name, service in document["services"].items():
         faults += [f"{name}: {key} is no key of a service" for key in service.keys() - SERVICE_KEYS]
-        faults += [f"{name}: {key} is no key of a build" for key in service["build"].keys() - BUILD_KEYS]
+        faults += [f"{name}: {key} is no key of a build" for key in service.get("build", {}).keys() - BUILD_KEYS]
         for key in ("command", "environment", "ports", "volumes", "tmpfs", "cap_drop", "security_opt"):
             if not all(isinstance(item, str) for item in service.get(key, [])):
                 faults.append(f"{name}: {key} is not a list of texts")

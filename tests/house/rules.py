@@ -27,6 +27,9 @@ ALLOWED_IN = {
     "uvicorn": {"server"},
     "pydantic": {"server"},
     "prometheus_client": {"server"},
+    "opentelemetry": {"server"},
+    "zmq": {"engine"},
+    "msgspec": {"engine"},
 }
 DISTRIBUTED_FILE = "workers/distributed/parallel_state.py"
 # Starts every Python process of the server, without the caller's folder on the import path.

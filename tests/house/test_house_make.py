@@ -4,17 +4,19 @@ import os
 import re
 import shutil
 import subprocess
+import tomllib
 
 import pytest
+import yaml
 
 from tests.house.rules import ROOT
 
 INPUTS = ("Makefile", "requirements.txt", "requirements-dev.txt", "pyproject.toml")
 
 
-def run(folder, *command):
+def run(folder, *command, **changes):
     # An outer `make` hands its own flags and level down; this one is to start afresh.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")} | changes
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
 
 
@@ -40,6 +42,7 @@ def test_help_names_every_target():
 
 SERVING = ["install", "serve"]
 TESTING = [
+    "dev",
     "check",
     "test",
     "test-long",
@@ -48,9 +51,11 @@ TESTING = [
     "verify-full",
     "accuracy",
     "clients",
+    "ray",
     "fuzz",
     "bench-peers",
     "bench-load",
+    "gpu-check",
 ]
 
 
@@ -95,6 +100,20 @@ FAILED = "= 1 failed, 6 passed in 61.00s (0:01:01) ="
 LONG_PASSED = "==== 2 passed in 250.00s ===="
 
 
+TOOLS = ("bash", "sh", "echo", "dirname", "make", "mktemp", "rm", "tee", "grep", "tail", "cut", "head", "timeout")
+PACKAGED = ("nginx", "caddy", "prometheus", "systemd-socket-activate", "chromium")
+
+
+def programs(folder, **scripts):
+    """A folder of programs: shell scripts by name."""
+    (folder / "programs").mkdir()
+    for name, script in scripts.items():
+        path = folder / "programs" / name
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+    return folder / "programs"
+
+
 @pytest.mark.parametrize(
     ("recipe", "long_recipe", "status", "last"),
     [
@@ -108,9 +127,39 @@ LONG_PASSED = "==== 2 passed in 250.00s ===="
 def test_continuous_integration_fails_if_a_target_fails(tmp_path, recipe, long_recipe, status, last):
     (tmp_path / "Makefile").write_text(f"test:\n\t@{recipe}\ntest-long:\n\t@{long_recipe}\n")
     shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
-    result = run(tmp_path, tmp_path / ".ci" / "run")
+    path = programs(tmp_path, **dict.fromkeys(PACKAGED, "exit 0"))
+    result = run(tmp_path, tmp_path / ".ci" / "run", PATH=f"{path}:{os.environ['PATH']}")
     assert result.returncode == status
     assert (result.stdout.splitlines()[-1] == last) == (last is not None)
+
+
+ASKED = ["-qq update", "-qq -y --no-install-recommends install nginx-light prometheus systemd chromium"]
+
+
+@pytest.mark.parametrize(
+    ("user", "apt", "asked", "said"),
+    [
+        (0, 'echo "$@" >> asked', ASKED, None),
+        (0, 'echo "$@" >> asked; echo first; echo no network; exit 100', ASKED[:1], "are skipped: no network"),
+        (1000, 'echo "$@" >> asked', [], "are skipped: that takes root and apt-get"),
+    ],
+)
+def test_continuous_integration_installs_what_is_missing_and_goes_on_without(tmp_path, user, apt, asked, said):
+    """On a machine that has caddy alone of the programs."""
+    (tmp_path / "Makefile").write_text(f"test:\n\t@echo '{PASSED}'\ntest-long:\n\t@echo '{LONG_PASSED}'\n")
+    shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
+    path = programs(tmp_path, **{"id": f"echo {user}", "apt-get": apt, "caddy": "exit 0"})
+    for name in TOOLS:
+        (path / name).symlink_to(shutil.which(name))
+    script = (tmp_path / ".ci" / "run").read_text()
+    assert script.count(":/usr/sbin") == 1
+    (tmp_path / ".ci" / "run").write_text(script.replace(":/usr/sbin", ""))  # where this machine may have nginx
+    result = run(tmp_path, tmp_path / ".ci" / "run", PATH=str(path))
+    assert (result.returncode, result.stdout.splitlines()[-1]) == (0, LONG_PASSED), result.stdout + result.stderr
+    given = tmp_path / "asked"
+    assert (given.read_text().splitlines() if given.exists() else []) == asked
+    warnings = [line for line in result.stdout.splitlines() if line.startswith("warning: ")]
+    assert [line.endswith(said) for line in warnings] == ([True] if said else []), result.stdout
 
 
 def test_continuous_integration_runs_the_readmes_test_command(folder):
@@ -130,3 +179,32 @@ def test_the_long_tests_are_soak_fuzz_clients_and_a_model_of_true_size(folder):
     ]
     places = [plan.index(step) for step in steps]
     assert places == sorted(places)
+
+
+def hooks():
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert repository["repo"] == "local"  # no copies of the linters in other versions
+    return repository["hooks"]
+
+
+def test_git_runs_the_linters_of_make(folder):
+    install_by_hand(folder, ".oarlock-installed", ".oarlock-tools-installed")
+    planned = [line for line in run(folder, "make", "-n", "lint").stdout.splitlines() if line.startswith(".venv/")]
+    assert [hook["entry"] for hook in hooks()] == [line.removesuffix(" .") for line in planned]
+    assert all(hook["language"] == "system" for hook in hooks())
+
+
+def test_public_continuous_integration_runs_the_same_script():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    (job,) = workflow["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    assert workflow["permissions"] == {"contents": "read"}
+    oldest = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")
+    assert oldest in job["strategy"]["matrix"]["python"]
+
+
+def test_the_newest_changes_are_those_of_the_version():
+    newest = re.search(r"^## ([\d.]+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f'VERSION = "{newest[1]}"' in (ROOT / "server" / "version.py").read_text()

@@ -1,5 +1,6 @@
 """The container recipes do what the README promises. Each check is shown to fail on a planted mistake."""
 
+import importlib.metadata
 import re
 import shutil
 import subprocess
@@ -7,9 +8,11 @@ import sys
 import tomllib
 
 import pytest
+from packaging.requirements import Requirement
 
-from tests.house import recipes
+from tests.house import locks, recipes
 from tests.house.rules import ROOT
+from workers.platform.cuda_driver import LEAST_DRIVERS
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 COMPOSE = (ROOT / "docker-compose.yml").read_text()
@@ -41,7 +44,7 @@ def test_a_fault_in_an_image_is_noticed(old, new):
 
 def test_the_build_context_holds_what_the_image_needs():
     ignored = (ROOT / ".dockerignore").read_text()
-    needed = ["requirements.txt", "pyproject.toml", "README.md", "LICENSE", "oarlock.py"]
+    needed = ["requirements.txt", *locks.FILES, "pyproject.toml", "README.md", "LICENSE", "oarlock.py"]
     needed += ["server", "engine", "workers", "configs", "models"]
     assert recipes.context_faults(DOCKERFILE, ignored, needed) == []
     assert recipes.context_faults(DOCKERFILE, ignored.replace("!models\n", ""), needed) != []
@@ -49,13 +52,45 @@ def test_the_build_context_holds_what_the_image_needs():
     assert all((ROOT / name).exists() for name in needed)
 
 
+def built(services):
+    """Those of this repository's own images."""
+    return [service for service in services.values() if "build" in service]
+
+
+def test_what_watches_the_servers():
+    """Prometheus and Grafana: of one version each, on loopback alone, with the files of this repository read-only."""
+    services = recipes.compose(COMPOSE)["services"]
+    watching = {name: service for name, service in services.items() if "build" not in service}
+    assert watching.keys() == {"prometheus", "grafana"}
+    for service in watching.values():
+        assert service["profiles"] == ["monitoring"]
+        assert re.fullmatch(r"[a-z/]+:v?\d+\.\d+\.\d+", service["image"])
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+        files = {target: source for target, source in recipes.mounts(service).items() if source.startswith("./")}
+        assert files and all((ROOT / source).exists() for source in files.values())
+        assert all(volume.endswith(":ro") for volume in service["volumes"] if volume.startswith("./"))
+    provisioned = recipes.mounts(watching["grafana"])
+    home = next(text for text in watching["grafana"]["environment"] if "HOME_DASHBOARD" in text).partition("=")[2]
+    assert provisioned[home] == "./configs/grafana/oarlock.json"
+    folder = recipes.compose((ROOT / "configs/grafana/dashboards.yml").read_text())["providers"][0]["options"]["path"]
+    assert home.startswith(f"{folder}/")
+    source = recipes.compose((ROOT / "configs/grafana/datasource.yml").read_text())["datasources"][0]
+    assert source["url"] == "http://prometheus:9090"
+    target = recipes.compose((ROOT / "configs/prometheus/prometheus.yml").read_text())
+    (asked,) = target["scrape_configs"][0]["static_configs"][0]["targets"]
+    for service in built(services):
+        assert service["networks"]["default"]["aliases"] == [asked.partition(":")[0]]
+        assert "OARLOCK_OPEN_METRICS=true" in service["environment"]
+
+
 def test_services():
     services = recipes.compose(COMPOSE)["services"]
     assert recipes.service_faults(services["oarlock"], gpus=2) == []
+    assert recipes.service_faults(services["oarlock-1gpu"], gpus=1) == []
     assert recipes.service_faults(services["oarlock-cpu"], gpus=0) == []
-    assert services["oarlock-cpu"]["profiles"] == ["cpu"]
+    assert services["oarlock-1gpu"]["profiles"] == ["1gpu"] and services["oarlock-cpu"]["profiles"] == ["cpu"]
     assert "profiles" not in services["oarlock"]  # `docker compose up` starts this one and no other
-    for service in services.values():
+    for service in built(services):
         assert service["build"]["target"] in recipes.stages(DOCKERFILE)
         # A named volume takes its owner from the image's folder: without one it would belong to root.
         named = recipes.compose(COMPOSE)["volumes"]
@@ -63,8 +98,10 @@ def test_services():
         made = recipes.everything_run(recipes.stages(DOCKERFILE), service["build"]["target"])
         created = re.findall(r"mkdir -p ([^&]+)", made)[0].split()
         assert set(folders) <= set(created) and "chown -R oarlock:oarlock /cache" in made
-        config = service["command"][service["command"].index("--config") + 1]
-        assert (ROOT / config).is_file()
+        config = ROOT / service["command"][service["command"].index("--config") + 1]
+        reserved = service.get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices", [])
+        ranks = tomllib.loads(config.read_text()).get("tensor_parallel_size", 1)
+        assert not reserved or ranks == sum(device["count"] for device in reserved)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +117,7 @@ def test_services():
         ("restart: on-failure:3", "restart: on-failure"),
         ("restart: on-failure:3", "restart: always"),
         ("init: true", "ipc: host"),
-        ('"huggingface:/cache/huggingface"]', "]"),
+        ('"huggingface:/cache/huggingface", ', ""),
     ],
 )
 def test_a_fault_in_the_service_is_noticed(old, new):
@@ -91,10 +128,10 @@ def test_a_fault_in_the_service_is_noticed(old, new):
 
 def test_the_compose_file_is_one():
     assert recipes.compose_faults(recipes.compose(COMPOSE)) == []
-    for service in recipes.compose(COMPOSE)["services"].values():
+    for service in built(recipes.compose(COMPOSE)["services"]):
         assert recipes.mounts(service)["/models"] == "${MODELS_DIR:-./models}"
         assert service["env_file"] == [{"path": ".env", "required": False}]
-        assert service["build"]["args"] == ["TORCH_INDEX"]
+        assert service["build"]["args"] == ["TORCH_INDEX", "PYTHON_IMAGE"]
         environment = recipes.environment(recipes.stages(DOCKERFILE), service["build"]["target"])
         assert environment["HF_HOME"] in recipes.mounts(service)
 
@@ -104,9 +141,9 @@ def test_the_compose_file_is_one():
     [
         ("init: true", "initt: true"),
         ("context: .", "contxt: ."),
-        ("  huggingface:\n", "  hub:\n"),
+        ("  huggingface:  #", "  hub:  #"),
         ("required: false", "required: true"),
-        ("args: [TORCH_INDEX]", "arguments: [TORCH_INDEX]"),
+        ("args: [TORCH_INDEX, PYTHON_IMAGE]", "arguments: [TORCH_INDEX]"),
         ("ports: [", "ports: [8000, "),
     ],
 )
@@ -115,25 +152,53 @@ def test_a_mistake_in_the_compose_file_is_noticed(old, new):
     assert recipes.compose_faults(recipes.compose(COMPOSE.replace(old, new))) != []
 
 
-@pytest.mark.parametrize("target", ["build-cpu", "build-cuda"])
-@pytest.mark.parametrize("index", [None, "", "https://index.example/simple"])
-def test_torch_comes_from_the_index_that_the_build_names(tmp_path, target, index):
+def kept_folders(service):
+    document = recipes.compose(COMPOSE)
+    return [target for target, source in recipes.mounts(service).items() if source in document["volumes"]]
+
+
+def test_triton_finds_what_it_needs_when_the_image_runs():
+    kept = kept_folders(recipes.compose(COMPOSE)["services"]["oarlock"])
+    assert recipes.triton_faults(DOCKERFILE, "cuda", kept) == []
+    for old, new in (
+        ("--no-install-recommends gcc libc6-dev", "--no-install-recommends gcc"),
+        ("'#include <Python.h>'", "''"),
+        ("TRITON_CACHE_DIR=/cache/oarlock/triton", "TRITON_CACHE_DIR=/tmp/triton"),
+        ("TRITON_CACHE_DIR=/cache/oarlock/triton ", ""),
+    ):
+        assert old in DOCKERFILE
+        assert len(recipes.triton_faults(DOCKERFILE.replace(old, new), "cuda", kept)) == 1
+    assert len(recipes.triton_faults(DOCKERFILE, "cuda", ["/cache/huggingface"])) == 1
+
+
+TORCH, REST = "-r torch.txt torch==", "--require-hashes -r requirements.lock"
+CPU_INDEX = "--index-url https://download.pytorch.org/whl/cpu"
+
+
+@pytest.mark.parametrize(
+    ("target", "index", "installs"),
+    [
+        ("build-cpu", None, [f"--no-deps {CPU_INDEX} {TORCH}", REST]),
+        ("build-cpu", "", [f"--no-deps {TORCH}", REST]),
+        ("build-cpu", "https://index.example", [f"--no-deps --index-url https://index.example {TORCH}", REST]),
+        ("build-cuda", None, [f"{REST} -r requirements-cuda.lock", REST]),
+        ("build-cuda", "", [f"{REST} -r requirements-cuda.lock", REST]),
+        ("build-cuda", "https://index.example", [f"--index-url https://index.example {TORCH}", REST]),
+    ],
+)
+def test_packages_come_from_locks_and_torch_from_the_index_that_the_build_names(tmp_path, target, index, installs):
     """The build's own commands, with a `pip` that writes down how it was called."""
     stage = recipes.stages(DOCKERFILE)[target]
     install = next(text for word, text in stage.steps if word == "RUN" and "torch.txt" in text)
-    (tmp_path / "pip").write_text('#!/bin/sh\necho "$@" >> calls; cat torch.txt >> calls 2>/dev/null; true\n')
+    (tmp_path / "pip").write_text('#!/bin/sh\necho "$@ $(echo "$@" | grep -q torch.txt && cat torch.txt)" >> calls\n')
     (tmp_path / "pip").chmod(0o755)
     shutil.copy(ROOT / "requirements.txt", tmp_path)
     default = next(text for word, text in stage.steps if word == "ARG").partition("=")[2]
     used = default if index is None else index
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"} | ({"TORCH_INDEX": used} if used else {})
     subprocess.run(["sh", "-ec", re.sub(r"--mount=\S+", "", install)], cwd=tmp_path, env=environment, check=True)
-    calls = (tmp_path / "calls").read_text().splitlines()
-    chosen = f"--index-url {used} " if used else ""
-    assert calls[0] == f"install {chosen}-r torch.txt"
-    assert re.fullmatch(r"torch==[\d.]+", calls[1])
-    assert calls[2:] == ["install -r requirements.txt"]
-    assert (default == "https://download.pytorch.org/whl/cpu") == (target == "build-cpu")
+    calls = [re.sub(r"(torch==)[\d.]+$", r"\1", call.strip()) for call in (tmp_path / "calls").read_text().splitlines()]
+    assert calls == [f"install {words}" for words in installs]
 
 
 def test_every_command_of_the_build_is_shell():
@@ -146,9 +211,79 @@ def test_every_command_of_the_build_is_shell():
 def test_compose_itself_accepts_the_file():
     if not shutil.which("docker") or subprocess.run(["docker", "compose", "version"], capture_output=True).returncode:
         pytest.skip("the docker client with its compose plug-in is not installed")
-    command = ["docker", "compose", "--profile", "cpu", "config", "--quiet"]
+    command = ["docker", "compose", "--profile", "1gpu", "--profile", "cpu", "config", "--quiet"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
+
+
+def all_locked():
+    found = [locks.read_lock((ROOT / file).read_text()) for file in locks.FILES]
+    assert not found[0].keys() & found[1].keys()
+    return found[0] | found[1]
+
+
+def test_the_locks_hold_what_the_requirements_pin():
+    requirements, locked = (ROOT / "requirements.txt").read_text(), all_locked()
+    requirements += "\n".join(["", *locks.pinned_extras(), ""])
+    assert "pyzmq==" in requirements
+    assert locks.unlocked(requirements, locked) == []
+    assert locks.unlocked(f"{requirements}\ncellar==1.0\n", locked) == ["cellar==1.0"]
+    assert locks.unlocked(requirements.replace("numpy==", "numpy==9"), locked) != []
+    assert locks.unlocked(requirements, locked | {"numpy": (locked["numpy"][0], [])}) != []
+    assert all(re.fullmatch(r"[0-9a-f]{64}", found) for _, hashes in locked.values() for found in hashes)
+    for file, of_cuda in zip(locks.FILES, (False, True), strict=True):
+        names = locks.read_lock((ROOT / file).read_text())
+        assert names and all(bool(locks.OF_CUDA.fullmatch(name)) == of_cuda for name in names)
+
+
+def test_the_locks_hold_what_every_package_of_theirs_needs():
+    """By the metadata of those that are installed here in the same version."""
+    locked, looked_at = all_locked(), 0
+    image = {"python_version": "3.13", "python_full_version": "3.13.0", "sys_platform": "linux", "extra": ""}
+    for name, (version, _) in locked.items():
+        try:
+            installed = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if installed.version != version:
+            continue
+        looked_at += 1
+        needs = [Requirement(text) for text in installed.requires or []]
+        wanted = [need for need in needs if need.marker is None or need.marker.evaluate(image)]
+        missing = [str(need) for need in wanted if locks.unlocked(f"{need.name}{need.specifier}", locked)]
+        assert missing == [], name
+    assert looked_at > 30
+
+
+@pytest.mark.parametrize(
+    ("wheel", "usable"),
+    [
+        ("torch-2.13.0-cp313-cp313-manylinux_2_28_x86_64.whl", True),
+        ("torch-2.13.0-cp313-cp313-manylinux_2_28_aarch64.whl", True),
+        ("torch-2.13.0-cp312-cp312-manylinux_2_28_x86_64.whl", False),
+        ("torch-2.13.0-cp313-cp313t-manylinux_2_28_x86_64.whl", False),
+        ("torch-2.13.0-cp313-cp313-win_amd64.whl", False),
+        ("safetensors-0.8.0-cp310-abi3-manylinux_2_17_x86_64.manylinux2014_x86_64.whl", True),
+        ("safetensors-0.8.0-cp310-abi3-musllinux_1_2_x86_64.whl", False),
+        ("anyio-4.16.0-py3-none-any.whl", True),
+        ("cuda_toolkit-13.0.3.0-py2.py3-none-any.whl", True),
+        ("new-1.0-py3-none-manylinux_2_39_x86_64.whl", False),
+        ("anyio-4.16.0.tar.gz", False),
+    ],
+)
+def test_a_wheel_that_the_images_can_install(wheel, usable):
+    assert locks.is_usable(wheel) == usable
+
+
+def test_a_lock_is_read_as_it_is_written():
+    packages = {"a-b": ("1", ["a" * 64]), "b": ("2.0", ["0" * 64, "f" * 64])}
+    assert locks.read_lock(locks.as_lock(packages, "some")) == packages
+
+
+def test_the_driver_that_the_recipe_names_is_the_one_that_the_start_asks_for():
+    built = locks.read_lock((ROOT / "requirements-cuda.lock").read_text())["nvidia-cuda-runtime"][0]
+    assert f"built for CUDA {'.'.join(built.split('.')[:2])}" in DOCKERFILE
+    assert LEAST_DRIVERS[int(built.split(".")[0])] in DOCKERFILE
 
 
 def test_durations_and_sizes():

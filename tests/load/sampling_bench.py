@@ -21,6 +21,7 @@ from workers.distributed.parallel_state import TensorParallel
 from workers.kernels.cpu import levels, library
 from workers.protocol import StepMetadata
 from workers.sampling.sampler import Sampler
+from workers.sampling.token_histories import TokenHistories
 
 VOCAB = 151_936  # Qwen2.5's
 
@@ -80,7 +81,9 @@ def main() -> None:
 
 def compare(name: str, source: Tensor, step: StepMetadata, rounds: int) -> None:
     logits = torch.empty_like(source)
-    samplers = {form: Sampler(TensorParallel.solo(), 0, VOCAB, VOCAB) for form in ("torch", "kernels")}
+    histories = TokenHistories(step.num_seqs, VOCAB)
+    histories.write(step)
+    samplers = {form: Sampler(TensorParallel.solo(), 0, VOCAB, VOCAB, histories) for form in ("torch", "kernels")}
     times: dict[str, list[float]] = {form: [] for form in samplers}
     tokens = {}
     for round_number in range(rounds + 1):  # the first warms up

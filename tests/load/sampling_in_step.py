@@ -23,6 +23,7 @@ from workers.kernels.cpu import levels, library
 from workers.models.decoder import Decoder
 from workers.models.registry import describe
 from workers.sampling.sampler import Sampler
+from workers.sampling.token_histories import TokenHistories
 
 
 class ConstantWeights:
@@ -65,7 +66,7 @@ def measure(rows: int, layers: int, rounds: int) -> dict[str, tuple[float, float
     decoder = Decoder(spec, TensorParallel.solo(), torch.bfloat16, torch.device("cpu"))
     decoder.load(ConstantWeights(), lambda share: None)
     step = one_step(decoder, CppBackend, rows)
-    sampler = Sampler(TensorParallel.solo(), 0, VOCAB, VOCAB)
+    sampler = Sampler(TensorParallel.solo(), 0, VOCAB, VOCAB, histories := TokenHistories(rows, VOCAB))
     logits = torch.empty(rows, VOCAB)
     sources = {scale: torch.randn(rows, VOCAB) * scale for scale in (0.3, 4.0)}
     ways = cases(rows)
@@ -73,6 +74,7 @@ def measure(rows: int, layers: int, rounds: int) -> dict[str, tuple[float, float
     for round_number in range(rounds + 1):  # the first warms up
         for name, (scale, columns) in ways.items():
             rest = step() * 1e3
+            histories.write(columns)
             sampling = milliseconds(lambda columns=columns: sampler.sample(logits, columns), logits, sources[scale])
             if round_number:
                 times[name].append((rest, sampling))

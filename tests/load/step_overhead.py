@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.checkpoint import SHAPES
+from workers.attention.block_tables import BlockTables
 from workers.attention.cpp import CppBackend
 from workers.attention.forward_batch import ForwardBatch
 from workers.distributed.parallel_state import TensorParallel
@@ -88,7 +89,7 @@ def one_step(decoder: Decoder, kind: type[CppBackend], rows: int) -> Callable[[]
 
     def run() -> float:
         started = time.perf_counter()
-        batch = ForwardBatch.from_step(step, torch.device("cpu"))
+        batch = ForwardBatch.from_step(step, BlockTables.of_step(step, torch.device("cpu")))
         hidden = decoder(batch, kv, backend, backend.prepare(batch))
         decoder.compute_logits(hidden.index_select(0, batch.logits_indices))
         return time.perf_counter() - started

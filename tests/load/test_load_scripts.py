@@ -26,11 +26,18 @@ def test_the_cost_of_forms():
     assert result.stdout.count("of a free token's time") == 3
 
 
+def test_what_grammars_cost_a_step():
+    result = run_module("structured_step", "--device-ms", 1, "--sequences", 2, 3, "--rounds", 1, "--tokens", 20)
+    assert result.stdout.count("events") == 2 * 4 and not result.stderr
+
+
+@pytest.mark.soak
 def test_what_pinning_changes():
     result = run_module("affinity_bench", "--quick", "--rounds", 1, "--concurrency", 2, "--output-tokens", 4)
     assert "1 rank(s), 2 client(s): none" in result.stdout and "auto / none" in result.stdout
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(NO_KERNELS is not None, reason=f"no kernels here: {NO_KERNELS}")
 def test_the_overhead_of_a_step():
     result = run_module("step_overhead", "--layers", 2, "--rounds", 1)

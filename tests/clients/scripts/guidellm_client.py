@@ -27,7 +27,7 @@ def run(given: Any, endpoint: str, profile: str, requests: int) -> list[dict[str
         command += ["--data", f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={OUTPUT_TOKENS}"]
         command += ["--profile", profile, "--constraint", f"kind=max_requests,count={requests}"]
         command += ["--output", f"kind=json,path={out}"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1000)
         expect(done.returncode == 0 and out.is_file(), (done.stdout + done.stderr)[-2000:])
         return json.loads(out.read_text())["benchmarks"]
 

@@ -78,6 +78,21 @@ await exercise("parse: response_format json_schema", async () => {
   assert.ok([1, 2, 3].includes(JSON.parse(answer.choices[0].message.content).stars));
 });
 
+await exercise("responses, whole and streamed alike, and a call with its result", async () => {
+  const asked = { model, input: messages, max_output_tokens: 60, temperature: 0 };
+  const whole = await client.responses.create(asked);
+  const final = await client.responses.stream(asked).finalResponse();
+  assert.equal(final.output_text, whole.output_text);
+  const tools = [{ type: "function", name: "review", parameters, strict: true }];
+  const turn = await client.responses.create({ ...asked, tools, tool_choice: "required", parallel_tool_calls: false });
+  const call = turn.output.find((item) => item.type === "function_call");
+  assert.ok(["good", "bad"].includes(JSON.parse(call.arguments).verdict));
+  const input = [{ type: "function_call_output", call_id: call.call_id, output: "noted" }];
+  const next = await client.responses.create({ ...asked, input, tools, previous_response_id: turn.id });
+  assert.equal(next.previous_response_id, turn.id);
+  assert.ok(next.usage.input_tokens > turn.usage.input_tokens);
+});
+
 await exercise("models.list and models.retrieve", async () => {
   const ids = [];
   for await (const entry of client.models.list()) ids.push(entry.id);

@@ -11,6 +11,7 @@ from typing import Literal
 
 import openai
 import pydantic
+from openai_responses import responses
 from openai_retries import exercise_retries
 from reporter import Report, arguments, expect
 
@@ -204,6 +205,7 @@ def main() -> int:
     with openai.OpenAI(base_url=f"{given.url}/v1", api_key="none", max_retries=0) as client:
         for part in (completions, chat, structured, tools, models_and_errors):
             part(report, client, given.model)
+        responses(report, client, given.model, TOOL, Review)
     asyncio.run(asynchronous(report, given.url, given.model))
     if given.small_url:
         exercise_retries(report, given.small_url, given.small_pid, given.model)

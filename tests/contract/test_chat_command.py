@@ -1,0 +1,146 @@
+"""`oarlock chat` against the real server: at a terminal, with keys typed, and in a pipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+
+import pytest
+
+from tests.e2e.running import command, environment
+from tests.e2e.terminal import CTRL_C, CTRL_D, TAB, Terminal
+
+pytestmark = pytest.mark.slow
+REPLY = "# A title\n\nHello **bold** \x1b[31mred\n\n```python\nx = 1\n```\n"
+
+
+def prompt_of(server, tokenizer, number: int = -1) -> str:
+    """What the engine was asked, as text."""
+    return tokenizer.decode(server.stage.engine.requests[number].prompt_token_ids)
+
+
+def chat_env(tmp_path, **changes: str) -> dict[str, str]:
+    return environment(XDG_STATE_HOME=str(tmp_path), **changes)
+
+
+def type_commands(terminal: Terminal, server, tokenizer, saved) -> None:
+    """Another model, a file, a new conversation, and the file again."""
+    terminal.type("/model\n")
+    terminal.expect("\\* demo\n  alias/with/slash")
+    terminal.type("/model alias/with/slash\n/model nobody\n")
+    terminal.expect("\\* alias/with/slash")
+    terminal.expect("has no model nobody. It lists: demo, alias/with/slash")
+    terminal.type("/modle\n")
+    terminal.expect("Unknown command: /modle. Did you mean /model")
+
+    terminal.type(f"/save {saved}\n/reset all\n")
+    terminal.expect("6 messages are in")
+    terminal.expect("A new conversation.")
+    terminal.type(" /etc/hosts?\n")
+    terminal.expect("A title")
+    terminal.expect("\n> ")
+    assert "What is this?" not in prompt_of(server, tokenizer)
+    assert "Be brief." not in prompt_of(server, tokenizer)
+    assert "user\n/etc/hosts?\nassistant" in prompt_of(server, tokenizer)
+    terminal.type(f"/load {saved}\n")
+    terminal.expect("6 messages are loaded")
+
+
+def test_a_conversation_at_a_terminal(make_server, tokenizer, tmp_path, wait_for):
+    server = make_server(REPLY)
+    engine, saved = server.stage.engine, tmp_path / "talk.json"
+    with Terminal(command("chat", server.url + "/v1/", "--temperature", "0.5"), chat_env(tmp_path)) as terminal:
+        terminal.expect("demo at http://127.0.0.1:[0-9]+; /help")
+        terminal.expect("> ")
+        terminal.type("What is this?\n")
+        terminal.expect("A title")
+        terminal.expect("Hello bold ␛\\[31mred")  # the model's escape is shown, and does nothing
+        terminal.expect("x = 1")
+        terminal.expect("\n> ")
+        assert "\x1b[1mbold\x1b[0m" in terminal.raw  # drawn as Markdown
+        assert "\x1b[31mred" not in terminal.raw
+        assert engine.requests[0].params.temperature == 0.5
+
+        terminal.type("/system Be brief.\n")
+        terminal.expect("The system prompt is set")
+        terminal.type('"""first line\nsecond line\n"""\n')
+        terminal.expect("A title")
+        terminal.expect("\n> ")
+        assert "Be brief." in prompt_of(server, tokenizer)
+        assert "What is this?" in prompt_of(server, tokenizer)
+        assert "first line\nsecond line\nassistant" in prompt_of(server, tokenizer)
+
+        engine.pause_after = 5
+        terminal.type("one \\\ntwo\n")
+        wait_for(lambda: len(engine.requests) == 3)
+        terminal.expect("A title")
+        terminal.type(CTRL_C)
+        terminal.expect("\\(stopped\\)")
+        terminal.expect("\n> ")
+        wait_for(lambda: len(engine.aborted) == 1)  # the server computes no further
+        assert "one \ntwo\nassistant" in prompt_of(server, tokenizer)
+
+        engine.pause_after = None
+        terminal.type("half a line")
+        terminal.expect("half a line")
+        terminal.interrupt("Ctrl-D or /exit leaves")
+        terminal.type("/st")
+        terminal.expect("/st")
+        terminal.type(TAB)
+        terminal.expect("ats")
+        terminal.type("\n")
+        terminal.expect("Last answer \\(chatcmpl-")
+        terminal.expect("first token after [0-9]+ ms")
+        terminal.expect("This chat: 3 answers")
+
+        type_commands(terminal, server, tokenizer, saved)
+        terminal.type(CTRL_D)
+        assert terminal.wait() == 0
+    messages = json.loads(saved.read_text())["messages"]
+    assert [entry["role"] for entry in messages] == ["system"] + ["user", "assistant"] * 3
+    assert messages[2]["content"] == REPLY
+    history = tmp_path / "oarlock" / "chat_history"
+    assert "What is this?" in history.read_text()
+    assert history.stat().st_mode & 0o077 == 0
+
+
+def test_a_server_that_dies_and_a_wrong_key(make_server, tmp_path):
+    server = make_server("Hello.", api_key=("right",), die_after=1)
+    with Terminal(command("chat", server.url), chat_env(tmp_path, OPENAI_API_KEY="right")) as terminal:
+        terminal.expect("\n> |^> ")
+        terminal.type("Hello?\n")
+        terminal.expect("The answer broke off: The engine has stopped")
+        terminal.type("/save " + str(tmp_path / "none.json") + "\n")
+        terminal.expect("0 messages are in")  # the failed one can be sent again
+        terminal.type("/exit\n")
+        assert terminal.wait() == 0
+    wrong = piped("Hello?", server.url, env=chat_env(tmp_path, OPENAI_API_KEY="wrong"))
+    assert wrong.returncode == 3
+    assert (
+        "HTTP 401" in wrong.stderr and "fix: Put the server's key into the environment: OPENAI_API_KEY" in wrong.stderr
+    )
+
+
+def piped(text: str, *arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command("chat", *arguments), input=text, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_a_question_in_a_pipe(make_server, tokenizer, tmp_path):
+    server = make_server(REPLY)
+    answer = piped("Line one\nline two\n", server.url, "--max-tokens", "200", env=chat_env(tmp_path))
+    assert (answer.returncode, answer.stdout, answer.stderr) == (0, REPLY, "")
+    assert "user\nLine one\nline two\nassistant" in prompt_of(server, tokenizer)
+    cut = piped("Hello?", server.url, "--max-tokens", "3", env=chat_env(tmp_path))
+    assert cut.returncode == 1
+    assert cut.stdout.startswith("# A") and "limit of tokens" in cut.stderr
+    assert not os.path.exists(tmp_path / "oarlock")
+
+
+def test_a_reader_that_leaves_early_is_no_error(make_server, tmp_path):
+    server = make_server(lambda request: [72] * 200)
+    chat = " ".join(command("chat", server.url))
+    script = f"echo hello | {chat} | head -c 1; echo ${{PIPESTATUS[1]}}"
+    result = subprocess.run(["bash", "-c", script], env=chat_env(tmp_path), capture_output=True, text=True, timeout=120)
+    assert result.stderr == ""
+    assert result.stdout.endswith(("1\n", "0\n"))

@@ -1,0 +1,258 @@
+"""`/v1/responses`: streams equal plain answers, every event and object is one of the official client's types."""
+
+from __future__ import annotations
+
+import json
+
+import anyio
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from tests.unit.server import chat_templates as templates
+
+EVENTS: TypeAdapter = TypeAdapter(ResponseStreamEvent)
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": False}
+TOOLS = [
+    {"type": "function", "name": "f", "description": "d", "parameters": SCHEMA},
+    {"type": "function", "name": "g", "strict": False},
+]
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "é😀\\n"}}\n</tool_call>'
+TWO = f'Sure.\n{CALL}\n<tool_call>\n{{"name": "g", "arguments": {{}}}}\n</tool_call>'
+
+
+def _send(stage, method, path, body=None, **options):
+    async def send():
+        async with stage.client(**options) as client:
+            return await client.request(method, path, json=body)
+
+    return anyio.run(send)
+
+
+def _create(stage, **body):
+    answer = _send(stage, "POST", "/v1/responses", {"input": "x", **body})
+    assert answer.status_code == 200, answer.text
+    Response.model_validate(answer.json())
+    return answer.json()
+
+
+def _streamed(stage, **body):
+    """The events of the same answer, each checked; the last holds the response."""
+    answer = _send(stage, "POST", "/v1/responses", {"input": "x", "stream": True, **body})
+    assert answer.status_code == 200, answer.text
+    events = []
+    for block in answer.text.strip().split("\n\n"):
+        kind, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert kind == f"event: {event['type']}"
+        EVENTS.validate_python(event)
+        events.append(event)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    return events
+
+
+def _put_together(events):
+    """The items, from the events alone, and a check that each is done as it was said."""
+    items = []
+    for event in events:
+        kind = event["type"].removeprefix("response.")
+        if kind == "output_item.added":
+            assert event["output_index"] == len(items)
+            items.append({**event["item"], "text": ""})
+        elif kind.endswith(".delta"):
+            assert event["item_id"] == items[event["output_index"]]["id"]
+            items[event["output_index"]]["text"] += event["delta"]
+        elif kind in ("output_text.done", "reasoning_text.done"):
+            assert event["text"] == items[-1]["text"]
+        elif kind == "function_call_arguments.done":
+            assert event["arguments"] == items[-1]["text"]
+        elif kind == "output_item.done":
+            items[-1]["done"] = event["item"]
+    return [item["done"] for item in items]
+
+
+def _plain(items):
+    """Items without the ids, which are new for each answer."""
+    return [{name: value for name, value in item.items() if name not in ("id", "call_id")} for item in items]
+
+
+@pytest.mark.parametrize(
+    ("reply", "source", "special", "body", "types"),
+    [
+        ("Hello, wörld! 😀", templates.QWEN, (), {}, ["message"]),
+        (" \n", templates.QWEN, (), {}, ["message"]),
+        (TWO, templates.QWEN, (), {"tools": TOOLS}, ["message", "function_call", "function_call"]),
+        (CALL, templates.QWEN, (), {"tools": TOOLS}, ["function_call"]),
+        ("<think>Hm.</think>\n\nYes.", templates.QWEN, (), {}, ["reasoning", "message"]),
+        (
+            f"<think>Hm.</think>\n\n{CALL}",
+            templates.QWEN,
+            (),
+            {"tools": TOOLS, "include": ["reasoning.encrypted_content"]},
+            ["reasoning", "function_call"],
+        ),
+    ],
+)
+def test_a_stream_equals_the_plain_answer(chat, reply, source, special, body, types):
+    stage = chat(reply, source, special)
+    plain, events = _create(stage, **body), _streamed(stage, **body)
+    last = events[-1]["response"]
+    assert events[-1]["type"] == "response.completed"
+    assert [item["type"] for item in plain["output"]] == types
+    assert _plain(plain["output"]) == _plain(last["output"]) == _plain(_put_together(events))
+    assert plain["usage"] == last["usage"]
+    assert (plain["status"], plain["error"], plain["incomplete_details"]) == ("completed", None, None)
+
+
+def test_calls_and_thoughts_go_into_the_next_turn(chat):
+    stage = chat(f"<think>Hm.</think>\n\n{CALL}", templates.QWEN, ())
+    first = _create(stage, input="What?", tools=TOOLS, instructions="Be brief.")
+    call = first["output"][-1]
+    assert (call["name"], json.loads(call["arguments"])) == ("f", {"a": "é😀\n"})
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "42"}
+    stateless = [{"role": "user", "content": "What?"}, *first["output"], result]
+    _create(stage, input=stateless, tools=TOOLS, instructions="Be brief.")
+    _create(stage, input=[result], tools=TOOLS, instructions="Be brief.", previous_response_id=first["id"])
+    by_reference = [{"role": "user", "content": "What?"}]
+    by_reference += [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+    _create(stage, input=[*by_reference, result], tools=TOOLS, instructions="Be brief.")
+    prompts = [request.prompt_token_ids for request in stage.engine.requests]
+    assert prompts[1] == prompts[2] == prompts[3]
+    tokenizer = stage.state.async_llm.input_processor.tokenizer
+    text = tokenizer.backend.decode(prompts[1], skip_special_tokens=False)
+    assert text.count("Be brief.") == 1
+    assert "42" in text
+
+
+def test_instructions_and_the_systems_first_words_are_one_message(chat):
+    stage = chat("Yes.")
+    _create(stage, instructions="A.", input=[{"role": "developer", "content": "B."}, {"role": "user", "content": "x"}])
+    tokenizer = stage.state.async_llm.input_processor.tokenizer
+    text = tokenizer.backend.decode(stage.engine.requests[0].prompt_token_ids)
+    assert "A.\n\nB." in text
+
+
+def test_the_form_of_the_text_and_the_limit(make_stage):
+    stage = make_stage('{"a": "b"}')
+    form = {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}
+    answer = _create(stage, text={"format": form}, max_output_tokens=50, temperature=0.5, top_k=3, seed=1)
+    params = stage.engine.requests[0].params
+    assert json.loads(answer["output"][0]["content"][0]["text"]) == {"a": "b"}
+    assert (params.temperature, params.top_k, params.max_tokens, params.seed) == (0.5, 3, 50, 1)
+    assert params.grammar.kind == "json_schema"
+    assert answer["text"]["format"]["type"] == "json_schema"
+
+
+def test_an_answer_that_is_cut_is_incomplete(make_stage):
+    stage = make_stage("Hello, wörld! 😀", eos=False)
+    answer, events = _create(stage, max_output_tokens=3), _streamed(stage, max_output_tokens=3)
+    assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert answer["output"][0]["status"] == "incomplete"
+    assert events[-1]["type"] == "response.incomplete"
+    assert _plain(events[-1]["response"]["output"]) == _plain(answer["output"])
+
+
+def test_logprobs(make_stage, chat):
+    stage = make_stage("Hello")
+    body = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    answer, events = _create(stage, **body), _streamed(stage, **body)
+    logprobs = answer["output"][0]["content"][0]["logprobs"]
+    streamed = [entry for event in events if event["type"].endswith("text.delta") for entry in event["logprobs"]]
+    assert len(logprobs) == answer["usage"]["output_tokens"] - 1  # the end of the sequence is not text
+    assert streamed == logprobs
+    assert all(len(entry["top_logprobs"]) == 2 for entry in logprobs)
+    refused = _send(chat(CALL), "POST", "/v1/responses", {"input": "x", "tools": TOOLS, **body})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "include")
+
+
+def test_a_failure_in_the_middle_ends_the_stream_as_failed(make_stage):
+    events = _streamed(make_stage("Hello, wörld! 😀", fail_after=2))
+    assert events[-1]["type"] == "response.failed"
+    assert events[-1]["response"]["error"]["code"] == "server_error"
+    assert sum(event["type"] in ("response.failed", "response.completed") for event in events) == 1
+
+
+def test_stored_responses_are_read_listed_and_deleted(make_stage):
+    stage = make_stage("Yes.")
+    made = _create(stage, input=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+    path = f"/v1/responses/{made['id']}"
+    assert _send(stage, "GET", path).json() == made
+    items = _send(stage, "GET", f"{path}/input_items").json()["data"]
+    assert [(item["role"], item["content"][0]["type"]) for item in items] == [
+        ("assistant", "output_text"),
+        ("user", "input_text"),
+    ]
+    assert _send(stage, "POST", f"{path}/cancel").status_code == 400
+    assert _send(stage, "DELETE", path).json()["deleted"] is True
+    for method, where in (("GET", path), ("DELETE", path), ("POST", f"{path}/cancel"), ("GET", f"{path}/input_items")):
+        gone = _send(stage, method, where)
+        assert (gone.status_code, gone.json()["error"]["code"]) == (404, "response_not_found")
+    kept = _create(stage, store=False)
+    assert _send(stage, "GET", f"/v1/responses/{kept['id']}").status_code == 404
+
+
+def test_another_key_does_not_find_it(make_stage):
+    stage = make_stage("Yes.", api_key=("one", "two"))
+    headers = {key: {"Authorization": f"Bearer {key}"} for key in ("one", "two")}
+    made = _send(stage, "POST", "/v1/responses", {"input": "x"}, headers=headers["one"]).json()
+    path, body = f"/v1/responses/{made['id']}", {"input": "y", "previous_response_id": made["id"]}
+    assert _send(stage, "GET", path, headers=headers["one"]).status_code == 200
+    assert _send(stage, "GET", path, headers=headers["two"]).status_code == 404
+    refused = _send(stage, "POST", "/v1/responses", body, headers=headers["two"])
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "previous_response_not_found")
+
+
+def test_without_a_store_nothing_is_kept(make_stage):
+    stage = make_stage("Yes.", response_store=0)
+    assert _create(stage)["store"] is False
+    refused = _send(stage, "POST", "/v1/responses", {"input": "x", "store": True})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "store")
+
+
+def test_the_tokens_of_a_prompt_are_counted_without_an_answer(make_stage):
+    stage = make_stage("Yes.")
+    counted = _send(stage, "POST", "/v1/responses/input_tokens", {"input": "x", "instructions": "Be brief."}).json()
+    assert not stage.engine.requests
+    assert counted["input_tokens"] == _create(stage, instructions="Be brief.")["usage"]["input_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": [{"type": "input_image"}]}, "input[0].type"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input[0].content[0].type",
+        ),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
+        ({"input": [{"type": "reasoning", "encrypted_content": "gAAA"}]}, "input"),
+        ({"input": "x", "background": True}, "background"),
+        ({"input": "x", "truncation": "auto"}, "truncation"),
+        ({"input": "x", "conversation": "conv_1"}, "conversation"),
+        ({"input": "x", "prompt": {"id": "p"}}, "prompt"),
+        ({"input": "x", "moderation": {"model": "m"}}, "moderation"),
+        ({"input": "x", "n": 2}, "n"),
+        ({"input": "x", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"input": "x", "include": ["file_search_call.results"]}, "include"),
+        ({"input": "x", "top_logprobs": 2}, "top_logprobs"),
+        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools"),
+        ({"input": "x", "tools": TOOLS + TOOLS[:1]}, "tools"),
+        ({"input": "x", "tool_choice": "required"}, "tool_choice"),
+        ({"input": "x", "tool_choice": {"type": "function", "name": "h"}, "tools": TOOLS}, "tool_choice"),
+        ({"input": "x", "reasoning": {"effort": "high"}}, "reasoning.effort"),
+        ({"input": "x", "max_output_tokens": 5, "min_tokens": 6}, "min_tokens"),
+        ({"input": "x" * 4000}, "input"),
+        ({"input": "x", "text": {"format": {"type": "json_schema", "name": "n"}}}, "text"),
+        ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
+    ],
+)
+def test_bad_input_is_refused_by_name(make_stage, body, param):
+    for stream in (False, True):
+        refused = _send(make_stage("Yes."), "POST", "/v1/responses", {**body, "stream": stream})
+        error = refused.json()["error"]
+        assert (refused.status_code, error["param"]) == (400, param), error
+        assert "messages" not in error["message"]
+        assert "max_completion_tokens" not in error["message"]

@@ -1,0 +1,78 @@
+"""How the web page is sent: its headers, its size, when it is there, and when it is not."""
+
+import re
+
+import anyio
+import pytest
+
+from server.api.routes.web_page import PATHS
+from server.serving.server_state import Phase
+
+
+def get(stage, path="/", **headers):
+    async def send():
+        async with stage.client() as client:
+            return await client.get(path, headers={"accept-encoding": "identity", **headers})
+
+    return anyio.run(send)
+
+
+def test_it_stays_small_and_asks_no_other_server(make_stage):
+    stage = make_stage()
+    parts = {path: get(stage, path) for path in PATHS}
+    assert all(part.status_code == 200 for part in parts.values())
+    assert sum(len(part.content) for part in parts.values()) < 80_000
+    zipped = [get(stage, path, **{"accept-encoding": "gzip, br"}) for path in PATHS]
+    assert sum(int(part.headers["content-length"]) for part in zipped) < 30_000
+    assert [part.content for part in zipped] == [part.content for part in parts.values()]
+    text = "".join(part.text for part in parts.values())
+    addresses = set(re.findall(r"https?://[\w.-]+", text)) - {"http://www.w3.org"}  # the name of a namespace
+    assert addresses == set()
+    assert re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", text) == []
+
+
+def test_the_policy_allows_only_its_own_parts(make_stage):
+    page = get(make_stage())
+    policy = dict(rule.split(" ", 1) for rule in page.headers["content-security-policy"].split("; "))
+    assert policy["default-src"] == "'none'"
+    assert {policy[f"{kind}-src"] for kind in ("script", "style", "img", "connect")} == {"'self'"}
+    assert policy["frame-ancestors"] == policy["base-uri"] == policy["form-action"] == "'none'"
+    assert "unsafe" not in page.headers["content-security-policy"]
+    assert page.headers["x-content-type-options"] == "nosniff"
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    foreign = r"<script(?! type=\"module\" src=\"static/)|<style|\son\w+=|\sstyle=|(?:src|href)=\"/"
+    assert re.findall(foreign, page.text) == []
+
+
+def test_what_the_browser_has_is_not_sent_again(make_stage):
+    stage = make_stage()
+    first = get(stage, "/static/style.css")
+    again = get(stage, "/static/style.css", **{"if-none-match": first.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    assert again.headers["etag"] == first.headers["etag"]
+    assert get(stage, "/static/app.js", **{"if-none-match": first.headers["etag"]}).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/static/other.js", "/static/..%2fapp.py", "/static/index.html", "/static/"])
+def test_nothing_else_is_sent(make_stage, path):
+    answer = get(make_stage(), path)
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "route_not_found"
+
+
+def test_it_needs_no_key_and_no_name_and_no_model(make_stage):
+    stage = make_stage(api_key=("secret",))
+    assert get(stage, "/static/app.js").status_code == 200
+    assert get(stage, "/v1/models").status_code == 401
+    foreign = make_stage()
+    assert get(foreign, "/", host="llm.example.org").status_code == 200
+    assert get(foreign, "/v1/models", host="llm.example.org").status_code == 403
+    stage.state.phase = Phase.LOADING
+    assert get(stage).status_code == 200
+
+
+def test_it_can_be_turned_off(make_stage):
+    stage = make_stage(web_page=False)
+    assert {get(stage, path).status_code for path in PATHS} == {404}
+    keyed = make_stage(web_page=False, api_key=("secret",))
+    assert {get(keyed, path).status_code for path in PATHS} == {401}
