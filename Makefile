@@ -12,11 +12,12 @@ SERVER := $(VENV)/.oarlock-installed
 TOOLS := $(VENV)/.oarlock-tools-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve wheel check test test-long lint format docs soak verify-full accuracy clients fuzz bench-peers bench-load clean
+.PHONY: help install serve dev wheel check test test-long lint format docs soak verify-full triton accuracy clients ray fuzz bench-peers bench-load gpu-check screenshots clean
 
 help:
 	@echo 'make install      make .venv with the pinned requirements and the oarlock command'
 	@echo 'make serve        install, then serve the demo model (ARGS="MODEL --tensor-parallel-size 2" for others)'
+	@echo 'make dev          install, with what the tests need, and let git run the linters before each commit'
 	@echo 'make wheel        a wheel in dist/ with compiled kernels, for machines without a compiler'
 	@echo 'make check        install, then linter, formatter check, type checker and what runs in one process: minutes'
 	@echo 'make test         the same, and every test with servers and ranks'
@@ -24,13 +25,17 @@ help:
 	@echo 'make lint         linter, formatter check and type checker'
 	@echo 'make format       let the formatter and the linter fix what they can'
 	@echo 'make docs         write the parts of docs/ that are made from the code'
-	@echo 'make soak         two minutes of clients that disconnect'
+	@echo 'make soak         clients that disconnect for minutes, and whatever else takes long of servers'
 	@echo 'make verify-full  every layer of a model of true size against float64, and its table in docs/accuracy.md'
 	@echo 'make accuracy     the same for tiny models of every family, on 1 to 8 ranks'
+	@echo 'make triton       what can be tried of CUDA without a GPU: kernels over hundreds of shapes, compiled for each, the GPU check'
 	@echo 'make clients      real clients, each in an environment of its own, against a real server'
+	@echo 'make ray          replicas on a real Ray cluster: faults, and what follows'
 	@echo 'make fuzz         ten thousand hostile requests'
 	@echo 'make bench-peers  beside every peer that is installed, on a model of true size'
 	@echo 'make bench-load   the same beside transformers only'
+	@echo 'make gpu-check    on a GPU: are the numbers right, and how fast is it beside what the device allows'
+	@echo 'make screenshots  the pictures of the web page in docs/, taken of a real server in Chromium'
 	@echo 'make clean        remove .venv and caches'
 
 install: $(SERVER)
@@ -55,6 +60,10 @@ $(TOOLS): $(SERVER) requirements-dev.txt
 
 serve: $(SERVER)
 	@exec $(BIN)/oarlock serve $(ARGS)
+
+dev: $(TOOLS)
+	@$(BIN)/pre-commit install
+	@echo 'ready: make serve, make check; CONTRIBUTING.md has the first hour'
 
 # The kernels are compiled into the package for as long as the wheel is made.
 wheel: $(SERVER)
@@ -81,9 +90,11 @@ docs: $(TOOLS)
 	@$(BIN)/python -m tests.house.documents
 
 # Tests run two at a time, file by file in the order of their folders: those with servers, which take longest, come early.
+# Three where there are servers: while one waits for its processes, the two others have the cores.
 # Threads that wait let go of their core: what runs beside them wants it.
-PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
-WITH_PROCESSES := tests/parallel tests/e2e tests/load tests/benchmarks
+# Hundreds of processes are started: what they import is compiled once, whatever the caller's environment says.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
+WITH_PROCESSES := tests/parallel tests/e2e tests/load tests/benchmarks tests/multihost
 
 check: lint
 	@echo '==> pytest, without what starts servers or ranks'
@@ -92,21 +103,27 @@ check: lint
 test: lint
 	@echo '==> pytest'
 ifeq ($(strip $(ARGS)),)
-	@$(PYTEST)
+	@$(PYTEST) -n 3
 else
 	@$(BIN)/python -m pytest $(ARGS)
 endif
 
 # Of a thousand tests at the emulated levels, those of every kernel that take seconds. All: pytest -m soak tests/unit
-ARM_SAMPLE := simd or norm or rotation or agrees or come_back or not_rounded or their_own_row or splitting
+ARM_SAMPLE := simd or norm or rotation or agrees or registers or come_back or not_rounded or their_own_row or splitting
+
+# The kernels in Triton, and what in their interpreter takes seconds, not minutes.
+TRITON := $(wildcard tests/unit/workers/test_triton_*.py) tests/golden/test_quantised_triton.py tests/golden/test_gguf_quantised.py
+TRITON_SAMPLE := (fit_every and model) or launches or random_batches or lost_shows
 
 test-long: $(TOOLS)
 	@echo '==> soak'
-	@$(BIN)/python -m pytest -m soak tests/e2e tests/load tests/benchmarks tests/unit/workers/test_verify_stored.py tests/parallel
+	@$(PYTEST) -n 3 -m soak tests/e2e tests/load tests/benchmarks/test_benchmarks.py $(addprefix tests/unit/workers/test_,verify_stored.py kernels_build.py) tests/parallel tests/multihost tests/sim
 	@echo '==> the kernels of 64-bit ARM, emulated'
 	@$(PYTEST) -m soak -k '$(ARM_SAMPLE)' $(addprefix tests/unit/workers/test_,kernels_simd.py kernels_elementwise.py attention.py layers_matmul.py int8.py grouped.py fp8.py)
+	@echo '==> the kernels for CUDA: compiled ahead, and sampling in the interpreter'
+	@$(PYTEST) -m soak -k '$(TRITON_SAMPLE)' $(TRITON)
 	@echo '==> fuzz'
-	@$(BIN)/python -m tests.fuzz.run --requests 4000 --examples 12
+	@$(BIN)/python -m tests.fuzz.run --requests 2500 --examples 12
 	@echo '==> clients'
 	@$(BIN)/python -m tests.clients.run
 	@echo '==> a model of true size'
@@ -118,11 +135,17 @@ soak: $(TOOLS)
 verify-full: $(TOOLS)
 	@$(BIN)/python -m tests.golden.full_shape $(ARGS)
 
+triton: $(TOOLS)
+	@$(PYTEST) --dist load -m soak $(TRITON) tests/benchmarks/test_gpu_check.py $(ARGS)
+
 accuracy: $(TOOLS)
 	@$(BIN)/python -m tests.golden.accuracy_table $(ARGS)
 
 clients: $(TOOLS)
 	@$(BIN)/python -m tests.clients.run $(ARGS)
+
+ray: $(TOOLS)
+	@$(BIN)/python -m tests.ray.run $(ARGS)
 
 fuzz: $(TOOLS)
 	@$(BIN)/python -m tests.fuzz.run $(ARGS)
@@ -132,6 +155,13 @@ bench-peers: $(TOOLS)
 
 bench-load: $(TOOLS)
 	@$(BIN)/python -m benchmarks.peers --systems oarlock transformers $(ARGS)
+
+# Goes on where an earlier run stopped, by the file of results.
+gpu-check: $(TOOLS)
+	@$(BIN)/python -m benchmarks.gpu_check $(ARGS)
+
+screenshots: $(TOOLS)
+	@$(BIN)/python -m tests.e2e.screenshots
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

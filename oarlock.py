@@ -1,32 +1,38 @@
-"""Oarlock's public interface: `oarlock.LLM`, `oarlock.SamplingParams`, `oarlock.__version__`, `python -m oarlock`.
+"""Oarlock's public interface: `oarlock.LLM` and what it takes and returns, `oarlock.__version__`, `python -m oarlock`.
 
 Heavy parts are imported at first use.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
 from server.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from engine.sampling_params import SamplingParams
-    from server.llm.llm import LLM
+    from engine.errors import RequestError, StartupError
+    from server.entrypoints.offline.llm import LLM
+    from server.entrypoints.offline.outputs import Choice, Output
+    from server.entrypoints.offline.sampling_params import SamplingParams
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Choice", "Output", "RequestError", "SamplingParams", "StartupError", "__version__"]
+
+_HOMES = {
+    "LLM": "server.entrypoints.offline.llm",
+    "Choice": "server.entrypoints.offline.outputs",
+    "Output": "server.entrypoints.offline.outputs",
+    "SamplingParams": "server.entrypoints.offline.sampling_params",
+    "RequestError": "engine.errors",
+    "StartupError": "engine.errors",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "LLM":
-        from server.llm.llm import LLM
-
-        return LLM
-    if name == "SamplingParams":
-        from engine.sampling_params import SamplingParams
-
-        return SamplingParams
-    raise AttributeError(f"module 'oarlock' has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'oarlock' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 if __name__ == "__main__":
