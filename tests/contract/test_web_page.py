@@ -81,7 +81,7 @@ def text_of(tokenizer, ids):
 
 
 def test_an_answer_streams_and_shows_what_it_took(serve, window, expect, tokenizer):
-    server = serve(TEXT)
+    server = serve(TEXT, delay_s=0.01)  # an answer that arrives all at once has no speed
     page = window(server.url)
     expect(page.get_by_role("heading", name="demo")).to_be_visible()
     ask(page, "What does\nos.path.join do?")

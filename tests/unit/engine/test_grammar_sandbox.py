@@ -1,6 +1,7 @@
 """What a trial of a grammar may take: processor time counts, and not the time for which others have the processor."""
 
 import time
+from pathlib import Path
 
 from engine.sampling_params import Grammar
 from engine.structured_output import sandbox
@@ -28,3 +29,20 @@ def test_a_trial_that_waits_for_the_processor_is_not_refused():
 def test_a_trial_that_computes_for_too_long_is_ended(monkeypatch):
     monkeypatch.setattr(sandbox, "_PATIENCE_S", 3600.0)  # so that nothing else ends it
     assert problem_with(Endless()) == sandbox.TOO_LONG
+
+
+class EndlessAtFirst(Endless):
+    def __init__(self, tried: Path) -> None:
+        self.tried = tried
+
+    def compile(self, grammar: Grammar) -> None:
+        if not self.tried.exists():
+            self.tried.touch()
+            super().compile(grammar)
+
+
+def test_a_grammar_that_took_too_long_once_is_tried_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(sandbox, "DEADLINE_S", 0.2)
+    grammar = Grammar("regex", "a")
+    assert sandbox._check(EndlessAtFirst(tmp_path / "tried"), grammar) is None  # type: ignore[arg-type]
+    assert sandbox._check(Endless(), grammar) == sandbox.TOO_LONG  # type: ignore[arg-type]

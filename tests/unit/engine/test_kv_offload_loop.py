@@ -100,12 +100,12 @@ def test_a_loop_that_is_stopped_writes_what_is_cached(monkeypatch: pytest.Monkey
     thread = threading.Thread(target=lambda: ended.append(loop.run()))
     thread.start()
     for number in (1, 2):  # the second is not answered when the loop is told to stop
+        assert not files
         ours.sendall(messages.request(Request(number, prompt_of(number), SamplingParams(max_tokens=3))))
         reader, events = FrameReader(), list[TokenEvent]()
         while number == 1 and not any(event.finish_reason is not None for event in events):
             for frame in reader.feed(ours.recv(1 << 16)):
                 events += messages.read_events(frame) if frame.kind == "events" else []
-    assert not files
     ours.sendall(messages.stop())
     thread.join(60)
     assert ended == [EXIT_OK]
