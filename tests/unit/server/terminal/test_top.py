@@ -53,9 +53,9 @@ STATE = {
 }  # fmt: skip
 PAGE = """\
 oarlock-demo  http://127.0.0.1:8000  ok  up 2 h 5 min  version 1.0.0
-requests  2 running, 1 waiting, 12 finished, 3 refused
+requests  2 running, 1 waiting, 12 finished, 3 refused, 1 preemptions
 tokens/s  38.5 generated, 120.0 of prompts computed, 25% of prompts cached
-latency   first token 12.3 ms (p90 40.0), between tokens -, 1 preemptions
+latency   first token 12.3 ms (p90 40.0), between tokens -
 
 engine  2 running, 1 waiting
 KV blocks of 16 tokens: █ 16 held  ▒ 8 cached  · 40 free  of 64
