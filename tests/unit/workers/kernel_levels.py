@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
 from tests.unit.workers import emulated_library
 from tests.unit.workers.emulated_library import EmulatedLibrary
@@ -43,6 +44,17 @@ def using(level: Level) -> Generator[None]:
     library.load(level)  # all element types, whichever comes first
     with library.using(level):
         yield
+
+
+@contextmanager
+def threads(count: int) -> Generator[None]:
+    """torch and the kernels use so many inside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @cache

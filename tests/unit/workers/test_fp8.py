@@ -1,13 +1,10 @@
 """Weights of 8 bits in floating point with scales for groups of inputs."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.workers.kernel_levels import NO_KERNELS, PARAMETERS, using
+from tests.unit.workers.kernel_levels import NO_KERNELS, PARAMETERS, threads, using
 from workers.distributed.tree_sum import tree_sum
 from workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
 from workers.kernels.cpu.levels import Level
@@ -53,16 +50,6 @@ SHAPES = [
 ]  # fmt: skip
 each_level = pytest.mark.parametrize("level", PARAMETERS)
 each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @each_level

@@ -3,14 +3,11 @@
 The kernel equals the reference bit by bit.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.workers.kernel_levels import NO_KERNELS, PARAMETERS, is_here, using
+from tests.unit.workers.kernel_levels import NO_KERNELS, PARAMETERS, is_here, threads, using
 from workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
 from workers.kernels.cpu.grouped_gemm import GROUPED, GROUPED_DOT, kind_for
 from workers.kernels.cpu.levels import Level
@@ -162,16 +159,6 @@ def weight_of(
 
 def reference(weight: GroupedWeight, bias: Tensor | None, *, wide: bool = False, slices: int = 1) -> GroupedMatmul:
     return GroupedMatmul(weight.weight, weight.order, weight.dtype, bias, float32_output=wide, slices=slices)
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @each_level

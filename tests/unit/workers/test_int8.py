@@ -1,30 +1,16 @@
 """Weights of 8 bits: the kernel equals the reference bit by bit, and every number of ranks has the same weights."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-
 import pytest
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
-from tests.golden.paged_run import PagedRun, load_decoder, on_ranks
-from tests.golden.tiny_models import make_tiny
 from tests.house.rules import ROOT
-from tests.unit.workers.kernel_levels import NO_KERNELS, PARAMETERS, is_here, using
-from tests.unit.workers.weights_in_memory import MemoryWeights, place, random_weights
-from workers.config import WorkerConfig
-from workers.distributed.parallel_state import TensorParallel
+from tests.unit.workers.kernel_levels import PARAMETERS, is_here, threads, using
 from workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
 from workers.kernels.cpu.int8_gemm import INT8, INT8_DOT, MOST_INPUTS, PackedInt8, kind_for
 from workers.kernels.cpu.levels import Level
 from workers.layers.matmul import ACTIVATIONS
 from workers.layers.quantization.int8 import Int8GatedMatmul, Int8Matmul, Int8Weight, round_rows
-from workers.layers.quantization.registry import QUANTIZATIONS
-from workers.layers.quantization.shard import StoredRows, WeightShard
-from workers.preflight import preflight
-from workers.worker.model_runner import ModelRunner
 
 DEMO = ROOT / "models" / "oarlock-demo"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -43,16 +29,6 @@ def kinds(level: Level) -> list[int]:
 
 def rounded(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return round_rows((torch.randn(outputs, inputs) / inputs**0.5).to(dtype))
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @each_level
@@ -188,79 +164,3 @@ def test_rounding_is_to_the_nearest_of_255_numbers() -> None:
     assert values.abs().max() == 127 and not values[7].any() and scales[7] == 0
     limit = scales.double().unsqueeze(1) * (0.5 + 1e-4)
     assert ((values * scales.double().unsqueeze(1) - x.double()).abs() <= limit).all()
-
-
-def whole_weight(shards: list[Int8Weight], dim: int) -> Tensor:
-    """Of all ranks, dequantised."""
-    return torch.cat([shard.values.double() * shard.scales.double().unsqueeze(1) for shard in shards], dim)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_every_number_of_ranks_has_the_same_weights(fused: bool) -> None:
-    tensors = random_weights({"a.one.weight": (16, 64), "a.two.weight": (16, 64), "b.weight": (24, 64)})
-    if fused:
-        tensors["a.both.weight"] = torch.cat([tensors.pop("a.one.weight"), tensors.pop("a.two.weight")])
-    method = QUANTIZATIONS["int8"].method()
-    for size in (1, 2, 4):
-        columns, rows = [], []
-        for rank in range(size):
-            local = 16 // size
-            parts = tuple(StoredRows(name, 16, rank * local, local) for name in ("a.one", "a.two"))
-            weights = MemoryWeights(tensors)
-            column = WeightShard(parts, 64, 0, 64, fused="a.both")
-            row = WeightShard((StoredRows("b", 24, 0, 24),), 64, rank * 64 // size, 64 // size)
-            columns.append(method.load(column, weights, place().empty))
-            rows.append(method.load(row, weights, place().empty))
-            assert isinstance(columns[-1], Int8Weight) and isinstance(rows[-1], Int8Weight)
-        stacked = [whole_weight([shard], 0).chunk(2) for shard in columns]
-        found = [torch.cat([part[which] for part in stacked]) for which in (0, 1)]
-        found.append(whole_weight(rows, 1))
-        if size == 1:
-            single = found
-        assert all(torch.equal(one, other) for one, other in zip(single, found, strict=True))
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_model_stays_near_its_dense_form(tmp_path: Path, tied: bool, size: int) -> None:
-    path = make_tiny(tmp_path, "qwen2", tie_word_embeddings=tied, hidden_size=256, intermediate_size=512)
-    tokens = list(range(3, 40))
-
-    def logits(quantization: str) -> Tensor:
-        def work(tp: TensorParallel) -> Tensor:
-            return PagedRun(load_decoder(path, tp, torch.bfloat16, quantization=quantization)).step({0: tokens})[0]
-
-        return on_ranks(size, work)[0]
-
-    dense, ours = logits("none"), logits("int8")
-    error = (ours - dense).pow(2).mean().sqrt() / dense.pow(2).mean().sqrt()
-    assert 1e-4 < error < 0.1
-
-
-@pytest.mark.skipif(NO_KERNELS is not None, reason=f"no kernels here: {NO_KERNELS}")
-def test_the_demo_models_perplexity_stays_within_one_percent() -> None:
-    """docs/accuracy.md has it for a longer text."""
-    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
-    tokens = tokenizer.encode((DEMO / "questions.jsonl").read_text("utf-8")).ids[:1000]
-
-    def loss(quantization: str) -> float:
-        def work(tp: TensorParallel) -> Tensor:
-            return PagedRun(load_decoder(DEMO, tp, torch.bfloat16, quantization=quantization)).step({0: tokens})[0]
-
-        return float(torch.nn.functional.cross_entropy(on_ranks(1, work)[0][:-1], torch.tensor(tokens[1:])))
-
-    assert abs(loss("int8") - loss("none")) < 0.01
-
-
-@pytest.mark.skipif(NO_KERNELS is not None, reason=f"no kernels here: {NO_KERNELS}")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_server_of_it_is_batch_invariant(tmp_path: Path, dtype: str) -> None:
-    path = make_tiny(tmp_path, "qwen2", head_dim=16)
-    config = WorkerConfig(
-        str(path), device="cpu", dtype=dtype, quantization="int8", max_model_len=128, kv_cache_bytes=1 << 20
-    )
-    runner = ModelRunner(preflight(config), TensorParallel.solo())
-    runner.load(lambda share: None)
-    runner.allocate(runner.num_blocks_that_fit())
-    assert runner.invariance.batch_invariant, runner.invariance.reason
-    assert runner.model.why_not_prepared is None

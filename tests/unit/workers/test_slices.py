@@ -1,13 +1,10 @@
 """Products whose inputs are cut into slices: what ranks compute with theirs adds up to the same bits."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.workers.kernel_levels import PARAMETERS, is_here, using
+from tests.unit.workers.kernel_levels import PARAMETERS, is_here, threads, using
 from workers.distributed.tree_sum import tree_sum
 from workers.kernels.cpu.gemm import CppMatmul, CppPackedMatmul
 from workers.kernels.cpu.int8_gemm import INT8, INT8_DOT, PackedInt8, kind_for
@@ -84,16 +81,6 @@ def exact_slices(slices: int, length: int, rows: int, dtype: torch.dtype) -> tup
     x = torch.randint(-7, 8, (rows, slices, length))
     powers = torch.randint(0, 8, (2, slices, 1))
     return (weight << powers[0]).flatten(1).to(dtype), (x << powers[1]).flatten(1).to(dtype)
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 each_level = pytest.mark.parametrize("level", PARAMETERS)
