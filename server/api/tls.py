@@ -27,7 +27,7 @@ class ServerTls:
         """Paths of PEM files. Raises `StartupError` when they cannot be used."""
         self._certificate, self._key = certificate, key
         self._taken = self._seen = self._state()
-        self._newest, self.names = self._load()
+        self._newest, self.names, self.expires = self._load()
         # Only its callback is used of this one: it is asked in every handshake, with or without a server name.
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.set_alpn_protocols(["http/1.1"])
@@ -47,15 +47,15 @@ class ServerTls:
             return
         self._taken = state
         try:
-            self._newest, self.names = self._load()
+            self._newest, self.names, self.expires = self._load()
         except StartupError as error:
             _log.error(event("certificate_not_renewed", cause=error.cause, fix=error.fix))
 
     def _state(self) -> _State:
         return tuple(_file_state(path) for path in (self._certificate, self._key))
 
-    def _load(self) -> tuple[ssl.SSLContext, tuple[str, ...]]:
-        """A context with the files as they are, and the certificate's names."""
+    def _load(self) -> tuple[ssl.SSLContext, tuple[str, ...], float]:
+        """A context with the files as they are, the certificate's names, and the Unix time at which it expires."""
         chain = _parsed_chain(self._certificate)
         _check_key(self._key, chain[0], self._certificate)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -74,7 +74,7 @@ class ServerTls:
             _log.warning(f"{line} warning={'it has expired: clients will refuse it'!r}")
         else:
             _log.info(line)
-        return context, names
+        return context, names, until.timestamp()
 
 
 def _file_state(path: str) -> tuple[int, int, int]:

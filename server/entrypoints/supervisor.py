@@ -94,6 +94,7 @@ class Supervisor:
         self._nodes = nodes
         self.state = ServerState(stall_limit_s=min(STALL_LIMIT_S, settings.step_timeout or STALL_LIMIT_S))
         self.counters = HttpCounters()
+        self.counters.certificate = tls
         self._start_engine = start_engine
         self._listener = listener
         self._url = url_of(listener, "http" if tls is None else "https")

@@ -117,6 +117,15 @@ class FinishedGeneration(Protocol):
     def key_label(self) -> str | None: ...
 
 
+class Certificate(Protocol):
+    """That HTTPS is served with."""
+
+    @property
+    def expires(self) -> float:
+        """Unix time in seconds."""
+        ...
+
+
 class ReplicaCounters:
     """What requests to one replica were answered with: tokens exactly as usage reports them."""
 
@@ -135,6 +144,7 @@ class HttpCounters:
         self.replicas: defaultdict[int, ReplicaCounters] = defaultdict(ReplicaCounters)
         self.ignored_parameters = 0
         self.by_key: dict[str, list[int]] = {}  # label -> answers begun, prompt tokens, answer tokens
+        self.certificate: Certificate | None = None
 
     def count(self, method: str, path: str, status: int) -> None:
         """One response. Methods and paths outside the closed sets count as `other`."""
@@ -232,6 +242,9 @@ class _Snapshot(Collector):
         for (method, route, status), number in sorted(self._http.responses.items()):
             answers.add_metric([self._values[0], method, route, str(status)], number)
         yield answers
+        if self._http.certificate is not None:
+            until = "Unix time at which the certificate expires, where HTTPS is served."
+            yield self._gauge("oarlock:certificate_expiry_timestamp_seconds", until, self._http.certificate.expires)
         yield self._gauge("process_start_time_seconds", "Unix time of the start.", self._started)
 
     def _cache_config(self, info: EngineInfo) -> Metric:

@@ -9,6 +9,7 @@ import shutil
 import socket
 import ssl
 import threading
+import time
 
 import httpx
 import pytest
@@ -16,9 +17,11 @@ import uvloop
 from cryptography import x509
 
 from engine.errors import StartupError
+from engine.stats import EngineStats
 from server.api.listening import bind
 from server.api.tls import ServerTls
 from server.api.uvicorn_server import HttpServer
+from server.observability.metrics import HttpCounters, exposition
 from tests.contract.edge.certificates import Authority, Pair
 
 LOOPS = {"asyncio": None, "uvloop": uvloop.new_event_loop}
@@ -177,6 +180,10 @@ def test_files_that_do_not_fit_are_logged_and_the_certificate_stays(authority, p
     assert tls._newest is before  # it has only just changed: the other file may be about to
     tls.renew()
     assert tls._newest is not before and tls.names == ("localhost", "other.example")
+    counters = HttpCounters()
+    counters.certificate = tls
+    page = exposition([EngineStats()], None, counters, "m", 0.0).decode()
+    assert tls.expires > time.time() and "oarlock:certificate_expiry_timestamp_seconds" in page
 
 
 def test_an_expired_certificate_is_served_with_a_warning(authority, pair, caplog):

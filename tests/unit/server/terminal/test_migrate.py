@@ -50,6 +50,16 @@ from server.entrypoints.commands.migrate.lines import translate
             "--served-model-name a --kv-cache-dtype int8",
             [],
         ),
+        (
+            "llama-server -m m.gguf --ssl-key-file k.pem --ssl-cert-file c.pem --api-prefix /llm",
+            "oarlock serve m.gguf --ssl-keyfile k.pem --ssl-certfile c.pem --root-path /llm",
+            [],
+        ),
+        (
+            "text-generation-launcher --model-id m --cors-allow-origin https://a.example --otlp-endpoint http://h:4317",
+            "oarlock serve m --allowed-origins https://a.example",
+            ["--otlp-endpoint http://h:4317"],
+        ),
         ("/opt/x/llama-server -hf a/b:Q4_K_M --no-webui", "oarlock serve a/b --no-web-page", ["-hf a/b:Q4_K_M"]),
         (
             "llama-server -m m.gguf -c 0 --temp 0.2 -np -1 --whatever",
@@ -58,8 +68,8 @@ from server.entrypoints.commands.migrate.lines import translate
         ),
         (
             "text-generation-launcher --model-id m --num-shard 2 --max-total-tokens 4096 --quantize eetq --json-output",
-            "oarlock serve m --tensor-parallel-size 2 --max-model-len 4096 --quantization int8",
-            ["--json-output"],
+            "oarlock serve m --tensor-parallel-size 2 --max-model-len 4096 --quantization int8 --log-format json",
+            [],
         ),
         (
             "docker run ghcr.io/huggingface/text-generation-inference:3 --model-id m --port 80",
