@@ -4,9 +4,9 @@
 #   docker build --target cpu  -t oarlock:cpu .
 #   docker build --target cuda -t oarlock:cuda .
 #
-# Packages are those of the lock files, which have the extra kv-events as well, and pip refuses any other bytes. The CUDA
-# image's torch is the general index's, built for CUDA 13.0: it needs NVIDIA's driver 580.65.06 or later, and a server
-# says so where it finds an older one.
+# Packages are those of the lock files, which have the extras kv-events and otel as well, and pip refuses any other
+# bytes. The CUDA image's torch is the general index's, built for CUDA 13.0: it needs NVIDIA's driver 580.65.06 or later,
+# and a server says so where it finds an older one.
 # The CPU image takes torch from PyTorch's own index, because the wheel of the general one carries CUDA along, several
 # gigabytes; that index has wheels of the same version for other kinds of machines, too:
 #

@@ -23,7 +23,7 @@ from packaging.utils import canonicalize_name
 from tests.house.rules import ROOT
 
 FILES = ("requirements.lock", "requirements-cuda.lock")
-EXTRAS = ("kv-events",)  # of pyproject.toml
+EXTRAS = ("kv-events", "otel")  # of pyproject.toml
 INDEX = "https://pypi.org/simple"
 PYTHON = "3.13"  # of the images
 MACHINES = ("x86_64", "aarch64")
