@@ -142,7 +142,7 @@ accuracy: $(TOOLS)
 	@$(BIN)/python -m tests.golden.accuracy_table $(ARGS)
 
 clients: $(TOOLS)
-	@$(BIN)/python -m tests.clients.run $(ARGS)
+	@$(BIN)/python -m tests.clients.run $(or $(ARGS),--all)
 
 ray: $(TOOLS)
 	@$(BIN)/python -m tests.ray.run $(ARGS)

@@ -30,6 +30,7 @@ class Client:
     needs_transformers_numbers: bool = False
     needs_small_server: bool = False  # one that is easily full, and that may be asked to leave
     timeout_s: float = 1200.0
+    is_large: bool = False  # gigabytes: tried where it is named, and with --all
     snippet: str = ""  # of `oarlock snippets`, which is run as it is printed
 
 
@@ -62,6 +63,10 @@ CLIENTS = (
     ),
     Client("guidellm", "guidellm", "guidellm_client.py", ("guidellm==0.8.1",), borrows_torch=True),
     Client("openai-node", "openai", "openai_node.mjs", ("openai@7.55.0",), kind=Kind.NODE, snippet="openai-node"),
+    Client("continue", "@continuedev/cli", "", ("@continuedev/cli@1.5.47",), kind=Kind.NODE, snippet="continue"),
+    Client(
+        "open-webui", "open-webui", "", ("open-webui==0.12.4",), borrows_torch=True, is_large=True, snippet="open-webui"
+    ),
     Client("curl", "curl", "curl_lines.py", kind=Kind.PROGRAM, snippet="curl"),
 )
 

@@ -1,8 +1,9 @@
 """Real clients, each in an environment of its own, against a real server over a socket.
 
-    python -m tests.clients.run                       # all
+    python -m tests.clients.run                       # all but those that take gigabytes
+    python -m tests.clients.run --all
     python -m tests.clients.run openai-3 curl         # these
-    python -m tests.clients.run --write-docs          # all, and the table in docs/clients.md
+    python -m tests.clients.run --all --write-docs    # and the table in docs/clients.md
 
 Prints a line per exercise and one table; the exit status is 1 if anything failed. What is
 exercised is written in `scripts/`.
@@ -155,7 +156,8 @@ def environment(client: Client) -> dict[str, str]:
 def main(arguments: list[str] | None = None) -> int:
     names = [client.name for client in CLIENTS]
     parser = argparse.ArgumentParser(prog="python -m tests.clients.run", description=__doc__.split("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="CLIENT", help=f"of {', '.join(names)}; none means all")
+    parser.add_argument("names", nargs="*", metavar="CLIENT", help=f"of {', '.join(names)}")
+    parser.add_argument("--all", action="store_true", help="those that take gigabytes as well")
     parser.add_argument(
         "--write-docs", action="store_true", help="put the table into docs/clients.md; needs all clients"
     )
@@ -163,9 +165,15 @@ def main(arguments: list[str] | None = None) -> int:
     unknown = [name for name in given.names if name not in names]
     if unknown:
         parser.error(f"unknown client {', '.join(unknown)}; there are {', '.join(names)}")
-    if given.write_docs and given.names:
-        parser.error("--write-docs wants all clients: leave the names out")
-    wanted = [client for client in CLIENTS if not given.names or client.name in given.names]
+    if given.all and given.names:
+        parser.error("--all and names contradict each other")
+    if given.write_docs and not given.all:
+        parser.error("--write-docs wants all clients: add --all")
+    wanted = [
+        client
+        for client in CLIENTS
+        if (client.name in given.names if given.names else given.all or not client.is_large)
+    ]
     with tempfile.TemporaryDirectory() as directory:
         reference = Path(directory) / "reference.json"
         if any(client.needs_transformers_numbers for client in wanted):

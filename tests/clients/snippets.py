@@ -56,6 +56,11 @@ def _command(
             " --message 'What does os.path.join do?' --no-git --yes-always --no-check-update --no-stream --no-pretty"
         )
         file.write_text(file.read_text().rstrip("\n") + extra + "\n")
+    if client.snippet == "open-webui":  # its container's program, with the container's variables
+        directory, given = file.parent / "state", variables(file.read_text())
+        directory.mkdir(exist_ok=True)
+        script = Path(__file__).parent / "scripts" / "open_webui.py"
+        return [*interpreter, str(script)], {**env, **given, "HOME": str(directory)}
     if client.snippet == "continue":
         ask = ["node_modules/.bin/cn", "--config", file.name, "-p", "What does os.path.join do?"]
         return ask, {**env, "CONTINUE_GLOBAL_DIR": str(file.parent / "state")}
