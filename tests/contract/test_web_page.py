@@ -102,6 +102,18 @@ def test_an_answer_streams_and_shows_what_it_took(serve, window, expect, tokeniz
     expect(answers(page)).to_have_count(0)
 
 
+def test_a_model_without_a_chat_template_says_so(serve, window, expect):
+    server = serve(TEXT)
+    tokenizer = chat_tokenizer(None)
+    server.stage.state.async_llm.input_processor.tokenizer = tokenizer
+    page = window(server.url)
+    expect(page.get_by_placeholder("This model has no chat template: it serves /v1/completions only")).to_be_disabled()
+    expect(page.get_by_role("button", name="Send")).to_be_disabled()
+    page.get_by_role("tab", name="Model").click()
+    expect(page.get_by_text("/v1/completions", exact=False).first).to_be_visible()
+    tokenizer.close()
+
+
 def test_stop_ends_the_answer_and_go_on_continues_it(serve, window, expect, tokenizer, wait_for):
     ids = tokenizer.encode(" one two three four five six seven eight" * 12, add_special_tokens=False)
     server = serve(lambda request: ids, delay_s=0.1)

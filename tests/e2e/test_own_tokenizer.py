@@ -2,10 +2,11 @@
 
 import json
 import shutil
+import subprocess
 
 import pytest
 
-from tests.e2e.running import DEMO, RunningServer
+from tests.e2e.running import DEMO, RunningServer, command, environment, free_port
 
 pytestmark = pytest.mark.soak
 WORDS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -31,3 +32,12 @@ def test_a_model_is_served_with_the_tokenizer_and_the_template_that_are_given(tm
         form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": ["yes", "no"]}}}
         bound = server.client.post("/v1/chat/completions", json={**body, "response_format": form}).json()
         assert json.loads(bound["choices"][0]["message"]["content"]) in ("yes", "no")
+
+
+def test_doctor_takes_it_as_serve_does(tmp_path):
+    bare = tmp_path / "bare"
+    shutil.copytree(DEMO, bare, ignore=shutil.ignore_patterns(*WORDS))
+    for flags, problem in (((), "tokenizer.json"), (("--tokenizer", DEMO), "")):
+        doctor = command("doctor", bare, *flags, "--port", free_port(), "--json")
+        done = subprocess.run(doctor, env=environment(), capture_output=True, text=True, timeout=120)
+        assert problem in done.stdout and ("Qwen2ForCausalLM" in done.stdout) == (not problem), done.stdout

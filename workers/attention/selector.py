@@ -25,7 +25,7 @@ def choose(spec: KVSpec, name: str, log: Callable[[str], None]) -> AttentionBack
     for backend in named:
         reason = backend.why_not(spec)
         if reason is None:
-            log(f"attention_backend={backend.name}")
+            log(f"event=attention_backend name={backend.name}")
             return backend(spec)
         log(f"attention_backend_refused={backend.name} reason={reason!r}")
         if name != "auto":

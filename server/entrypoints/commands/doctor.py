@@ -56,13 +56,15 @@ def _nodes(settings: Settings) -> list[str]:
 
 
 def _find(settings: Settings) -> tuple[str, str]:
-    """The model's directory on this machine, or an empty text and why there is none."""
+    """The model's directory on this machine, or an empty text and why it cannot be served with its tokenizer."""
     import asyncio
 
     from engine.errors import StartupError
-    from server.config.model_path import resolve
+    from server.llm.model_files import find_files
 
     try:
-        return asyncio.run(resolve(replace(settings, offline=True), lambda *progress: None)), ""
+        files = asyncio.run(find_files(replace(settings, offline=True), lambda *progress: None))
+        files.load_tokenizer().close()
+        return files.model, ""
     except StartupError as error:
         return "", error.cause
