@@ -11,6 +11,7 @@ from enum import StrEnum
 from itertools import islice, repeat
 from typing import overload
 
+from engine.pooling_params import PoolingParams
 from engine.sampling_params import SamplingParams
 
 MIN_PRIORITY, MAX_PRIORITY = -10, 10
@@ -36,6 +37,11 @@ class Request:
     cache_salt: bytes = b""  # prefixes are shared only between equal salts
     client: str = ""  # whose share of the engine it takes: the label of its API key
     has_place: bool = False  # it was accepted before: a full queue must not refuse it
+    # Vectors are wanted, no tokens: it ends with `FinishReason.STOP` when its prompt is computed. `params` are POOLS.
+    pooling: PoolingParams | None = None
+
+
+POOLS = SamplingParams(max_tokens=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +118,8 @@ class TokenEvent:
     error: str | None = None  # with FinishReason.ERROR
     error_param: str | None = None  # the field of the request that is at fault; None: the engine is at fault
     error_code: str | None = None  # what was not available: the same request may succeed later
+    # Vectors, one behind the other, or logits: float32, in as many events as steps that made any.
+    pooled: Sequence[float] = ()
 
 
 @dataclass(slots=True)
@@ -170,4 +178,5 @@ class EngineInfo:
     pipeline_parallel_size: int = 1  # stages, each of `tensor_parallel_size` ranks
     nnodes: int = 1  # hosts
     data_parallel_size: int = 1  # replicas; all other numbers are of one
+    hidden_size: int = 0  # of the vectors that requests may ask for
     max_silence_s: float = math.inf  # the longest time without a frame from a working engine

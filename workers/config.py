@@ -66,6 +66,7 @@ class WorkerConfig:
     batch_invariant: bool = False  # refuse to start unless a request's numbers depend on nothing else in its batch
     step_timeout_s: float = 120.0  # a step that takes longer is a hung rank
     raise_step_timeout: bool = False  # whether it may be raised after timing
+    hidden_size: int = 0  # of the model; resolved. What ranks answer with may hold a vector for each token
     log_level: str = "INFO"  # of the engine's and the ranks' logs, a name of the logging module
     log_format: str = "text"  # of the same: text | json
 
@@ -142,6 +143,7 @@ class WorkerInfo:
     pipeline_parallel_size: int = 1
     step_cost: StepCost | None = None  # None: not measured
     kv_offload: KVOffloadInfo | None = None  # None: no blocks are kept beyond the pool
+    hidden_size: int = 0  # of the vectors that requests may ask for
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -78,6 +78,7 @@ def preflight(config: WorkerConfig) -> WorkerConfig:
         share_device=device == "cuda" and cuda_driver.device_count() < ranks_here(config),
         load_format="safetensors" if config.load_format == "auto" else config.load_format,
         tie_word_embeddings=spec.tie_word_embeddings,
+        hidden_size=spec.hidden_size,
     )
 
 

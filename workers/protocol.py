@@ -8,6 +8,7 @@ that it cannot overflow. Nothing is pickled. Sizes in the shapes below:
     G  rows with a mask             W  32-bit words of one mask         D  S where there are drafts, else 0
     P  rows with penalties          F  histories of earlier ids         H  distinct ids, all histories together
     C  copies of KV blocks between pages, host memory and files
+    Q  sequences of which vectors are wanted, not tokens                X  ids whose logits they name; values that came
 
 Imports numpy, but not torch.
 """
@@ -27,12 +28,17 @@ from workers.kv_offload import DIGEST_BYTES, MAX_COPIES
 MAX_LOGPROBS = 20
 MAX_BIAS_PER_ROW = 3 * 1024  # stop ids banned by min_tokens, logit_bias and bad words, a third each
 MAX_VOCAB_SIZE = 1 << 20  # slots are sized before the vocabulary is known; unused pages take no memory
+MAX_POOLED_IDS = 64  # that one sequence names for their logits
 NULL_BLOCK = 0
 NONFINITE, FINITE, ALL_BANNED = 0, 1, 2  # of `StepOutput.finite`
+# Of `StepMetadata.pool_kinds`: the hidden state of the last token, the mean of all, that of the first token, that of
+# each token, or logits after the last token. Hidden states are those after the final norm.
+LAST, MEAN, CLS, TOKEN, LOGITS = range(5)
+NOT_POOLED = -1  # of `StepOutput.pooled_lens`
 _MAGIC = 0x4F41524C  # "OARL"
 _ALIGN = 64
 # magic, step_id, then the counts that decide every offset, a mark, and a checksum of all that stands before it
-_HEADER = struct.Struct("<IQIIIIIIIIIIIIi?")
+_HEADER = struct.Struct("<IQ14Ii?")
 _CHECKSUM = struct.Struct("<I")
 _HEADER_BYTES = _HEADER.size + _CHECKSUM.size
 _ITEM_BYTES = {"<i4": 4, "<u4": 4, "<i8": 8, "<f4": 4, "|u1": 1}
@@ -101,6 +107,13 @@ class StepMetadata:
     # has a row of logits for its newest token and one for each draft, and samples in all of them.
     num_drafts: np.ndarray = field(default_factory=_no_ints)  # int32 [D]
 
+    # Sequences of which vectors are wanted, without rows of logits. Ranks keep the sum of a mean between its chunks.
+    pool_seqs: np.ndarray = field(default_factory=_no_ints)  # int32 [Q]   index into S
+    pool_kinds: np.ndarray = field(default_factory=_no_ints)  # int32 [Q]   LAST, MEAN, CLS, TOKEN or LOGITS
+    pool_lens: np.ndarray = field(default_factory=_no_ints)  # int32 [Q]   `seq_lens` in the sequence's last chunk
+    pool_num_ids: np.ndarray = field(default_factory=_no_ints)  # int32 [Q]   how many of the next are each one's
+    pool_ids: np.ndarray = field(default_factory=_no_ints)  # int32 [X]   vocabulary ids; of LOGITS
+
     # Copies of KV blocks, made in this order before anything else of the step, and also if it is refused; see
     # `workers.kv_offload`.
     kv_copies: np.ndarray = field(default_factory=_no_copies)  # int32 [C, 3]   `Copy`, block id, slot
@@ -140,6 +153,10 @@ class StepOutput:
     # int32 [D]   how many of each sequence's drafts were right: so many rows after its first are valid as well. None
     # where the step has no drafts.
     num_accepted: np.ndarray | None = None
+    # int32 [Q]   how many of `pooled` are each sequence's: vectors of TOKEN in every chunk, CLS in its first one, all
+    # others in its last one. NOT_POOLED: NaN or infinity was among them, and they were left out.
+    pooled_lens: np.ndarray = field(default_factory=_no_ints)
+    pooled: np.ndarray = field(default_factory=_no_floats)  # float32 [X]
     # Whether the step was refused for lack of memory: no rows, and nothing of it holds. It may be tried again, smaller.
     out_of_memory: bool = False
 
@@ -163,6 +180,8 @@ class _Counts(NamedTuple):
     d: int = 0
     f: int = 0
     c: int = 0
+    q: int = 0
+    x: int = 0
 
     @staticmethod
     def of(step: StepMetadata) -> "_Counts":
@@ -178,84 +197,86 @@ class _Counts(NamedTuple):
             len(step.num_drafts),
             len(step.history_rows),
             len(step.kv_copies),
+            len(step.pool_seqs),
+            len(step.pool_ids),
         )
 
 
-def _step_sections(n: _Counts) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Name, dtype and shape of every section, in buffer order."""
+_Sections = list[tuple[str, str, tuple[int, ...]]]  # name, dtype and shape of each, in buffer order
+
+
+def _ints(names: str, count: int, dtype: str = "<i4") -> _Sections:
+    """Sections of `count` numbers each, by the words of `names`."""
+    return [(name, dtype, (count,)) for name in names.split()]
+
+
+_floats = partial(_ints, dtype="<f4")
+
+
+def _step_sections(n: _Counts) -> _Sections:
     return [
-        ("token_ids", "<i4", (n.t,)),
-        ("positions", "<i4", (n.t,)),
+        *_ints("token_ids positions", n.t),
         ("slot_mapping", "<i8", (n.t,)),
-        ("query_start_loc", "<i4", (n.s + 1,)),
-        ("seq_lens", "<i4", (n.s,)),
-        ("rows", "<i4", (n.s,)),
-        ("table_rows", "<i4", (n.n,)),
-        ("table_columns", "<i4", (n.n,)),
-        ("table_blocks", "<i4", (n.n,)),
-        ("logits_indices", "<i4", (n.rows,)),
-        ("target_ids", "<i4", (n.rows,)),
-        ("sample_positions", "<i4", (n.rows,)),
-        ("temperature", "<f4", (n.rows,)),
-        ("top_p", "<f4", (n.rows,)),
-        ("top_k", "<i4", (n.rows,)),
-        ("min_p", "<f4", (n.rows,)),
+        *_ints("query_start_loc", n.s + 1),
+        *_ints("seq_lens rows", n.s),
+        *_ints("table_rows table_columns table_blocks", n.n),
+        *_ints("logits_indices target_ids sample_positions", n.rows),
+        *_floats("temperature top_p", n.rows),
+        *_ints("top_k", n.rows),
+        *_floats("min_p", n.rows),
         ("seeds", "<i8", (n.rows,)),
-        ("num_logprobs", "<i4", (n.rows,)),
-        ("bias_rows", "<i4", (n.m,)),
-        ("bias_ids", "<i4", (n.m,)),
-        ("bias_values", "<f4", (n.m,)),
-        ("penalty_rows", "<i4", (n.p,)),
-        ("repetition", "<f4", (n.p,)),
-        ("frequency", "<f4", (n.p,)),
-        ("presence", "<f4", (n.p,)),
-        ("history_rows", "<i4", (n.f,)),
-        ("history_starts", "<i4", (n.f + 1,)),
-        ("history_ids", "<i4", (n.h,)),
-        ("history_counts", "<i4", (n.h,)),
-        ("mask_rows", "<i4", (n.g,)),
+        *_ints("num_logprobs", n.rows),
+        *_ints("bias_rows bias_ids", n.m),
+        *_floats("bias_values", n.m),
+        *_ints("penalty_rows", n.p),
+        *_floats("repetition frequency presence", n.p),
+        *_ints("history_rows", n.f),
+        *_ints("history_starts", n.f + 1),
+        *_ints("history_ids history_counts", n.h),
+        *_ints("mask_rows", n.g),
         ("mask_bits", "<u4", (n.g, n.w)),
-        ("num_drafts", "<i4", (n.d,)),
+        *_ints("num_drafts", n.d),
+        *_ints("pool_seqs pool_kinds pool_lens pool_num_ids", n.q),
+        *_ints("pool_ids", n.x),
         ("kv_copies", "<i4", (n.c, 3)),
         ("kv_digests", "|u1", (n.c, DIGEST_BYTES)),
     ]
 
 
-def _output_sections(rows: int, d: int, k: int) -> list[tuple[str, str, tuple[int, ...]]]:
+def _output_sections(n: _Counts, k: int) -> _Sections:
     """Sections of an output; `k` is -1 without logprobs."""
-    sections: list[tuple[str, str, tuple[int, ...]]] = [("token_ids", "<i4", (rows,)), ("finite", "|u1", (rows,))]
+    rows = n.rows
+    sections: _Sections = [("token_ids", "<i4", (rows,)), ("finite", "|u1", (rows,))]
     if k >= 0:
-        sections += [
-            ("logprobs", "<f4", (rows,)),
-            ("ranks", "<i4", (rows,)),
-            ("top_ids", "<i4", (rows, k)),
-            ("top_logprobs", "<f4", (rows, k)),
-        ]
-    if d:
-        sections.append(("num_accepted", "<i4", (d,)))
+        sections += [*_floats("logprobs", rows), *_ints("ranks", rows)]
+        sections += [("top_ids", "<i4", (rows, k)), ("top_logprobs", "<f4", (rows, k))]
+    if n.d:
+        sections.append(("num_accepted", "<i4", (n.d,)))
+    if n.q:
+        sections += [("pooled_lens", "<i4", (n.q,)), ("pooled", "<f4", (n.x,))]
     return sections
 
 
-def _counts_of_output(output: StepOutput) -> tuple[int, int, int]:
+def _counts_of_output(output: StepOutput) -> tuple[_Counts, int]:
     """The arguments of `_output_sections`."""
     num_top = -1 if output.top_ids is None else output.top_ids.shape[1]
-    return len(output.token_ids), 0 if output.num_accepted is None else len(output.num_accepted), num_top
+    num_drafted = 0 if output.num_accepted is None else len(output.num_accepted)
+    rows, q, x = len(output.token_ids), len(output.pooled_lens), len(output.pooled)
+    return _Counts(rows=rows, d=num_drafted, q=q, x=x), num_top
 
 
 def _aligned(size: int) -> int:
     return (size + _ALIGN - 1) // _ALIGN * _ALIGN
 
 
-def _size(sections: list[tuple[str, str, tuple[int, ...]]]) -> int:
+def _size(sections: _Sections) -> int:
     total = _aligned(_HEADER_BYTES)
     for _, dtype, shape in sections:
         total += _aligned(_ITEM_BYTES[dtype] * math.prod(shape))
     return total
 
 
-def _views(
-    buffer: memoryview, sections: list[tuple[str, str, tuple[int, ...]]], *, with_empty: bool = True
-) -> dict[str, np.ndarray]:
+def _views(buffer: memoryview, sections: _Sections, *, with_empty: bool = True) -> dict[str, np.ndarray]:
     views = {}
     offset = _aligned(_HEADER_BYTES)
     for name, dtype, shape in sections:
@@ -294,14 +315,16 @@ def max_step_bytes(config: WorkerConfig) -> int:
     sampled = s * (1 + config.num_speculative_tokens)  # rows
     bias = sampled * MAX_BIAS_PER_ROW
     copies = MAX_COPIES if config.offloads_kv else 0
-    counts = _Counts(s, t, s * table_width(config), max(s, t), bias, sampled, history, sampled, words, s, s, copies)
+    entries, ids = s * table_width(config), s * MAX_POOLED_IDS
+    counts = _Counts(s, t, entries, max(s, t), bias, sampled, history, sampled, words, s, s, copies, s, ids)
     return _size(_step_sections(counts))
 
 
 def max_output_bytes(config: WorkerConfig) -> int:
     """Bytes of the largest output these limits allow."""
     s, t = config.max_num_seqs, config.max_num_batched_tokens
-    return _size(_output_sections(max(s, t), s, MAX_LOGPROBS))
+    values = max(s, t) * max(config.hidden_size, MAX_POOLED_IDS)  # a page of memory is taken when it is written
+    return _size(_output_sections(_Counts(rows=max(s, t), d=s, q=s, x=values), MAX_LOGPROBS))
 
 
 def step_bytes(step: StepMetadata) -> int:
@@ -354,21 +377,21 @@ def mask_span(buffer: memoryview) -> tuple[int, int]:
 
 def pack_output(output: StepOutput, buffer: memoryview) -> int:
     """Write `output` into `buffer` and return the bytes used."""
-    rows, d, k = _counts_of_output(output)
-    sections = _output_sections(rows, d, k)
+    counts, k = _counts_of_output(output)
+    sections = _output_sections(counts, k)
     size = _size(sections)
     if size > len(buffer):
         raise ProtocolError(f"the answer to step {output.step_id} needs {size} bytes, the slot holds {len(buffer)}")
     for name, view in _views(buffer, sections).items():
         view[...] = getattr(output, name)
-    _write_header(buffer, output.step_id, _Counts(rows=rows, d=d), k, output.out_of_memory)
+    _write_header(buffer, output.step_id, counts, k, output.out_of_memory)
     return size
 
 
 def unpack_output(buffer: memoryview) -> StepOutput:
     """A copy of the output in `buffer`. Raises `ProtocolError` on foreign bytes."""
     step_id, counts, k, out_of_memory = _read_header(buffer)
-    sections = _output_sections(counts.rows, counts.d, k)
+    sections = _output_sections(counts, k)
     if _size(sections) > len(buffer):
         raise ProtocolError("the header announces more than the buffer holds")
     views = {name: view.copy() for name, view in _views(buffer, sections).items()}

@@ -117,11 +117,10 @@ class EngineCore:
         answer = self.executor.collect()
         if answer.out_of_memory:
             return self._take_back(output)
-        if answer.step_id != output.step_id or len(answer.token_ids) != num_rows:
+        rows, wanted = (len(answer.token_ids), len(answer.pooled_lens)), (num_rows, output.num_pooled)
+        if answer.step_id != output.step_id or rows != wanted:
             raise WorkerError(
-                0,
-                output.step_id,
-                f"it answered step {answer.step_id} with {len(answer.token_ids)} rows instead of {num_rows}",
+                0, output.step_id, f"it answered step {answer.step_id} with {rows} rows instead of {wanted}"
             )
         now = self._clock()
         if output.num_seqs:

@@ -204,6 +204,7 @@ def engine_info(config: EngineConfig, executor: "Executor") -> EngineInfo:
         step_timeout_s=worker.step_timeout_s,
         pipeline_parallel_size=worker.pipeline_parallel_size,
         nnodes=worker.nnodes,
+        hidden_size=info.hidden_size,
         max_silence_s=config.heartbeat_interval_s + worker.step_timeout_s,
     )
 

@@ -19,6 +19,7 @@ from engine.input_batch.sampling_metadata import (
     wanted_until,
 )
 from engine.kv_cache.offload import NO_COPIES, Copies
+from engine.pooling_params import KINDS
 from engine.sampling_params import penalises
 from engine.scheduler.output import NOT_KNOWN, Decodes, ScheduledTokens, SchedulerOutput
 from engine.scheduler.sequence import Sequence
@@ -106,6 +107,7 @@ class InputBatch:
             **columns,
             **sampling,
             num_drafts=_num_drafts(output),
+            **_pooling(output),
             **_kv_copies(output.kv_copies),
         )
         return BuiltStep(step, masks)
@@ -268,6 +270,21 @@ def _num_drafts(output: SchedulerOutput) -> np.ndarray:
     if not output.num_drafts:
         return np.empty(0, np.int32)
     return _joined(np.zeros(len(output.decodes.rows), np.int32), [len(item.drafts) for item in output.scheduled])
+
+
+def _pooling(output: SchedulerOutput) -> dict[str, np.ndarray]:
+    first = len(output.decodes.rows)
+    wanted = [(s, item.seq, item.seq.pooling) for s, item in enumerate(output.scheduled, first) if item.seq.pooling]
+    if not wanted:
+        return {}
+    columns = {
+        "pool_seqs": [s for s, _, _ in wanted],
+        "pool_kinds": [KINDS.index(pooling.kind) for _, _, pooling in wanted],
+        "pool_lens": [seq.num_prompt_tokens for _, seq, _ in wanted],
+        "pool_num_ids": [len(pooling.token_ids) for _, _, pooling in wanted],
+        "pool_ids": [token for _, _, pooling in wanted for token in pooling.token_ids],
+    }
+    return {name: np.array(numbers, np.int32) for name, numbers in columns.items()}
 
 
 def _kv_copies(copies: Copies) -> dict[str, np.ndarray]:

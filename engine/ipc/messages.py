@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from engine.config import EngineConfig
 from engine.errors import ContextLengthError, OarlockError, QueueFullError, RequestError, StartupError, UnavailableError
 from engine.ipc.frames import Frame, FrameError, encode
+from engine.pooling_params import PoolingParams
 from engine.sampling_params import Grammar, SamplingParams
 from engine.stats import EngineStats
 from engine.types import EngineInfo, FinishReason, Request, ScoredTokens, TokenEvent, TokenEvents, TokenLogprobs
@@ -99,6 +100,8 @@ def request(value: Request) -> bytes:
         "client": value.client,
         "has_place": value.has_place,
     }
+    if value.pooling is not None:
+        head["pooling"] = asdict(value.pooling)
     return encode(head, chain(value.prompt_token_ids, allowed or (), *words))
 
 
@@ -140,6 +143,7 @@ class RequestReader:
             cache_salt=bytes.fromhex(head["salt"]),
             client=str(head["client"]),
             has_place=bool(head["has_place"]),
+            pooling=_read_pooling(head["pooling"]) if "pooling" in head else None,
         )
 
     def _shared(self, name: str, raw: Any, read: Callable[[Any], Any]) -> Any:
@@ -148,6 +152,10 @@ class RequestReader:
         if last is None or last[0] != raw:
             last = self._last[name] = raw, read(raw)
         return last[1]
+
+
+def _read_pooling(fields: dict[str, Any]) -> PoolingParams:
+    return PoolingParams(str(fields["kind"]), tuple(int(token) for token in fields["token_ids"]))
 
 
 def _read_words(raw: tuple[tuple[int, ...], array]) -> tuple[tuple[int, ...], ...]:
@@ -200,8 +208,8 @@ def read_id(frame: Frame) -> int:
 #     plain    number of plain events       ints     plain ones: request ids (each in two ints), token ids,
 #     ids      request ids                           num_cached_tokens; then the token ids of the others;
 #     counts   token ids of each                     then the integers of logprobs
-#     cached   num_cached_tokens of each    floats   logprobs
-#     extra    {reason, stop, error, param, code, shapes of logprobs} of each
+#     cached   num_cached_tokens of each    floats   logprobs, then vectors, of one event after the other
+#     extra    {reason, stop, error, param, code, shapes of logprobs, number of pooled values} of each
 
 
 def events(values: TokenEvents) -> bytes:
@@ -268,6 +276,9 @@ def _extra(event: TokenEvent, ints: array, floats: array) -> dict[str, Any]:
             for entry in entries:
                 ints.extend((entry.token_id, entry.rank, *(token for token, _ in entry.top)))
                 floats.extend((entry.logprob, *(logprob for _, logprob in entry.top)))
+    if event.pooled:
+        extra["pooled"] = len(event.pooled)
+        floats.extend(event.pooled)
     return extra
 
 
@@ -285,6 +296,8 @@ def _read_extra(extra: dict[str, Any], numbers: "_Numbers") -> dict[str, Any]:
             fields[name] = numbers.take_scored(int(shape["count"]), int(shape["top"]))
         elif shape is not None:
             fields[name] = tuple(numbers.take(int(num_top)) for num_top in shape)
+    if "pooled" in extra:
+        fields["pooled"] = numbers.take_pooled(int(extra["pooled"]))
     return fields
 
 
@@ -304,6 +317,9 @@ class _Numbers:
         token_ids, ranks, top_ids = self._take_ints(count), self._take_ints(count), self._take_ints(count * num_top)
         logprobs, top_logprobs = self._take_floats(count), self._take_floats(count * num_top)
         return ScoredTokens(num_top, token_ids, ranks, logprobs, top_ids, top_logprobs)
+
+    def take_pooled(self, count: int) -> array:
+        return self._take_floats(count)
 
     def _take_ints(self, count: int) -> array:
         first, self._next_int = self._next_int, self._next_int + count
@@ -381,7 +397,7 @@ def chunks(values: TokenEvents, most_entries: int = 4_000_000) -> Iterable[Token
     size = len(chunk)
     for event in values.others:
         chunk.others.append(event)
-        size += 1
+        size += 1 + len(event.pooled)
         if event.prompt_logprobs:
             size += len(event.prompt_logprobs) * (2 + len(event.prompt_logprobs[0].top))
         if size >= most_entries:

@@ -5,13 +5,15 @@ Does not know other requests.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.errors import ContextLengthError, RequestError
+from engine.pooling_params import KINDS, PoolingParams
 from engine.sampling_params import SamplingParams, banned_always
-from engine.types import MAX_PRIORITY, MIN_PRIORITY, Request
+from engine.types import MAX_PRIORITY, MIN_PRIORITY, POOLS, Request
 from workers.config import WorkerInfo
-from workers.protocol import MAX_BIAS_PER_ROW, MAX_LOGPROBS
+from workers.protocol import MAX_BIAS_PER_ROW, MAX_LOGPROBS, MAX_POOLED_IDS
 
 _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
@@ -20,6 +22,7 @@ MAX_STOP_IDS = MAX_LOGIT_BIAS = MAX_BAD_WORDS = MAX_BIAS_PER_ROW // 3
 MAX_BAD_WORD_TOKENS = 256
 # Prompt logprobs are sent step by step, but the server may keep them until the prompt is complete: 8 bytes an entry.
 _MAX_PROMPT_LOGPROB_ENTRIES = 2_000_000
+MAX_POOLED_VALUES = 1 << 24  # of the vectors of one request: 64 MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +31,12 @@ class Limits:
 
     vocab_size: int
     max_len: int  # prompt and generated tokens together; never more than the whole pool holds
+    hidden_size: int  # of a vector
 
     @staticmethod
     def of(info: WorkerInfo) -> "Limits":
         pool_tokens = (info.num_blocks - 1) * info.block_size
-        return Limits(vocab_size=info.vocab_size, max_len=min(info.max_model_len, pool_tokens))
+        return Limits(info.vocab_size, min(info.max_model_len, pool_tokens), info.hidden_size)
 
 
 def check(request: Request, limits: Limits) -> None:
@@ -41,6 +45,34 @@ def check(request: Request, limits: Limits) -> None:
     _check_params(request.params, limits)
     _check_prompt(request.prompt_token_ids, limits)
     _check_length(request, limits)
+    if request.pooling is not None:
+        _check_pooling(request.pooling, request, limits)
+
+
+def _check_pooling(pooling: PoolingParams, request: Request, limits: Limits) -> None:
+    if pooling.kind not in KINDS:
+        raise RequestError(f"pooling is {pooling.kind!r}, but must be one of {', '.join(KINDS)}.", "pooling")
+    if request.params != POOLS:
+        raise RequestError("A request for vectors samples nothing: leave out all that chooses tokens.", "pooling")
+    ids, num_tokens = pooling.token_ids, len(request.prompt_token_ids)
+    if (pooling.kind == "logits") != bool(ids):
+        raise RequestError("Pooling of kind logits needs token_ids, and no other kind takes any.", "token_ids")
+    _at_most("token_ids", len(ids), MAX_POOLED_IDS, "ids")
+    _check_in_vocabulary("token_ids", ids, limits)
+    if pooling.kind == "token" and num_tokens * limits.hidden_size > MAX_POOLED_VALUES:
+        raise RequestError(
+            f"{num_tokens} vectors of {limits.hidden_size} numbers are asked for, at most "
+            f"{MAX_POOLED_VALUES // limits.hidden_size} vectors can be returned. Send a shorter prompt.",
+            "pooling",
+        )
+
+
+def _check_in_vocabulary(name: str, ids: Sequence[int], limits: Limits) -> None:
+    if ids and (min(ids) < 0 or max(ids) >= limits.vocab_size):
+        wrong = next(token for token in ids if not 0 <= token < limits.vocab_size)
+        raise RequestError(
+            f"{name} has the token id {wrong}, but ids go from 0 to {limits.vocab_size - 1}. Remove it.", name
+        )
 
 
 def _check_prompt(token_ids: tuple[int, ...], limits: Limits) -> None:
@@ -105,11 +137,7 @@ def _check_ids(params: SamplingParams, limits: Limits) -> None:
         ("allowed_token_ids", params.allowed_token_ids or ()),
         ("bad_words", [token for word in params.bad_words for token in word]),
     ):
-        if ids and (min(ids) < 0 or max(ids) >= limits.vocab_size):
-            wrong = next(token for token in ids if not 0 <= token < limits.vocab_size)
-            raise RequestError(
-                f"{name} has the token id {wrong}, but ids go from 0 to {limits.vocab_size - 1}. Remove it.", name
-            )
+        _check_in_vocabulary(name, ids, limits)
     _at_most("stop_token_ids", len({*params.eos_token_ids, *params.stop_token_ids}), MAX_STOP_IDS, "stop token ids")
     _at_most("logit_bias", len(params.logit_bias), MAX_LOGIT_BIAS, "entries")
     _at_most("bad_words", len(params.bad_words), MAX_BAD_WORDS, "token sequences")

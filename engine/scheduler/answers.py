@@ -62,7 +62,13 @@ class Answers:
             self._apply_one(item, result, first, 0, now, events)
             if item.seq.status is Status.RUNNING:
                 self._columns.refresh_tokens(item.seq)
+        pooled = result.pooled()
         for place, (item, first, _) in enumerate(output.with_rows(), len(decodes.rows)):
+            if item.seq.pooling is not None:
+                values = next(pooled)
+                if item.seq.status is Status.RUNNING:
+                    self._apply_pooled(item, values, now, events)
+                continue
             num_accepted = result.num_accepted(place, first) if item.drafts else 0
             if item.drafts:
                 self._record_drafts(item, num_accepted)
@@ -162,6 +168,31 @@ class Answers:
         if event is not None:
             events.others.append(event)
 
+    def _apply_pooled(
+        self, item: ScheduledTokens, values: "array[float] | None", now: float, events: TokenEvents
+    ) -> None:
+        """Send the vectors that the step made of `item`, whose sequence runs, and end it with the last ones."""
+        seq, event = item.seq, None
+        try:
+            if values is None:
+                event = self._fail_nonfinite(seq, now)
+            else:
+                if values and seq.pooling is not None and seq.pooling.kind in ("cls", "token"):
+                    # Computed again after a preemption, as whole blocks are: some may have been sent.
+                    size = len(values) // (item.num_tokens if seq.pooling.kind == "token" else 1)
+                    values = values[max(0, seq.num_returned_vectors - item.start) * size :]
+                    seq.num_returned_vectors += len(values) // size
+                if values:
+                    event = TokenEvent(seq.request_id, num_cached_tokens=seq.num_cached_tokens, pooled=values)
+                if item.start + item.num_tokens == seq.num_tokens:
+                    event = self._finish(seq, FinishReason.STOP, now, event)
+        except Exception:
+            event = self._fail_after_exception(seq, "commit", now)
+        if event is not None:
+            events.others.append(event)
+        if seq.status is Status.RUNNING:
+            self._columns.refresh(seq)
+
     def _update_sequence(
         self,
         item: ScheduledTokens,
@@ -193,6 +224,9 @@ class Answers:
         """No token could be chosen: the model's logits are not finite, or the request's fields ban every token."""
         if NONFINITE not in states:
             return self._fail(seq.request_id, NO_TOKEN, now, seq.masked_by)
+        return self._fail_nonfinite(seq, now)
+
+    def _fail_nonfinite(self, seq: Sequence, now: float) -> TokenEvent | None:
         self._stats.num_nonfinite += 1
         self._kv_cache_manager.evict_blocks(seq)  # its keys and values may not be finite either
         return self._fail(seq.request_id, NOT_FINITE, now, None)

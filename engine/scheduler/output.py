@@ -11,7 +11,7 @@ import numpy as np
 from engine.kv_cache.offload import NO_COPIES, Copies
 from engine.scheduler.sequence import Sequence
 from engine.types import ScoredTokens, TokenLogprobs
-from workers.protocol import FINITE, StepOutput
+from workers.protocol import FINITE, NOT_POOLED, StepOutput
 
 NOT_KNOWN = -1  # in place of a token that the step before samples
 
@@ -77,6 +77,11 @@ class SchedulerOutput:
     is_ahead: bool = False  # decided while the step before was in flight
 
     @property
+    def num_pooled(self) -> int:
+        """Sequences of which vectors are wanted."""
+        return sum(item.seq.pooling is not None for item in self.scheduled)
+
+    @property
     def num_seqs(self) -> int:
         return len(self.decodes.rows) + len(self.scheduled)
 
@@ -126,6 +131,16 @@ class ModelRunnerOutput:
     def finite(self) -> list[int]:
         """FINITE, NONFINITE or ALL_BANNED."""
         return self.answer.finite.tolist()
+
+    def pooled(self) -> Iterator[array | None]:
+        """The values of each sequence that is pooled, float32, in their order; None: they are not finite."""
+        start = 0
+        for length in self.answer.pooled_lens.tolist():
+            if length == NOT_POOLED:
+                yield None
+            else:
+                yield array("f", self.answer.pooled[start : start + length].tobytes())
+                start += length
 
     def num_accepted(self, place: int, row: int) -> int:
         """How many drafts of the step's sequence at `place` are right, whose first row is `row`. They end before one

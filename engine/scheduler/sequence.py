@@ -106,8 +106,10 @@ class Sequence:
         "num_passed",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_returned_vectors",
         "num_scored_tokens",
         "num_to_compute",
+        "pooling",
         "request",
         "request_id",
         "row",
@@ -132,6 +134,7 @@ class Sequence:
         params = request.params
         self.request = request
         self.request_id = request.request_id
+        self.pooling = request.pooling
         self.samples = params.max_tokens > 0  # False when only the prompt is to be scored
         self.key = key  # order of service: the smallest runs first and is preempted last
         self.token_ids: list[int] = list(request.prompt_token_ids)
@@ -158,6 +161,7 @@ class Sequence:
         self.sampling_state: object | None = None  # owned by the input batch; kept over a preemption
         self.draft_state: DraftState | None = None  # None: nothing was drafted for it
         self.num_scored_tokens = 0  # prompt tokens whose logprobs were sent; a preemption does not reset it
+        self.num_returned_vectors = 0  # of single tokens, the first ones; a preemption does not reset it
         self.num_cached_tokens = 0  # of the prompt, when it first ran
         self.num_preemptions = 0
         self.num_passed = 0  # sequences that were admitted before this one, since it last began to wait
@@ -214,8 +218,12 @@ class Sequence:
 
     @property
     def num_skippable_tokens(self) -> int:
-        """How many leading tokens need not run when their KV is cached: all but those still to be scored."""
+        """How many leading tokens need not run when their KV is cached: all but those still to be scored, and those
+        whose hidden states are still to be returned."""
         params = self.request.params
+        if self.pooling is not None and self.pooling.kind in ("mean", "cls", "token"):
+            is_returned = self.pooling.kind == "cls" and self.num_returned_vectors
+            return len(self.token_ids) if is_returned else self.num_returned_vectors
         if params.prompt_logprobs is None or self.num_scored_tokens >= self.num_prompt_tokens - 1:
             return len(self.token_ids)
         return self.num_scored_tokens

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
+from engine.types import POOLS, Request
 from server.llm.generation import Engine, Generation
 from server.llm.generation_config import GenerationConfig
 from server.llm.input_processor import InputProcessor, ProcessedRequest
 from server.llm.submissions import Submissions
 from server.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from engine.pooling_params import PoolingParams
+    from server.llm.pooling import PooledOutput, Pooling
 
 
 class AsyncLLM:
@@ -59,6 +65,69 @@ class AsyncLLM:
         )
         self.open.add(generation)
         return generation
+
+    def start_pooling(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        pooling: PoolingParams,
+        key_label: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: bytes = b"",
+        timeout_s: float | None = None,
+        spent_s: float = 0.0,
+        has_place: bool = False,
+        data_parallel_rank: int | None = None,
+    ) -> Pooling:
+        """Run `prompts`, token ids each, for their vectors: one request, whose `outputs()` are in their order.
+
+        The engine checks each when it comes: `RequestError` where it can never run. `timeout_s`: of all together, of
+        which `spent_s` have passed. The other arguments are those of `start`.
+        """
+        from server.llm.pooling import PooledChoice, Pooling  # imports numpy, which no other request needs
+
+        choices = []
+        for index, prompt in enumerate(prompts):
+            request = Request(self.engine.new_request_id(), prompt, POOLS, priority, cache_salt, pooling=pooling)
+            choices.append(PooledChoice(index, request, self.engine.info.hidden_size))
+        running = Pooling(
+            self.engine,
+            choices,
+            len(choices),
+            self._closed,
+            self.submissions,
+            timeout_s,
+            spent_s,
+            key_label,
+            has_place=has_place,
+            data_parallel_rank=data_parallel_rank,
+        )
+        self.open.add(running)
+        return running
+
+    async def pool(
+        self,
+        prompt_token_ids: tuple[int, ...],
+        pooling: PoolingParams,
+        key_label: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: bytes = b"",
+        timeout_s: float | None = None,
+    ) -> PooledOutput:
+        """The vectors of one prompt. Cancelling the call aborts the request; raises what `Pooling.outputs` raises."""
+        running = self.start_pooling(
+            [prompt_token_ids],
+            pooling,
+            key_label,
+            priority=priority,
+            cache_salt=cache_salt,
+            timeout_s=timeout_s,
+        )
+        try:
+            return (await running.outputs())[0]
+        finally:
+            running.close()
 
     def fail_all(self, error: BaseException) -> None:
         """End every open generation with an error."""

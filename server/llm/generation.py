@@ -64,13 +64,31 @@ class Engine(Protocol):
     async def reset_prefix_cache(self) -> int: ...
 
 
+class Choice(Protocol):
+    """What becomes of one engine request."""
+
+    index: int
+    request: Request
+    started: bool  # its prompt is done
+    num_tokens: int  # generated
+    num_cached_tokens: int
+    finish_reason: str | None
+
+    @property
+    def finished(self) -> bool: ...
+
+    def push(self, event: TokenEvent, /) -> Delta | None: ...
+
+    def cut(self, reason: str, /) -> Delta: ...
+
+
 class Generation:
     """All choices of one HTTP request, running. Closing it aborts what still runs."""
 
     def __init__(
         self,
         engine: Engine,
-        choices: list[ChoiceOutput],
+        choices: Sequence[Choice],
         num_prompts: int,
         on_close: Callable[..., None],
         submissions: Submissions,
@@ -112,7 +130,7 @@ class Generation:
     def completion_tokens(self) -> int:
         return sum(choice.num_tokens for choice in self.choices)
 
-    def replica_of(self, choice: ChoiceOutput) -> int:
+    def replica_of(self, choice: Choice) -> int:
         """The number of the replica that generates it; 0 before it is sent."""
         seat = self._seats.get(choice.index // self.per_prompt)
         return 0 if seat is None else seat.number
@@ -202,16 +220,16 @@ class Generation:
         task = self._tasks[index] = asyncio.create_task(self._pump(self.choices[index], has_place or self._has_place))
         task.add_done_callback(ended)  # also of one that is cancelled before it has begun
 
-    def _seat_of(self, choice: ChoiceOutput) -> Seat:
+    def _seat_of(self, choice: Choice) -> Seat:
         """The choices of a prompt are generated where the first of them is."""
         prompt = choice.index // self.per_prompt
         if prompt not in self._seats:
             self._seats[prompt] = self._engine.choose(choice.request, self._data_parallel_rank)
         return self._seats[prompt]
 
-    async def _pump(self, choice: ChoiceOutput, has_place: bool) -> None:
+    async def _pump(self, choice: Choice, has_place: bool) -> None:
         try:
-            if choice.request.params.max_tokens == 0 and choice.request.params.prompt_logprobs is None:
+            if isinstance(choice, ChoiceOutput) and choice.only_echoes:
                 self._queue.put_nowait(choice.echo_only())
                 return
             request = choice.request

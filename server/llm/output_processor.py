@@ -92,6 +92,11 @@ class ChoiceOutput:
             self._finish(event, delta)
         return delta if delta.num_tokens or delta.text or delta.prompt_scores or delta.scores or self.finished else None
 
+    @property
+    def only_echoes(self) -> bool:
+        """Nothing is to be generated or scored."""
+        return self.request.params.max_tokens == 0 and self.request.params.prompt_logprobs is None
+
     def echo_only(self) -> Delta:
         """The answer when nothing is to be generated or scored."""
         self.started = self._opened = True

@@ -29,6 +29,7 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    pooled: list[float] = field(default_factory=list)
     error: str | None = None
 
 
@@ -151,6 +152,7 @@ class DirectEngine:
         answer.token_ids += event.token_ids
         answer.logprobs += event.logprobs
         answer.prompt_logprobs += event.prompt_logprobs
+        answer.pooled += event.pooled
         answer.error = event.error
         if event.finish_reason is not None:
             self.num_cached_tokens += event.num_cached_tokens

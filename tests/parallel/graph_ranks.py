@@ -115,7 +115,7 @@ class GraphRunner(ModelRunner):
         )
         assert config.max_model_len is not None
         self._device_steps = DeviceSteps(
-            self.model, self.backend, self.tp, self.inputs, TorchSampling(self, rows),
+            self.model, self.backend, self.tp, self.inputs, TorchSampling(self, rows), self.pooler,
             rows_at_once=max(self.sizes), max_model_len=config.max_model_len,
         )  # fmt: skip
         self._device_steps.kv = self.kv

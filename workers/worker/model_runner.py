@@ -54,6 +54,7 @@ from workers.worker.memory.rank_weights import rank_weight_bytes
 from workers.worker.memory.step_memory import StepMemory, largest_step
 from workers.worker.memory_needs import MAX_LOGITS_ROWS, is_out_of_memory, out_of_memory, weight_bytes_of_node
 from workers.worker.pending_output import Computed, PendingOutput
+from workers.worker.pooling.pooler import Pooler
 from workers.worker.rank_invariance import check_rank_invariance
 from workers.worker.step_timing import null_step, time_steps
 
@@ -144,8 +145,9 @@ class ModelRunner:
             logger.info("event=stage number=%d of=%d layers=%s", self.stage.number, self.stage.size, layers)
             if self.device.type == "cuda":
                 logger.info("event=no_graphs reason=%r", "with pipeline stages every step is launched by itself")
+        self.pooler = Pooler(self.tp, self.model.vocab_start, answers=self.answers)
         if availability.can_serve(self.device) and self.stage.size == 1:
-            self._device_steps = device_steps(self.config, self.model, self.backend, self.tp, self._tables)
+            self._device_steps = device_steps(self.config, self.model, self.backend, self.tp, self._tables, self.pooler)
         elif self.stage.is_last:
             shard = self.model.vocab_start, self.model.vocab_local, self.spec.vocab_size
             rows = make_histories(self.device, self.config.max_num_seqs, self.config.max_model_len, *shard)
@@ -288,6 +290,7 @@ class ModelRunner:
             rank_invariant_reason=self.rank_invariance.reason,
             step_cost=self.step_cost,
             kv_offload=None if self.kv_offload is None else self.kv_offload.info,
+            hidden_size=self.spec.hidden_size,
         )
 
     @property
@@ -352,7 +355,9 @@ class ModelRunner:
             hidden = model.stand_in(batch.token_ids)
         hidden = model(batch, kv, self.backend, plan, hidden)  # [T, hidden_size]
         if self.stage.is_last:
-            return self._sample(model, hidden, batch, step, await_masks)
+            output = self._sample(model, hidden, batch, step, await_masks)
+            pooled = self.pooler(step, hidden, model.compute_logits) if len(step.pool_seqs) else None
+            return output if output is None or pooled is None else pooled.add_to(output)
         if in_pipeline:
             self.stage.send(hidden)
         return None

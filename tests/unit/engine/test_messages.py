@@ -11,9 +11,10 @@ from engine.config import EngineConfig, WorkerConfig
 from engine.errors import ContextLengthError, QueueFullError, RequestError, StartupError
 from engine.ipc import messages
 from engine.ipc.frames import Frame, FrameError, FrameReader
+from engine.pooling_params import PoolingParams
 from engine.sampling_params import Grammar, SamplingParams
 from engine.stats import EngineStats
-from engine.types import EngineInfo, FinishReason, Request, ScoredTokens, TokenEvent, TokenEvents, TokenLogprobs
+from engine.types import POOLS, EngineInfo, FinishReason, Request, ScoredTokens, TokenEvent, TokenEvents, TokenLogprobs
 
 _IDS = st.integers(0, 2**31 - 1)
 _F32 = st.floats(width=32, allow_nan=False)
@@ -88,6 +89,22 @@ def test_scored_prompts_are_sent_as_columns(num_top, rows, data) -> None:
     assert [*scored[1:3]] == entries[1:3] and [scored[index - len(rows)] for index in range(len(rows))] == entries
 
 
+def test_vectors_are_sent_with_their_bits() -> None:
+    vectors = array("f", [0.1, -0.0, 3e38, 1e-45])
+    values = [
+        TokenEvent(1, pooled=vectors),
+        TokenEvent(2, (3,), (TokenLogprobs(3, -0.5, 1),)),
+        TokenEvent(4, pooled=vectors[1:], finish_reason=FinishReason.STOP),
+    ]
+    assert there_and_back(values) == values
+    assert [array("f", one.pooled).tobytes() for one in there_and_back(values)[::2]] == [
+        vectors.tobytes(),
+        vectors[1:].tobytes(),
+    ]
+    split = list(messages.chunks(events_of(values), most_entries=4))
+    assert [[one.request_id for one in chunk] for chunk in split] == [[1], [2, 4]]
+
+
 def test_infinite_logprobs_are_sent() -> None:
     event = TokenEvent(1, (2,), (TokenLogprobs(2, -math.inf, 5, ((1, 0.0), (2, -math.inf))),))
     assert there_and_back([event]) == [event]
@@ -99,6 +116,9 @@ def test_requests() -> None:
     )
     request = Request(9, (1, 2, 2**31 - 1), params, priority=-3, cache_salt=b"\x00\xff", client="team a")
     assert messages.RequestReader().read(frame_of(messages.request(request))) == request
+    for pooling in (PoolingParams("mean"), PoolingParams("logits", (7, 3))):
+        request = Request(9, (1, 2), POOLS, pooling=pooling)
+        assert messages.RequestReader().read(frame_of(messages.request(request))) == request
     with pytest.raises(FrameError):
         messages.request(Request(1, (2,), SamplingParams(allowed_token_ids=(-(2**31) - 1,))))
     with pytest.raises(FrameError):

@@ -9,7 +9,9 @@ from workers.config import WorkerConfig
 from workers.protocol import (
     MAX_BIAS_PER_ROW,
     MAX_LOGPROBS,
+    MAX_POOLED_IDS,
     MAX_VOCAB_SIZE,
+    NOT_POOLED,
     ProtocolError,
     StepMetadata,
     StepOutput,
@@ -24,7 +26,9 @@ from workers.protocol import (
     unpack_step,
 )
 
-CONFIG = WorkerConfig("model", max_model_len=512, max_num_seqs=8, max_num_batched_tokens=64, block_size=16)
+CONFIG = WorkerConfig(
+    "model", max_model_len=512, max_num_seqs=8, max_num_batched_tokens=64, block_size=16, hidden_size=96
+)
 NO_CHOICES = (0, 0, 0, 0)
 WIDTH = 512 // 16
 
@@ -77,6 +81,11 @@ def random_step(
         history_counts=ints(penalties * history),
         mask_rows=np.sort(ints(masks)),
         mask_bits=rng.integers(0, 2**32, (masks, words), dtype=np.uint32),
+        pool_seqs=ints(num_seqs),
+        pool_kinds=ints(num_seqs),
+        pool_lens=ints(num_seqs),
+        pool_num_ids=ints(num_seqs),
+        pool_ids=ints(num_seqs * MAX_POOLED_IDS),
     )
 
 
@@ -145,6 +154,8 @@ def test_an_answer_survives_the_trip(k: int) -> None:
         output.ranks = rng.integers(1, 9, rows).astype(np.int32)
         output.top_ids = rng.integers(0, 99, (rows, k)).astype(np.int32)
         output.top_logprobs = rng.random((rows, k)).astype(np.float32)
+        output.pooled_lens = np.array([96, 0, NOT_POOLED], np.int32)
+        output.pooled = rng.random(rows * 96).astype(np.float32)  # a vector for each token
     buffer = memoryview(bytearray(max_output_bytes(CONFIG)))
     read = unpack_output(buffer[: pack_output(output, buffer)])
     for name in StepOutput.__slots__:

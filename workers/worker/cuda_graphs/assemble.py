@@ -18,12 +18,18 @@ from workers.worker.cuda_graphs.graphs import GraphMaker
 from workers.worker.cuda_graphs.inputs import Shape, StepInputs
 from workers.worker.memory.graph_memory import graph_bytes
 from workers.worker.memory.meter import MemoryMeter
+from workers.worker.pooling.pooler import Pooler
 
 logger = logging.getLogger("oarlock.runner")
 
 
 def device_steps(
-    config: WorkerConfig, model: Decoder, backend: AttentionBackend, tp: TensorParallel, tables: BlockTables
+    config: WorkerConfig,
+    model: Decoder,
+    backend: AttentionBackend,
+    tp: TensorParallel,
+    tables: BlockTables,
+    pooler: Pooler,
 ) -> DeviceSteps:
     """With all memory that steps and graphs share, so that what is left can be measured."""
     assert config.max_model_len is not None
@@ -40,6 +46,7 @@ def device_steps(
         tp,
         StepInputs(tables, Shape(rows, seqs, rows, seqs * table_width(config)), sampled, vocab_size),
         DeviceSampling(sampler, rows, device, answers=tp.rank == 0),
+        pooler,
         rows_at_once=at_once,
         max_model_len=config.max_model_len,
     )

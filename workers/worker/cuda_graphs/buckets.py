@@ -39,7 +39,8 @@ def logits_rows_at_once(config: WorkerConfig) -> int:
 def bucket_of(step: StepMetadata, sizes: Sequence[int]) -> int | None:
     """The smallest of `sizes` that holds `step`; None where it is no plain decode, or too large.
 
-    A plain decode has one token and one row of logits for each sequence, and no drafts. A prompt's last token is one.
+    A plain decode has one token and one row of logits for each sequence, and no drafts. A prompt's last token is one,
+    unless vectors are wanted of it.
     """
     rows = step.num_seqs
     if not (rows == step.num_tokens == len(step.logits_indices)) or len(step.num_drafts) or rows > sizes[-1]:

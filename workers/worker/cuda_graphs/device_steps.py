@@ -22,6 +22,7 @@ from workers.worker.cuda_graphs.buckets import bucket_of
 from workers.worker.cuda_graphs.graphs import Graph, GraphMaker
 from workers.worker.cuda_graphs.inputs import InputPlace, StepInputs
 from workers.worker.pending_output import PendingOutput
+from workers.worker.pooling.pooler import PooledOutput, Pooler
 
 
 @runtime_checkable
@@ -65,6 +66,7 @@ class DeviceSteps:
         tp: TensorParallel,
         inputs: StepInputs,
         sampling: StepSampling,
+        pooler: Pooler,
         *,
         rows_at_once: int,
         max_model_len: int,
@@ -72,7 +74,7 @@ class DeviceSteps:
         """`rows_at_once`: of logits that are computed together; at least as many as the largest bucket has."""
         self._model, self._backend, self._tp = model, backend, tp
         self.kv: list[LayerKV] = []  # pages of all layers, once they are allocated
-        self._inputs, self._sampling = inputs, sampling
+        self._inputs, self._sampling, self._pooler = inputs, sampling, pooler
         self._max_model_len = max_model_len
         device, width = sampling.sampled.device, tp.size * model.vocab_local
         self._logits = torch.empty((rows_at_once, width), dtype=torch.float32, device=device)
@@ -115,7 +117,11 @@ class DeviceSteps:
             self._await(step, await_masks)
             self._sample_bucket(bucket, place, Variant.of(step))
         else:
-            self._run(step, place, await_masks, *(layers or (self._model, self.kv)))
+            model, kv = layers or (self._model, self.kv)
+            hidden = self._run(step, place, await_masks, model, kv)
+            if len(step.pool_seqs):
+                pooled = self._pooler(step, hidden, model.compute_logits)
+                return PooledOutput(self._sampling.finish(step, place), pooled)
         return self._sampling.finish(step, place)
 
     def replays(self, step: StepMetadata) -> bool:
@@ -168,8 +174,8 @@ class DeviceSteps:
         await_masks: Callable[[], None] | None,
         model: Decoder,
         kv: list[LayerKV],
-    ) -> None:
-        """A step of any kind, operation by operation."""
+    ) -> Tensor:
+        """A step of any kind, operation by operation. Returns its hidden states, [T, hidden_size]."""
         starts = step.query_start_loc
         batch = place.batch((starts[1:] - starts[:-1]).tolist(), step.seq_lens.tolist(), self._sampling.sampled)
         hidden = model(batch, kv, self._backend, self._backend.prepare(batch))  # [T, hidden_size]
@@ -180,6 +186,7 @@ class DeviceSteps:
             if first == 0:
                 self._await(step, await_masks)
             self._sampling.sample(self._logits[: len(indices)], place, first, variant)
+        return hidden
 
     def _write_logits(self, logits: Tensor) -> None:
         """`logits` float32 [n, vocab_local] of this rank, together with the others', into their place."""

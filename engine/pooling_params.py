@@ -1,0 +1,20 @@
+"""Which vectors of a sequence are wanted, in place of generated tokens: checked by the engine before it is queued."""
+
+from dataclasses import dataclass
+
+# Hidden states are those of the model's last layer, after the final norm. In the order of `workers.protocol`.
+KINDS = (
+    "last",  # of the last token
+    "mean",  # the mean over all tokens
+    "cls",  # of the first token
+    "token",  # of every token
+    "logits",  # no hidden states, but the logits of `token_ids` after the last token, before any softmax
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingParams:
+    """What is returned of one sequence: float32, not normalised."""
+
+    kind: str  # one of KINDS
+    token_ids: tuple[int, ...] = ()  # with "logits" alone: whose; in this order

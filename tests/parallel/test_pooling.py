@@ -1,0 +1,189 @@
+"""Vectors of prompts through the scheduler and the ranks: the same bits alone, in company and however prompts are cut,
+with any number of ranks and stages, and right by transformers' hidden states in float64.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine.pooling_params import KINDS, PoolingParams
+from engine.sampling_params import SamplingParams
+from engine.types import POOLS, Request
+from tests.golden.exact_reference import ExactReference
+from tests.golden.tiny_models import make_tiny
+from tests.parallel.direct_engine import Answer, DirectEngine
+from tests.parallel.rank_threads import ThreadExecutor
+from workers.config import WorkerConfig
+from workers.verify.reference import in_float64
+
+NAMED = (5, 319, 160, 5)
+HIDDEN = 64
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("models"), "qwen3", head_dim=32)
+
+
+def start(path: Path, *, dtype: str = "float32", ranks: int = 1, stages: int = 1, backend: str = "auto"):
+    config = WorkerConfig(
+        str(path),
+        device="cpu",
+        dtype=dtype,
+        tensor_parallel_size=ranks,
+        pipeline_parallel_size=stages,
+        attention_backend=backend,
+        max_model_len=256,
+        max_num_seqs=8,
+        max_num_batched_tokens=512,
+        block_size=16,
+        num_kv_blocks=200,
+        num_threads=1,
+    )
+    return ThreadExecutor(config)
+
+
+@pytest.fixture(scope="module")
+def executor(path: Path) -> Iterator[ThreadExecutor]:
+    started = start(path)
+    if not started.info.batch_invariant:
+        pytest.skip(started.info.batch_invariant_reason)
+    yield started
+    started.close()
+
+
+def prompt_of(number: int) -> tuple[int, ...]:
+    """Of 1 to 151 tokens, half of which begin with the same 40."""
+    rng = np.random.default_rng(number)
+    shared = range(40) if number % 2 else ()
+    return (*shared, *rng.integers(0, 320, 1 + 37 * (number % 4)).tolist())
+
+
+def pooling_requests() -> list[Request]:
+    """Two of each kind."""
+    params = [PoolingParams(kind, NAMED if kind == "logits" else ()) for kind in KINDS]
+    return [Request(n, prompt_of(n), POOLS, pooling=params[n % len(params)]) for n in range(2 * len(params))]
+
+
+def generating_requests() -> list[Request]:
+    return [Request(100 + n, prompt_of(n), SamplingParams(max_tokens=40, seed=n, logprobs=1)) for n in range(4)]
+
+
+def pooled_of(answers: dict[int, Answer]) -> dict[int, bytes]:
+    assert not any(answer.error for answer in answers.values())
+    return {number: np.array(one.pooled, np.float32).tobytes() for number, one in answers.items() if one.pooled}
+
+
+def alone_with(executor: ThreadExecutor) -> dict[int, bytes]:
+    found = {}
+    for request in pooling_requests():
+        found |= pooled_of(DirectEngine(executor).run([request]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(executor: ThreadExecutor) -> dict[int, bytes]:
+    found = alone_with(executor)
+    for request in pooling_requests():
+        assert request.pooling is not None
+        sizes = {"token": len(request.prompt_token_ids) * HIDDEN, "logits": len(NAMED)}
+        assert len(found[request.request_id]) == 4 * sizes.get(request.pooling.kind, HIDDEN)
+    return found
+
+
+REGIMES = {
+    "together": {},
+    "in chunks": {"max_num_batched_tokens": 24},
+    "in chunks of a few tokens": {"max_num_batched_tokens": 9},
+    "a step ahead": {"max_num_batched_tokens": 40, "pipeline_depth": 2},
+    "with a prefix cache": {"enable_prefix_caching": True, "max_num_batched_tokens": 64},
+    "with few blocks": {"enable_prefix_caching": True, "max_num_batched_tokens": 12, "num_blocks": 14},
+}
+
+
+@pytest.mark.parametrize("regime", REGIMES.values(), ids=REGIMES)
+def test_vectors_do_not_depend_on_company_or_chunks(
+    executor: ThreadExecutor, alone: dict[int, bytes], regime: dict
+) -> None:
+    engine = DirectEngine(executor, **regime)
+    requests = [*generating_requests(), *pooling_requests()]
+    texts = DirectEngine(executor).run(generating_requests())
+    answers = engine.run(requests, arrives_at=lambda number: number)
+    assert pooled_of(answers) == alone
+    assert {number: answers[number] for number in texts} == texts
+    assert engine.scheduler.stats.finished["stop"] == len(alone)
+    engine.scheduler.audit()
+    assert engine.scheduler.kv_cache_manager.num_held == 0
+    assert bool(engine.num_cached_tokens) == regime.get("enable_prefix_caching", False)
+
+
+@pytest.mark.parametrize("caches", [False, True])
+def test_vectors_do_not_depend_on_preemptions(executor: ThreadExecutor, alone: dict[int, bytes], caches: bool) -> None:
+    engine = DirectEngine(executor, enable_prefix_caching=caches, max_num_batched_tokens=20)
+    scheduler, schedule, preempted = engine.scheduler, engine.scheduler.schedule, {}
+
+    def preempt_first(now: float, **options):
+        """Each once, with a part of its prompt computed."""
+        running = [seq for seq in scheduler.open_requests.values() if seq.row >= 0 and seq.num_computed_tokens]
+        for seq in [seq for seq in running if seq.request_id not in preempted][:1]:
+            preempted[seq.request_id] = seq.pooling.kind
+            scheduler._preempt(seq)
+        return schedule(now, **options)
+
+    scheduler.schedule = preempt_first
+    assert pooled_of(engine.run(pooling_requests())) == alone
+    assert set(preempted.values()) == set(KINDS)
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (4, 1), (1, 2)])
+def test_vectors_have_the_same_bits_on_any_number_of_ranks(
+    path: Path, alone: dict[int, bytes], executor: ThreadExecutor, ranks: int, stages: int
+) -> None:
+    if not executor.info.rank_invariant:
+        pytest.skip(executor.info.rank_invariant_reason)
+    started = start(path, ranks=ranks, stages=stages)
+    try:
+        answers = DirectEngine(started, max_num_batched_tokens=48).run(pooling_requests())
+        assert pooled_of(answers) == alone
+    finally:
+        started.close()
+
+
+def test_torchs_own_attention_has_batch_invariant_vectors_in_bfloat16(path: Path) -> None:
+    started = start(path, dtype="bfloat16", backend="torch")
+    try:
+        expected = alone_with(started)
+        assert pooled_of(DirectEngine(started, max_num_batched_tokens=24).run(pooling_requests())) == expected
+    finally:
+        started.close()
+
+
+def test_vectors_are_transformers_hidden_states(path: Path, alone: dict[int, bytes]) -> None:
+    """No further from float64 than twice what transformers itself is, and a few last places."""
+    for request in pooling_requests():
+        truth, theirs = reference_of(path, request)
+        got = np.frombuffer(alone[request.request_id], np.float32).astype(np.float64)
+        theirs_off, ours_off = np.abs(theirs - truth).max(), np.abs(got - truth).max()
+        assert ours_off <= 2 * theirs_off + 4 * np.finfo(np.float32).eps * np.abs(truth).max()
+
+
+def reference_of(path: Path, request: Request) -> tuple[np.ndarray, np.ndarray]:
+    """The request's vectors in float64, and transformers' own in float32."""
+    assert request.pooling is not None
+    kind, model = request.pooling.kind, ExactReference(path, []).model
+
+    def found() -> np.ndarray:
+        with torch.inference_mode():
+            output = model(torch.tensor([request.prompt_token_ids]), output_hidden_states=True)
+        hidden, logits = output.hidden_states[-1][0].double(), output.logits[0].double()
+        if kind == "logits":
+            return logits[-1, list(NAMED)].numpy()
+        wanted = {"last": hidden[-1:], "mean": hidden.mean(0, keepdim=True), "cls": hidden[:1], "token": hidden}
+        return wanted[kind].flatten().numpy()
+
+    theirs = found()
+    with in_float64(model):
+        return found(), theirs
