@@ -8,7 +8,7 @@ from typing import Any
 from engine.errors import RequestError
 from engine.sampling_params import Grammar
 from server.chat.prompt import ChatPrompt
-from server.chat.tool_parsers.grammar import SpecialIds, literal, schema_rule
+from server.chat.tool_parsers.grammar import SpecialIds, literal, pattern_text, schema_rule
 
 _THOUGHTS = 'thoughts[suffix="</think>"]: /(?s:.*)/\nlines: /\\n{0,2}/'
 
@@ -53,23 +53,6 @@ def _rule(name: str, own: Grammar) -> str:
     if own.kind == "choice":
         return f"{name}: " + " | ".join(map(literal, json.loads(own.text)))
     if own.kind == "regex":
-        return f"{name}: /{_escaped(own.text)}/"
+        return f"{name}: /{pattern_text(own.text)}/"
     message = "A grammar of the caller's own cannot be combined with tools, nor with a model that thinks first."
     raise RequestError(message, own.param)
-
-
-def _escaped(pattern: str) -> str:
-    """The expression between slashes: a bare slash or line end inside would end it; `::=` would be taken for GBNF."""
-    result: list[str] = []
-    after_backslash = False
-    for position, character in enumerate(pattern):
-        written = character
-        if character == "\n":
-            written = "\\n"
-        elif character == "/" and not after_backslash:
-            written = "\\/"
-        elif character == ":" and pattern[position - 1 : position + 2] == "::=":
-            written = "\\x3a"
-        result.append(written)
-        after_backslash = character == "\\" and not after_backslash
-    return "".join(result)

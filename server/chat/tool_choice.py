@@ -31,7 +31,9 @@ class ToolChoice:
 
     def parser(self) -> ToolParser:
         """A parser for the calls in one answer."""
-        return self.format.parser(frozenset(tool.function.name for tool in self.callable), self.parallel)
+        return self.format.parser(
+            {tool.function.name: tool.function.parameters or _NO_PARAMETERS for tool in self.callable}, self.parallel
+        )
 
     @property
     def is_strict(self) -> bool:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from server.chat.events import ArgumentsDelta, ContentDelta, MessageEvent, ToolCallStart, merged
-from server.chat.tool_parsers.call_parser import CallParser, NoCallError
+from server.chat.tool_parsers.call_parser import NoCallError, Tools
+from server.chat.tool_parsers.call_script import CallReader
 from server.chat.tool_parsers.grammar import SpecialIds, ToolSchema
 
 Messages = list[dict[str, Any]]
@@ -24,7 +25,8 @@ Messages = list[dict[str, Any]]
 class ToolFormat:
     """One way of writing calls. Grammars are in the Lark dialect of llguidance."""
 
-    name: str
+    name: str  # vLLM's, where it has the format
+    models: str  # that write it
     parser: type[ToolParser]
     delimiters: tuple[str, ...]  # kept in the text that the parser reads, even where they are special tokens
     matches: Callable[[str], bool]  # whether a chat template, given its source, is written for this format
@@ -43,16 +45,19 @@ class ToolParser(ABC):
     """The state of one answer: it either searches the text for delimiters, or follows a call by its characters."""
 
     DELIMITERS: tuple[str, ...]  # those that may begin a call, or end one
+    CLOSING: tuple[str, ...] = ()  # those of them that end one, and are packing where they do
 
-    def __init__(self, names: Collection[str], parallel: bool = True) -> None:
-        """`names` are the callable functions; without `parallel`, whatever follows the first call is left out."""
+    def __init__(self, tools: Tools, parallel: bool = True) -> None:
+        """`tools` are the callable functions; without `parallel`, whatever follows the first call is left out."""
         self.scanned = 0  # characters looked at
-        self._names = names
+        self._tools = tools
         self._parallel = parallel
         self._pattern = re.compile("|".join(map(re.escape, self.DELIMITERS)))
         self._searching = True
         self._held = ""  # the end of the searched text, while it may be the beginning of a delimiter
-        self._call: CallParser | None = None
+        self._call: CallReader | None = None
+        self._closers: list[str] = []  # that have not come since the last call
+        self._rewind = ""  # the end of an attempt that was no call: it may begin a delimiter
         self._attempt: list[str] = []  # what is content if it turns out to be no call
         self._sink: type[ContentDelta | ArgumentsDelta] = ContentDelta  # broken arguments last to the next delimiter
         self._blank: list[str] = []  # white space that is content only if other characters follow
@@ -70,6 +75,8 @@ class ToolParser(ABC):
             else:
                 self.scanned += 1
                 position += self._on_character(text[position], events)
+                if self._rewind:
+                    text, position = self._again(text, position)
         return merged(self._without_packing(events))
 
     def flush(self) -> list[MessageEvent]:
@@ -80,13 +87,29 @@ class ToolParser(ABC):
         blank, self._blank = "".join(self._blank), []
         return merged([*events, ContentDelta("" if self._num_calls else blank)])
 
-    @abstractmethod
+    def _again(self, text: str, position: int) -> tuple[str, int]:
+        """The text with what is looked at again, from where on it is."""
+        size, rewind = len(self._rewind), self._rewind
+        self._rewind = ""
+        return (text, position - size) if position >= size else (rewind[: size - position] + text, 0)
+
     def _on_delimiter(self, delimiter: str, events: list[MessageEvent]) -> None:
         """A delimiter was found. To follow what comes after it, call `_begin_call` or clear `_searching`."""
+        if delimiter not in self.CLOSING:
+            self._closers = []
+            self._begin_call(delimiter, self._reader(delimiter))
+        elif delimiter in self._closers:
+            self._closers.remove(delimiter)
+        else:
+            events.append(ContentDelta(delimiter))
 
     @abstractmethod
+    def _reader(self, delimiter: str) -> CallReader:
+        """What follows the call behind this delimiter."""
+
     def _on_character(self, character: str, events: list[MessageEvent]) -> bool:
         """Follow one character. False: it was not consumed, and is looked at again."""
+        return self._give_up(events) if self._call is None else self._follow_call(self._call, character, events)
 
     def _search(self, text: str, position: int, events: list[MessageEvent]) -> int:
         """Look for the next delimiter; the new position."""
@@ -95,13 +118,19 @@ class ToolParser(ABC):
         self.scanned += end - position
         if found is None:
             keep = self._partial(text, position)
-            events.append(self._sink(text[position : end - keep]))
+            self._pass_on(text[position : end - keep], events)
             self._held = text[end - keep :]
         else:
-            events.append(self._sink(text[position : found.start()]))
+            self._pass_on(text[position : found.start()], events)
             self._sink = ContentDelta
             self._on_delimiter(found[0], events)
         return end
+
+    def _pass_on(self, text: str, events: list[MessageEvent]) -> None:
+        """Searched text without a delimiter."""
+        events.append(self._sink(text))
+        if self._closers and self._sink is ContentDelta and text.strip():
+            self._closers = []
 
     def _partial(self, text: str, position: int) -> int:
         """How many characters at the end may be the beginning of a delimiter."""
@@ -111,13 +140,13 @@ class ToolParser(ABC):
                 return size
         return 0
 
-    def _begin_call(self, attempt: str, name: str | None = None) -> None:
-        """From here on a call is expected; `attempt` is content if none comes. `name`: only its arguments follow."""
+    def _begin_call(self, attempt: str, reader: CallReader) -> None:
+        """From here on a call is expected; `attempt` is content if none comes."""
         self._searching = False
-        self._call = CallParser(self._names, name)
+        self._call = reader
         self._attempt = [attempt]
 
-    def _follow_call(self, call: CallParser, character: str, events: list[MessageEvent]) -> bool:
+    def _follow_call(self, call: CallReader, character: str, events: list[MessageEvent]) -> bool:
         """`_on_character` inside the current call."""
         try:
             events += call.push(character)
@@ -130,12 +159,16 @@ class ToolParser(ABC):
         if call.done or call.broken:
             self._call = None
             self._searching = True
+            self._closers = list(self.CLOSING)
             self._sink = ArgumentsDelta if call.broken else ContentDelta
         return True
 
     def _give_up(self, events: list[MessageEvent]) -> bool:
         """The attempt was no call: it is content. The character that showed it has not been consumed."""
-        events.append(ContentDelta("".join(self._attempt)))
+        attempt = "".join(self._attempt)
+        keep = self._partial(attempt, 1)
+        self._rewind = attempt[len(attempt) - keep :]
+        events.append(ContentDelta(attempt[: len(attempt) - keep]))
         self._attempt, self._call = [], None
         self._searching = True
         return False

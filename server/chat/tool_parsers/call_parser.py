@@ -7,11 +7,13 @@ are returned as they come. Before that, anything wrong makes the whole no call a
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Mapping
+from typing import Any
 
 from server.chat.events import ArgumentsDelta, MessageEvent, ToolCallStart
 from server.chat.tool_parsers.json_scanner import JsonScanner, MalformedError
 
+Tools = Mapping[str, Mapping[str, Any]]  # the JSON schema of its arguments, by a function's name
 _ARGUMENT_KEYS = ("arguments", "parameters")
 
 
@@ -22,9 +24,9 @@ class NoCallError(ValueError):
 class CallParser:
     """One call. After `announced` it can only end (`done`) or break off."""
 
-    def __init__(self, names: Collection[str], name: str | None = None) -> None:
+    def __init__(self, tools: Tools, name: str | None = None) -> None:
         """With a `name` the text is the bare arguments; without, an object that holds both."""
-        self._names = names
+        self._tools = tools
         self._is_bare = name is not None
         self._scanner = JsonScanner()
         self._name = name
@@ -100,7 +102,7 @@ class CallParser:
         text, self._value = "".join(self._value), None
         if self._scanner.key == "name":
             self._name = json.loads(text)
-            if self._name not in self._names:
+            if self._name not in self._tools:
                 raise NoCallError
         else:
             self._arguments = _as_object(text)

@@ -32,9 +32,32 @@ def literal(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("::=", "\\u003a:=")
 
 
+def pattern_text(pattern: str) -> str:
+    """The expression between slashes: a bare slash or line end inside would end it; `::=` would be taken for GBNF."""
+    result: list[str] = []
+    after_backslash = False
+    for position, character in enumerate(pattern):
+        written = character
+        if character == "\n":
+            written = "\\n"
+        elif character == "/" and not after_backslash:
+            written = "\\/"
+        elif character == ":" and pattern[position - 1 : position + 2] == "::=":
+            written = "\\x3a"
+        result.append(written)
+        after_backslash = character == "\\" and not after_backslash
+    return "".join(result)
+
+
 def delimiter(text: str, special_ids: SpecialIds) -> str:
     """The delimiter as its special token, or as plain text."""
     return f"<[{special_ids[text]}]>" if text in special_ids else literal(text)
+
+
+def delimited(text: str, delimiters: Sequence[str], special_ids: SpecialIds) -> str:
+    """A text that may hold delimiters, as a sequence of what they and the rest are in a grammar."""
+    pieces = re.split("(" + "|".join(map(re.escape, delimiters)) + ")", text)
+    return " ".join(delimiter(piece, special_ids) for piece in pieces if piece)
 
 
 def one_of_calls(tools: Sequence[ToolSchema]) -> str:

@@ -7,14 +7,15 @@ written into the text of the messages. And of templates in a form unknown here (
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from server.chat.events import ContentDelta, MessageEvent
 from server.chat.tool_parsers import grammar
 from server.chat.tool_parsers.base import Messages, ToolFormat, ToolParser
+from server.chat.tool_parsers.call_parser import CallParser
+from server.chat.tool_parsers.call_script import CallReader
 from server.chat.tool_parsers.grammar import SpecialIds, ToolSchema
 
 START, END = "<tool_call>", "</tool_call>"
@@ -29,25 +30,10 @@ class HermesToolParser(ToolParser):
     """Any number of calls, with content before, between and behind them."""
 
     DELIMITERS = (START, END)
+    CLOSING = (END,)
 
-    def __init__(self, names: Collection[str], parallel: bool = True) -> None:
-        super().__init__(names, parallel)
-        self._unclosed = False  # a call is complete and its end delimiter has not come
-
-    def _on_delimiter(self, delimiter: str, events: list[MessageEvent]) -> None:
-        if delimiter == self.DELIMITERS[0]:
-            self._begin_call(delimiter)
-        elif not self._unclosed:
-            events.append(ContentDelta(delimiter))
-        self._unclosed = False
-
-    def _on_character(self, character: str, events: list[MessageEvent]) -> bool:
-        call = self._call
-        if call is None:
-            return self._give_up(events)
-        consumed = self._follow_call(call, character, events)
-        self._unclosed = call.announced
-        return consumed
+    def _reader(self, delimiter: str) -> CallReader:
+        return CallParser(self._tools)
 
 
 def _forced_calls(tools: Sequence[ToolSchema], most: int, special_ids: SpecialIds) -> str:
@@ -115,6 +101,7 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
 
 HERMES = ToolFormat(
     name="hermes",
+    models="Qwen 2.5 and 3, Hermes, Granite 4 and others",
     parser=HermesToolParser,
     delimiters=(START, END),
     matches=_matches,
@@ -124,7 +111,10 @@ HERMES = ToolFormat(
 GENERIC = replace(
     HERMES,
     name="generic",
+    models="templates that know nothing of tools",
     matches=lambda template: "tools" not in template,
     write_into_messages=write_into_messages,
 )
-UNKNOWN = replace(HERMES, name="unknown", delimiters=(), matches=lambda template: True, is_parsed=False)
+UNKNOWN = replace(
+    HERMES, name="unknown", models="all others", delimiters=(), matches=lambda template: True, is_parsed=False
+)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from server.chat.events import ContentDelta, MessageEvent
 from server.chat.tool_parsers import grammar
 from server.chat.tool_parsers.base import ToolFormat, ToolParser
+from server.chat.tool_parsers.call_parser import CallParser, Tools
+from server.chat.tool_parsers.call_script import CallReader
 from server.chat.tool_parsers.grammar import SpecialIds, ToolSchema
 
 TAG = "<|python_tag|>"
@@ -17,14 +19,14 @@ class LlamaToolParser(ToolParser):
 
     DELIMITERS = (TAG,)
 
-    def __init__(self, names: Collection[str], parallel: bool = True) -> None:
-        super().__init__(names, parallel)
+    def __init__(self, tools: Tools, parallel: bool = True) -> None:
+        super().__init__(tools, parallel)
         self._searching = False
         self._tag_size = 0  # characters of the tag that the attempt ends with
         self._any_call = False
 
-    def _on_delimiter(self, delimiter: str, events: list[MessageEvent]) -> None:
-        self._begin_call(delimiter)
+    def _reader(self, delimiter: str) -> CallReader:
+        return CallParser(self._tools)
 
     def _on_character(self, character: str, events: list[MessageEvent]) -> bool:
         if self._call is None:
@@ -42,16 +44,17 @@ class LlamaToolParser(ToolParser):
             self._attempt.append(character)
             if self._tag_size == len(TAG):
                 self._tag_size = 0
-                self._begin_call("".join(self._attempt))
+                self._begin_call("".join(self._attempt), self._reader(TAG))
             return True
         if self._tag_size:
+            self._tag_size = 0
             return self._give_up(events)
         if character.isspace() or (character == ";" and self._any_call and ";" not in self._attempt):
             self._attempt.append(character)
             return True
         if character != "{":
             return self._give_up(events)
-        self._begin_call("".join(self._attempt))
+        self._begin_call("".join(self._attempt), self._reader(TAG))
         return False
 
 
@@ -73,6 +76,7 @@ def _matches(template: str) -> bool:
 
 LLAMA = ToolFormat(
     name="llama3",
+    models="Llama 3",
     parser=LlamaToolParser,
     delimiters=(TAG,),
     matches=_matches,

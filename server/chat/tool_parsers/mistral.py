@@ -2,68 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from server.chat.events import ContentDelta, MessageEvent
 from server.chat.tool_parsers import grammar
-from server.chat.tool_parsers.base import ToolFormat, ToolParser
+from server.chat.tool_parsers.base import ToolFormat
+from server.chat.tool_parsers.call_parser import CallParser, Tools
 from server.chat.tool_parsers.grammar import SpecialIds, ToolSchema
+from server.chat.tool_parsers.json_list import JsonListToolParser, forced_list
 
 START, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
-class MistralToolParser(ToolParser):
+class MistralToolParser(JsonListToolParser):
     """Both formats: a list of calls behind one delimiter, or a delimiter before each call."""
 
     DELIMITERS = (START,)
     _TAGS = (ARGS, CALL_ID)
 
-    def __init__(self, names: Collection[str], parallel: bool = True) -> None:
-        super().__init__(names, parallel)
-        # Between the delimiter and the call: takes the next character, False where it cannot come there.
-        self._accept: Callable[[str], bool] = self._head
+    def __init__(self, tools: Tools, parallel: bool = True) -> None:
+        super().__init__(tools, parallel)
         self._name = ""
         self._tag = ""
-        self._in_list = False
-
-    def _on_delimiter(self, delimiter: str, events: list[MessageEvent]) -> None:
-        self._searching = self._in_list = False
-        self._attempt = [delimiter]
-        self._name = self._tag = ""
-        self._accept = self._head
-
-    def _on_character(self, character: str, events: list[MessageEvent]) -> bool:
-        if self._call is not None:
-            consumed = self._follow_call(self._call, character, events)
-            if consumed and self._searching and self._sink is ContentDelta and self._in_list:
-                self._searching = False
-            return consumed
-        if not self._accept(character):
-            return self._give_up(events)
-        if self._call is not None:
-            return False  # the brace is the call's first character
-        self._attempt.append(character)
-        if self._searching:  # the list is closed: its brackets were packing
-            self._attempt = []
-        return True
 
     def _head(self, character: str) -> bool:
-        if character == "[":
-            self._in_list, self._accept = True, self._list
-        elif character == "{":
-            self._begin_call("".join(self._attempt))
-        elif _is_name(character):
+        if _is_name(character):
             self._name, self._accept = character, self._after_name
-        return character.isspace() or character in "[{" or _is_name(character)
-
-    def _list(self, character: str) -> bool:
-        if character == "{":
-            self._begin_call("".join(self._attempt))
-        elif character == "]":
-            self._searching = True
-        return character.isspace() or character in "{],"
+            return True
+        return super()._head(character)
 
     def _after_name(self, character: str) -> bool:
         """The name, and then its arguments, or a tag."""
@@ -76,9 +43,9 @@ class MistralToolParser(ToolParser):
         if character == "[":
             self._tag, self._accept = character, self._in_tag
             return True
-        if character != "{" or self._name not in self._names:
+        if character != "{" or self._name not in self._tools:
             return False
-        self._begin_call("".join(self._attempt), self._name)
+        self._begin_call("".join(self._attempt), CallParser(self._tools, self._name))
         return True
 
     def _in_tag(self, character: str) -> bool:
@@ -98,13 +65,6 @@ def _is_name(character: str) -> bool:
     return character.isalnum() or character in "_-.:/"
 
 
-def _forced_calls(tools: Sequence[ToolSchema], most: int, special_ids: SpecialIds) -> str:
-    """A list behind the delimiter."""
-    more = f' (", " call){{0,{most - 1}}}' if most > 1 else ""
-    rules = [f"calls: {grammar.delimiter(START, special_ids)} tail", f'tail: "[" call{more} "]"']
-    return "\n".join([*rules, *grammar.call_objects(tools, "arguments")])
-
-
 def _forced_named_calls(tools: Sequence[ToolSchema], most: int, special_ids: SpecialIds) -> str:
     """Delimiter, name, delimiter, arguments; as often as there are calls."""
     start, between = grammar.delimiter(START, special_ids), grammar.delimiter(ARGS, special_ids)
@@ -116,16 +76,18 @@ def _forced_named_calls(tools: Sequence[ToolSchema], most: int, special_ids: Spe
 
 MISTRAL = ToolFormat(
     name="mistral",
+    models="Mistral, until 2024",
     parser=MistralToolParser,
     delimiters=(START,),
     matches=lambda template: START in template and ARGS not in template,
-    forced_calls=_forced_calls,
+    forced_calls=partial(forced_list, START),
     optional_calls=partial(grammar.text_then_calls, START),
     short_call_ids=True,
 )
 MISTRAL_NAMED = replace(
     MISTRAL,
     name="mistral_named",
+    models="Mistral, since 2025",
     delimiters=(START, ARGS, CALL_ID),
     matches=lambda template: START in template and ARGS in template,
     forced_calls=_forced_named_calls,

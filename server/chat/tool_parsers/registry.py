@@ -8,13 +8,25 @@ from __future__ import annotations
 
 from server.chat.tool_parsers.base import ToolFormat
 from server.chat.tool_parsers.hermes import GENERIC, HERMES, UNKNOWN
+from server.chat.tool_parsers.json_list import GRANITE, PHI4_MINI, PHI4_MINI_JSON
 from server.chat.tool_parsers.llama import LLAMA
 from server.chat.tool_parsers.mistral import MISTRAL, MISTRAL_NAMED
+from server.chat.tool_parsers.named import DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2
+from server.chat.tool_parsers.xml import GLM45, QWEN3_CODER, SEED_OSS
 
 FORMATS: list[ToolFormat] = [
     MISTRAL,
     MISTRAL_NAMED,
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    KIMI_K2,
     GENERIC,
+    PHI4_MINI,
+    PHI4_MINI_JSON,
+    GRANITE,
+    QWEN3_CODER,
+    SEED_OSS,
+    GLM45,
     HERMES,
     LLAMA,
 ]

@@ -16,10 +16,11 @@ from server.chat.prompt import ChatPrompt
 from server.chat.tool_choice import resolve_tool_choice
 from server.chat.tool_parsers import registry
 from server.chat.tool_parsers.base import ToolFormat, ToolParser
+from server.chat.tool_parsers.call_parser import CallParser
 from server.chat.tool_parsers.grammar import call_objects, text_then_calls
 from server.chat.tool_parsers.hermes import HERMES, UNKNOWN
 from server.chat.tool_parsers.llama import LLAMA
-from server.chat.tool_parsers.mistral import MISTRAL, MISTRAL_NAMED
+from server.chat.tool_parsers.mistral import MISTRAL
 from server.chat.tool_parsers.registry import FORMATS, detect
 from server.protocol.chat_completion import ChatRequest
 
@@ -68,43 +69,6 @@ def _written(tool_format, arguments=GOOD, name="weather"):
         "mistral": f"[TOOL_CALLS][{body}]",
         "mistral_named": f"[TOOL_CALLS]{name}[ARGS]{arguments}",
     }.get(tool_format.name, f"<tool_call>\n{body}\n</tool_call>")
-
-
-@pytest.mark.parametrize("tool_format", [*FORMATS, UNKNOWN], ids=lambda tool_format: tool_format.name)
-def test_a_forced_call_matches_its_schema_and_can_be_parsed(compiler, tool_format):
-    grammar = _grammar(tool_format)
-    named = _grammar(tool_format, tool_choice={"type": "function", "function": {"name": "now"}})
-    text = _written(tool_format)
-    assert _admits(compiler, grammar, text)
-    assert not _admits(compiler, named, text)
-    assert _admits(compiler, named, _written(tool_format, "{}", "now"))
-    for wrong in ('{"city":"Z"}', '{"city":"Z","days":10}', '{"city":1,"days":3}', '{"city": "Z", "days": 3}', "{}"):
-        assert not _admits(compiler, grammar, _written(tool_format, wrong))
-    assert not _admits(compiler, grammar, "words " + text)
-    assert not _admits(compiler, grammar, text[:-2])
-    request = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}], "tools": TOOLS})
-    choice = resolve_tool_choice(request.model_copy(update={"tool_choice": "required"}), tool_format)
-    assert choice is not None
-    parser = choice.parser()
-    assert merged([*parser.push(text), *parser.flush()]) == [ToolCallStart("weather"), ArgumentsDelta(GOOD)]
-
-
-@pytest.mark.parametrize("tool_format", [HERMES, MISTRAL_NAMED], ids=lambda tool_format: tool_format.name)
-def test_parallel_calls_only_where_they_are_allowed(compiler, tool_format):
-    between = "\n" if tool_format is HERMES else ""
-    two = _written(tool_format) + between + _written(tool_format, "{}", "now")
-    assert _admits(compiler, _grammar(tool_format), two)
-    assert not _admits(compiler, _grammar(tool_format, parallel_tool_calls=False), two)
-
-
-@pytest.mark.parametrize("tool_format", FORMATS, ids=lambda tool_format: tool_format.name)
-def test_a_strict_tool_is_bound_even_when_the_model_may_choose(compiler, tool_format):
-    strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}, TOOLS[1]]
-    grammar = _grammar(tool_format, tools=strict, tool_choice="auto")
-    before = "" if tool_format is LLAMA else "So {\n"
-    for text in ("", "Hello < [ world", before + _written(tool_format), "Hello"):
-        assert _admits(compiler, grammar, text)
-    assert not _admits(compiler, grammar, before + _written(tool_format, "{}"))
 
 
 def test_special_tokens_begin_calls(compiler):
@@ -165,7 +129,7 @@ def test_without_tools_or_thoughts_the_constraint_is_the_callers():
     ("template", "name"),
     [
         ("{{ tools }} <tool_call> ", "hermes"),
-        ("{{ tools }} <tool_call> <function=", "unknown"),
+        ("{{ tools }} <tool_call> <function=", "qwen3_coder"),
         ('{{ tools }} "parameters" <|python_tag|>', "llama3"),
         ("{{ tools }} [TOOL_CALLS]", "mistral"),
         ("{{ tools }} [TOOL_CALLS] [ARGS]", "mistral_named"),
@@ -182,11 +146,8 @@ class ToyToolParser(ToolParser):
 
     DELIMITERS = ("<toy>",)
 
-    def _on_delimiter(self, delimiter, events):
-        self._begin_call(delimiter)
-
-    def _on_character(self, character, events):
-        return self._follow_call(self._call, character, events)
+    def _reader(self, delimiter):
+        return CallParser(self._tools)
 
 
 def _toy_calls(tools, most, special_ids):
@@ -195,6 +156,7 @@ def _toy_calls(tools, most, special_ids):
 
 TOY = ToolFormat(
     name="toy",
+    models="toys",
     parser=ToyToolParser,
     delimiters=("<toy>",),
     matches=lambda template: "<toy>" in template,
@@ -208,7 +170,7 @@ def test_a_new_format_is_one_line_of_the_registry(compiler, monkeypatch):
     monkeypatch.setattr(registry, "FORMATS", [TOY, *FORMATS])
     assert detect("{{ tools }} <toy>") is TOY
     call = f'<toy>{{"name": "weather", "arguments": {GOOD}}}'
-    parser = TOY.parser({"weather"})
+    parser = TOY.parser({"weather": SCHEMA})
     events = [ContentDelta("So "), ToolCallStart("weather"), ArgumentsDelta(GOOD), ContentDelta("; <to")]
     assert merged([*parser.push(f"So {call}; <to"), *parser.flush()]) == events
     assert _admits(compiler, _grammar(TOY), call)

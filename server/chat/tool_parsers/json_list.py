@@ -1,0 +1,148 @@
+"""A list of call objects behind a delimiter: `<|tool_call|>[{"name": …, "arguments": {…}}]`.
+
+Granite 3 and Phi-4-mini write it, and older models of Mistral.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from server.chat.events import ContentDelta, MessageEvent
+from server.chat.tool_parsers import grammar
+from server.chat.tool_parsers.base import Messages, ToolFormat, ToolParser
+from server.chat.tool_parsers.call_parser import CallParser, Tools
+from server.chat.tool_parsers.call_script import CallReader
+from server.chat.tool_parsers.grammar import SpecialIds, ToolSchema
+
+TOOL_CALL, TOOL_CALL_END, FUNCTOOLS = "<|tool_call|>", "<|/tool_call|>", "functools["
+_GRANITE_TEXT = "<tool_call>"  # what Granite 3.1 writes in place of the token
+
+
+class JsonListToolParser(ToolParser):
+    """A list of calls behind the delimiter, or one call without brackets."""
+
+    def __init__(self, tools: Tools, parallel: bool = True) -> None:
+        super().__init__(tools, parallel)
+        # Between the delimiter and the call: takes the next character, False where it cannot come there.
+        self._accept: Callable[[str], bool] = self._head
+        self._in_list = False
+
+    def _on_delimiter(self, delimiter: str, events: list[MessageEvent]) -> None:
+        if delimiter in self.CLOSING:
+            super()._on_delimiter(delimiter, events)
+            return
+        self._searching = False
+        self._closers = []
+        self._attempt = [delimiter]
+        self._in_list = delimiter.endswith("[") and delimiter != "["
+        self._accept = self._list if self._in_list else self._head
+
+    def _reader(self, delimiter: str) -> CallReader:
+        return CallParser(self._tools)
+
+    def _on_character(self, character: str, events: list[MessageEvent]) -> bool:
+        if self._call is not None:
+            consumed = self._follow_call(self._call, character, events)
+            if consumed and self._searching and self._sink is ContentDelta and self._in_list:
+                self._searching = False
+            return consumed
+        if not self._accept(character):
+            return self._give_up(events)
+        if self._call is not None:
+            return False  # the brace is the call's first character
+        self._attempt.append(character)
+        if self._searching:  # the list is closed: its brackets were packing
+            self._attempt = []
+        return True
+
+    def _head(self, character: str) -> bool:
+        if character == "[":
+            self._in_list, self._accept = True, self._list
+        elif character == "{":
+            self._begin_call("".join(self._attempt), CallParser(self._tools))
+        return character.isspace() or character in "[{"
+
+    def _list(self, character: str) -> bool:
+        if character == "{":
+            self._begin_call("".join(self._attempt), CallParser(self._tools))
+        elif character == "]":
+            self._searching = True
+        return character.isspace() or character in "{],"
+
+
+class GraniteToolParser(JsonListToolParser):
+    """Granite 3's lists, behind the token or its older spelling."""
+
+    DELIMITERS = (TOOL_CALL, _GRANITE_TEXT)
+
+
+class Phi4MiniToolParser(JsonListToolParser):
+    """Phi-4-mini's lists: between tokens, or behind the word that its second template asks for."""
+
+    DELIMITERS = (TOOL_CALL, TOOL_CALL_END, FUNCTOOLS)
+    CLOSING = (TOOL_CALL_END,)
+
+
+def forced_list(
+    start: str, tools: Sequence[ToolSchema], most: int, special_ids: SpecialIds, head: str = "[", end: str = ""
+) -> str:
+    """`ToolFormat.forced_calls`: one list behind `start`. `head`: its bracket, unless that belongs to `start`."""
+    more = f' (", " call){{0,{most - 1}}}' if most > 1 else ""
+    opening = f"{grammar.literal(head)} " if head else ""
+    closing = f" {grammar.delimiter(end, special_ids)}" if end else ""
+    rules = [f"calls: {grammar.delimiter(start, special_ids)} tail", f'tail: {opening}call{more} "]"{closing}']
+    return "\n".join([*rules, *grammar.call_objects(tools, "arguments")])
+
+
+def _write_into_messages(
+    messages: Messages, tools: list[dict[str, Any]] | None, takes_system: bool, takes_runs: bool
+) -> Messages:
+    """Phi-4-mini's template takes the tools as a text of the system message, and calls as the text they were."""
+    written = [_plain(message) for message in messages]
+    if tools:
+        text = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+        if written[0]["role"] != "system":
+            written.insert(0, {"role": "system", "content": ""})
+        written[0] = {**written[0], "tools": text}
+    return written
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    body = json.dumps([call["function"] for call in calls], ensure_ascii=False)
+    return {"role": message["role"], "content": f"{message['content'] or ''}{TOOL_CALL}{body}{TOOL_CALL_END}"}
+
+
+GRANITE = ToolFormat(
+    name="granite",
+    models="Granite 3",
+    parser=GraniteToolParser,
+    delimiters=(TOOL_CALL,),
+    matches=lambda template: "<|start_of_role|>" in template and "</tool_call>" not in template,
+    forced_calls=partial(forced_list, TOOL_CALL),
+    optional_calls=partial(grammar.text_then_calls, TOOL_CALL),
+)
+PHI4_MINI = ToolFormat(
+    name="phi4_mini",
+    models="Phi-4-mini, with the template of the checkpoint",
+    parser=Phi4MiniToolParser,
+    delimiters=(TOOL_CALL, TOOL_CALL_END),
+    matches=lambda template: "'<|tool|>'" in template and "tools'" in template,
+    forced_calls=partial(forced_list, TOOL_CALL, end=TOOL_CALL_END),
+    optional_calls=partial(grammar.text_then_calls, TOOL_CALL),
+    write_into_messages=_write_into_messages,
+)
+PHI4_MINI_JSON = ToolFormat(
+    name="phi4_mini_json",
+    models="Phi-4-mini, with a template that asks for `functools[…]`",
+    parser=Phi4MiniToolParser,
+    delimiters=(TOOL_CALL, TOOL_CALL_END),
+    matches=lambda template: FUNCTOOLS in template,
+    forced_calls=partial(forced_list, FUNCTOOLS, head=""),
+    optional_calls=partial(grammar.text_then_calls, FUNCTOOLS),
+)

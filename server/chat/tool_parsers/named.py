@@ -1,0 +1,134 @@
+"""A name, a delimiter and JSON arguments; delimiters around each call and around them all: DeepSeek and Kimi K2."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from server.chat.tool_parsers import grammar
+from server.chat.tool_parsers.base import ToolFormat, ToolParser
+from server.chat.tool_parsers.call_parser import Tools
+from server.chat.tool_parsers.call_script import CallReader, CallScript, Steps
+from server.chat.tool_parsers.grammar import SpecialIds, ToolSchema
+
+
+@dataclass(frozen=True, slots=True)
+class Syntax:
+    """The delimiters of one format, and the plain text between them."""
+
+    calls: str
+    call: str
+    before_name: str
+    before_arguments: tuple[str, ...]  # what comes between name and arguments; a "0" stands for the call's number
+    fence: str  # behind the arguments
+    call_end: str
+    calls_end: str
+    between: str = ""
+
+
+def _deepseek(words: str) -> str:
+    """A special token of DeepSeek, whose bars are wide and whose spaces are visible."""
+    return "<\uff5c" + words.replace(" ", "\u2581") + "\uff5c>"
+
+
+_DEEPSEEK = tuple(
+    map(_deepseek, ("tool calls begin", "tool call begin", "tool sep", "tool call end", "tool calls end"))
+)
+_CALLS, _CALL, _SEP, _CALL_END, _CALLS_END = _DEEPSEEK
+V3 = Syntax(_CALLS, _CALL, f"function{_SEP}", ("\n```json\n",), "\n```", _CALL_END, _CALLS_END, "\n")
+V31 = Syntax(_CALLS, _CALL, "", (_SEP,), "", _CALL_END, _CALLS_END)
+_KIMI = (
+    "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "<|tool_calls_section_end|>",
+)
+KIMI = Syntax(_KIMI[0], _KIMI[1], "functions.", (":", "0", _KIMI[2]), "", _KIMI[3], _KIMI[4])
+
+
+class NamedCall(CallScript):
+    """One call, from behind the delimiter of all calls, or its own."""
+
+    def __init__(self, tools: Tools, syntax: Syntax, is_first: bool) -> None:
+        self._syntax = syntax
+        self._is_first = is_first
+        super().__init__(tools)
+
+    def _read(self) -> Steps:
+        syntax = self._syntax
+        if self._is_first:
+            yield from self._space()
+            yield from self._one_of(syntax.call)
+        yield from self._space()
+        if syntax.before_name:
+            yield from self._one_of(syntax.before_name)
+        name = yield from self._word()
+        for text in syntax.before_arguments:
+            yield from self._word() if text == "0" else self._one_of(text)
+        yield from self._json_arguments(name)
+
+
+class DeepSeekV3ToolParser(ToolParser):
+    """The format of DeepSeek V3 and R1: `function`, a delimiter, the name, and the arguments between fences."""
+
+    SYNTAX = V3
+    DELIMITERS = (_CALLS, _CALL, "```", _CALL_END, _CALLS_END)
+    CLOSING = DELIMITERS[2:]
+
+    def _reader(self, delimiter: str) -> CallReader:
+        return NamedCall(self._tools, self.SYNTAX, delimiter == self.SYNTAX.calls)
+
+
+class DeepSeekV31ToolParser(DeepSeekV3ToolParser):
+    """The format of DeepSeek V3.1: the name, a delimiter, the arguments."""
+
+    SYNTAX = V31
+    DELIMITERS = (_CALLS, _CALL, _CALL_END, _CALLS_END)
+    CLOSING = DELIMITERS[2:]
+
+
+class KimiToolParser(DeepSeekV3ToolParser):
+    """The format of Kimi K2: `functions.name:number`, and the arguments."""
+
+    SYNTAX = KIMI
+    DELIMITERS = (KIMI.calls, KIMI.call, KIMI.call_end, KIMI.calls_end)
+    CLOSING = DELIMITERS[2:]
+
+
+def _forced_calls(syntax: Syntax, tools: Sequence[ToolSchema], most: int, special_ids: SpecialIds) -> str:
+    """All calls between the delimiters of the format."""
+
+    def pieces(*texts: str) -> str:
+        return " ".join(grammar.delimited(text, delimiters, special_ids) for text in texts if text)
+
+    delimiters = (*_DEEPSEEK, *_KIMI)
+    between = f"{grammar.literal(syntax.between)} " if syntax.between else ""
+    more = f" ({between}call){{0,{most - 1}}}" if most > 1 else ""
+    rules = [f"calls: {pieces(syntax.calls)} tail", f"tail: call{more} {pieces(syntax.calls_end)}"]
+    head = pieces(syntax.call, syntax.before_name)
+    middle = " ".join("/[0-9]{1,2}/" if text == "0" else pieces(text) for text in syntax.before_arguments)
+    tail = pieces(syntax.fence, syntax.call_end)
+    for index, (name, _) in enumerate(tools):
+        rules.append(f"call_{index}: {head} {grammar.literal(name)} {middle} args_{index} {tail}")
+    return "\n".join([*rules, grammar.one_of_calls(tools), *grammar.arguments(tools)])
+
+
+def _format(name: str, models: str, parser: type[DeepSeekV3ToolParser], *marks: str, no: str = "") -> ToolFormat:
+    """`marks`: what a template of the format holds; `no`: what it does not."""
+    syntax = parser.SYNTAX
+    return ToolFormat(
+        name=name,
+        models=models,
+        parser=parser,
+        delimiters=_KIMI if syntax is KIMI else _DEEPSEEK,
+        matches=lambda template: all(mark in template for mark in marks) and not (no and no in template),
+        forced_calls=partial(_forced_calls, syntax),
+        optional_calls=partial(grammar.text_then_calls, syntax.calls),
+    )
+
+
+DEEPSEEK_V3 = _format("deepseek_v3", "DeepSeek V3, R1 and its distillations", DeepSeekV3ToolParser, _CALL, "```json")
+DEEPSEEK_V31 = _format("deepseek_v31", "DeepSeek V3.1", DeepSeekV31ToolParser, _CALL, no="```json")
+KIMI_K2 = _format("kimi_k2", "Kimi K2", KimiToolParser, KIMI.call)

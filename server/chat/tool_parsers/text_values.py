@@ -1,0 +1,156 @@
+"""Arguments that a format writes as plain text: what a text means by its schema, and grammars for it.
+
+A string stands there as it is, without quotes; everything else as JSON. Where a schema admits both, quotes make it a
+string. So `5` is a string or a number, by its schema.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from engine.errors import RequestError
+from server.chat.tool_parsers.grammar import SpecialIds, delimiter, literal, pattern_text, schema_rule
+
+_ALL = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
+_STRING = frozenset({"string"})
+_WORDS = {"True": "true", "False": "false", "None": "null"}  # as templates print Python's values
+_MAX_REFERENCES = 16
+_DEFINITIONS = ("$defs", "definitions")
+# Keywords that bind the arguments as a whole, where a format has one text for each.
+_UNBOUND = frozenset(
+    {"anyOf", "oneOf", "allOf", "not", "if", "patternProperties", "propertyNames", "maxProperties", "dependentRequired"}
+) | {"dependentSchemas", "$ref", "const", "enum"}
+
+Schema = Mapping[str, Any]
+
+
+def property_schema(schema: Schema, name: str) -> Any:
+    """The schema of one argument, references resolved; True for one that the schema does not describe."""
+    return _resolved(_mapping(schema.get("properties")).get(name, True), schema)
+
+
+def _resolved(schema: Any, root: Schema) -> Any:
+    for _ in range(_MAX_REFERENCES):
+        reference = _mapping(schema).get("$ref")
+        if not isinstance(reference, str) or not reference.startswith("#/"):
+            break
+        schema = root
+        for part in reference[2:].split("/"):
+            schema = _mapping(schema).get(part.replace("~1", "/").replace("~0", "~"), True)
+    return schema
+
+
+def is_text(schema: Any, root: Schema) -> bool:
+    """Whether only strings are admitted."""
+    return _types(schema, root) == _STRING
+
+
+def json_value(text: str, schema: Any, root: Schema) -> str:
+    """The JSON of the value that a text means under its schema."""
+    types = _types(schema, root)
+    if types == _STRING:
+        return json.dumps(text, ensure_ascii=False)
+    stripped = text.strip()
+    written = _WORDS.get(stripped, stripped)
+    kind = _type_of(written)
+    if kind is None or (kind not in types and "string" in types):
+        return json.dumps(text, ensure_ascii=False)
+    return written
+
+
+def _types(schema: Any, root: Schema, depth: int = 0) -> frozenset[str]:
+    """The JSON types that a schema admits; `number` includes `integer`."""
+    schema = _mapping(_resolved(schema, root))
+    if depth > _MAX_REFERENCES:
+        return _ALL
+    types = _ALL
+    given = schema.get("type")
+    if isinstance(given, str | list):
+        types &= frozenset([given] if isinstance(given, str) else given)
+    for values in (schema.get("enum"), [schema["const"]] if "const" in schema else None):
+        if isinstance(values, list):
+            types &= frozenset(_type_of(json.dumps(value)) or "null" for value in values)
+    for name in ("anyOf", "oneOf"):
+        if isinstance(schema.get(name), list):
+            types &= frozenset().union(*(_types(branch, root, depth + 1) for branch in schema[name]))
+    if isinstance(schema.get("allOf"), list):
+        types = types.intersection(*(_types(branch, root, depth + 1) for branch in schema["allOf"]))
+    return types | {"integer"} if "number" in types else types
+
+
+def _type_of(text: str) -> str | None:
+    """The type of a JSON text, None for what is no JSON."""
+    try:
+        value = json.loads(text, parse_constant=_refuse)
+        text.encode()
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+        return "integer"
+    return {str: "string", float: "number", list: "array", dict: "object"}.get(type(value), "null")
+
+
+def _refuse(constant: str) -> float:
+    raise ValueError(constant)  # NaN and Infinity are no JSON
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def argument_names(schema: Schema) -> list[tuple[str, bool]]:
+    """(name, whether it is required) of each argument, in the schema's order. Raises `RequestError`."""
+    unbound = sorted(_UNBOUND & schema.keys())
+    if unbound:
+        message = (
+            f"This model writes each argument as a text of its own, so a call cannot be bound to '{unbound[0]}' of all "
+            "'parameters' together. Describe the arguments under 'properties', or let the model choose."
+        )
+        raise RequestError(message, "tools")
+    required = schema.get("required")
+    required = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+    properties = _mapping(schema.get("properties"))
+    names = [*(name for name in properties if properties[name] is not False), *required]
+    unwritable = next((name for name in names if re.search(r"[<>\s]", name)), None)
+    if unwritable is not None:
+        message = f"This model cannot write an argument's name with brackets or white space: '{unwritable[:64]}'."
+        raise RequestError(message, "tools")
+    return [(name, name in required) for name in dict.fromkeys(names)]
+
+
+def value_rules(rule: str, root: Schema, name: str, wrap: str, end: str, special_ids: SpecialIds) -> Sequence[str]:
+    """`rule`: the value of one argument, `wrap` behind it, and the delimiter `end`."""
+    schema = property_schema(root, name)
+    ending = f"{literal(wrap)} {delimiter(end, special_ids)}" if wrap else delimiter(end, special_ids)
+    if not is_text(schema, root):
+        definitions = {key: root[key] for key in _DEFINITIONS if key in root}
+        return [f"{rule}: json_{rule} {ending}", schema_rule(f"json_{rule}", {**definitions, **_mapping(schema)})]
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list):
+        words = [literal(value) for value in values if isinstance(value, str)]
+        return [f"{rule}: ({' | '.join(words)}) {ending}"]
+    # One terminal with the end in it: no text of it begins another, so that it ends where the parser sees the end.
+    closing = "" if end in special_ids else re.escape(end)
+    patterns = [f"{body}{wrap}{closing}" for body in _text_patterns(schema)]
+    written = " & ".join(f"/{pattern_text(pattern)}/" for pattern in patterns)
+    if end in special_ids:
+        return [f"{rule}: {rule.upper()} {delimiter(end, special_ids)}", f"{rule.upper()}: {written}"]
+    return [f"{rule}: {rule.upper()}", f"{rule.upper()}: {written} & ~/(?s:.*){pattern_text(closing)}(?s:.+)/"]
+
+
+def _text_patterns(schema: Schema) -> list[str]:
+    """Regular expressions that a string must match, all of them. `format` describes, and binds nothing."""
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    patterns = [f"(?s:.{{{least},{most}}})" if least or most != "" else "(?s:.*)"]
+    pattern = schema.get("pattern")
+    if isinstance(pattern, str):
+        start = "" if pattern.startswith("^") else "(?s:.*)"
+        is_ended = pattern.endswith("$") and not pattern.endswith("\\$")
+        body = pattern.removeprefix("^")[: -1 if is_ended else None]
+        patterns.append(f"{start}(?:{body}){'' if is_ended else '(?s:.*)'}")
+    return patterns

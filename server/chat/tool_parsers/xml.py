@@ -1,0 +1,188 @@
+"""Calls between tags, each argument a text of its own: `<function=f><parameter=a>…` and `<arg_key>a</arg_key>…`.
+
+Qwen3-Coder and the models of GLM write them. What a text means is decided by the argument's schema (`text_values.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from server.chat.tool_parsers import grammar
+from server.chat.tool_parsers.base import ToolFormat, ToolParser
+from server.chat.tool_parsers.call_parser import Tools
+from server.chat.tool_parsers.call_script import CallReader, CallScript, Steps
+from server.chat.tool_parsers.grammar import SpecialIds, ToolSchema
+from server.chat.tool_parsers.json_scanner import MalformedError
+from server.chat.tool_parsers.text_values import argument_names, is_text, json_value, property_schema, value_rules
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """What stands around the name, and around each argument."""
+
+    start: str
+    before_name: str
+    after_name: str  # "": white space, or the next tag
+    before_key: str
+    after_key: str
+    before_value: str  # "": the value follows the key
+    value_end: str
+    wrap: str  # a line end inside the value's tags that is not part of it
+    call_end: str  # before `end`; "": there is none
+    end: str
+
+
+QWEN = Tags(
+    "<tool_call>", "<function=", ">", "<parameter=", ">", "", "</parameter>", "\n", "</function>", "</tool_call>"
+)
+SEED = Tags(
+    "<seed:tool_call>",
+    "<function=",
+    ">",
+    "<parameter=",
+    ">",
+    "",
+    "</parameter>",
+    "",
+    "</function>",
+    "</seed:tool_call>",
+)
+GLM = Tags("<tool_call>", "", "", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "", "", "</tool_call>")
+
+
+class TaggedCall(CallScript):
+    """One call, from behind its first tag, or from behind the tag of its name."""
+
+    def __init__(self, tools: Tools, tags: Tags, delimiter: str) -> None:
+        self._tags = tags
+        self._is_first = delimiter == tags.start
+        super().__init__(tools)
+
+    def _read(self) -> Steps:
+        tags = self._tags
+        yield from self._space()
+        if self._is_first and tags.before_name:
+            yield from self._one_of(tags.before_name)
+        name = yield from self._word()
+        if tags.after_name:
+            yield from self._one_of(tags.after_name)
+        elif not (self._back.isspace() or self._back == "<"):
+            raise MalformedError
+        self._announce(name)
+        self._write("{")
+        separator = ""
+        while True:
+            yield from self._space()
+            endings = (tags.call_end, tags.end) if tags.call_end else (tags.end,)
+            if (yield from self._one_of(tags.before_key, *endings)) != tags.before_key:
+                break
+            key = yield from self._until(tags.after_key)
+            if tags.before_value:
+                yield from self._space()
+                yield from self._one_of(tags.before_value)
+            yield from self._argument(name, key, separator)
+            separator = ", "
+        self._write("}")
+
+    def _argument(self, name: str, key: str, separator: str) -> Steps:
+        """One argument: a string is returned as it comes, another value when it is complete."""
+        root = self._tools[name]
+        schema = property_schema(root, key)
+        head = f"{separator}{json.dumps(key, ensure_ascii=False)}: "
+        if is_text(schema, root):
+            self._write(f'{head}"')
+            yield from self._text(lambda text: self._write(json.dumps(text, ensure_ascii=False)[1:-1]))
+            self._write('"')
+            return
+        pieces: list[str] = []
+        yield from self._text(pieces.append)
+        self._write(head + json_value("".join(pieces), schema, root))
+
+    def _text(self, on_text: Callable[[str], None]) -> Steps:
+        """The text up to the value's end, without the line ends next to the tags."""
+        wrap, end = self._tags.wrap, self._tags.value_end
+        held = ""  # what may be packing: a line end, and the beginning of the end
+        character = yield from self._character()
+        if character == wrap:
+            character = yield from self._character()
+        while True:
+            held += character
+            tag = held.removeprefix(wrap)
+            if tag == end:
+                return
+            if not end.startswith(tag):
+                on_text(held[:-1])
+                held = character if character in (wrap, end[0]) else ""
+                if not held:
+                    on_text(character)
+            character = yield from self._character()
+
+
+class QwenCoderToolParser(ToolParser):
+    """Qwen3-Coder's format. The model sometimes leaves the outer tags out."""
+
+    TAGS = QWEN
+    DELIMITERS = (QWEN.start, QWEN.before_name, QWEN.call_end, QWEN.end)
+    CLOSING = (QWEN.call_end, QWEN.end)
+
+    def _reader(self, delimiter: str) -> CallReader:
+        return TaggedCall(self._tools, self.TAGS, delimiter)
+
+
+class SeedToolParser(QwenCoderToolParser):
+    """The same between tags of another name."""
+
+    TAGS = SEED
+    DELIMITERS = (SEED.start, SEED.before_name, SEED.call_end, SEED.end)
+    CLOSING = (SEED.call_end, SEED.end)
+
+
+class GlmToolParser(QwenCoderToolParser):
+    """GLM's format: the name, and then keys and values in turn."""
+
+    TAGS = GLM
+    DELIMITERS = (GLM.start, GLM.end)
+    CLOSING = (GLM.end,)
+
+
+def _forced_calls(tags: Tags, tools: Sequence[ToolSchema], most: int, special_ids: SpecialIds) -> str:
+    """Tags on lines of their own. Raises `RequestError` for arguments that cannot be bound."""
+    mark = partial(grammar.delimiter, special_ids=special_ids)
+    line = grammar.literal("\n")
+    more = f" ({line} {mark(tags.start)} body){{0,{most - 1}}}" if most > 1 else ""
+    rules = [f"calls: {mark(tags.start)} tail", f"tail: body{more}", f"body: call {mark(tags.end)}"]
+    end = f" {mark(tags.call_end)} {line}" if tags.call_end else ""
+    before = f"{line} {mark(tags.before_name)} " if tags.before_name else ""
+    value = [line, mark(tags.before_value)] if tags.before_value else [grammar.literal(tags.wrap)] if tags.wrap else []
+    for index, (name, schema) in enumerate(tools):
+        parts = []
+        for number, (key, is_required) in enumerate(argument_names(schema)):
+            rule = f"v_{index}_{number}"
+            rules += value_rules(rule, schema, key, tags.wrap, tags.value_end, special_ids)
+            head = [mark(tags.before_key), grammar.literal(key), mark(tags.after_key), *value]
+            parts.append(f"({' '.join([*head, rule, line])})" + ("" if is_required else "?"))
+        head = f"{before}{grammar.literal(name + tags.after_name)} {line}"
+        rules.append(f"call_{index}: {' '.join([head, *parts])}{end}")
+    return "\n".join([*rules, grammar.one_of_calls(tools)])
+
+
+def _format(name: str, models: str, parser: type[QwenCoderToolParser], *marks: str) -> ToolFormat:
+    tags = parser.TAGS
+    names = (tags.start, tags.before_key, tags.after_key, tags.before_value, tags.value_end, tags.call_end, tags.end)
+    return ToolFormat(
+        name=name,
+        models=models,
+        parser=parser,
+        delimiters=tuple(text for text in names if text.startswith("<")),
+        matches=lambda template: all(mark in template for mark in marks),
+        forced_calls=partial(_forced_calls, tags),
+        optional_calls=partial(grammar.text_then_calls, tags.start),
+    )
+
+
+QWEN3_CODER = _format("qwen3_coder", "Qwen3-Coder, Qwen 3.5", QwenCoderToolParser, QWEN.start, QWEN.before_name)
+SEED_OSS = _format("seed_oss", "Seed-OSS", SeedToolParser, SEED.start)
+GLM45 = _format("glm45", "GLM 4.5 and later", GlmToolParser, GLM.start, GLM.before_key)
