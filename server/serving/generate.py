@@ -21,7 +21,7 @@ from server.protocol.json_pieces import numbers, pieces_of
 from server.protocol.sampling import SamplingFields
 from server.serving.base import OpenAIServing
 from server.serving.explain.records import RequestRecord
-from server.serving.request_context import client_of, label_of, record_of, request_id_of, salt_of
+from server.serving.request_context import client_of, label_of, record_of, request_id_of, salt_of, salted
 from server.serving.response_writer import AnswerWriter, ResponseHead, ResponseOptions
 from server.serving.sse import EventStream, until_disconnect, whole_response
 
@@ -69,25 +69,29 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
             generation.close()
             raise
 
-    async def run(self, body: _BodyT) -> tuple[_ProcessedT, Generation, list[list[Delta]]]:
+    async def run(self, body: _BodyT, label: str | None = None) -> tuple[_ProcessedT, Generation, list[list[Delta]]]:
         """A body that did not come over HTTP: processed, generated to the end, and every choice's pieces.
 
-        A full queue does not refuse it: the caller bounds how many there are at a time. Raises as `create` does.
+        `label`: of the API key whose share of the engine it takes. A full queue does not refuse it: the caller bounds
+        how many there are at a time. Raises as `create` does.
         """
         body.timeout = self._time_limit(None, body.timeout)
         processed = await self._process_in_time(body)
-        generation = self.async_llm.start(processed, has_place=True)
+        generation = self.async_llm.start(processed, label, has_place=True)
         try:
             return processed, generation, await collect(generation)
         finally:
             generation.close()
 
-    async def complete(self, body: _BodyT, request_id: str) -> str:
-        """The same as the JSON of a whole answer."""
+    async def complete(
+        self, body: _BodyT, request_id: str, *, owner: str | None = None, label: str | None = None
+    ) -> str:
+        """The same as the JSON of a whole answer. `owner`: the salt of the API key that it belongs to."""
         model = self.check_model(body.model)
         if body.stream:
             raise RequestError("'stream' is true, but this answer is written whole. Leave it out.", "stream")
-        processed, generation, pieces = await self.run(body)
+        body.cache_salt = salted(owner, body.cache_salt)
+        processed, generation, pieces = await self.run(body, label)
         writer = self._writer(body, processed, generation, model, request_id)
         return "".join(writer.whole(pieces, generation))
 

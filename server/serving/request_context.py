@@ -23,7 +23,12 @@ def salt_of(scope: Any, salt: str | None) -> str | None:
     """What separates a request's prompt from others in the prefix cache: the request's own `salt`, and with API keys
     its key's too, so that response times reveal nothing about the prompts of other keys."""
     key: Key | None = scope["state"]["key"]
-    return salt if key is None else f"{key.salt}|{salt or ''}"
+    return salted(None if key is None else key.salt, salt)
+
+
+def salted(owner: str | None, salt: str | None) -> str | None:
+    """`salt_of` for the salt of a key; None: there are no keys."""
+    return salt if owner is None else f"{owner}|{salt or ''}"
 
 
 def label_of(scope: Any) -> str | None:

@@ -13,7 +13,7 @@ from server.entrypoints.arguments import add_settings, given_settings, loaded_se
 
 if TYPE_CHECKING:
     from server.config.settings import Settings
-    from server.entrypoints.offline.batch_file import AnswerFile, RequestFile
+    from server.serving.batches.batch_file import AnswerFile, RequestFile
 
 HELP = "answer a file of requests in OpenAI's batch format"
 # Options of the server that say how requests are read, so that they hold here too.
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stderr.write(f"note: {note}\n")
     import asyncio
 
-    from server.entrypoints.offline.batch_file import AnswerFile, RequestFile  # before a model is loaded
+    from server.serving.batches.batch_file import AnswerFile, RequestFile  # before a model is loaded
 
     requests = RequestFile(arguments.requests)
     answers = AnswerFile(arguments.answers, requests)
@@ -63,18 +63,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _answer_all(settings: Settings, requests: RequestFile, answers: AnswerFile) -> None:
     from server.entrypoints.banner import Progress
-    from server.entrypoints.offline.batch import BatchRun
+    from server.entrypoints.offline.batch import answer_all
     from server.entrypoints.offline.offline_engine import OfflineEngine
 
     progress = Progress()
     try:
         engine = await OfflineEngine.start(settings, progress)
         try:
-            batch = BatchRun(engine, requests, answers, strict_parameters=settings.strict_parameters)
-            await batch.run(progress)
+            await answer_all(engine, requests, answers, progress)
+            ignored = engine.endpoints.ignored
         finally:
             await engine.close()
     finally:
         progress.finish()
-    for name, count in batch.ignored.most_common(32):
+    for name, count in ignored.most_common(32):
         sys.stderr.write(f"note: {name!r:.64}, a field of {count} request(s), is not known and was ignored\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from engine.config import OnProgress
 from engine.replicas import start_engine
@@ -12,9 +13,11 @@ from server.llm.engine_processes import engine_processes
 from server.llm.generation_config import GenerationConfig
 from server.llm.model_files import find_files
 from server.observability.metrics import HttpCounters
+from server.serving.batches.endpoints import BatchEndpoints
 from server.serving.chat_completion import OpenAIServingChatCompletion
 from server.serving.completion import OpenAIServingCompletion
 from server.serving.connect import connect_engine
+from server.serving.responses.serving import OpenAIServingResponses
 from server.serving.server_state import ServerState
 from server.tokenizer.tokenizer import Tokenizer
 
@@ -27,13 +30,16 @@ class OfflineEngine:
     def __init__(
         self, settings: Settings, engine: RunningEngine, tokenizer: Tokenizer, generation_config: GenerationConfig
     ) -> None:
-        state = ServerState()
+        self._state = state = ServerState()
         self._counters = counters = HttpCounters()
         self.engine = engine
         self.tokenizer = tokenizer
         self.async_llm = connect_engine(settings, state, counters, engine, tokenizer, generation_config)
         self.completions = OpenAIServingCompletion(settings, state, counters)
         self.chat_completions = OpenAIServingChatCompletion(settings, state, counters)
+        alone = replace(settings, response_store=0)  # no later request could go on from a response
+        responses = OpenAIServingResponses(alone, state, counters)
+        self.endpoints = BatchEndpoints(self.completions, self.chat_completions, responses)
 
     @staticmethod
     async def start(settings: Settings, on_progress: OnProgress) -> OfflineEngine:
@@ -67,4 +73,5 @@ class OfflineEngine:
         try:
             await self.engine.close(_CLOSE_S)
         finally:
+            self._state.large_bodies.close()
             self.tokenizer.close()

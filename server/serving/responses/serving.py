@@ -18,7 +18,7 @@ from server.protocol.chat_completion import ChatRequest
 from server.protocol.responses.items import ItemReference, MessageItem, UnreadItem
 from server.protocol.responses.request import ResponsesRequest
 from server.serving.chat_completion import OpenAIServingChatCompletion, ProcessedChat, token_logprobs
-from server.serving.request_context import salt_of
+from server.serving.request_context import salt_of, salted
 from server.serving.response_writer import AnswerWriter
 from server.serving.responses.store import ResponseStore, StoredResponse
 from server.serving.responses.translate import Item, ResponsesTurn, renamed, turn_of
@@ -41,9 +41,19 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
 
     async def respond(self, request: Request, body: ResponsesRequest, headers: dict[str, str]) -> Response:
         """Answer a request. Raises `RequestError`."""
-        turn = self._turn(request, body)
+        turn = self._turn(_owner(request), body)
         try:
             return await self.create(request, turn, headers)
+        except RequestError as error:
+            raise renamed(error) from None
+
+    async def complete_one(
+        self, body: ResponsesRequest, request_id: str, *, owner: str | None = None, label: str | None = None
+    ) -> str:
+        """What `complete` is for the other endpoints: the JSON of a whole response. Raises `RequestError`."""
+        try:
+            turn = self._turn(salted(owner, None) or "", body)
+            return await self.complete(turn, request_id, owner=owner, label=label)
         except RequestError as error:
             raise renamed(error) from None
 
@@ -51,7 +61,7 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
         """The tokens of the prompt that a request would have."""
         self.check_model(body.model)
         try:
-            processed = await until_disconnect(request, self.process(self._turn(request, body)))
+            processed = await until_disconnect(request, self.process(self._turn(_owner(request), body)))
         except RequestError as error:
             raise renamed(error) from None
         count = len(processed.choices[0].request.prompt_token_ids)
@@ -96,8 +106,7 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
             raise RequestError(message, "include", "unsupported_parameter")
         return processed
 
-    def _turn(self, request: Request, body: ResponsesRequest) -> ResponsesTurn:
-        owner = _owner(request)
+    def _turn(self, owner: str, body: ResponsesRequest) -> ResponsesTurn:
         if body.store and not self._store.is_on:
             message = "'store' is true, and this server keeps no responses. Leave it out, or raise --response-store."
             raise RequestError(message, "store", "unsupported_parameter")

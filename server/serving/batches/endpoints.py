@@ -1,0 +1,76 @@
+"""The endpoints that answer the requests of batches: each url of a batch is answered as the route of that name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TypeVar
+
+from server.protocol.base import StrictModel
+from server.protocol.chat_completion import ChatRequest
+from server.protocol.completion import CompletionRequest
+from server.protocol.large_body.reader import takes_long
+from server.protocol.request_body import parse, unknown_parameters
+from server.protocol.responses.request import ResponsesRequest
+from server.protocol.sampling import SamplingFields
+from server.serving.batches.batch_file import BatchRequest
+from server.serving.chat_completion import OpenAIServingChatCompletion
+from server.serving.completion import OpenAIServingCompletion
+from server.serving.responses.serving import OpenAIServingResponses
+
+_BodyT = TypeVar("_BodyT", bound=StrictModel)
+
+
+class BatchEndpoints:
+    """The endpoints behind a batch, without HTTP."""
+
+    def __init__(
+        self,
+        completions: OpenAIServingCompletion,
+        chat_completions: OpenAIServingChatCompletion,
+        responses: OpenAIServingResponses,
+    ) -> None:
+        self._completions = completions
+        self._chat_completions = chat_completions
+        self._responses = responses
+        self.ignored: Counter[str] = Counter()  # unknown fields of requests
+
+    async def answer(
+        self,
+        request: BatchRequest,
+        request_id: str,
+        *,
+        owner: str | None = None,
+        label: str | None = None,
+        priority: int | None = None,
+    ) -> str:
+        """The JSON that the server would answer with. Raises what its endpoint raises.
+
+        `owner` and `label`: of the API key that it belongs to. `priority`: of a request that asks for none.
+        """
+        if request.url == "/v1/completions":
+            completion = _with_priority(await self._read(CompletionRequest, request.body), priority)
+            return await self._completions.complete(completion, request_id, owner=owner, label=label)
+        if request.url == "/v1/responses":
+            response = _with_priority(await self._read(ResponsesRequest, request.body), priority)
+            return await self._responses.complete_one(response, request_id, owner=owner, label=label)
+        chat = _with_priority(await self._read(ChatRequest, request.body), priority)
+        return await self._chat_completions.complete(chat, request_id, owner=owner, label=label)
+
+    async def _read(self, schema: type[_BodyT], content: bytes) -> _BodyT:
+        is_strict = self._completions.settings.strict_parameters
+        if takes_long(content):
+            body, unknown = await self._completions.state.large_bodies.read((schema,), content, is_strict)
+        else:
+            body = parse(schema, content)
+            unknown = unknown_parameters(body, is_strict)
+        self.ignored.update(unknown)
+        return body
+
+
+_SamplingT = TypeVar("_SamplingT", bound=SamplingFields)
+
+
+def _with_priority(body: _SamplingT, priority: int | None) -> _SamplingT:
+    if priority is not None and "priority" not in body.model_fields_set:
+        body.priority = priority
+    return body
