@@ -26,11 +26,13 @@ class Comparison:
         self.tolerance = tolerance
         self.tokens = Tally()
         self.logprobs = Tally()
+        self.vectors = Tally()  # their numbers
         self.first: str | None = None  # the first difference, as text
 
     @property
     def is_equal(self) -> bool:
-        return self.tokens.different == 0 and (self.tolerance is None or self.logprobs.different == 0)
+        different = self.logprobs.different + self.vectors.different
+        return self.tokens.different == 0 and (self.tolerance is None or different == 0)
 
     def add(self, step: StepMetadata, expected: StepOutput, got: StepOutput) -> None:
         if len(expected.token_ids) != len(got.token_ids):
@@ -40,13 +42,15 @@ class Comparison:
         self._add_tokens(step, expected, got)
         if expected.logprobs is not None:
             self._add_logprobs(step, expected, got)
+        if len(expected.pooled_lens):
+            self._add_vectors(step, expected, got)
 
     def table(self) -> str:
         rows = [("", "compared", "equal", "different", "largest difference")]
-        for name, tally, largest in (
-            ("tokens", self.tokens, ""),
-            ("logprobs", self.logprobs, f"{self.logprobs.largest:.3g}"),
-        ):
+        lines_of = [("tokens", self.tokens, ""), ("logprobs", self.logprobs, f"{self.logprobs.largest:.3g}")]
+        if self.vectors.compared:
+            lines_of.append(("vectors", self.vectors, f"{self.vectors.largest:.3g}"))
+        for name, tally, largest in lines_of:
             equal = tally.compared - tally.different
             rows.append((name, str(tally.compared), str(equal), str(tally.different), largest))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -89,6 +93,23 @@ class Comparison:
                 if gaps[place] == 0:
                     what = f"logprob {mine[place]:.9g} as expected, but other alternatives or another rank"
                 self._note(step, what, row)
+
+    def _add_vectors(self, step: StepMetadata, expected: StepOutput, got: StepOutput) -> None:
+        """Compare the numbers of all sequences that are pooled."""
+        self.vectors.compared += len(expected.pooled)
+        if not np.array_equal(expected.pooled_lens, got.pooled_lens):
+            self.vectors.different += max(1, len(expected.pooled))
+            self._note(step, f"vectors of {expected.pooled_lens.tolist()} numbers, got {got.pooled_lens.tolist()}")
+            return
+        gaps = np.abs(expected.pooled.astype(np.float64) - got.pooled.astype(np.float64))
+        self.vectors.largest = max(self.vectors.largest, float(gaps.max(initial=0.0)))
+        wrong = gaps > (self.tolerance or 0.0)
+        if self.tolerance == 0:
+            wrong |= expected.pooled.view(np.int32) != got.pooled.view(np.int32)
+        self.vectors.different += int(wrong.sum())
+        if self.tolerance is not None and wrong.any():
+            place = int(wrong.argmax())
+            self._note(step, f"number of a vector expected {expected.pooled[place]:.9g}, got {got.pooled[place]:.9g}")
 
     def _note(self, step: StepMetadata, what: str, row: int | None = None) -> None:
         if self.first is not None:

@@ -8,7 +8,7 @@ import numpy as np
 from engine.config import WorkerConfig
 from workers.config import WorkerInfo
 from workers.kv_offload import KVReports
-from workers.protocol import StepMetadata, StepOutput
+from workers.protocol import CLS, LOGITS, TOKEN, StepMetadata, StepOutput
 
 END_TOKEN = 0  # ends an answer
 
@@ -24,6 +24,15 @@ class CostModel:
     def seconds(self, step: StepMetadata) -> float:
         context = int(step.seq_lens.sum())
         return self.step_s + self.token_s * step.num_tokens + self.context_token_s * context
+
+
+def pooled_lens(step: StepMetadata, hidden_size: int) -> np.ndarray:
+    """How many numbers ranks return of each sequence that is pooled: int32 [Q]."""
+    seqs, kinds = step.pool_seqs, step.pool_kinds
+    counts, lens = np.diff(step.query_start_loc)[seqs], step.seq_lens[seqs]
+    ends, begins = lens == step.pool_lens, lens == counts
+    vectors = np.select([kinds == TOKEN, kinds == CLS], [counts, begins], ends)
+    return np.where(kinds == LOGITS, ends * step.pool_num_ids, vectors * hidden_size).astype(np.int32)
 
 
 class VirtualClock:
@@ -88,7 +97,10 @@ class SimulatedExecutor:
             step.sample_positions == self._ends[step.seeds], END_TOKEN, 1 + mixed % (self.info.vocab_size - 1)
         )
         token_ids = np.where(step.target_ids >= 0, step.target_ids, sampled)
-        return StepOutput(step.step_id, token_ids.astype(np.int32), np.ones(len(token_ids), bool))
+        lens = pooled_lens(step, self.info.hidden_size)
+        output = StepOutput(step.step_id, token_ids.astype(np.int32), np.ones(len(token_ids), bool), pooled_lens=lens)
+        output.pooled = np.zeros(int(lens.sum()), np.float32)
+        return output
 
     def ping(self) -> None:
         return None

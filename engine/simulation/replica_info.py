@@ -4,6 +4,8 @@ from engine.config import WorkerConfig
 from workers.config import WorkerInfo
 from workers.step_cost import StepCost
 
+HIDDEN_SIZE = 2  # small: vectors mean nothing here
+
 
 def replica_info(
     worker: WorkerConfig,
@@ -32,4 +34,5 @@ def replica_info(
         load_seconds=0.0,
         sliding_window=sliding_window,
         step_cost=step_cost,
+        hidden_size=HIDDEN_SIZE,
     )

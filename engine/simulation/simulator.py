@@ -18,7 +18,7 @@ from engine.sampling_params import SamplingParams
 from engine.simulation.cost_model import END_TOKEN, CostModel, SimulatedExecutor, VirtualClock
 from engine.simulation.replica_info import replica_info
 from engine.simulation.trace import Arrival
-from engine.types import FinishReason, Request, TokenEvent
+from engine.types import POOLS, FinishReason, Request, TokenEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +175,9 @@ def _report(
 
 
 def _request(number: int, arrival: Arrival) -> Request:
+    if arrival.pooling is not None:
+        salt, client = b"", arrival.client
+        return Request(number, arrival.prompt_token_ids, POOLS, arrival.priority, salt, client, pooling=arrival.pooling)
     max_tokens = arrival.num_output_tokens if arrival.max_tokens is None else arrival.max_tokens
     params = SamplingParams(max_tokens=max_tokens, seed=number, eos_token_ids=(END_TOKEN,))
     return Request(number, arrival.prompt_token_ids, params, priority=arrival.priority, client=arrival.client)

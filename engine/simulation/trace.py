@@ -3,6 +3,8 @@
 import random
 from dataclasses import dataclass
 
+from engine.pooling_params import PoolingParams
+
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
@@ -14,6 +16,7 @@ class Arrival:
     priority: int = 0
     max_tokens: int | None = None  # the limit in the request; None: num_output_tokens
     client: str = ""
+    pooling: PoolingParams | None = None  # vectors are wanted, and no answer
 
 
 def make_trace(

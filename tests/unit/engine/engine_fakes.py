@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+from pooling_fakes import ROOT, FakePooler, chain, expected_vectors, score
 from sampling_fakes import VOCAB, FakeHistories, allowed_ids, choices_of, matcher_of, past_of
 
 from engine.config import EngineConfig, SpeculativeConfig, WorkerConfig
@@ -21,10 +22,16 @@ from engine.scheduler.scheduler import Scheduler
 from engine.simulation.replica_info import replica_info
 from engine.types import FinishReason, Request, TokenEvent, TokenLogprobs
 from workers.config import WorkerInfo
-from workers.protocol import ALL_BANNED, FINITE, NONFINITE, StepMetadata, StepOutput, refusal
+from workers.protocol import (
+    ALL_BANNED,
+    FINITE,
+    NONFINITE,
+    StepMetadata,
+    StepOutput,
+    refusal,
+)
 
 EOS = 7
-_ROOT = 12345
 
 
 def make_config(
@@ -64,10 +71,6 @@ def make_request(
     return Request(request_id, tuple(prompt), params, priority=priority, cache_salt=cache_salt, client=client)
 
 
-def _chain(history: int, token: int, position: int) -> int:
-    return hash((history, token, position))
-
-
 def next_token(history: int, seed: int, position: int, banned=(), past=()) -> int:
     """`past` is whatever else moves logits: it must be the same whenever the same token is chosen again."""
     assert len(set(banned)) < VOCAB
@@ -77,16 +80,12 @@ def next_token(history: int, seed: int, position: int, banned=(), past=()) -> in
     return token
 
 
-def score(history: int, token: int) -> float:
-    return float(np.float32(-(hash((history, token)) % 1000) / 100))
-
-
 def expected_tokens(request: Request, max_len: int = 64) -> list[int]:
     """What the fake model generates for `request` when it runs alone."""
     params = request.params
-    history = _ROOT
+    history = ROOT
     for position, token in enumerate(request.prompt_token_ids):
-        history = _chain(history, token, position)
+        history = chain(history, token, position)
     length = len(request.prompt_token_ids)
     stops = {*params.eos_token_ids, *params.stop_token_ids}
     tokens: list[int] = []
@@ -98,18 +97,18 @@ def expected_tokens(request: Request, max_len: int = 64) -> list[int]:
         past = past_of(params, request.prompt_token_ids, tokens)
         token = next_token(history, params.seed, position, banned, past)
         tokens.append(token)
-        history = _chain(history, token, position)
+        history = chain(history, token, position)
         if token in stops or (params.grammar is not None and len(tokens) >= int(params.grammar.text)):
             break
     return tokens
 
 
 def expected_prompt_scores(request: Request) -> list[tuple[int, float]]:
-    history = _ROOT
+    history = ROOT
     scores = []
     prompt = request.prompt_token_ids
     for position, token in enumerate(prompt[:-1]):
-        history = _chain(history, token, position)
+        history = chain(history, token, position)
         scores.append((prompt[position + 1], score(history, prompt[position + 1])))
     return scores
 
@@ -120,6 +119,7 @@ class Faults:
 
     poisoned_seeds: tuple[int, ...] = ()  # rows with such a seed have logits that are not finite,
     poisoned_from: int = 0  # from this position on
+    poisoned_ids: frozenset[int] = frozenset()  # vectors made in a step with such a token of theirs are not finite
     die_at_step: int | None = None
     hang_at_step: int | None = None
     die_at_ping: int | None = None
@@ -146,6 +146,7 @@ class FakeExecutor:
         self.tables: deque[np.ndarray] = deque()  # for each step of `_steps`, the tables of its sequences: [S, width]
         self._lacks_masks = False  # the newest of them
         self._histories = FakeHistories()
+        self._pooler = FakePooler(self.faults.poisoned_ids)
         self._last_step_id = 0
         self._sampled = np.zeros(0, np.int32)  # by the step before
         self._has_refused = False  # the step before
@@ -197,6 +198,7 @@ class FakeExecutor:
         self._histories.write(step)
         for row in step.rows.tolist():
             self._histories.spoil(row)
+            self._pooler.spoil(row)
 
     def ping(self) -> None:
         self.num_pings += 1
@@ -233,7 +235,7 @@ class FakeExecutor:
             history = self._context(self._slots(tables[s], start), self._first_seen(start))
             for t in range(ends[s], ends[s + 1]):
                 token, position = int(step.token_ids[t]), int(step.positions[t])
-                history = _chain(history, token, position)
+                history = chain(history, token, position)
                 self._kv[int(step.slot_mapping[t])] = (history, token, position)
                 histories.append(history)
         return histories
@@ -248,10 +250,10 @@ class FakeExecutor:
 
     def _context(self, slots: list[int], first: int) -> int:
         """Read the context back through the block table: each entry from `first` on must follow the one before."""
-        history = _ROOT
+        history = ROOT
         for position in range(first, len(slots)):
             stored, token, at = self._kv[slots[position]]
-            follows = position == first > 0 or stored == _chain(history, token, position)
+            follows = position == first > 0 or stored == chain(history, token, position)
             assert at == position and follows, "KV of another sequence"
             history = stored
         return history
@@ -275,6 +277,7 @@ class FakeExecutor:
             tokens.append(target)
             logprobs.append(score(history, target))
         output = StepOutput(step.step_id, np.array(tokens, np.int32), finite, num_accepted=_num_accepted(step, tokens))
+        output.pooled_lens, output.pooled = self._pooler.pool(step, histories)
         k = step.max_num_logprobs
         if k < 0:
             return output
@@ -336,6 +339,7 @@ class Driver:
         self.ends: dict[int, TokenEvent] = {}
         self.events: list[TokenEvent] = []
         self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        self.pooled: dict[int, list[float]] = {}
 
     def add(self, request: Request) -> None:
         grammar = request.params.grammar
@@ -439,6 +443,8 @@ class Driver:
             if event.prompt_logprobs:
                 assert len(self.tokens[event.request_id]) == len(event.token_ids), "scores after the first token"
                 self.prompt_logprobs.setdefault(event.request_id, []).extend(event.prompt_logprobs)
+            if event.pooled:
+                self.pooled.setdefault(event.request_id, []).extend(event.pooled)
             if event.finish_reason is not None:
                 self.ends[event.request_id] = event
 
@@ -446,6 +452,12 @@ class Driver:
         """Every request has ended once, with the tokens that it gets when it runs alone."""
         assert self.ends.keys() == self.requests.keys()
         for request_id, request in self.requests.items():
+            if request.pooling is not None:
+                vectors, reason = self.pooled.get(request_id, []), self.ends[request_id].finish_reason
+                expected = np.array(expected_vectors(request), np.float32).tolist()
+                assert vectors == (expected if reason is FinishReason.STOP else expected[: len(vectors)])
+                assert reason is not FinishReason.LENGTH
+                continue
             expected = expected_tokens(request, self.scheduler.limits.max_len)
             got = self.tokens[request_id]
             if self.ends[request_id].finish_reason in (FinishReason.STOP, FinishReason.LENGTH):

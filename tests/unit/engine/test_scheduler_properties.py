@@ -4,10 +4,12 @@ from engine_fakes import EOS, Driver, make_config, make_request
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from pooling_fakes import make_pooling_request
 from replayed_blocks import ReplayedBlocks
 
 from engine.errors import QueueFullError, RequestError
 from engine.kv_cache.events import BlockEventLog
+from engine.pooling_params import KINDS
 from engine.types import FinishReason
 
 # Few distinct prompts, many shared prefixes.
@@ -101,6 +103,19 @@ class EngineMachine(RuleBasedStateMachine):
             prompt_logprobs=prompt_logprobs,
             **choices,
         )
+        self._add(request)
+
+    @rule(
+        prompt=_PROMPTS,
+        kind=st.sampled_from(KINDS),
+        priority=st.integers(-1, 2),
+        salt=st.sampled_from([b"", b"tenant"]),
+    )
+    def arrive_for_vectors(self, prompt, kind, priority, salt) -> None:
+        request = make_pooling_request(self.next_id, prompt, kind, priority=priority, cache_salt=salt)
+        self._add(request)
+
+    def _add(self, request) -> None:
         self.next_id += 1
         rejected = self.driver.scheduler.stats.num_rejected
         try:

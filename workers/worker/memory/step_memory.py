@@ -6,7 +6,7 @@ with its kernels and allocator, one measured step tells.
 
 from workers.config import WorkerConfig
 from workers.layers.decoder_spec import DecoderSpec
-from workers.protocol import NULL_BLOCK, StepMetadata
+from workers.protocol import LOGITS, NULL_BLOCK, StepMetadata
 from workers.worker.greedy_step import SequenceChunk, greedy_step
 from workers.worker.memory_needs import MAX_LOGITS_ROWS, largest_step_bytes, step_bytes
 
@@ -27,7 +27,8 @@ class StepMemory:
         """Of `step`: its part of the largest one."""
         if step.num_seqs == 0:
             return 0
-        estimate = self._of(step.num_tokens, len(step.logits_indices))
+        num_rows = len(step.logits_indices) + int((step.pool_kinds == LOGITS).sum())
+        estimate = self._of(step.num_tokens, num_rows)
         return -(-estimate * self.largest // self._estimate)
 
     def _of(self, num_tokens: int, num_rows: int) -> int:

@@ -2,7 +2,8 @@
 
 A mean is the sum of its tokens' hidden states, added in float64 one after the other, over their number: so it has the
 same bits however the prompt was cut into chunks and whatever else was in them. Between the chunks of a sequence the sum
-is kept here, by row of the engine's tables. Knows steps and hidden states, but nothing of requests.
+is kept here, by row of the engine's tables: also the one before the newest chunk, which may be refused and come again.
+Knows steps and hidden states, but nothing of requests.
 """
 
 from collections.abc import Callable
@@ -70,13 +71,12 @@ class Pooler:
     def __init__(self, tp: TensorParallel, vocab_start: int, *, answers: bool) -> None:
         """`vocab_start`: the first id of this rank's logits."""
         self._tp, self._vocab_start, self._answers = tp, vocab_start, answers
-        self._sums: dict[int, _Sum] = {}  # of sequences whose mean is not complete, by row; at most one for each
+        self._sums: dict[
+            int, tuple[_Sum, _Sum]
+        ] = {}  # by row: before and behind its newest chunk; until the row is reused
 
     def __call__(self, step: StepMetadata, hidden: Tensor, compute_logits: ComputeLogits) -> Pooled | None:
-        """The values of `step` on the answering rank, None on the others. `hidden`: [T, hidden], after the final norm.
-
-        Nothing is kept of a step that raises: it may be tried again.
-        """
+        """The values of `step` on the answering rank, None on others. `hidden`: [T, hidden], after the final norm."""
         chunks = _chunks(step)
         logits = self._named_logits([chunk for chunk in chunks if _wants_logits(chunk)], hidden, compute_logits)
         if not self._answers:
@@ -87,29 +87,24 @@ class Pooler:
             if _wants_logits(chunk):
                 parts.append(logits.pop(0))
             elif chunk.kind == MEAN and chunk.is_last:
-                total = sums[chunk.row]
+                total = sums[chunk.row][1]
                 parts.append((total.hidden / total.num_tokens).float())
             else:
                 parts.append(hidden[_returned(chunk)].float().flatten())
-        pooled = _to_host(torch.cat(parts), [len(part) for part in parts])
         self._sums.update(sums)
-        for chunk in chunks:
-            if chunk.kind == MEAN and chunk.is_last:
-                del self._sums[chunk.row]
-        return pooled
+        return _to_host(torch.cat(parts), [len(part) for part in parts])
 
-    def _sum(self, chunk: _Chunk, hidden: Tensor) -> _Sum:
-        """The sum of the sequence's tokens up to the end of `chunk`."""
-        if chunk.position:
-            total, count = self._sums[chunk.row]
-        else:
-            total, count = torch.zeros(hidden.shape[1], dtype=torch.float64, device=hidden.device), 0
-        assert count == chunk.position, "the sum of another sequence, or of a chunk that was not computed"
+    def _sum(self, chunk: _Chunk, hidden: Tensor) -> tuple[_Sum, _Sum]:
+        """The sums of the sequence's tokens up to the beginning and to the end of `chunk`."""
+        none = _Sum(torch.zeros(hidden.shape[1], dtype=torch.float64, device=hidden.device), 0)
+        known = (none,) if chunk.position == 0 else self._sums[chunk.row]
+        (before,) = [one for one in known if one.num_tokens == chunk.position]
+        total = before.hidden
         for start in range(chunk.start, chunk.end, _TOKENS_AT_ONCE):
             tokens = hidden[start : min(start + _TOKENS_AT_ONCE, chunk.end)].double()
             # Sums one row after the other, while `sum` may add parts of its own choice.
             total = torch.cat((total[None], tokens)).cumsum(0)[-1]  # [hidden]
-        return _Sum(total, chunk.position + chunk.end - chunk.start)
+        return before, _Sum(total, chunk.position + chunk.end - chunk.start)
 
     def _named_logits(self, chunks: list[_Chunk], hidden: Tensor, compute_logits: ComputeLogits) -> list[Tensor]:
         """For each of `chunks` the logits of its ids after its last token: float32 [ids]."""
