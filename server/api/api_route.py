@@ -10,7 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from server.errors import ClientGoneError, HttpError, describe, error_response
+from server.api.error_shape import answer_of
+from server.errors import ClientGoneError, HttpError, describe
 from server.observability.logs import event, logger
 from server.serving.request_context import record_of, request_id_of
 
@@ -50,4 +51,4 @@ def _answer(request: Request, error: HttpError) -> Response:
     record = record_of(request.scope)
     if record is not None:
         record.failed(error)
-    return error_response(error)
+    return answer_of(error, request.scope)

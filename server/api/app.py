@@ -9,6 +9,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from server.api.cors import Cors
+from server.api.error_shape import answer_of
 from server.api.middleware import METRICS, PROBES, ApiMiddleware
 from server.api.openapi.document import build, with_defaults
 from server.api.root_path import RootPath
@@ -18,6 +19,7 @@ from server.api.routes import (
     completions,
     health,
     live_state,
+    messages,
     metrics,
     models,
     render,
@@ -31,7 +33,7 @@ from server.config.allowed_hosts import AllowedHosts
 from server.config.api_keys import load_admin_key, load_keys
 from server.config.model_path import served_names
 from server.config.settings import Settings
-from server.errors import HttpError, error_response
+from server.errors import HttpError
 from server.observability.access_log import AccessLog
 from server.observability.metrics import HttpCounters
 from server.serving.base import OpenAIServing
@@ -39,6 +41,7 @@ from server.serving.chat_completion import OpenAIServingChatCompletion
 from server.serving.completion import OpenAIServingCompletion
 from server.serving.explain.endpoint import OpenAIServingExplain
 from server.serving.live_state import OpenAIServingLiveState
+from server.serving.messages.serving import AnthropicServingMessages
 from server.serving.responses.serving import OpenAIServingResponses
 from server.serving.server_state import ServerState
 from server.serving.tokenization import OpenAIServingTokenization
@@ -104,6 +107,7 @@ def application(settings: Settings, state: ServerState, counters: HttpCounters) 
         completions,
         chat_completions,
         responses,
+        messages,
         render,
         tokenize,
         models,
@@ -124,6 +128,7 @@ def application(settings: Settings, state: ServerState, counters: HttpCounters) 
         OpenAIServingCompletion,
         OpenAIServingChatCompletion,
         OpenAIServingResponses,
+        AnthropicServingMessages,
         OpenAIServingTokenization,
         OpenAIServingLiveState,
         OpenAIServingExplain,
@@ -141,13 +146,15 @@ async def _framework_error(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         family = next((known for known in _NOT_SERVED if path.removeprefix("/v1/").split("/")[0] == known), None)
         if family is not None and path.startswith("/v1/"):
-            served = "/v1/completions, /v1/chat/completions and /v1/responses"
+            served = "/v1/completions, /v1/chat/completions, /v1/responses and /v1/messages"
             message = f"{path} is not served here: this server answers {served}."
-            return error_response(HttpError(404, message, code="route_not_supported"))
-        return error_response(HttpError(404, f"There is no route {request.method} {path}.", code="route_not_found"))
+            return answer_of(HttpError(404, message, code="route_not_supported"), request.scope)
+        return answer_of(
+            HttpError(404, f"There is no route {request.method} {path}.", code="route_not_found"), request.scope
+        )
     if error.status_code == 405:
         message = f"{path} does not answer to {request.method}."
         allowed = (error.headers or {}).get("Allow", "")
         headers = {"Allow": "GET, HEAD" if allowed == "GET" else allowed}
-        return error_response(HttpError(405, message, code="method_not_allowed", headers=headers))
-    return error_response(HttpError(error.status_code, str(error.detail), headers=error.headers))
+        return answer_of(HttpError(405, message, code="method_not_allowed", headers=headers), request.scope)
+    return answer_of(HttpError(error.status_code, str(error.detail), headers=error.headers), request.scope)

@@ -15,9 +15,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.cors import Cors
+from server.api.error_shape import MESSAGES, answer_of, is_message_route
 from server.config.allowed_hosts import AllowedHosts
 from server.config.api_keys import ApiKeys, Key
-from server.errors import HttpError, describe, error_response, retry_after
+from server.errors import HttpError, describe, retry_after
 from server.observability.access_log import AccessLog
 from server.observability.logs import event, logger
 from server.observability.metrics import HttpCounters
@@ -28,9 +29,8 @@ PROBES = frozenset({"/health", "/health/live", "/health/ready"})
 ALWAYS_OPEN = PROBES | {"/version"}
 METRICS = frozenset({"/metrics", "/v1/state"})  # answered in every phase, to the same clients
 ADMIN = ("/admin/", "/v1/requests/")
-GENERATING = frozenset(
-    {"/v1/completions", "/v1/chat/completions", "/v1/responses"}
-)  # of these requests records are kept
+# Of these requests records are kept.
+GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", MESSAGES})
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _LOADING_RETRY_S = 5.0
 _log = logger("http")
@@ -79,6 +79,8 @@ class ApiMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 more = [(b"x-request-id", request_id.encode()), *self._cors.headers(headers)]
+                if is_message_route(scope["path"]):
+                    more.append((b"request-id", request_id.encode()))
                 if span is not None:
                     more.append((b"traceparent", span.traceparent))
                 message["headers"] = [*message.get("headers", ()), *more]
@@ -110,7 +112,7 @@ class ApiMiddleware:
             answer = describe(error)
             if answer.status == 500:
                 _log.error(event("request_failed", request_id=request_id, path=scope["path"]), exc_info=error)
-            await error_response(answer)(scope, receive, send_with_id)
+            await answer_of(answer, scope)(scope, receive, send_with_id)
         finally:
             if record is not None:
                 record.ended(status)
@@ -142,6 +144,8 @@ class ApiMiddleware:
             return None
         if not requires_key:
             return None
+        if not authorization and b"x-api-key" in headers:  # where Anthropic's clients put it
+            authorization = b"Bearer " + headers[b"x-api-key"]
         key = self._keys.find(authorization)
         if key is None:
             raise _key_required("A valid API key")

@@ -31,7 +31,8 @@ def test_the_document_is_valid_and_names_no_response_that_is_never_sent(document
         for operation in operations.values():
             assert operation["summary"], path
             assert "422" not in operation["responses"], path
-            assert operation["responses"]["400"]["content"]["application/json"]["schema"]["$ref"].endswith("/Error")
+            name = "/MessageError" if path.startswith("/v1/messages") else "/Error"
+            assert operation["responses"]["400"]["content"]["application/json"]["schema"]["$ref"].endswith(name)
 
 
 def test_the_response_to_every_example_matches_its_schema(make_stage, document):

@@ -14,6 +14,7 @@ MESSAGE = {"role": "user", "content": "Hello"}
 _COMPLETION: dict[str, Any] = {"prompt": "import ", "max_tokens": 4}
 _CHAT: dict[str, Any] = {"messages": [MESSAGE], "max_completion_tokens": 4}
 _RESPONSE: dict[str, Any] = {"input": [MESSAGE], "max_output_tokens": 4}
+_MESSAGES: dict[str, Any] = {"messages": [MESSAGE], "max_tokens": 4}
 _GOOD: dict[str, dict[str, Any]] = {
     "/completions": _COMPLETION,
     "/completions/render": _COMPLETION,
@@ -21,6 +22,8 @@ _GOOD: dict[str, dict[str, Any]] = {
     "/chat/completions/render": _CHAT,
     "/responses": _RESPONSE,
     "/responses/input_tokens": _RESPONSE,
+    "/messages": _MESSAGES,
+    "/messages/count_tokens": {"messages": [MESSAGE]},
     "/tokenize": {"prompt": "import os"},
     "/detokenize": {"tokens": [5, 6, 7]},
     "/admin/abort": {"all": True},

@@ -1,16 +1,19 @@
 """Whether an answer is one that this server may give, whatever was asked.
 
-No 5xx, no 422; a refusal has exactly the four keys, is short, and names the field it is about; a stream ends in
-`[DONE]`, or in the one event that says how it ended. These checks need the answer alone, not the request.
+No 5xx, no 422; a refusal has exactly the four keys (on the routes of messages those of their API), is short, and names
+the field it is about; a stream ends in `[DONE]`, or in the one event that says how it ended. These checks need the
+answer alone, not the request.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 MAX_MESSAGE, MAX_BODY = 2048, 4096
 KEYS = {"message", "type", "param", "code"}
+ENDS = ("response.completed", "response.incomplete", "response.failed", "message_stop", "error")  # of named events
 
 
 def problem_of(
@@ -37,6 +40,8 @@ def _problem_of_refusal(headers: Mapping[str, str], content: bytes, param: str |
         body = json.loads(content)
     except ValueError:
         return f"an error that is no JSON: {content[:200]!r}"
+    if "request-id" in headers:
+        return _problem_of_message_error(body, param)
     if not isinstance(body, dict) or set(body) != {"error"} or not isinstance(body["error"], dict):
         return f"no error object: {content[:200]!r}"
     error = body["error"]
@@ -48,6 +53,17 @@ def _problem_of_refusal(headers: Mapping[str, str], content: bytes, param: str |
         return f"type or param is of the wrong kind: {content[:200]!r}"
     if param is not None and not str(error["param"]).startswith(param):
         return f"param is {error['param']!r}, not {param!r}: {error['message'][:200]}"
+    return None
+
+
+def _problem_of_message_error(body: Any, param: str | None) -> str | None:
+    """Of a route of messages, whose errors have their own keys."""
+    if not isinstance(body, dict) or set(body) != {"type", "error", "request_id"} or body["type"] != "error":
+        return f"no error of messages: {str(body)[:200]}"
+    if set(body["error"]) != {"type", "message"} or not 0 < len(body["error"]["message"]) <= MAX_MESSAGE:
+        return f"the error is {str(body['error'])[:200]}"
+    if param is not None and param not in body["error"]["message"]:
+        return f"it does not name {param!r}: {body['error']['message'][:200]}"
     return None
 
 
@@ -71,9 +87,9 @@ def _problem_of_events(events: list[str]) -> str | None:
     for number, event in enumerate(events):
         name, _, data = event.partition("\ndata: ")
         body = json.loads(data)
-        if name != f"event: {body['type']}" or body["sequence_number"] != number:
+        if name != f"event: {body['type']}" or body.get("sequence_number", number) != number:
             return f"an event that is not in order: {event[:100]!r}"
-        has_ended = body["type"] in ("response.completed", "response.incomplete", "response.failed")
+        has_ended = body["type"] in ENDS
         if has_ended != (number == len(events) - 1):
             return f"event {number} of {len(events)} is {body['type']}"
     return None

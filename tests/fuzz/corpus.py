@@ -85,6 +85,8 @@ def _of_field(route: Route, base: dict[str, Any], name: str, value: Any, refused
         body.pop("stream", None)
     if name in _NEEDS:
         needs = _NEEDS_OF_ITEMS if "input" in route.good else _NEEDS
+        if route.path.startswith("/v1/messages"):
+            needs = _NEEDS_OF_BLOCKS
         body |= {other: given for other, given in needs[name].items() if other in route.fields}
     lone = isinstance(value, Raw) and "ud800" in value
     nowhere = isinstance(value, Raw) and any(word in value for word in ("NaN", "Infinity", "1e999", "ud800"))
@@ -272,6 +274,10 @@ _NEEDS: dict[str, dict[str, Any]] = {
 _NEEDS_OF_ITEMS: dict[str, dict[str, Any]] = {
     "tool_choice": {"tools": [{"type": "function", "name": "present"}]},
     "top_logprobs": {"include": ["message.output_text.logprobs"]},
+}
+_NEEDS_OF_BLOCKS: dict[str, dict[str, Any]] = {
+    "tool_choice": {"tools": [{"name": "present", "input_schema": {"type": "object"}}]},
+    "top_logprobs": {},
 }
 _MESSAGES: list[Any] = [
     [],

@@ -22,6 +22,7 @@ _SAME_BODY = {
     "/v1/tokenize": "/tokenize",
     "/v1/detokenize": "/detokenize",
 }
+_MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
 
 
 def as_markdown() -> str:
@@ -38,11 +39,12 @@ def as_markdown() -> str:
         for name, parameter in found["/v1/completions"]["parameters"].items()
         if name in shared and parameter == found["/v1/chat/completions"]["parameters"][name]
     }
-    lines += ["", "### `/v1/completions`, `/v1/chat/completions` and `/v1/responses`", "", *_table(both)]
+    generating = "`/v1/completions`, `/v1/chat/completions`, `/v1/responses` and `/v1/messages`"
+    lines += ["", f"### {generating}", "", *_table(both)]
     for path, entry in found.items():
         if "parameters" not in entry or path in _SAME_BODY:
             continue
-        is_generating = path in ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+        is_generating = path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", *_MESSAGES)
         own = {
             name: parameter
             for name, parameter in entry["parameters"].items()

@@ -10,6 +10,7 @@ from server.api.routes import __path__ as folder
 from server.observability import metrics
 from server.protocol.chat_completion import ChatRequest
 from server.protocol.completion import CompletionRequest
+from server.protocol.messages.request import MessagesRequest
 from server.protocol.request_body import NEUTRAL_VALUES
 from server.protocol.responses.request import ResponsesRequest
 from tests.house import documents
@@ -46,7 +47,9 @@ def test_every_route_is_documented():
     assert [path for path in routes() if f"`{path.replace(':path', '')}`" not in API] == []
 
 
-@pytest.mark.parametrize("schema", [CompletionRequest, ChatRequest, ResponsesRequest], ids=lambda s: s.__name__)
+@pytest.mark.parametrize(
+    "schema", [CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest], ids=lambda s: s.__name__
+)
 def test_every_field_is_documented(schema):
     assert [name for name in schema.model_fields if f"`{name}`" not in API] == []
 

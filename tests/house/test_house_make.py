@@ -102,6 +102,7 @@ LONG_PASSED = "==== 2 passed in 250.00s ===="
 
 TOOLS = ("bash", "sh", "echo", "dirname", "make", "mktemp", "rm", "tee", "grep", "tail", "cut", "head", "timeout")
 PACKAGED = ("nginx", "caddy", "prometheus", "systemd-socket-activate", "chromium")
+PACKAGED += ("zsh", "fish", "qemu-aarch64", "aarch64-linux-gnu-g++")
 
 
 def programs(folder, **scripts):
@@ -133,7 +134,11 @@ def test_continuous_integration_fails_if_a_target_fails(tmp_path, recipe, long_r
     assert (result.stdout.splitlines()[-1] == last) == (last is not None)
 
 
-ASKED = ["-qq update", "-qq -y --no-install-recommends install nginx-light prometheus systemd chromium"]
+ASKED = [
+    "-qq update",
+    "-qq -y --no-install-recommends install nginx-light prometheus systemd chromium zsh"
+    " fish qemu-user g++-aarch64-linux-gnu",
+]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from server.api.openapi import response_schemas
 from server.protocol.admin import AbortRequest
 from server.protocol.chat_completion import ChatRequest
 from server.protocol.completion import CompletionRequest
+from server.protocol.messages.request import CountTokensRequest, MessagesRequest
 from server.protocol.responses.request import ResponsesRequest
 from server.protocol.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 
@@ -25,12 +26,17 @@ _BODIES: tuple[type[BaseModel], ...] = (
     CompletionRequest,
     ChatRequest,
     ResponsesRequest,
+    MessagesRequest,
+    CountTokensRequest,
     TokenizeRequest,
     TokenizeChatRequest,
     DetokenizeRequest,
     AbortRequest,
 )
-_ABOUT = "OpenAI's wire format over a tensor-parallel engine. Every error has one shape: `Error`."
+_ABOUT = (
+    "OpenAI's wire format over a tensor-parallel engine. Every error has one shape: `Error`; on the routes of messages "
+    "`MessageError`, as Anthropic's clients read it."
+)
 # Errors that any route may answer with.
 _ERRORS = {
     "400": "The request is wrong; `param` names the field.",
@@ -97,7 +103,7 @@ def build(app: FastAPI) -> dict[str, Any]:
 
 def with_defaults(document: dict[str, Any], defaults: Mapping[str, float]) -> dict[str, Any]:
     """The same document, with these defaults in the schemas of generating requests."""
-    for schema in (CompletionRequest, ChatRequest, ResponsesRequest):
+    for schema in (CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest, CountTokensRequest):
         described = document["components"]["schemas"][schema.__name__]["properties"]
         for name, value in defaults.items():
             described[name]["default"] = value
@@ -115,5 +121,6 @@ def _finish(path: str, method: str, operation: dict[str, Any]) -> None:
     for status, meaning in _ERRORS.items():
         if method == "get" and status in ("408", "413", "415", "429"):
             continue
-        error = {"application/json": {"schema": {"$ref": _REF + "Error"}}}
+        name = "MessageError" if path.startswith("/v1/messages") else "Error"
+        error = {"application/json": {"schema": {"$ref": _REF + name}}}
         responses.setdefault(status, {"description": meaning, "content": error})

@@ -74,6 +74,19 @@ _OUTPUT_ITEM = _object(
     },
 )
 
+_CONTENT_BLOCK = _object(
+    {"type": {"enum": ["text", "thinking", "tool_use"]}},
+    {
+        "text": _STRING,
+        "thinking": _STRING,
+        "signature": _STRING,
+        "id": _STRING,
+        "name": _STRING,
+        "input": {"type": "object"},
+    },
+)
+_WINDOW_FULL = "model_context_window_exceeded"
+
 _ENGINE = _object(
     {
         "engine": _COUNT,
@@ -192,6 +205,37 @@ SCHEMAS: dict[str, Any] = {
                     }
                 )
             ),
+        }
+    ),
+    "Message": _object(
+        {
+            "id": _STRING,
+            "type": {"const": "message"},
+            "role": {"const": "assistant"},
+            "model": _STRING,
+            "content": _list(_CONTENT_BLOCK),
+            "stop_reason": {
+                "enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use", "pause_turn", _WINDOW_FULL],
+            },
+            "stop_sequence": _nullable(_STRING),
+            "usage": _object(
+                {
+                    "input_tokens": _COUNT,
+                    "cache_creation_input_tokens": {"const": 0},
+                    "cache_read_input_tokens": _COUNT,
+                    "output_tokens": _COUNT,
+                    "output_tokens_details": _object({"thinking_tokens": _COUNT}),
+                    "service_tier": {"const": "standard"},
+                }
+            ),
+        }
+    ),
+    "MessageTokensCount": _object({"input_tokens": _COUNT}),
+    "MessageError": _object(
+        {
+            "type": {"const": "error"},
+            "error": _object({"type": _STRING, "message": _STRING}),
+            "request_id": _STRING,
         }
     ),
     "InputTokens": _object({"object": {"const": "response.input_tokens"}, "input_tokens": _COUNT}),

@@ -27,6 +27,7 @@ from server.protocol.base import StrictModel
 from server.protocol.chat_completion import ChatRequest
 from server.protocol.completion import CompletionRequest
 from server.protocol.large_body.detached import Leaf, detach
+from server.protocol.messages.request import CountTokensRequest, MessagesRequest
 from server.protocol.request_body import parse_any, unknown_parameters
 from server.protocol.responses.request import ResponsesRequest
 from server.protocol.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
@@ -37,7 +38,9 @@ SCHEMAS: dict[str, type[StrictModel]] = {
         AbortRequest,
         ChatRequest,
         CompletionRequest,
+        CountTokensRequest,
         DetokenizeRequest,
+        MessagesRequest,
         ResponsesRequest,
         TokenizeChatRequest,
         TokenizeRequest,

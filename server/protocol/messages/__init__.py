@@ -1,0 +1,1 @@
+"""The wire types of `/v1/messages`."""

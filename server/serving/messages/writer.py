@@ -1,0 +1,114 @@
+"""Messages and their streams on the wire: a `message` object, or events that build one up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from server.chat.message_parser import AnswerShape, MessageParser
+from server.errors import HttpError
+from server.json_text import dumps
+from server.llm.generation import Generation
+from server.llm.output_processor import ABORT, TIMEOUT, Delta
+from server.serving.messages.content_blocks import ContentBlocks, Event
+from server.serving.messages.errors import message_error
+from server.serving.response_writer import AnswerWriter
+
+_PAUSED = (TIMEOUT, ABORT)  # the client may send the answer so far and go on
+
+
+class MessagesWriter(AnswerWriter):
+    """One message, whole or as events."""
+
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        generation: Generation,
+        shape: AnswerShape,
+        *,
+        context: int,
+        shows_thoughts: bool,
+    ) -> None:
+        """`context`: tokens of prompt and answer together, at most."""
+        self._request_id, self._model, self._context = request_id, model, context
+        self._generation = generation
+        self._parser = MessageParser(shape)
+        self._blocks = ContentBlocks(shows_thoughts=shows_thoughts)
+        self._finish_reason: str | None = None
+        self._stop_reason: int | str | None = None
+
+    @property
+    def response_id(self) -> str:
+        return f"msg_{self._request_id}"
+
+    def opening(self, num_choices: int) -> Iterable[bytes]:
+        message = self._message() | {"stop_reason": None, "stop_sequence": None, "content": []}
+        return [_event("message_start", {"message": message}), _event("ping", {})]
+
+    def chunk(self, delta: Delta) -> bytes | None:
+        return b"".join(_event(*event) for event in self._push(delta)) or None
+
+    def closing(self, generation: Generation) -> Iterable[bytes]:
+        for event in self._blocks.end():
+            yield _event(*event)
+        yield _event("message_delta", {"delta": self._end(), "usage": self._usage()})
+        yield _event("message_stop", {})
+
+    def failure(self, error: HttpError) -> bytes:
+        data = message_error(error, self._request_id)
+        return f"event: error\ndata: {dumps(data)}\n\n".encode()
+
+    def whole(self, deltas: Sequence[Sequence[Delta]], generation: Generation) -> Iterator[str]:
+        for delta in deltas[0]:
+            for _ in self._push(delta):
+                pass
+        for _ in self._blocks.end():
+            pass
+        return iter((dumps(self._message() | self._end()),))
+
+    def _push(self, delta: Delta) -> Iterator[Event]:
+        events = self._parser.push(delta)
+        if delta.finish_reason is not None:
+            self._finish_reason, self._stop_reason = delta.finish_reason, delta.stop_reason
+        return self._blocks.push(events)
+
+    def _message(self) -> dict[str, Any]:
+        return {
+            "id": self.response_id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": self._blocks.blocks,
+            "usage": self._usage(),
+        }
+
+    def _end(self) -> dict[str, Any]:
+        """Why the message ended."""
+        sequence = self._stop_reason if isinstance(self._stop_reason, str) else None
+        if self._finish_reason in _PAUSED:
+            reason = "pause_turn"
+        elif self._finish_reason == "length":
+            taken = self._generation.prompt_tokens + self._generation.completion_tokens
+            reason = "model_context_window_exceeded" if taken >= self._context else "max_tokens"
+        elif self._blocks.has_calls:
+            reason = "tool_use"
+        else:
+            reason = "end_turn" if sequence is None else "stop_sequence"
+        return {"stop_reason": reason, "stop_sequence": sequence if reason == "stop_sequence" else None}
+
+    def _usage(self) -> dict[str, Any]:
+        """As the API counts: input tokens are those that were not cached."""
+        cached = self._generation.cached_tokens
+        return {
+            "input_tokens": self._generation.prompt_tokens - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": self._generation.completion_tokens,
+            "output_tokens_details": {"thinking_tokens": self._parser.reasoning_tokens},
+            "service_tier": "standard",
+        }
+
+
+def _event(kind: str, members: dict[str, Any]) -> bytes:
+    return f"event: {kind}\ndata: {dumps({'type': kind, **members})}\n\n".encode()
