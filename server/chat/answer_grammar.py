@@ -8,9 +8,7 @@ from typing import Any
 from engine.errors import RequestError
 from engine.sampling_params import Grammar
 from server.chat.prompt import ChatPrompt
-from server.chat.tool_parsers.grammar import SpecialIds, literal, pattern_text, schema_rule
-
-_THOUGHTS = 'thoughts[suffix="</think>"]: /(?s:.*)/\nlines: /\\n{0,2}/'
+from server.chat.tool_parsers.grammar import SpecialIds, delimited, delimiter, literal, pattern_text, schema_rule
 
 
 def answer_grammar(own: Grammar | None, prompt: ChatPrompt, special_ids: SpecialIds) -> Grammar | None:
@@ -20,27 +18,30 @@ def answer_grammar(own: Grammar | None, prompt: ChatPrompt, special_ids: Special
         if own is not None and own.kind not in ("json_schema", "json_object"):  # those bind only the content
             message = f"'{own.param}' cannot be combined with a tool_choice that makes the model call a function."
             raise RequestError(message, own.param)
-        return _whole("calls", tools.call_rules(special_ids), prompt, "tools")
+        return _whole("calls", tools.call_rules(special_ids), prompt, special_ids, "tools")
     if own is None and tools is not None and tools.is_strict:
         body, rules = tools.format.optional_calls(special_ids)
-        return _whole(body, f"{rules}\n{tools.call_rules(special_ids)}", prompt, "tools")
+        return _whole(body, f"{rules}\n{tools.call_rules(special_ids)}", prompt, special_ids, "tools")
     if own is None or not (tools or prompt.may_think or prompt.is_thinking):
         return own
     rules = _rule("answer", own)
     if tools is None or not tools.format.is_parsed:
-        return _whole("answer", rules, prompt, own.param)
-    return _whole("(answer | calls)", f"{rules}\n{tools.call_rules(special_ids)}", prompt, own.param)
+        return _whole("answer", rules, prompt, special_ids, own.param)
+    return _whole("(answer | calls)", f"{rules}\n{tools.call_rules(special_ids)}", prompt, special_ids, own.param)
 
 
-def _whole(body: str, rules: str, prompt: ChatPrompt, param: str) -> Grammar:
+def _whole(body: str, rules: str, prompt: ChatPrompt, special_ids: SpecialIds, param: str) -> Grammar:
     """The grammar of an answer that is `body`; before it a model that thinks may finish its thoughts."""
-    if prompt.is_thinking:
-        text = f"start: thoughts lines {body}\n{_THOUGHTS}\n{rules}"
-    elif prompt.may_think:
-        text = f'start: ("<think>" thoughts lines)? {body}\n{_THOUGHTS}\n{rules}'
+    if not (prompt.may_think or prompt.is_thinking):
+        return Grammar("lark", f"start: {body}\n{rules}", param)
+    marks = prompt.reasoning
+    if marks.end in special_ids:  # a special token is never part of a text
+        thoughts = f"thoughts: THOUGHTS {delimiter(marks.end, special_ids)}\nTHOUGHTS: /(?s:.*)/"
     else:
-        text = f"start: {body}\n{rules}"
-    return Grammar("lark", text, param)
+        thoughts = f"thoughts[suffix={literal(marks.end)}]: /(?s:.*)/"
+    opening = "" if prompt.is_thinking else f"{delimited(marks.start, marks.tokens, special_ids)} "
+    before = f"{opening}thoughts lines" if prompt.is_thinking else f"({opening}thoughts lines)?"
+    return Grammar("lark", f"start: {before} {body}\n{thoughts}\nlines: /\\n{{0,2}}/\n{rules}", param)
 
 
 def _rule(name: str, own: Grammar) -> str:

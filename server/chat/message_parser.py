@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from engine.types import FinishReason
 from server.chat.events import ContentDelta, MessageEvent, ToolCallStart, merged
-from server.chat.reasoning_parser import ReasoningParser
+from server.chat.reasoning_parser import THINK, ReasoningFormat, ReasoningParser
 from server.chat.tool_choice import ToolChoice
 from server.llm.output_processor import Delta
 
@@ -23,6 +23,7 @@ class AnswerShape:
     may_think: bool = False
     is_thinking: bool = False
     tool_choice: ToolChoice | None = None
+    reasoning: ReasoningFormat = THINK
 
     @property
     def is_plain(self) -> bool:
@@ -36,7 +37,7 @@ class MessageParser:
     def __init__(self, shape: AnswerShape) -> None:
         thinks = shape.may_think or shape.is_thinking
         choice = shape.tool_choice
-        self._reasoning_parser = ReasoningParser(shape.is_thinking) if thinks else None
+        self._reasoning_parser = ReasoningParser(shape.is_thinking, shape.reasoning) if thinks else None
         self._tool_parser = choice.parser() if choice else None
         self._is_named = choice is not None and choice.is_named
         self._only_calls = choice is not None and choice.must_call

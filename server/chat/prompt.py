@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import RequestError
-from server.chat.reasoning_parser import THINK_END, THINK_START
+from server.chat.message_parser import AnswerShape
+from server.chat.reasoning_parser import FORMATS, THINK, ReasoningFormat
 from server.chat.tool_choice import ToolChoice, resolve_tool_choice
 from server.chat.tool_parsers.base import ToolFormat
-from server.chat.tool_parsers.registry import detect
+from server.chat.tool_parsers.registry import choose
 from server.protocol.chat_completion import ChatRequest
 from server.protocol.chat_messages import ChatMessage
 from server.tokenizer.tokenizer import Tokenizer
@@ -33,11 +34,24 @@ class ChatPrompt:
     tool_choice: ToolChoice | None
     may_think: bool  # the answer may begin with thoughts
     is_thinking: bool  # it goes on inside them
+    reasoning: ReasoningFormat = THINK  # how they are marked
+
+    @property
+    def delimiters(self) -> tuple[str, ...]:
+        """What the answer's parsers look for, and so stays in its text even where it is a special token."""
+        calls = self.tool_choice.format.delimiters if self.tool_choice else ()
+        return (*calls, *self.reasoning.tokens) if self.may_think or self.is_thinking else calls
+
+    @property
+    def shape(self) -> AnswerShape:
+        """What may be in the answer."""
+        return AnswerShape(self.may_think, self.is_thinking, self.tool_choice, self.reasoning)
 
 
 async def render_prompt(tokenizer: Tokenizer, request: ChatRequest) -> ChatPrompt:
     """The prompt of a request, rendered by the tokenizer's threads. Raises `RequestError`."""
-    tool_format = detect(tokenizer.template.source)
+    template = tokenizer.template
+    tool_format = choose(template.source, template.parsers.get("tool_call_parser"))
     choice = resolve_tool_choice(request, tool_format)
     size = sum(len(message.text) for message in request.messages)
     text = await tokenizer.run(lambda: _render(tokenizer, request, tool_format, choice), size)
@@ -46,7 +60,7 @@ async def render_prompt(tokenizer: Tokenizer, request: ChatRequest) -> ChatPromp
 
 def _render(tokenizer: Tokenizer, request: ChatRequest, tool_format: ToolFormat, choice: ToolChoice | None) -> str:
     template = tokenizer.template
-    messages = _messages(request.messages, tool_format.short_call_ids, "developer" in template.source)
+    messages = _messages(request.messages, tool_format, "developer" in template.source)
     tools = choice.for_template() if choice else None
     if tool_format.write_into_messages is not None:
         takes = template.takes_system, template.takes_runs
@@ -87,21 +101,33 @@ def _cut(text: str) -> str:
     return text[:end]
 
 
-def _thoughts(tokenizer: Tokenizer, text: str, request: ChatRequest) -> tuple[bool, bool]:
-    """(the answer may begin with thoughts, it goes on inside them)."""
-    source, token_to_id = tokenizer.template.source, tokenizer.backend.token_to_id
-    in_vocabulary = token_to_id(THINK_START) is not None and token_to_id(THINK_END) is not None
-    if not in_vocabulary and THINK_START not in source and THINK_END not in source:
-        return False, False
+def _thoughts(tokenizer: Tokenizer, text: str, request: ChatRequest) -> tuple[bool, bool, ReasoningFormat]:
+    """(the answer may begin with thoughts, it goes on inside them, how they are marked)."""
+    marks = _marks(tokenizer)
+    if marks is None:
+        return False, False, THINK
     if request.continue_final_message:
         last = request.messages[-1].text
-        return not last.strip(), last.rfind(THINK_START) > last.rfind(THINK_END)
+        return not last.strip(), last.rfind(marks.start) > last.rfind(marks.end), marks
     end = text[-_MAX_END:].rstrip()
-    return not end.endswith((THINK_START, THINK_END)), end.endswith(THINK_START)
+    return not end.endswith((marks.start.rstrip(), marks.end)), end.endswith(marks.start.rstrip()), marks
 
 
-def _messages(given: list[ChatMessage], short_ids: bool, has_developer: bool) -> list[dict[str, Any]]:
+def _marks(tokenizer: Tokenizer) -> ReasoningFormat | None:
+    """The marks of this model's thoughts: those that the operator named, or that it has tokens for, or its template."""
+    template, token_to_id = tokenizer.template, tokenizer.backend.token_to_id
+    name = template.parsers.get("reasoning_parser")
+    if name is not None:
+        return next((known for known in FORMATS if name in (known.name, *known.aliases)), None)
+    for known in FORMATS:
+        if known.start in template.source or known.end in template.source:
+            return known
+    return next((known for known in FORMATS if all(token_to_id(token) is not None for token in known.tokens)), None)
+
+
+def _messages(given: list[ChatMessage], tool_format: ToolFormat, has_developer: bool) -> list[dict[str, Any]]:
     """The conversation in the form that Hugging Face templates are written for."""
+    short_ids, as_text = tool_format.short_call_ids, tool_format.text_arguments
     names: dict[str, str] = {}  # of called functions, by the call's id
     messages = []
     for message in given:
@@ -118,7 +144,7 @@ def _messages(given: list[ChatMessage], short_ids: bool, has_developer: bool) ->
                 {
                     "id": _short(call.id) if short_ids else call.id,
                     "type": "function",
-                    "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+                    "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments, as_text)},
                 }
                 for call in message.tool_calls
             ]
@@ -128,8 +154,10 @@ def _messages(given: list[ChatMessage], short_ids: bool, has_developer: bool) ->
     return messages
 
 
-def _arguments(text: str) -> Any:
-    """Templates write them as JSON themselves. A model's broken arguments stay the text that they are."""
+def _arguments(text: str, as_text: bool) -> Any:
+    """Most templates write them as JSON themselves. A model's broken arguments stay the text that they are."""
+    if as_text:
+        return text or "{}"
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError):

@@ -1,22 +1,53 @@
 """Separates what a model thinks (`<think>…</think>`) from what it answers, piece by piece.
 
 Line ends next to the tags belong to the tags, as templates write them. `<think>` anywhere but at the start is text.
-Whether a model uses these tags is found out in `prompt.py`.
+Some models use other marks (`FORMATS`). Whether a model uses any is found out in `prompt.py`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from server.chat.events import ContentDelta, MessageEvent, ReasoningDelta, merged
 
-THINK_START, THINK_END = "<think>", "</think>"
 _START, _INSIDE, _BEHIND, _ANSWER = range(4)
 
 
-class ReasoningParser:
-    """The state of one answer. Holds back no more than a piece of a tag and the white space before it."""
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """The marks around a model's thoughts."""
 
-    def __init__(self, is_open: bool) -> None:
+    name: str  # vLLM's
+    models: str
+    start: str
+    end: str
+    special: tuple[str, ...] = ()  # tokens inside the marks; without: each mark is one
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """What may be special tokens, and is kept in the text."""
+        return self.special or (self.start, self.end)
+
+
+THINK = ReasoningFormat(
+    "deepseek_r1", "DeepSeek, Qwen 3, GLM, Kimi and most others", "<think>", "</think>", aliases=("qwen3", "glm45")
+)
+FORMATS: list[ReasoningFormat] = [
+    THINK,
+    ReasoningFormat("mistral", "Magistral", "[THINK]", "[/THINK]"),
+    ReasoningFormat("seed_oss", "Seed-OSS", "<seed:think>", "</seed:think>"),
+    ReasoningFormat("granite", "Granite 3.2", "Here is my thought process:", "Here is my response:"),
+    ReasoningFormat("gemma4", "Gemma 4", "<|channel>thought\n", "<channel|>", special=("<|channel>", "<channel|>")),
+]
+
+
+class ReasoningParser:
+    """The state of one answer. Holds back no more than a piece of a mark and the white space before it."""
+
+    def __init__(self, is_open: bool, marks: ReasoningFormat = THINK) -> None:
         """`is_open`: the prompt ends inside the thoughts already."""
+        self._start, self._end = marks.start, marks.end
         self._state = _INSIDE if is_open else _START
         self._held = ""  # what may be the beginning of a tag
         self._blank: list[str] = []  # white space that is text only if something else follows
@@ -52,10 +83,10 @@ class ReasoningParser:
             return text
         words = text.lstrip()
         self._blank.append(text[: len(text) - len(words)])
-        if words.startswith(THINK_START):
+        if words.startswith(self._start):
             self._state, self._thinks, self._blank = _INSIDE, True, []
-            return words[len(THINK_START) :]
-        if THINK_START.startswith(words):
+            return words[len(self._start) :]
+        if self._start.startswith(words):
             self._held = words
             return ""
         self._state = _ANSWER
@@ -66,15 +97,15 @@ class ReasoningParser:
     def _inside(self, text: str, events: list[MessageEvent]) -> str:
         if self._state != _INSIDE or not text:
             return text
-        end = text.find(THINK_END)
-        thought = text[: end if end >= 0 else len(text) - _partial(text)]
+        end = text.find(self._end)
+        thought = text[: end if end >= 0 else len(text) - _partial(text, self._end)]
         self._think(thought, events)
         if end < 0:
             self._held = text[len(thought) :]
             return ""
         self._blank = []
         self._state = _BEHIND
-        return text[end + len(THINK_END) :]
+        return text[end + len(self._end) :]
 
     def _think(self, thought: str, events: list[MessageEvent]) -> None:
         """Emit thoughts without the line ends around them."""
@@ -103,9 +134,19 @@ class ReasoningParser:
         return ""
 
 
-def _partial(text: str) -> int:
-    """How many characters at the end may be the beginning of the closing tag."""
-    for size in range(min(len(THINK_END) - 1, len(text)), 0, -1):
-        if THINK_END.startswith(text[-size:]):
+def _partial(text: str, mark: str) -> int:
+    """How many characters at the end may be the beginning of the closing mark."""
+    for size in range(min(len(mark) - 1, len(text)), 0, -1):
+        if mark.startswith(text[-size:]):
             return size
     return 0
+
+
+def as_markdown() -> str:
+    """The table of the documentation."""
+    rows = ["| `--reasoning-parser` | models | thoughts |", "|---|---|---|"]
+    for known in FORMATS:
+        names = ", ".join(f"`{name}`" for name in (known.name, *known.aliases))
+        written = f"{known.start}…{known.end}".replace("|", "\\|").replace("\n", "↵")
+        rows.append(f"| {names} | {known.models} | `{written}` |")
+    return "\n".join(rows) + "\n"

@@ -37,8 +37,6 @@ def _refused(holds: str, *names: str) -> dict[str, Flag]:
 
 FLAGS: dict[str, Flag] = {
     **_switches("tools are always enabled, and the model chooses unless the request does.", "enable-auto-tool-choice"),
-    **_values("the format of tool calls is determined from the model's chat template.", "tool-call-parser"),
-    **_values("reasoning is recognised by the markers in the model's chat template.", "reasoning-parser"),
     **_switches("reasoning is recognised by the markers in the model's chat template.", "enable-reasoning"),
     **_switches("code of a checkpoint is never run, and no model that is served needs any.", "trust-remote-code"),
     **_switches("prompts are always computed in chunks, together with running sequences.", "enable-chunked-prefill"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from server.config.hub.download import OnDetailedProgress
@@ -18,10 +19,11 @@ class ModelFiles:
     model: str  # directory
     tokenizer: str | None  # directory; None: the model's
     chat_template: str | None  # file; None: that of the tokenizer
+    parsers: Mapping[str, str]  # those of answers that the operator chose
 
     def load_tokenizer(self) -> Tokenizer:
         """Raises `StartupError`."""
-        return Tokenizer.load(self.tokenizer or self.model, self.chat_template)
+        return Tokenizer.load(self.tokenizer or self.model, self.chat_template, self.parsers)
 
 
 async def find_files(settings: Settings, on_progress: OnDetailedProgress) -> ModelFiles:
@@ -29,4 +31,6 @@ async def find_files(settings: Settings, on_progress: OnDetailedProgress) -> Mod
     if settings.chat_template is not None:
         read_template(settings.chat_template)
     tokenizer = await resolve_tokenizer(settings, on_progress)
-    return ModelFiles(await resolve(settings, on_progress, tokenizer), tokenizer, settings.chat_template)
+    named = {"tool_call_parser": settings.tool_call_parser, "reasoning_parser": settings.reasoning_parser}
+    parsers = {option: name for option, name in named.items() if name != "auto"}
+    return ModelFiles(await resolve(settings, on_progress, tokenizer), tokenizer, settings.chat_template, parsers)

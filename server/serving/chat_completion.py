@@ -11,7 +11,6 @@ from server.chat.answer_grammar import answer_grammar
 from server.chat.events import ArgumentsDelta, ContentDelta, MessageEvent, ReasoningDelta, ToolCallStart, merged
 from server.chat.message_parser import AnswerShape, MessageParser
 from server.chat.prompt import render_prompt
-from server.chat.reasoning_parser import THINK_END, THINK_START
 from server.json_text import dumps, json_text
 from server.llm.generation import Generation
 from server.llm.input_processor import ProcessedRequest
@@ -39,10 +38,7 @@ class OpenAIServingChatCompletion(OpenAIServingGenerate[ChatRequest, ProcessedCh
 
     async def process(self, body: ChatRequest) -> ProcessedChat:
         prompt = await render_prompt(self.tokenizer, body)
-        names = prompt.tool_choice.format.delimiters if prompt.tool_choice else ()
-        if prompt.may_think or prompt.is_thinking:
-            names = (*names, THINK_START, THINK_END)
-        marks = _special_ids(self.tokenizer, names)
+        marks = _special_ids(self.tokenizer, prompt.delimiters)
         grammar = answer_grammar(constraint_of(body), prompt, marks)
         processed = await self.async_llm.input_processor.process_text(
             body,
@@ -53,8 +49,7 @@ class OpenAIServingChatCompletion(OpenAIServingGenerate[ChatRequest, ProcessedCh
             shown=frozenset(marks.values()),
             param=self._prompt_field,
         )
-        shape = AnswerShape(prompt.may_think, prompt.is_thinking, prompt.tool_choice)
-        return ProcessedChat(processed.choices, processed.num_prompts, processed.timeout_s, shape=shape)
+        return ProcessedChat(processed.choices, processed.num_prompts, processed.timeout_s, shape=prompt.shape)
 
     def _writer(
         self, body: ChatRequest, processed: ProcessedChat, generation: Generation, model: str, request_id: str

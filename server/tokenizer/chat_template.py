@@ -29,8 +29,14 @@ class ChatTemplate:
     """The checkpoint's compiled templates; it may have none."""
 
     def __init__(
-        self, source: str | Mapping[str, str] | None, names: dict[str, str], max_seconds: float = MAX_SECONDS
+        self,
+        source: str | Mapping[str, str] | None,
+        names: dict[str, str],
+        max_seconds: float = MAX_SECONDS,
+        parsers: Mapping[str, str] | None = None,
     ) -> None:
+        """`parsers`: the operator's `tool_call_parser` and `reasoning_parser`; without: found out from the source."""
+        self.parsers = dict(parsers or {})
         sources = {"default": source} if isinstance(source, str) else dict(source or {})
         self._names = names
         self._max_seconds = max_seconds
@@ -57,7 +63,7 @@ class ChatTemplate:
         source = config.get("chat_template")
         if isinstance(source, list):
             source = {item["name"]: item["template"] for item in source}
-        return ChatTemplate(source, names)
+        return ChatTemplate(source, names, parsers=config.get("parsers"))
 
     @property
     def exists(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
@@ -71,11 +71,18 @@ class Tokenizer:
         self._uncut_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer-uncut")
 
     @staticmethod
-    def load(directory: str | Path, chat_template: str | Path | None = None) -> Tokenizer:
-        """The tokenizer of a checkpoint's folder, with its chat template or that of a file. Raises `StartupError`."""
+    def load(
+        directory: str | Path, chat_template: str | Path | None = None, parsers: Mapping[str, str] | None = None
+    ) -> Tokenizer:
+        """The tokenizer of a checkpoint's folder, with its chat template or that of a file. Raises `StartupError`.
+
+        `parsers`: what `ChatTemplate.parsers` is.
+        """
         path = Path(directory)
         config = read_json(path / "tokenizer_config.json")
         template_file = path / "chat_template.jinja"
+        if parsers:
+            config["parsers"] = dict(parsers)
         if chat_template is not None:
             config["chat_template"] = read_template(chat_template)
         elif template_file.is_file():

@@ -10,8 +10,10 @@ import jsonschema
 import openai
 import pytest
 
+from server.chat.tool_parsers.registry import FORMATS
 from tests.contract.conftest import chat_tokenizer
 from tests.unit.server import chat_templates as templates
+from tests.unit.server.tools.written import TEMPLATES, WRITERS
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "oarlock-demo"
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -185,23 +187,21 @@ def test_messages_have_the_documented_shape(chat, reply):
             jsonschema.validate(answer, shape)
 
 
-@pytest.mark.parametrize(
-    ("source", "mark", "reply"),
-    [
-        (templates.LLAMA, "<|python_tag|>", '<|python_tag|>{"name": "f", "parameters": {"a": "b"}}'),
-        (templates.LLAMA, None, '{"name": "f", "parameters": {"a": "b"}}'),
-        (templates.MISTRAL, "[TOOL_CALLS]", '[TOOL_CALLS][{"name": "f", "arguments": {"a": "b"}}]'),
-        (templates.MISTRAL_NAMED, "[TOOL_CALLS]", '[TOOL_CALLS]f[ARGS]{"a": "b"}'),
-        (templates.PLAIN, None, '<tool_call>{"name": "f", "arguments": {"a": "b"}}</tool_call>'),
-    ],
-)
-def test_other_formats_are_found_in_the_template(chat, source, mark, reply):
-    stage = chat(reply, source, special=[mark] if mark else [])
+@pytest.mark.parametrize("tool_format", FORMATS, ids=lambda tool_format: tool_format.name)
+@pytest.mark.parametrize("is_special", [False, True], ids=["text", "special tokens"])
+def test_every_format_is_found_in_the_template_and_read(chat, tool_format, is_special):
+    """Delimiters that are special tokens stay in the text that is parsed, and nothing of them reaches the client."""
+    reply = WRITERS[tool_format.name]([("f", {"a": "é <b>"})])
+    if is_special and tool_format.name == "llama3":
+        reply = f"<|python_tag|>{reply}"
+    source = "{{ messages | length }}{# " + TEMPLATES[tool_format.name] + " #}"
+    stage = chat(reply, source, special=tool_format.delimiters if is_special else ())
     for choice in (_post(stage, {"tools": TOOLS}).json()["choices"][0], _streamed(stage, {"tools": TOOLS})[0][0]):
-        assert [call["function"] for call in choice["message"]["tool_calls"]] == [
-            {"name": "f", "arguments": '{"a": "b"}'}
-        ]
+        (call,) = choice["message"]["tool_calls"]
+        assert call["function"]["name"] == "f"
+        assert json.loads(call["function"]["arguments"]) == {"a": "é <b>"}
         assert not choice["message"]["content"]
+        assert choice["finish_reason"] == "tool_calls"
 
 
 def test_thoughts_have_both_names_and_are_counted(chat):

@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable
 from functools import partial
 
+from server.chat import reasoning_parser
+from server.chat.tool_parsers import registry as tool_formats
 from server.config import vllm_flags
 from server.config.settings import as_markdown
 from tests.house import parameter_table as api_table
@@ -90,6 +92,8 @@ def measured(what: str) -> str:
 MADE: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/configuration.md", "options", as_markdown),
     ("docs/configuration.md", "vllm-flags", vllm_flags.as_markdown),
+    ("docs/api.md", "tool-formats", tool_formats.as_markdown),
+    ("docs/api.md", "reasoning-formats", reasoning_parser.as_markdown),
     *(("docs/architecture.md", f"{package}-picture", partial(picture, package)) for package in PACKAGES),
     *(("docs/architecture.md", f"{package}-files", partial(file_map, package)) for package in PACKAGES),
     ("docs/api.md", "parameters", api_table.as_markdown),

@@ -27,6 +27,7 @@ class ToolFormat:
 
     name: str  # vLLM's, where it has the format
     models: str  # that write it
+    example: str  # a call
     parser: type[ToolParser]
     delimiters: tuple[str, ...]  # kept in the text that the parser reads, even where they are special tokens
     matches: Callable[[str], bool]  # whether a chat template, given its source, is written for this format
@@ -35,8 +36,10 @@ class ToolFormat:
     forced_calls: Callable[[Sequence[ToolSchema], int, SpecialIds], str]
     # special ids -> (body, rules): any text, and then perhaps `calls`; what begins like a call becomes one.
     optional_calls: Callable[[SpecialIds], tuple[str, str]]
+    aliases: tuple[str, ...] = ()  # other names by which an operator may choose it
     is_parsed: bool = True  # False: only forced calls can be parsed, the model's own have no parser here
     short_call_ids: bool = False  # the template accepts ids of nine letters and digits only
+    text_arguments: bool = False  # the template takes those of earlier calls as the text they were
     # For templates that know nothing of tools: the messages, with the tools and calls in their text.
     write_into_messages: Callable[[Messages, list[dict[str, Any]] | None, bool, bool], Messages] | None = None
 

@@ -102,6 +102,7 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
 HERMES = ToolFormat(
     name="hermes",
     models="Qwen 2.5 and 3, Hermes, Granite 4 and others",
+    example='<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>',
     parser=HermesToolParser,
     delimiters=(START, END),
     matches=_matches,
@@ -111,7 +112,7 @@ HERMES = ToolFormat(
 GENERIC = replace(
     HERMES,
     name="generic",
-    models="templates that know nothing of tools",
+    models="templates that know nothing of tools: the prompt gets them as text",
     matches=lambda template: "tools" not in template,
     write_into_messages=write_into_messages,
 )

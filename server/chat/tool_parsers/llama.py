@@ -77,6 +77,8 @@ def _matches(template: str) -> bool:
 LLAMA = ToolFormat(
     name="llama3",
     models="Llama 3",
+    example='{"name": "f", "parameters": {"a": "x"}}',
+    aliases=("llama3_json", "llama4_json"),
     parser=LlamaToolParser,
     delimiters=(TAG,),
     matches=_matches,

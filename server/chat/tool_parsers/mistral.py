@@ -77,6 +77,7 @@ def _forced_named_calls(tools: Sequence[ToolSchema], most: int, special_ids: Spe
 MISTRAL = ToolFormat(
     name="mistral",
     models="Mistral, until 2024",
+    example='[TOOL_CALLS][{"name": "f", "arguments": {"a": "x"}}]',
     parser=MistralToolParser,
     delimiters=(START,),
     matches=lambda template: START in template and ARGS not in template,
@@ -88,6 +89,7 @@ MISTRAL_NAMED = replace(
     MISTRAL,
     name="mistral_named",
     models="Mistral, since 2025",
+    example='[TOOL_CALLS]f[ARGS]{"a": "x"}',
     delimiters=(START, ARGS, CALL_ID),
     matches=lambda template: START in template and ARGS in template,
     forced_calls=_forced_named_calls,

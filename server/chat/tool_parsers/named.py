@@ -118,14 +118,18 @@ def _forced_calls(syntax: Syntax, tools: Sequence[ToolSchema], most: int, specia
 def _format(name: str, models: str, parser: type[DeepSeekV3ToolParser], *marks: str, no: str = "") -> ToolFormat:
     """`marks`: what a template of the format holds; `no`: what it does not."""
     syntax = parser.SYNTAX
+    between = "".join(syntax.before_arguments)
     return ToolFormat(
         name=name,
         models=models,
+        example=f"{syntax.calls}{syntax.call}{syntax.before_name}f{between}{{}}{syntax.fence}{syntax.call_end}{syntax.calls_end}",
         parser=parser,
         delimiters=_KIMI if syntax is KIMI else _DEEPSEEK,
-        matches=lambda template: all(mark in template for mark in marks) and not (no and no in template),
+        # Published templates of DeepSeek write calls and never the tools: those get them as text.
+        matches=lambda template: all(mark in template for mark in ("tools", *marks)) and not (no and no in template),
         forced_calls=partial(_forced_calls, syntax),
         optional_calls=partial(grammar.text_then_calls, syntax.calls),
+        text_arguments=syntax is not KIMI,
     )
 
 

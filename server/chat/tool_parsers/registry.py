@@ -32,6 +32,25 @@ FORMATS: list[ToolFormat] = [
 ]
 
 
+def choose(template: str, name: str | None) -> ToolFormat:
+    """The format of that name, which is one of them; without a name, the one that is found out from the template."""
+    if name is None:
+        return detect(template)
+    if name == HERMES.name and GENERIC.matches(template):
+        return GENERIC  # the same calls, and the tools get into the prompt
+    return next(known for known in FORMATS if name in (known.name, *known.aliases))
+
+
 def detect(template: str) -> ToolFormat:
     """The first format that matches the source of a chat template, or `UNKNOWN`."""
     return next((known for known in FORMATS if known.matches(template)), UNKNOWN)
+
+
+def as_markdown() -> str:
+    """The table of the documentation."""
+    rows = ["| `--tool-call-parser` | models | a call |", "|---|---|---|"]
+    for known in FORMATS:
+        names = ", ".join(f"`{name}`" for name in (known.name, *known.aliases))
+        example = known.example.replace("|", "\\|").replace("\n", "↵")
+        rows.append(f"| {names} | {known.models} | `{example}` |")
+    return "\n".join(rows) + "\n"

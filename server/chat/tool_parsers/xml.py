@@ -169,12 +169,18 @@ def _forced_calls(tags: Tags, tools: Sequence[ToolSchema], most: int, special_id
     return "\n".join([*rules, grammar.one_of_calls(tools)])
 
 
-def _format(name: str, models: str, parser: type[QwenCoderToolParser], *marks: str) -> ToolFormat:
+def _format(
+    name: str, models: str, parser: type[QwenCoderToolParser], *marks: str, aliases: tuple[str, ...] = ()
+) -> ToolFormat:
     tags = parser.TAGS
+    line = "\n" if tags.before_name else ""
+    argument = f"{tags.before_key}a{tags.after_key}{tags.wrap}{tags.before_value}x{tags.wrap}{tags.value_end}"
     names = (tags.start, tags.before_key, tags.after_key, tags.before_value, tags.value_end, tags.call_end, tags.end)
     return ToolFormat(
         name=name,
         models=models,
+        example=f"{tags.start}{line}{tags.before_name}f{tags.after_name}\n{argument}\n{tags.call_end}{line}{tags.end}",
+        aliases=aliases,
         parser=parser,
         delimiters=tuple(text for text in names if text.startswith("<")),
         matches=lambda template: all(mark in template for mark in marks),
@@ -183,6 +189,8 @@ def _format(name: str, models: str, parser: type[QwenCoderToolParser], *marks: s
     )
 
 
-QWEN3_CODER = _format("qwen3_coder", "Qwen3-Coder, Qwen 3.5", QwenCoderToolParser, QWEN.start, QWEN.before_name)
+QWEN3_CODER = _format(
+    "qwen3_coder", "Qwen3-Coder, Qwen 3.5", QwenCoderToolParser, QWEN.start, QWEN.before_name, aliases=("qwen3_xml",)
+)
 SEED_OSS = _format("seed_oss", "Seed-OSS", SeedToolParser, SEED.start)
-GLM45 = _format("glm45", "GLM 4.5 and later", GlmToolParser, GLM.start, GLM.before_key)
+GLM45 = _format("glm45", "GLM 4.5 and later", GlmToolParser, GLM.start, GLM.before_key, aliases=("glm47",))

@@ -6,6 +6,29 @@ from dataclasses import dataclass
 
 from server.config.options import option
 
+# Names of formats, and other names of the same ones. What they mean is in server/chat, which tests compare.
+TOOL_CALL_PARSERS = (
+    "auto",
+    "hermes",
+    "generic",
+    "llama3",
+    "llama3_json",
+    "llama4_json",
+    "mistral",
+    "mistral_named",
+    "deepseek_v3",
+    "deepseek_v31",
+    "kimi_k2",
+    "granite",
+    "phi4_mini",
+    "phi4_mini_json",
+    "qwen3_coder",
+    "qwen3_xml",
+    "seed_oss",
+    "glm45",
+    "glm47",
+)
+REASONING_PARSERS = ("auto", "none", "deepseek_r1", "qwen3", "glm45", "mistral", "seed_oss", "granite", "gemma4")
 _GROUP = "Model"
 
 
@@ -40,6 +63,20 @@ class ModelSettings:
         group=_GROUP,
         example="template.jinja",
         help="file with a chat template in Jinja (default: that of the tokenizer)",
+    )
+    tool_call_parser: str = option(
+        "auto",
+        group=_GROUP,
+        example="qwen3_coder",
+        choices=TOOL_CALL_PARSERS,
+        help="format of the model's tool calls; auto: found out from the chat template",
+    )
+    reasoning_parser: str = option(
+        "auto",
+        group=_GROUP,
+        example="deepseek_r1",
+        choices=REASONING_PARSERS,
+        help="marks around the model's thoughts; auto: found out from the chat template; none: thoughts are content",
     )
     download_dir: str | None = option(
         None,

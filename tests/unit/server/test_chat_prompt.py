@@ -10,7 +10,9 @@ import tokenizers
 import transformers
 
 from engine.errors import RequestError
+from server.chat.message_parser import AnswerShape
 from server.chat.prompt import render_prompt
+from server.chat.reasoning_parser import FORMATS
 from server.protocol.chat_completion import ChatRequest
 from server.tokenizer.tokenizer import Tokenizer
 from tests.unit.server import chat_templates as templates
@@ -30,9 +32,10 @@ TURNS = [
 DUMP = "{% for m in messages %}{{ m | tojson }}\n{% endfor %}tools={{ tools | tojson }}{# <tool_call> #}"
 
 
-def _prompt(source, messages, **fields):
+def _prompt(source, messages, parsers=None, **fields):
     backend = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
-    loaded = Tokenizer(backend, {"chat_template": source, "bos_token": "<s>", "eos_token": "<|im_end|>"})
+    config = {"chat_template": source, "bos_token": "<s>", "eos_token": "<|im_end|>"}
+    loaded = Tokenizer(backend, config | ({"parsers": parsers} if parsers else {}))
     try:
         request = ChatRequest.model_validate({"messages": messages, **fields})
         prompt = asyncio.run(render_prompt(loaded, request))
@@ -160,6 +163,45 @@ def test_whether_the_model_thinks(source, fields, expected):
     last = [{"role": "assistant", "content": "<think>\nwell"}] if fields.get("continue_final_message") else []
     _, prompt = _prompt(source, [TURNS[0], *last], **fields)
     assert (prompt.may_think, prompt.is_thinking) == expected
+
+
+@pytest.mark.parametrize("marks", FORMATS, ids=lambda marks: marks.name)
+def test_how_thoughts_are_marked_is_found_out_or_named(marks):
+    _, prompt = _prompt(f"{{{{ messages }}}} {marks.start}..{marks.end} so", TURNS[:1])
+    assert (prompt.may_think, prompt.is_thinking, prompt.reasoning) == (True, False, marks)
+    _, prompt = _prompt(f"{{{{ messages[0].content }}}}{marks.start}", TURNS[:1])
+    assert (prompt.may_think, prompt.is_thinking, prompt.reasoning) == (False, True, marks)
+    for name in (marks.name, *marks.aliases):
+        _, prompt = _prompt(templates.PLAIN, TURNS[:1], parsers={"reasoning_parser": name})
+        assert (prompt.may_think, prompt.reasoning) == (True, marks)
+    _, prompt = _prompt(templates.QWEN, TURNS[:1], parsers={"reasoning_parser": "none"})
+    assert prompt.shape == AnswerShape()
+
+
+def test_the_operator_names_the_format_of_calls():
+    _, prompt = _prompt(DUMP, TURNS[:1], tools=[TOOL], parsers={"tool_call_parser": "glm45"})
+    assert prompt.tool_choice is not None
+    assert prompt.tool_choice.format.name == "glm45"
+    assert "<arg_key>" in prompt.delimiters
+
+
+def test_templates_that_write_arguments_as_they_are_get_them_as_text():
+    text, _ = _prompt(DUMP, TURNS, tools=[TOOL], parsers={"tool_call_parser": "deepseek_v3"})
+    assert '"arguments": "{\\"x\\": [1]}"' in text
+
+
+def test_the_tools_of_phi_4_mini_are_a_text_of_the_system_message():
+    source = (
+        "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
+        "{% if 'tools' in m %}{{ '<|tool|>' + m['tools'] + '<|/tool|>' }}{% endif %}<|end|>{% endfor %}"
+    )
+    text, prompt = _prompt(source, TURNS, tools=[TOOL])
+    assert prompt.tool_choice is not None
+    assert prompt.tool_choice.format.name == "phi4_mini"
+    assert text == (
+        '<|system|><|tool|>[{"name": "f", "parameters": {"type": "object"}}]<|/tool|><|end|><|user|>a<|end|>'
+        '<|assistant|><|tool_call|>[{"name": "f", "arguments": {"x": [1]}}]<|/tool_call|><|end|><|tool|>b<|end|>'
+    )
 
 
 def test_reasoning_effort_is_for_templates_that_read_it():

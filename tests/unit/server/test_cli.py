@@ -65,7 +65,8 @@ def test_help_shows_every_flag_with_its_environment_name(capsys):
         (["serve", "--api-key", " "], 2, "--api-key", "key"),
         (["serve", "--admin-api-key", ""], 2, "--admin-api-key", "key"),
         (["serve", "m", "--quantization", "awq"], 2, "--quantization", "int8"),
-        (["serve", "--tool_call_parser"], 2, "--tool_call_parser of vLLM needs a value", "template"),
+        (["serve", "--swap_space"], 2, "--swap_space of vLLM needs a value", "preempted"),
+        (["serve", "--tool-call-parser", "xlam"], 2, "--tool-call-parser is 'xlam'", "qwen3_coder"),
         (["serve", "--no-enable-chunked-prefill"], 2, "--no-enable-chunked-prefill", "always"),
         (["serve", "--enable-chunked-prefill=false"], 2, "--enable-chunked-prefill false", "always"),
         (["serve", "-dp", "0"], 2, "--data-parallel-size is 0, but it must be at least 1", "--data-parallel-size 2"),
@@ -110,18 +111,18 @@ def test_a_variable_that_holds_no_key_does_not_open_the_server(capsys, monkeypat
 
 
 def test_harmless_flags_of_vllm_are_accepted_with_a_note(capsys):
-    flags = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--swap-space=4", "--trust-remote-code"]
+    flags = ["--enable-auto-tool-choice", "--enable-reasoning", "--swap-space=4", "--trust-remote-code"]
     flags += ["--enable_chunked_prefill", "true", "--pipeline-parallel-size", "1", "--tensor-parallel-size", "2"]
     assert main(["config", "show", *flags]) == 0
     printed = capsys.readouterr()
     assert "tensor_parallel_size" in printed.out
     notes = printed.err.splitlines()
     assert len(notes) == 5 and all(line.startswith("note: --") for line in notes)
-    assert "--tool-call-parser hermes: " in notes[1] and "template" in notes[1]
+    assert "--enable-reasoning: " in notes[1] and "template" in notes[1]
 
 
 def test_the_value_of_a_vllm_flag_is_not_the_model(capsys):
-    assert main(["serve", "--tool-call-parser", "hermes", "./no/such/dir/model", "--port", "0"]) == 3
+    assert main(["serve", "--swap-space", "4", "./no/such/dir/model", "--port", "0"]) == 3
     assert "./no/such/dir/model" in capsys.readouterr().err
 
 

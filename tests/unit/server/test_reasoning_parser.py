@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.chat.events import ContentDelta, ReasoningDelta, merged
-from server.chat.reasoning_parser import ReasoningParser
+from server.chat.reasoning_parser import FORMATS, ReasoningParser
 
 R, C = ReasoningDelta, ContentDelta
 
@@ -39,6 +39,15 @@ def _split(is_open, pieces):
 def test_what_is_split(is_open, text, expected):
     assert _split(is_open, [text])[0] == expected
     assert _split(is_open, list(text))[0] == expected
+
+
+@pytest.mark.parametrize("marks", FORMATS, ids=lambda marks: marks.name)
+def test_every_kind_of_marks(marks):
+    text = f" {marks.start}\na{marks.end[:-1]} <b>\n{marks.end}\n\nc{marks.start}"
+    for pieces in ([text], list(text)):
+        parser = ReasoningParser(False, marks)
+        events = merged([event for piece in pieces for event in parser.push(piece)])
+        assert events == [R(f"a{marks.end[:-1]} <b>"), C(f"c{marks.start}")]
 
 
 def test_nothing_is_held_back_longer_than_needed():

@@ -147,6 +147,8 @@ SERVER_OPTIONS = {
     "otlp_traces_endpoint",
     "tokenizer",
     "chat_template",
+    "tool_call_parser",
+    "reasoning_parser",
     "uds",
     "ssl_certfile",
     "ssl_keyfile",

@@ -13,6 +13,7 @@ from engine.sampling_params import Grammar
 from server.chat.answer_grammar import answer_grammar
 from server.chat.events import ArgumentsDelta, ContentDelta, ToolCallStart, merged
 from server.chat.prompt import ChatPrompt
+from server.chat.reasoning_parser import FORMATS as MARKS
 from server.chat.tool_choice import resolve_tool_choice
 from server.chat.tool_parsers import registry
 from server.chat.tool_parsers.base import ToolFormat, ToolParser
@@ -87,6 +88,22 @@ def test_special_tokens_begin_calls(compiler):
         assert _admits(compiler, grammar, "Hello")
 
 
+@pytest.mark.parametrize("marks", MARKS, ids=lambda marks: marks.name)
+@pytest.mark.parametrize("is_special", [False, True])
+def test_every_kind_of_thoughts_comes_before_what_is_bound(compiler, marks, is_special):
+    messages = [{"role": "user", "content": "x"}]
+    request = ChatRequest.model_validate({"messages": messages, "tools": TOOLS, "tool_choice": "required"})
+    prompt = ChatPrompt("x", resolve_tool_choice(request, HERMES), True, False, marks)
+    # Any special token of this vocabulary stands for the marks.
+    special = dict.fromkeys(marks.tokens, 1) if is_special else {}
+    grammar = answer_grammar(None, prompt, special)
+    assert grammar is not None
+    if not is_special:
+        assert _admits(compiler, grammar, f"{marks.start}so <tool_call>\n{marks.end}\n{_written(HERMES)}")
+    assert grammar.text.count("<[1]>") == (2 if is_special else 0)
+    assert _admits(compiler, grammar, _written(HERMES))
+
+
 def test_thoughts_come_before_what_is_bound(compiler):
     call = _written(HERMES)
     inside = _grammar(HERMES, think=(False, True))
@@ -157,6 +174,7 @@ def _toy_calls(tools, most, special_ids):
 TOY = ToolFormat(
     name="toy",
     models="toys",
+    example="",
     parser=ToyToolParser,
     delimiters=("<toy>",),
     matches=lambda template: "<toy>" in template,

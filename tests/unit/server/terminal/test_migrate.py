@@ -27,7 +27,7 @@ from server.entrypoints.commands.migrate.lines import translate
         ("vllm serve --model m --served-model-name a b", "oarlock serve m --served-model-name a b", []),
         ("vllm serve m --no-enable-prefix-caching", "oarlock serve m --no-enable-prefix-caching", []),
         ("vllm serve m -q awq --enable-chunked-prefill --trust-remote-code", "oarlock serve m", []),
-        ("vllm serve m --tool-call-parser hermes --port 1", "oarlock serve m --port 1", []),
+        ("vllm serve m --tool-call-parser hermes --swap-space 4", "oarlock serve m --tool-call-parser hermes", []),
         ("vllm serve m --no-enable-chunked-prefill", "oarlock serve m", ["--no-enable-chunked-prefill"]),
         (
             "vllm serve m --enable-lora --wibble 1 2 --port 1",

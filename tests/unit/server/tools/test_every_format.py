@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -15,9 +17,13 @@ from engine.errors import RequestError
 from server.chat.answer_grammar import answer_grammar
 from server.chat.events import ArgumentsDelta, ContentDelta, ToolCallStart, merged
 from server.chat.prompt import ChatPrompt
+from server.chat.reasoning_parser import FORMATS as MARKS
 from server.chat.tool_choice import resolve_tool_choice
-from server.chat.tool_parsers.hermes import UNKNOWN
-from server.chat.tool_parsers.registry import FORMATS, detect
+from server.chat.tool_parsers.hermes import GENERIC, UNKNOWN
+from server.chat.tool_parsers.registry import FORMATS, choose, detect
+from server.config.groups.model import REASONING_PARSERS, TOOL_CALL_PARSERS
+from server.config.settings import Settings
+from server.llm.model_files import find_files
 from server.protocol.chat_completion import ChatRequest
 from tests.unit.server.tools.written import ARGUMENTS_AS_TEXT, TEMPLATES, WRITERS
 
@@ -235,3 +241,19 @@ def test_arguments_that_cannot_be_written_as_texts_are_refused(name):
         with pytest.raises(RequestError, match=said) as caught:
             answer_grammar(None, ChatPrompt("x", choice, False, False), {})
         assert caught.value.param == "tools"
+
+
+def test_the_operator_chooses_by_any_name_of_a_format():
+    names = [name for known in FORMATS for name in (known.name, *known.aliases)]
+    assert sorted(names) == sorted(set(names)) == sorted(set(TOOL_CALL_PARSERS) - {"auto"})
+    assert choose(TEMPLATES["llama3"], "glm47").name == "glm45"
+    assert choose(TEMPLATES["llama3"], None).name == "llama3"
+    assert choose("{{ messages }}", "hermes") is GENERIC
+    settings = Settings(model=str(TOKENIZER.parent), tool_call_parser="glm47", reasoning_parser="none")
+    files = asyncio.run(find_files(settings, print))
+    tokenizer, plain = files.load_tokenizer(), dataclasses.replace(files, parsers={}).load_tokenizer()
+    assert tokenizer.template.parsers == {"tool_call_parser": "glm47", "reasoning_parser": "none"}
+    assert tokenizer.digest != plain.digest  # answers may differ
+    tokenizer.close(), plain.close()
+    marks = [name for known in MARKS for name in (known.name, *known.aliases)]
+    assert sorted(marks) == sorted(set(marks)) == sorted(set(REASONING_PARSERS) - {"auto", "none"})
