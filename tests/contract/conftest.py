@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from array import array
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +48,7 @@ INFO = EngineInfo(
     load_seconds=0.1,
     max_waiting_requests=512,
     max_waiting_tokens=1_000_000,
+    hidden_size=4,
 )
 
 
@@ -132,7 +134,27 @@ class FakeEngine:
             if not ended:
                 self.aborted.append(request.request_id)
 
+    async def _vectors(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
+        """The numbers of `vectors_of` in two events, like those of `_events` slow, late, failing or never."""
+        numbers, half = vectors_of(request), len(request.prompt_token_ids) // 2
+        await asyncio.sleep(self.delay_s)
+        yield TokenEvent(request.request_id, pooled=numbers[:half], num_cached_tokens=half)
+        if self.pause_after is not None:
+            await self.resume.wait()
+        if self.die_after is not None or not self.is_alive:
+            raise EngineDeadError("rank 1 was killed")
+        if self.fail_after is not None:
+            failure = {"error": "not finite", "error_param": self.blamed, "error_code": self.missing}
+            yield TokenEvent(request.request_id, finish_reason=FinishReason.ERROR, **failure)
+            return
+        last = {"pooled": numbers[half:], "num_cached_tokens": half}
+        yield TokenEvent(request.request_id, finish_reason=FinishReason.STOP, **last)
+
     async def _events(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
+        if request.pooling is not None:
+            async for event in self._vectors(request):
+                yield event
+            return
         params = request.params
         first = {"prompt_logprobs": _prompt_logprobs(request), "num_cached_tokens": len(request.prompt_token_ids) // 2}
         if self.scored_at_once is not None:
@@ -169,6 +191,19 @@ class FakeEngine:
                 stop_token_id=token_id if reason is FinishReason.STOP else None,
                 **(first if number == 0 else {}),
             )
+
+
+def vectors_of(request: Request) -> array:
+    """What the fake engine returns of a request for vectors: float32, of `INFO.hidden_size` for each token."""
+    assert request.pooling is not None
+    ids = request.prompt_token_ids
+    tokens = [[token % 7 + 0.5, -(token % 11) - 0.25, position / 8, 1.0] for position, token in enumerate(ids)]
+    vectors = {"last": tokens[-1:], "cls": tokens[:1], "token": tokens}.get(request.pooling.kind)
+    if request.pooling.kind == "logits":
+        return array("f", [(ids[-1] + token) % 13 - 6.5 for token in request.pooling.token_ids])
+    if vectors is None:
+        vectors = [[sum(column) / len(ids) for column in zip(*tokens, strict=True)]]
+    return array("f", [number for vector in vectors for number in vector])
 
 
 def _logprob(token_id: int, top: int | None) -> TokenLogprobs:

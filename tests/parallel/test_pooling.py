@@ -2,25 +2,32 @@
 with any number of ranks and stages, and right by transformers' hidden states in float64.
 """
 
+import math
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from engine.errors import NOT_FINITE
 from engine.pooling_params import KINDS, PoolingParams
 from engine.sampling_params import SamplingParams
 from engine.types import POOLS, Request
 from tests.golden.exact_reference import ExactReference
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.direct_engine import Answer, DirectEngine
+from tests.parallel.graph_ranks import GraphRunner
 from tests.parallel.rank_threads import ThreadExecutor
 from workers.config import WorkerConfig
 from workers.verify.reference import in_float64
 
 NAMED = (5, 319, 160, 5)
 HIDDEN = 64
+POISON = 317  # an id whose embedding is made infinite
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +35,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("models"), "qwen3", head_dim=32)
 
 
-def start(path: Path, *, dtype: str = "float32", ranks: int = 1, stages: int = 1, backend: str = "auto"):
+def config_of(
+    path: Path, *, dtype: str = "float32", ranks: int = 1, stages: int = 1, backend: str = "auto", **changes
+) -> WorkerConfig:
     config = WorkerConfig(
         str(path),
         device="cpu",
@@ -43,7 +52,11 @@ def start(path: Path, *, dtype: str = "float32", ranks: int = 1, stages: int = 1
         num_kv_blocks=200,
         num_threads=1,
     )
-    return ThreadExecutor(config)
+    return config.with_(**changes)
+
+
+def start(path: Path, **settings) -> ThreadExecutor:
+    return ThreadExecutor(config_of(path, **settings))
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +64,19 @@ def executor(path: Path) -> Iterator[ThreadExecutor]:
     started = start(path)
     if not started.info.batch_invariant:
         pytest.skip(started.info.batch_invariant_reason)
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def spoilt(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreadExecutor]:
+    """The model with one embedding that is not finite."""
+    folder = Path(shutil.copytree(path, tmp_path_factory.mktemp("spoilt") / "model"))
+    weights = load_file(folder / "model.safetensors")
+    weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"].clone())
+    weights["model.embed_tokens.weight"][POISON] = math.inf
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    started = start(folder, check_weights=False, tie_word_embeddings=False)
     yield started
     started.close()
 
@@ -64,8 +90,11 @@ def prompt_of(number: int) -> tuple[int, ...]:
 
 def pooling_requests() -> list[Request]:
     """Two of each kind."""
-    params = [PoolingParams(kind, NAMED if kind == "logits" else ()) for kind in KINDS]
-    return [Request(n, prompt_of(n), POOLS, pooling=params[n % len(params)]) for n in range(2 * len(params))]
+    return [Request(n, prompt_of(n), POOLS, pooling=params_of(KINDS[n % len(KINDS)])) for n in range(2 * len(KINDS))]
+
+
+def params_of(kind: str) -> PoolingParams:
+    return PoolingParams(kind, NAMED if kind == "logits" else ())
 
 
 def generating_requests() -> list[Request]:
@@ -159,6 +188,33 @@ def test_torchs_own_attention_has_batch_invariant_vectors_in_bfloat16(path: Path
         assert pooled_of(DirectEngine(started, max_num_batched_tokens=24).run(pooling_requests())) == expected
     finally:
         started.close()
+
+
+def test_graphs_run_no_step_with_vectors(path: Path, alone: dict[int, bytes]) -> None:
+    started = ThreadExecutor(config_of(path), GraphRunner)
+    try:
+        for depth in (1, 2):
+            engine = DirectEngine(started, pipeline_depth=depth, max_num_batched_tokens=40)
+            answers = engine.run([*generating_requests(), *pooling_requests()], arrives_at=lambda number: number)
+            assert pooled_of(answers) == alone
+        (rank,) = started.ranks
+        assert isinstance(rank, GraphRunner) and any(graph.num_replays for graph in rank.maker.captured)
+    finally:
+        started.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_vectors_that_are_not_finite_end_their_request_alone(
+    spoilt: ThreadExecutor, executor: ThreadExecutor, alone: dict[int, bytes], kind: str
+) -> None:
+    requests = [one for one in pooling_requests() if POISON not in one.prompt_token_ids]
+    engine = DirectEngine(spoilt, enable_prefix_caching=True, max_num_batched_tokens=24)
+    bad = replace(requests[0], request_id=50, prompt_token_ids=(POISON, *range(40)), pooling=params_of(kind))
+    answers = engine.run([*requests, bad])
+    assert answers.pop(50).error == NOT_FINITE
+    assert pooled_of(answers) == {one.request_id: alone[one.request_id] for one in requests}
+    assert engine.scheduler.stats.num_nonfinite == 1 and engine.scheduler.kv_cache_manager.num_held == 0
+    engine.scheduler.audit()
 
 
 def test_vectors_are_transformers_hidden_states(path: Path, alone: dict[int, bytes]) -> None:

@@ -1,5 +1,6 @@
 """A recorded run gives the same answers again on the same ranks, and reports where other ranks or weights differ."""
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -8,11 +9,12 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
+from engine.pooling_params import KINDS, PoolingParams
 from engine.replay.__main__ import main
 from engine.replay.recorder import RecordingExecutor
 from engine.replay.recording import Recording, RecordingWriter
 from engine.sampling_params import SamplingParams
-from engine.types import Request
+from engine.types import POOLS, Request
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.direct_engine import DirectEngine
 from tests.parallel.rank_threads import ThreadExecutor
@@ -63,6 +65,8 @@ def recorded(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, request
         )
         for number in range(12)
     )
+    pooled = [PoolingParams(kind, (5, 7) if kind == "logits" else ()) for kind in KINDS]
+    engine.run(Request(100 + n, begin * (n + 1), POOLS, pooling=params) for n, params in enumerate(pooled))
     assert engine.scheduler.stats.num_preemptions and engine.num_cached_tokens
     assert (engine.num_ahead > 10) == (depth == 2)
     recording.close()
@@ -86,6 +90,7 @@ def test_the_same_ranks_give_the_same_bits(recorded: Path, capsys: pytest.Captur
     assert status == 0, out
     assert "result: the same answers" in out and "first difference" not in out
     assert "288" in out  # tokens compared: 12 requests of 24
+    assert re.search(r"vectors +\d\d\d\d", out)
 
 
 def test_two_ranks_give_the_same_tokens(recorded: Path, capsys: pytest.CaptureFixture) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from engine.config import EngineConfig, WorkerConfig
+from engine.pooling_params import KINDS, PoolingParams
 from engine.simulation.cost_model import CostModel
 from engine.simulation.simulator import Percentiles, SimulationConfig, simulate
 from engine.simulation.trace import Arrival, make_trace
@@ -43,6 +44,17 @@ def test_two_thousand_requests_all_finish() -> None:
     assert report.num_preemptions == 0 and report.max_running <= 64
     assert 0 < report.peak_kv_cache_usage <= 1 and report.prefix_cache_hit_rate > 0.2
     assert report.time_to_first_token_s.p50 > 0 and report.output_tokens_per_s > 0
+
+
+def test_requests_for_vectors_run_beside_answers() -> None:
+    mixed = [
+        replace(arrival, pooling=PoolingParams(KINDS[n % 5], (3, 4) if n % 5 == 4 else ())) if n % 3 else arrival
+        for n, arrival in enumerate(trace(num_requests=300, requests_per_s=40.0, mean_output_tokens=300))
+    ]
+    report = simulate(mixed, config(num_blocks=100))
+    assert report.num_finished == 300 and report.num_rejected == report.num_errors == 0
+    assert report.num_preemptions > 0 and report.prefix_cache_hit_rate > 0
+    assert report == simulate(mixed, config(num_blocks=100))
 
 
 def test_the_same_seed_gives_the_same_report_and_another_does_not() -> None:

@@ -51,6 +51,23 @@ def compare(got: StepOutput, tolerance: float | None, expected: StepOutput | Non
 
 
 @pytest.mark.parametrize("tolerance", [None, 0.0, 0.1])
+def test_vectors_are_compared_number_by_number(tolerance: float | None) -> None:
+    def answer(numbers: list[float], lens: tuple[int, ...] = (2, 1)) -> StepOutput:
+        return replace(make_answer(), pooled=np.array(numbers, np.float32), pooled_lens=np.array(lens, np.int32))
+
+    expected = answer([1.0, -0.0, 3.0])
+    assert compare(expected, tolerance, expected).is_equal
+    assert compare(answer([1.0, 0.0, 3.0]), tolerance, expected).is_equal == (tolerance != 0)
+    near = compare(answer([1.0, 0.0, 3.05]), tolerance, expected)
+    assert near.vectors.compared == 3 and near.is_equal == (tolerance != 0)
+    far = compare(answer([1.5, 0.0, 3.0]), tolerance, expected)
+    assert far.is_equal == (tolerance is None) and far.vectors.largest == 0.5 and "vectors" in far.table()
+    assert (far.first is None) == (tolerance is None)
+    missing = compare(answer([1.0, -0.0], (2, -1)), tolerance, expected)
+    assert missing.is_equal == (tolerance is None) and missing.first is not None and "[2, -1]" in missing.first
+
+
+@pytest.mark.parametrize("tolerance", [None, 0.0, 0.1])
 def test_the_same_answer_is_equal(tolerance: float | None) -> None:
     comparison = compare(make_answer(), tolerance)
     assert comparison.is_equal and comparison.first is None
