@@ -40,6 +40,7 @@ CLIENTS = (
     ),
     Client("openai-2", "openai", "openai_sdk.py", ("openai==2.54.0",), needs_small_server=True),
     Client("openai-1", "openai", "openai_sdk.py", ("openai==1.109.1",), needs_small_server=True),
+    Client("anthropic", "anthropic", "anthropic_sdk.py", ("anthropic==2.12.0",)),
     Client("litellm", "litellm", "litellm_client.py", ("litellm==1.106.2", "mcp==2.3.0"), snippet="litellm"),
     Client(
         "langchain-openai", "langchain-openai", "langchain_client.py", ("langchain-openai==1.7.3",), snippet="langchain"
@@ -63,6 +64,7 @@ CLIENTS = (
     ),
     Client("guidellm", "guidellm", "guidellm_client.py", ("guidellm==0.8.1",), borrows_torch=True),
     Client("openai-node", "openai", "openai_node.mjs", ("openai@7.55.0",), kind=Kind.NODE, snippet="openai-node"),
+    Client("anthropic-node", "@anthropic-ai/sdk", "anthropic_node.mjs", ("@anthropic-ai/sdk@1.12.0",), kind=Kind.NODE),
     Client("continue", "@continuedev/cli", "", ("@continuedev/cli@1.5.47",), kind=Kind.NODE, snippet="continue"),
     Client(
         "open-webui", "open-webui", "", ("open-webui==0.12.4",), borrows_torch=True, is_large=True, snippet="open-webui"
