@@ -8,9 +8,25 @@ import json
 import anyio
 import pytest
 from anthropic.lib.streaming._messages import accumulate_event
-from anthropic.types import Message, RawMessageStreamEvent
+from anthropic.types import (
+    CacheControlEphemeralParam,
+    Message,
+    MessageCountTokensParams,
+    OutputConfigParam,
+    RawMessageStreamEvent,
+    TextBlockParam,
+    ThinkingBlockParam,
+    ThinkingConfigEnabledParam,
+    ToolChoiceAnyParam,
+    ToolChoiceToolParam,
+    ToolParam,
+    ToolResultBlockParam,
+    ToolUseBlockParam,
+)
+from anthropic.types.message_create_params import MessageCreateParamsBase
 from pydantic import TypeAdapter
 
+from server.protocol.messages import blocks, request
 from server.serving.messages.content_blocks import ContentBlocks
 from tests.contract.conftest import INFO
 from tests.unit.server import chat_templates as templates
@@ -259,3 +275,26 @@ def test_arguments_that_are_cut_or_broken_are_what_can_be_read_of_them():
         list(blocks.push([ToolCallStart("f"), ArgumentsDelta(text)]))
         list(blocks.end())
         assert blocks.blocks[0]["input"] == value
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (MessageCreateParamsBase, request.MessagesRequest),
+        (MessageCountTokensParams, request.CountTokensRequest),
+        (TextBlockParam, blocks.TextBlock),
+        (ThinkingBlockParam, blocks.ThinkingBlock),
+        (ToolUseBlockParam, blocks.ToolUseBlock),
+        (ToolResultBlockParam, blocks.ToolResultBlock),
+        (CacheControlEphemeralParam, blocks.CacheControl),
+        (ToolParam, request.Tool),
+        (ToolChoiceAnyParam, request.ToolChoice),
+        (ToolChoiceToolParam, request.NamedTool),
+        (ThinkingConfigEnabledParam, request.Thinking),
+        (OutputConfigParam, request.OutputConfig),
+    ],
+    ids=lambda kind: kind.__name__,
+)
+def test_every_field_of_the_official_types_is_known(theirs, ours):
+    known = ours.model_fields.keys() | request.REFUSED.keys()
+    assert sorted(theirs.__annotations__.keys() - known) == []

@@ -26,7 +26,7 @@ _ELSEWHERE: dict[str, tuple[Any, str]] = {
     "store": (False, "nothing is stored"),
 }
 # Fields of the API that a server of one model has nothing for.
-_REFUSED: dict[str, str] = {
+REFUSED: dict[str, str] = {
     "container": "no code is run here",
     "mcp_servers": "this server calls no tools; connect them in the client",
     "diagnostics": "there are none; 'usage' has cached tokens, /metrics the rest",
@@ -172,7 +172,7 @@ class _Conversation(SamplingFields):
         for name, (nothing, instead) in _ELSEWHERE.items():
             if value.get(name) is not None and value[name] != nothing:
                 raise FieldError(name, f"does not go with /v1/messages: {instead}")
-        for name, why in _REFUSED.items():
+        for name, why in REFUSED.items():
             if value.get(name):
                 raise FieldError(name, f"is not supported: {why}")
         if value.get("speed") == "fast":
