@@ -22,6 +22,7 @@ from server.api.routes import (
     messages,
     metrics,
     models,
+    pooling,
     render,
     requests,
     responses,
@@ -42,6 +43,8 @@ from server.serving.completion import OpenAIServingCompletion
 from server.serving.explain.endpoint import OpenAIServingExplain
 from server.serving.live_state import OpenAIServingLiveState
 from server.serving.messages.serving import AnthropicServingMessages
+from server.serving.pooling.embedding import OpenAIServingEmbedding
+from server.serving.pooling.scoring import OpenAIServingScoring
 from server.serving.responses.serving import OpenAIServingResponses
 from server.serving.server_state import ServerState
 from server.serving.tokenization import OpenAIServingTokenization
@@ -53,7 +56,6 @@ _NOT_SERVED = (
     "audio",
     "batches",
     "conversations",
-    "embeddings",
     "evals",
     "files",
     "fine_tuning",
@@ -61,8 +63,6 @@ _NOT_SERVED = (
     "messages",
     "moderations",
     "realtime",
-    "rerank",
-    "score",
     "threads",
     "uploads",
     "vector_stores",
@@ -108,6 +108,7 @@ def application(settings: Settings, state: ServerState, counters: HttpCounters) 
         chat_completions,
         responses,
         messages,
+        pooling,
         render,
         tokenize,
         models,
@@ -129,6 +130,8 @@ def application(settings: Settings, state: ServerState, counters: HttpCounters) 
         OpenAIServingChatCompletion,
         OpenAIServingResponses,
         AnthropicServingMessages,
+        OpenAIServingEmbedding,
+        OpenAIServingScoring,
         OpenAIServingTokenization,
         OpenAIServingLiveState,
         OpenAIServingExplain,

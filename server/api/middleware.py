@@ -29,8 +29,9 @@ PROBES = frozenset({"/health", "/health/live", "/health/ready"})
 ALWAYS_OPEN = PROBES | {"/version"}
 METRICS = frozenset({"/metrics", "/v1/state"})  # answered in every phase, to the same clients
 ADMIN = ("/admin/", "/v1/requests/")
-# Of these requests records are kept.
+# Of requests to these routes, which run on the engine, records are kept.
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", MESSAGES})
+POOLING = frozenset({"/v1/embeddings", "/pooling", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"})
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _LOADING_RETRY_S = 5.0
 _log = logger("http")
@@ -101,7 +102,7 @@ class ApiMiddleware:
                 self._check_state(is_admin=scope["path"].startswith(ADMIN))
                 self._state.enter()
                 counted = True
-                if scope["path"] in GENERATING and scope["method"] == "POST":
+                if scope["path"] in GENERATING | POOLING and scope["method"] == "POST":
                     record = self._open_record(scope, request_id, received_s)
                     if (tracer := self._state.tracer) is not None:
                         span = tracer.begin(record, headers.get(b"traceparent"), headers.get(b"tracestate"))

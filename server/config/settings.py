@@ -148,6 +148,8 @@ SERVER_ONLY = frozenset(
         "served_model_name",
         "max_body_size",
         "response_store",
+        "runner",
+        "classifier_from_token",
         "strict_parameters",
         "strict_max_tokens",
         "always_stream_usage",

@@ -73,7 +73,9 @@ FLAGS: dict[str, Flag] = {
     **_values("one process serves HTTP.", "api-server-count", harmless=("1",)),
     **_values("weights stay on the device.", "cpu-offload-gb", harmless=("0",)),
     **_values("requests may ask for up to 20 logprobs.", "max-logprobs", harmless=("20",)),
-    **_values("text is generated.", "task", "runner", harmless=("auto", "generate")),
+    **_values("--runner says whether texts are generated.", "task", harmless=("auto", "generate")),
+    **_values("vectors are made as the checkpoint's files say.", "convert", harmless=("auto", "none", "embed")),
+    **_refused("vectors are made as modules.json and its folders say.", "pooler-config", "override-pooler-config"),
     **_values("the checkpoint's own fast tokenizer is used.", "tokenizer-mode", harmless=("auto", "hf")),
     **_values("config.json is read as transformers writes it.", "config-format", harmless=("auto", "hf")),
     **_values(

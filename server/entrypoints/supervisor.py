@@ -35,6 +35,7 @@ from server.errors import HttpError
 from server.llm.generation import Engine
 from server.llm.generation_config import GenerationConfig
 from server.llm.model_files import find_files
+from server.llm.pooler_config import PoolerConfig
 from server.observability import logs
 from server.observability.metrics import HttpCounters
 from server.serving.connect import connect_engine
@@ -103,6 +104,7 @@ class Supervisor:
         self._engine: RunningEngine | None = None
         self._tokenizer: Tokenizer | None = None
         self._generation_config = GenerationConfig()
+        self._pooler = PoolerConfig()
         self._abort = asyncio.Event()
         self._signal = 0
         self._watchdogs: list[threading.Timer] = []
@@ -151,10 +153,12 @@ class Supervisor:
         files = await find_files(self.settings, self._on_progress)
         config = self.settings.engine_config(files.model, self._nodes, files.tokenizer)
         self._generation_config = GenerationConfig.load(files.model, self.settings.generation_config)
+        pooler = PoolerConfig.load(files.model, self.settings.runner, self.settings.classifier_from_token)
         tokenizer = asyncio.create_task(asyncio.to_thread(files.load_tokenizer))
         engine = asyncio.ensure_future(self._start_engine(config, self._on_progress))
         try:
             self._tokenizer = await tokenizer  # much faster, so a missing file is reported before the load ends
+            self._pooler = pooler.with_answer_ids(self._tokenizer)
             self._engine = await engine
         except BaseException:
             engine.cancel()
@@ -172,7 +176,9 @@ class Supervisor:
         self._progress.finish()
         self.state.heartbeat = engine
         tokenizer, generation_config = self._tokenizer, self._generation_config
-        async_llm = connect_engine(self.settings, self.state, self.counters, engine, tokenizer, generation_config)
+        async_llm = connect_engine(
+            self.settings, self.state, self.counters, engine, tokenizer, generation_config, self._pooler
+        )
         # Objects of the start live as long as the process: the garbage collector must not pause to scan them.
         gc.collect()
         gc.freeze()

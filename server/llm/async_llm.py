@@ -9,6 +9,7 @@ from engine.types import POOLS, Request
 from server.llm.generation import Engine, Generation
 from server.llm.generation_config import GenerationConfig
 from server.llm.input_processor import InputProcessor, ProcessedRequest
+from server.llm.pooler_config import PoolerConfig
 from server.llm.submissions import Submissions
 from server.tokenizer.tokenizer import Tokenizer
 
@@ -27,9 +28,12 @@ class AsyncLLM:
         generation_config: GenerationConfig | None = None,
         *,
         strict_max_tokens: bool = False,
+        pooler: PoolerConfig | None = None,
     ) -> None:
-        """`strict_max_tokens`: a token limit beyond the context is refused, not lowered."""
+        """`strict_max_tokens`: a token limit beyond the context is refused, not lowered. `pooler`: what the model is
+        served for; None: texts."""
         self.engine = engine
+        self.pooler = pooler or PoolerConfig()
         self.input_processor = InputProcessor(engine, tokenizer, generation_config, strict_max_tokens=strict_max_tokens)
         self.open: set[Generation] = set()
         self.on_finish: list[Callable[[Generation], None]] = []

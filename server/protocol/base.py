@@ -78,7 +78,7 @@ class StrictModel(BaseModel):
                     yield from item.unknown_fields(f"{prefix}{name}.")
 
 
-def _prompt_form(value: Any) -> str | None:
+def prompt_form(value: Any) -> str | None:
     """The tag of the form a prompt has; the first element decides, the rest is then checked against it."""
     if isinstance(value, str):
         return "form:text"
@@ -101,7 +101,7 @@ Prompt = Annotated[
     | Annotated[TokenIds, Tag("form:ids")]
     | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("form:id_lists")],
     Discriminator(
-        _prompt_form,
+        prompt_form,
         custom_error_type="prompt_form",
         custom_error_message="must be a string, a list of strings, a list of token ids or a list of lists of token ids",
     ),

@@ -9,7 +9,7 @@ from typing import ClassVar, Self, TypeVar
 
 from starlette.requests import Request
 
-from engine.errors import EngineError
+from engine.errors import EngineError, RequestError
 from engine.stats import EngineStats
 from engine.types import EngineInfo
 from server.config.model_path import served_names
@@ -19,7 +19,7 @@ from server.llm.async_llm import AsyncLLM
 from server.llm.generation import Replica
 from server.observability.logs import event, logger
 from server.observability.metrics import HttpCounters
-from server.protocol.base import StrictModel
+from server.protocol.base import MAX_TIMEOUT_S, StrictModel
 from server.protocol.large_body.reader import takes_long
 from server.protocol.request_body import ignored_header, parse_any, read_json, unknown_parameters
 from server.serving.server_state import ServerState
@@ -91,6 +91,17 @@ class OpenAIServing:
             return name
         raise ModelNotFoundError(name, self.model_names)
 
+    def _time_limit(self, header: str | None, seconds: float | None) -> float | None:
+        """The shortest of what the field, the header and the operator allow, in seconds."""
+        limits = [seconds, self.settings.request_timeout]
+        if header is not None:
+            limits.append(_seconds(header))
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def _chosen_replica(self, request: Request) -> int | None:
+        """The number of the replica that a header names; None: the best one. Raises `RequestError`."""
+        return _rank(request.headers.get("x-data-parallel-rank"), self.info.data_parallel_size)
+
     async def read(self, request: Request, *schemas: type[_BodyT]) -> tuple[_BodyT, dict[str, str]]:
         """The checked body, and the headers that every answer to it carries. With two schemas the second is for
         conversations. Raises `RequestError`."""
@@ -118,3 +129,24 @@ class OpenAIServing:
         except (TimeoutError, EngineError) as error:
             _log.warning(event("statistics_stale", engine=replica.number, cause=type(error).__name__))
         return self._last_stats.get(replica.number) or EngineStats()
+
+
+def _rank(text: str | None, num_replicas: int) -> int | None:
+    """The value of the header that names a replica. Raises `RequestError`."""
+    if text is None or (text.isascii() and text.isdigit() and len(text) < 10 and int(text) < num_replicas):
+        return None if text is None else int(text)
+    names = f"a number from 0 to {num_replicas - 1}" if num_replicas > 1 else "0, as there is one replica"
+    message = f"The header X-data-parallel-rank names a replica: it must be {names}. Or leave it out."
+    raise RequestError(message, "X-data-parallel-rank")
+
+
+def _seconds(text: str) -> float:
+    """The value of the header that limits a request's time. Raises `RequestError`."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= MAX_TIMEOUT_S:  # NaN too
+        message = f"The header X-Request-Timeout must be a number of seconds above 0 and at most {MAX_TIMEOUT_S}."
+        raise RequestError(message, "X-Request-Timeout")
+    return seconds

@@ -9,6 +9,7 @@ from server.config.settings import Settings
 from server.llm.async_llm import AsyncLLM
 from server.llm.generation import Engine, Generation
 from server.llm.generation_config import GenerationConfig
+from server.llm.pooler_config import PoolerConfig
 from server.observability.logs import event, logger
 from server.observability.metrics import HttpCounters
 from server.serving.server_state import ServerState
@@ -24,9 +25,12 @@ def connect_engine(
     engine: Engine,
     tokenizer: Tokenizer,
     generation_config: GenerationConfig | None = None,
+    pooler: PoolerConfig | None = None,
 ) -> AsyncLLM:
     """Fill in `state.async_llm`. Requests are refused all the same until the state's phase is ready."""
-    async_llm = AsyncLLM(engine, tokenizer, generation_config, strict_max_tokens=settings.strict_max_tokens)
+    async_llm = AsyncLLM(
+        engine, tokenizer, generation_config, strict_max_tokens=settings.strict_max_tokens, pooler=pooler
+    )
     async_llm.on_finish.append(counters.finish)
     if settings.enable_log_requests:
         async_llm.on_finish.append(_log_generation)

@@ -16,7 +16,7 @@ from server.errors import DeadlineError
 from server.llm.generation import Generation, collect
 from server.llm.input_processor import ProcessedRequest
 from server.llm.output_processor import Delta
-from server.protocol.base import MAX_TIMEOUT_S
+from server.llm.pooler_config import Task
 from server.protocol.json_pieces import numbers, pieces_of
 from server.protocol.sampling import SamplingFields
 from server.serving.base import OpenAIServing
@@ -42,6 +42,16 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
     ) -> AnswerWriter:
         """Writes the generation as this endpoint's JSON."""
 
+    def check_model(self, name: str | None) -> str:
+        """Raises `ModelNotFoundError`, and `RequestError` where the model makes no texts."""
+        found = super().check_model(name)
+        task = self.async_llm.pooler.task
+        if task is not Task.GENERATE:
+            instead = "/v1/embeddings, /v1/rerank and /v1/score" if task is Task.EMBED else "/v1/rerank and /v1/score"
+            message = f"This model writes no texts: it answers {instead}."
+            raise RequestError(message, "model", "unsupported_by_model")
+        return found
+
     async def create(self, request: Request, body: _BodyT, headers: dict[str, str]) -> Response:
         """Start the generation, then stream it or collect it. Every refusal comes before the first byte."""
         record = record_of(request.scope)
@@ -50,7 +60,7 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
         model = self.check_model(body.model)
         body.timeout = self._time_limit(request.headers.get("x-request-timeout"), body.timeout)
         body.cache_salt = salt_of(request.scope, body.cache_salt)
-        rank = _rank(request.headers.get("x-data-parallel-rank"), self.info.data_parallel_size)
+        rank = self._chosen_replica(request)
         processed = await until_disconnect(request, self._process_in_time(body))
         generation = self.async_llm.start(processed, label_of(request.scope), data_parallel_rank=rank)
         try:
@@ -131,13 +141,6 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
             raise DeadlineError(body.timeout or 0.0) from None
         return replace(processed, spent_s=time.monotonic() - begun)
 
-    def _time_limit(self, header: str | None, seconds: float | None) -> float | None:
-        """The shortest of what the field, the header and the operator allow, in seconds."""
-        limits = [seconds, self.settings.request_timeout]
-        if header is not None:
-            limits.append(_seconds(header))
-        return min((limit for limit in limits if limit is not None), default=None)
-
     def _with_usage(self, body: _BodyT) -> bool:
         """Whether a stream ends with the usage."""
         return body.include_usage or self.settings.always_stream_usage
@@ -159,15 +162,6 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
         )
 
 
-def _rank(text: str | None, num_replicas: int) -> int | None:
-    """The value of the header that names a replica. Raises `RequestError`."""
-    if text is None or (text.isascii() and text.isdigit() and len(text) < 10 and int(text) < num_replicas):
-        return None if text is None else int(text)
-    names = f"a number from 0 to {num_replicas - 1}" if num_replicas > 1 else "0, as there is one replica"
-    message = f"The header X-data-parallel-rank names a replica: it must be {names}. Or leave it out."
-    raise RequestError(message, "X-data-parallel-rank")
-
-
 def _server_timing(record: RequestRecord, generation: Generation) -> dict[str, str]:
     """The header of a whole answer, in milliseconds: until its prompt was ready, from there to the first token, from
     there to the last, and all of it."""
@@ -175,15 +169,3 @@ def _server_timing(record: RequestRecord, generation: Generation) -> dict[str, s
     spans = {name: marks[place + 1] - marks[place] for place, name in enumerate(("prompt", "first-token", "rest"))}
     spans["total"] = marks[-1] - marks[0]
     return {"Server-Timing": ", ".join(f"{name};dur={1000 * seconds:.1f}" for name, seconds in spans.items())}
-
-
-def _seconds(text: str) -> float:
-    """The value of the header that limits a request's time. Raises `RequestError`."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= MAX_TIMEOUT_S:  # NaN too
-        message = f"The header X-Request-Timeout must be a number of seconds above 0 and at most {MAX_TIMEOUT_S}."
-        raise RequestError(message, "X-Request-Timeout")
-    return seconds

@@ -18,7 +18,12 @@ from server.serving.server_state import Phase, ServerState
 from server.version import VERSION
 
 _FRESH_S = 1.0
-_GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
+_COMPUTING = frozenset(
+    {
+        *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/pooling"),
+        *("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"),
+    }
+)
 _CLIENT_GONE = 499
 
 
@@ -86,11 +91,11 @@ class OpenAIServingLiveState(OpenAIServing):
         return "degraded" if "down" in state.replica_states() else "ok"
 
     def _num_refused(self) -> int:
-        """Requests to generate that were answered with an error of theirs, or because the queue was full."""
+        """Requests for the engine that were answered with an error of theirs, or because the queue was full."""
         return sum(
             number
             for (_, route, status), number in self.counters.responses.items()
-            if route in _GENERATING and 400 <= status < 500 and status != _CLIENT_GONE
+            if route in _COMPUTING and 400 <= status < 500 and status != _CLIENT_GONE
         )
 
     def _response_ids(self, states: list[EngineState | None]) -> dict[int, str]:

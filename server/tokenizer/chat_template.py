@@ -80,6 +80,11 @@ class ChatTemplate:
         """Whether turns of one role may follow each other."""
         return self._writes("user", "user", "assistant", "assistant", "user")
 
+    @cached_property
+    def takes_pairs(self) -> bool:
+        """Whether a query and a document are written, as templates of rerankers do."""
+        return self._writes("query", "document")
+
     def _writes(self, *roles: str) -> bool:
         """Whether turns of these roles are accepted and all of them written."""
         turns = [{"role": role, "content": f"turn{number}"} for number, role in enumerate(roles)]

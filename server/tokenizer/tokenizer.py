@@ -113,6 +113,11 @@ class Tokenizer:
         """The ids that `encode` puts before a text, such as a BOS."""
         return self._with_bos(self._added_ids[0] if self._added_ids else [], "")
 
+    @property
+    def closing(self) -> list[int]:
+        """The ids that `encode` puts behind a text, such as a separator."""
+        return self._added_ids[1] if self._added_ids else []
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`, with the special tokens that the checkpoint adds to a text (such as a BOS)."""
         # Only the batch method releases the GIL: a long text must not block the event loop.
@@ -138,13 +143,21 @@ class Tokenizer:
         return None
 
     async def aencode(
-        self, text: str, add_special_tokens: bool = True, *, most: int | None = None, last: int | None = None
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        *,
+        most: int | None = None,
+        first: int | None = None,
+        last: int | None = None,
     ) -> list[int]:
         """What `encode` returns, computed in this tokenizer's threads; cancelling ends the work on a long text.
 
         `most`: raises `TooManyTokensError` as soon as it is certain that the text has more. `last`: only so many ids
-        from the end are needed; of a long text little more than these is tokenized and returned.
+        from the end are needed; of a long text little more than these is tokenized and returned. `first`: only so many
+        from the beginning, without special tokens.
         """
+        assert first is None or not add_special_tokens
         if len(text) <= _PIECE or self._added_ids is None:
             whole = partial(self.encode, text, add_special_tokens=add_special_tokens)
             return await self.run(whole, len(text), is_uncut=len(text) > _LONG)
@@ -162,7 +175,7 @@ class Tokenizer:
             count += len(parts[-1])
             if most is not None and count > most:
                 raise TooManyTokensError(max(count, least))
-            if last is not None and count >= last:
+            if (last is not None and count >= last) or (first is not None and count >= first):
                 break
         if last is not None:
             parts.reverse()

@@ -245,13 +245,13 @@ def make_stage(tokenizer: Tokenizer) -> Iterator[Callable[..., Stage]]:
 
     def make(reply: str | Callable[[Request], list[int]] = "Hello, wörld! 😀", **options: object) -> Stage:
         engine_options = {name: options.pop(name) for name in list(options) if name in FakeEngine.__dataclass_fields__}
-        generation_config = options.pop("generation_config", None)
+        generation_config, pooler = options.pop("generation_config", None), options.pop("pooler", None)
         settings = make_settings({"served_model_name": ("demo", "alias/with/slash"), **options})
         ids = tokenizer.encode(reply, add_special_tokens=False) if isinstance(reply, str) else None
         engine = FakeEngine(reply if ids is None else lambda request: ids, **engine_options)  # type: ignore[arg-type]
         state, counters = ServerState(), HttpCounters()
         app = create_app(settings, state, counters)
-        connect_engine(settings, state, counters, engine, tokenizer, generation_config)  # type: ignore[arg-type]
+        connect_engine(settings, state, counters, engine, tokenizer, generation_config, pooler)  # type: ignore[arg-type]
         state.heartbeat, state.phase = engine, Phase.READY
         states.append(state)
         return Stage(engine, settings, state, counters, app)

@@ -315,7 +315,7 @@ def test_routes_and_methods_that_do_not_exist(make_stage):
     async def send():
         async with make_stage().client() as client:
             check_error(await client.get("/nope"), 404, None)
-            check_error(await client.get("/v1/embeddings"), 404, None)
+            check_error(await client.get("/v1/images/generations"), 404, None)
             check_error(await client.post("/v1/" + "x" * 5000), 404, None)
             not_allowed = await client.get("/v1/completions")
             check_error(not_allowed, 405, None)

@@ -5,33 +5,39 @@ from __future__ import annotations
 import anyio
 import pytest
 
+from server.api.middleware import POOLING
+from server.llm.pooler_config import PoolerConfig, Task
 from tests.fuzz.bodies import routes_of
 from tests.fuzz.checks import problem_of
 from tests.fuzz.corpus import corpus
 
-NUM_ROUTES = 9
+NUM_ROUTES = 16
+EMBEDS = PoolerConfig(Task.EMBED, normalize=True)
 KIB = 1024
 # Everything small everywhere; large bodies where most can go wrong. The whole corpus everywhere is `make fuzz`.
 LIMITS = {"/v1/chat/completions": 5000 * KIB}
 
 
-def rounds(document):
-    """(route, stream) of everything that the document has."""
+def rounds(document, pooling):
+    """(route, stream) of everything that the document has, for models that embed or for all others."""
     routes = routes_of(document)
     assert len(routes) >= NUM_ROUTES
+    own = POOLING - {"/rerank", "/v2/rerank", "/score"}  # the same by other names
+    routes = [route for route in routes if (route.path in own if pooling else route.path not in POOLING)]
     return [(route, stream) for route in routes for stream in ((False, True) if route.streams else (False,))]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_no_body_breaks_a_route(make_stage):
-    stage = make_stage(admin_api_key="boss")
+@pytest.mark.parametrize("pooler", [None, EMBEDS], ids=["generate", "embed"])
+def test_no_body_breaks_a_route(make_stage, pooler):
+    stage = make_stage(admin_api_key="boss", pooler=pooler)
     problems = []
 
     async def send():
         async with stage.client(timeout=60, headers={"Authorization": "Bearer boss"}) as client:
             document = (await client.get("/openapi.json")).json()
-            for route, stream in rounds(document):
+            for route, stream in rounds(document, pooling=pooler is not None):
                 limit = LIMITS.get(route.path, 64 * KIB)
                 cases = [case for case in corpus(route, stream) if len(case.content) <= limit]
                 assert len(cases) > 90

@@ -15,6 +15,7 @@ _COMPLETION: dict[str, Any] = {"prompt": "import ", "max_tokens": 4}
 _CHAT: dict[str, Any] = {"messages": [MESSAGE], "max_completion_tokens": 4}
 _RESPONSE: dict[str, Any] = {"input": [MESSAGE], "max_output_tokens": 4}
 _MESSAGES: dict[str, Any] = {"messages": [MESSAGE], "max_tokens": 4}
+_RERANK: dict[str, Any] = {"query": "What is blue?", "documents": ["The sea is blue", "Grass is green"]}
 _GOOD: dict[str, dict[str, Any]] = {
     "/completions": _COMPLETION,
     "/completions/render": _COMPLETION,
@@ -24,6 +25,11 @@ _GOOD: dict[str, dict[str, Any]] = {
     "/responses/input_tokens": _RESPONSE,
     "/messages": _MESSAGES,
     "/messages/count_tokens": {"messages": [MESSAGE]},
+    "/embeddings": {"input": ["import os", "def add(a, b):"]},
+    "/pooling": {"input": "import os"},
+    "/rerank": _RERANK,
+    "/v2/rerank": _RERANK,
+    "/score": {"text_1": "What is blue?", "text_2": ["The sea is blue", "Grass is green"]},
     "/tokenize": {"prompt": "import os"},
     "/detokenize": {"tokens": [5, 6, 7]},
     "/admin/abort": {"all": True},

@@ -51,7 +51,9 @@ def corpus(route: Route, stream: bool) -> Iterator[Case]:
         yield from _conversations(route, _without(base, "prompt"))
     if "input" in route.good:
         for number, items in enumerate(_ITEMS):
-            yield Case(f"input {number}: {_short(items)}", encode({**base, "input": items}), True, "input")
+            # token ids are a good input where it is no conversation
+            refused = "max_output_tokens" in route.fields or items != [5]
+            yield Case(f"input {number}: {_short(items)}", encode({**base, "input": items}), refused, "input")
         yield _too_long(route, "input", {**base, "input": _long_text()})
     if "prompt" in route.good:
         for value in _PROMPTS:

@@ -19,6 +19,9 @@ _SAME_BODY = {
     "/v1/completions/render": "/v1/completions",
     "/v1/chat/completions/render": "/v1/chat/completions",
     "/v1/responses/input_tokens": "/v1/responses",
+    "/v2/rerank": "/v1/rerank",
+    "/rerank": "/v1/rerank",
+    "/score": "/v1/score",
     "/v1/tokenize": "/tokenize",
     "/v1/detokenize": "/detokenize",
 }

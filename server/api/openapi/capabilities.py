@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from server.protocol.base import MAX_CHOICES, MAX_PROMPTS, MAX_SEQUENCES
+from server.protocol.pooling.fields import MAX_INPUTS
 from server.protocol.request_body import NEUTRAL_VALUES
 from server.serving.base import OpenAIServing
 from server.version import VERSION
@@ -31,7 +32,7 @@ _LIMITS = {
 def capabilities(document: dict[str, Any], serving: OpenAIServing) -> dict[str, Any]:
     """The response of `GET /v1/capabilities`."""
     settings, processor, info = serving.settings, serving.async_llm.input_processor, serving.info
-    config = processor.generation_config
+    config, pooler = processor.generation_config, serving.async_llm.pooler
     return {
         "object": "capabilities",
         "version": VERSION,
@@ -51,7 +52,8 @@ def capabilities(document: dict[str, Any], serving: OpenAIServing) -> dict[str, 
             "request_timeout_s": settings.request_timeout,
         },
         "features": {
-            "chat": processor.tokenizer.template.exists,
+            "task": str(pooler.task),
+            "chat": pooler.generates and processor.tokenizer.template.exists,
             "fill_in_the_middle": processor.tokenizer.fim_token_ids is not None,
             "prefix_caching": info.enable_prefix_caching,
             "strict_parameters": settings.strict_parameters,
@@ -65,6 +67,19 @@ def capabilities(document: dict[str, Any], serving: OpenAIServing) -> dict[str, 
             "data_parallel_size": info.data_parallel_size,
             "dtype": info.dtype,
             "kv_cache_dtype": info.kv_cache_dtype,
+        },
+        "pooling": None
+        if pooler.generates
+        else {
+            "source": pooler.source,
+            "kind": pooler.kind,
+            "normalize": pooler.normalize,
+            "hidden_size": info.hidden_size,
+            "dimensions": None if pooler.dimensions is None else list(pooler.dimensions) or "any",
+            "max_len": min(processor.max_len, pooler.max_len or processor.max_len),
+            "max_inputs": MAX_INPUTS,
+            "prompts": dict(pooler.prompts),
+            "default_prompt_name": pooler.default_prompt,
         },
         "generation_config": {
             "source": config.source,

@@ -18,6 +18,8 @@ from server.protocol.admin import AbortRequest
 from server.protocol.chat_completion import ChatRequest
 from server.protocol.completion import CompletionRequest
 from server.protocol.messages.request import CountTokensRequest, MessagesRequest
+from server.protocol.pooling.embedding import EmbeddingRequest, PoolingRequest
+from server.protocol.pooling.scoring import RerankRequest, ScoreRequest
 from server.protocol.responses.request import ResponsesRequest
 from server.protocol.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 
@@ -28,6 +30,10 @@ _BODIES: tuple[type[BaseModel], ...] = (
     ResponsesRequest,
     MessagesRequest,
     CountTokensRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
     TokenizeRequest,
     TokenizeChatRequest,
     DetokenizeRequest,

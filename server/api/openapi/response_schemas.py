@@ -86,6 +86,11 @@ _CONTENT_BLOCK = _object(
     },
 )
 _WINDOW_FULL = "model_context_window_exceeded"
+_POOLED_USAGE = _object(
+    {"prompt_tokens": _COUNT, "total_tokens": _COUNT, "prompt_tokens_details": _object({"cached_tokens": _COUNT})}
+)
+_POOLED_HEAD = {"id": _STRING, "object": {"const": "list"}, "created": _COUNT, "model": _STRING, "usage": _POOLED_USAGE}
+_VECTOR = {"anyOf": [_list(_NUMBER), {**_STRING, "description": "base64 of little-endian float32"}]}
 
 _ENGINE = _object(
     {
@@ -264,6 +269,42 @@ SCHEMAS: dict[str, Any] = {
     "Text": _object({"prompt": _STRING}),
     "Model": _object(
         {"id": _STRING, "object": _STRING, "created": _COUNT, "owned_by": _STRING, "max_model_len": _COUNT},
+    ),
+    "Embeddings": _object(
+        {
+            **_POOLED_HEAD,
+            "data": _list(_object({"object": {"const": "embedding"}, "index": _COUNT, "embedding": _VECTOR})),
+        }
+    ),
+    "PooledVectors": _object(
+        {
+            **_POOLED_HEAD,
+            "data": _list(
+                _object(
+                    {
+                        "object": {"const": "pooling"},
+                        "index": _COUNT,
+                        "data": {"anyOf": [{**_list(_VECTOR), "description": "one for each token"}, _VECTOR]},
+                    }
+                )
+            ),
+        }
+    ),
+    "Reranking": _object(
+        {
+            "id": _STRING,
+            "model": _STRING,
+            "usage": _POOLED_USAGE,
+            "results": _list(
+                _object({"index": _COUNT, "relevance_score": _NUMBER}, {"document": _object({"text": _STRING})})
+            ),
+        }
+    ),
+    "Scores": _object(
+        {
+            **_POOLED_HEAD,
+            "data": _list(_object({"index": _COUNT, "object": {"const": "score"}, "score": _NUMBER})),
+        }
     ),
     "ModelList": _object({"object": _STRING, "data": _list(_ref("Model"))}),
     "Load": _object(

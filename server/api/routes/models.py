@@ -30,7 +30,7 @@ async def retrieve_model(request: Request, model: str) -> Response:
 
 
 def _card(serving: OpenAIServing, name: str) -> dict[str, Any]:
-    info = serving.info
+    info, pooler = serving.info, serving.async_llm.pooler
     return {
         "id": name,
         "object": "model",
@@ -53,5 +53,6 @@ def _card(serving: OpenAIServing, name: str) -> dict[str, Any]:
         "rank_invariant_reason": info.rank_invariant_reason,
         "numbers_digest": info.numbers_digest,  # of weights, settings and software: what decides a number
         "tokenizer_digest": serving.tokenizer.digest,  # and chat template
-        "chat": serving.tokenizer.template.exists,
+        "task": str(pooler.task),  # generate, embed or score
+        "chat": pooler.generates and serving.tokenizer.template.exists,
     }

@@ -110,6 +110,20 @@ class ModelSettings:
     check_weights: bool = option(
         True, group=_GROUP, example="", help="refuse a checkpoint that holds NaN or infinity, by the tensor's name"
     )
+    runner: str = option(
+        "auto",
+        group=_GROUP,
+        example="pooling",
+        choices=("auto", "generate", "pooling"),
+        help="generate texts, or pooling: embeddings and scores; auto: as the checkpoint's files say",
+    )
+    classifier_from_token: tuple[str, ...] = option(
+        (),
+        group=_GROUP,
+        example="no yes",
+        help="score texts by the odds of the last of these two answers, as rerankers of the Qwen3 family do "
+        "(default: as config.json or modules.json says)",
+    )
     generation_config: str = option(
         "auto",
         group=_GROUP,

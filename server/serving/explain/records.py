@@ -119,7 +119,7 @@ class RecentRequests:
 
     def find(self, given: str) -> RequestRecord | None:
         """By the id of the request, or of its answer."""
-        for prefix in ("", "cmpl-", "chatcmpl-", "resp_"):
+        for prefix in ("", "cmpl-", "chatcmpl-", "resp_", "embd-", "pool-", "rerank-", "score-"):
             if given.startswith(prefix) and (found := self._records.get(given.removeprefix(prefix))):
                 found.refresh()
                 return found

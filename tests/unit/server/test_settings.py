@@ -143,6 +143,8 @@ def test_every_option_reaches_the_engine_or_is_one_of_the_servers_own():
 SERVER_OPTIONS = {
     "web_page",
     "response_store",
+    "runner",
+    "classifier_from_token",
     "access_log",
     "otlp_traces_endpoint",
     "tokenizer",

@@ -1,0 +1,203 @@
+"""Whether a checkpoint makes texts, vectors or scores, and how its vectors are made of hidden states.
+
+Read from its own files: `modules.json`, the folders named there and `config_sentence_transformers.json`, as
+sentence-transformers writes them, and `config.json`. What cannot be followed is refused at the start, by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from engine.errors import StartupError
+from server.config.checkpoint_json import read_json
+from server.tokenizer.tokenizer import Tokenizer
+
+GENERATE, POOLING = "generate", "pooling"  # of --runner; else it is decided here
+_GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # ends of architectures' names
+_KINDS = {"cls": "cls", "mean": "mean", "lasttoken": "last"}  # names of the Pooling module -> engine.pooling_params
+_OLD_KINDS = {  # its older keys, of which one is true
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+_TRANSFORMER_FILES = tuple(
+    f"sentence_{name}_config.json"
+    for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+
+
+class Task(StrEnum):
+    """What a model is served for."""
+
+    GENERATE = "generate"
+    EMBED = "embed"  # one vector for a text
+    SCORE = "score"  # one number for two texts
+
+
+@dataclass(frozen=True, slots=True)
+class PoolerConfig:
+    """What is made of a text, and how."""
+
+    task: Task = Task.GENERATE
+    source: str = "config.json"  # the file that says so
+    kind: str = "last"  # of engine.pooling_params
+    normalize: bool = True  # vectors to length 1
+    dimensions: tuple[int, ...] | None = None  # lengths that a vector may be cut to; empty: any; None: it must not be
+    prompts: Mapping[str, str] = field(default_factory=dict)  # name -> what stands before a text
+    default_prompt: str | None = None  # the name of the one that a request leaves out
+    lower_case: bool = False  # texts are lowered before they are tokenized
+    max_len: int | None = None  # tokens of a text, if the files say less than the context holds
+    answers: tuple[str | int, ...] = ()  # of scores: the tokens of the wrong answer, if there is one, and of the right
+
+    @property
+    def generates(self) -> bool:
+        return self.task is Task.GENERATE
+
+    def with_answer_ids(self, tokenizer: Tokenizer) -> PoolerConfig:
+        """The same with the ids of the answers' tokens. Raises `StartupError` for an answer of several tokens."""
+        ids = []
+        for answer in self.answers:
+            found = [answer] if isinstance(answer, int) else tokenizer.encode(answer, add_special_tokens=False)
+            if len(found) != 1:
+                raise StartupError(
+                    f"The answer {answer!r:.80} has {len(found)} tokens; scores are the odds of single ones.",
+                    "Name answers that are one token each, for example: --classifier-from-token no yes",
+                )
+            ids += found
+        return replace(self, answers=tuple(ids))
+
+    @staticmethod
+    def load(model: str | Path, runner: str = "auto", answers: tuple[str, ...] = ()) -> PoolerConfig:
+        """Of the checkpoint in this directory. `runner`, `answers`: of the options. Raises `StartupError`."""
+        folder = Path(model)
+        config = read_json(folder / "config.json")
+        names = config.get("architectures")
+        architecture = str(names[0]) if isinstance(names, list) and names else ""
+        can_generate = architecture.endswith(_GENERATORS)
+        if runner == GENERATE:
+            if can_generate or not architecture:
+                return PoolerConfig()
+            raise StartupError(
+                f"--runner {GENERATE} asks for texts, but the checkpoint is a {architecture}, which makes none.",
+                "Leave --runner out: such a model is served for embeddings or scores.",
+            )
+        answers = answers or tuple(config.get("classifier_from_token") or ())
+        if answers:
+            _check_answers(answers)
+            return PoolerConfig(Task.SCORE, "--classifier-from-token", "logits", answers=answers)
+        if (folder / "modules.json").is_file():
+            return replace(_of_modules(folder), dimensions=_dimensions(config))
+        if architecture.endswith("ForSequenceClassification"):
+            raise StartupError(
+                f"The checkpoint is a {architecture}: scores of a classification head are not served.",
+                "Serve a reranker that is asked in words, such as one of the Qwen3 family, or an embedding model.",
+            )
+        if runner == POOLING or (architecture and not can_generate):
+            kind = "last" if can_generate else "mean"
+            return PoolerConfig(Task.EMBED, "config.json", kind, dimensions=_dimensions(config))
+        return PoolerConfig()
+
+
+def _of_modules(folder: Path) -> PoolerConfig:
+    """Raises `StartupError` for a module that is not known here, or not where it stands."""
+    found = PoolerConfig(source="modules.json", normalize=False, **_prompts(folder))
+    steps = []
+    for module in _modules(folder / "modules.json"):
+        name, path = str(module.get("type", "")).rsplit(".", 1)[-1], str(module.get("path", ""))
+        own = {} if ".." in path else read_json(folder / path / "config.json")
+        steps.append(name)
+        if name == "Transformer" and path == "":
+            found = _with_transformer(found, folder)
+        elif name == "Pooling":
+            kind = _kind(folder / path / "config.json", own)
+            if own.get("include_prompt") is False and any(found.prompts.values()):
+                raise _not_followed("include_prompt: false in its Pooling module, which leaves prompts out of vectors")
+            found = replace(found, task=Task.EMBED, kind=kind)
+        elif name == "Normalize":
+            found = replace(found, normalize=True)
+        elif name == "LogitScore":
+            wrong = own.get("false_token_id")
+            answers = (own.get("true_token_id"),) if wrong is None else (wrong, own.get("true_token_id"))
+            _check_answers(answers)
+            found = replace(found, task=Task.SCORE, kind="logits", answers=answers)
+        else:
+            raise _not_followed(f"a module {name or 'without a type'} ({path or 'at its root'})")
+    if steps not in (
+        ["Transformer", "Pooling"],
+        ["Transformer", "Pooling", "Normalize"],
+        ["Transformer", "LogitScore"],
+    ):
+        raise _not_followed(f"the modules {', '.join(steps) or 'none'}")
+    return found
+
+
+def _not_followed(what: str) -> StartupError:
+    return StartupError(
+        f"The checkpoint's modules.json asks for {what}: that is not served here.",
+        "Served are Transformer, then Pooling (cls, mean or last token) and maybe Normalize, or LogitScore; or "
+        f"start with --runner {GENERATE} to serve its texts, if it makes any.",
+    )
+
+
+def _modules(file: Path) -> list[dict[str, Any]]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, OSError) as error:
+        raise StartupError(f"{file} cannot be read: {error}.", "Fetch that file of the checkpoint again.") from None
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise StartupError(f"{file} does not hold a list of modules.", "Fetch that file of the checkpoint again.")
+    return value
+
+
+def _kind(file: Path, config: Mapping[str, Any]) -> str:
+    modes = config.get("pooling_mode")
+    if modes is None:
+        modes = [mode for key, mode in _OLD_KINDS.items() if config.get(key)] or ["mean"]
+    modes = modes if isinstance(modes, list) else [modes]
+    if len(modes) != 1 or modes[0] not in _KINDS:
+        raise _not_followed(f"pooling by {' and '.join(map(str, modes))} ({file})")
+    return _KINDS[modes[0]]
+
+
+def _with_transformer(found: PoolerConfig, folder: Path) -> PoolerConfig:
+    file = next((folder / name for name in _TRANSFORMER_FILES if (folder / name).is_file()), None)
+    config = {} if file is None else read_json(file)
+    length = config.get("max_seq_length")
+    if length is not None and (type(length) is not int or length < 1):
+        raise StartupError(f"'max_seq_length' in {file} is {str(length)[:64]!r}, which is no length.", "Correct it.")
+    return replace(found, max_len=length, lower_case=bool(config.get("do_lower_case")))
+
+
+def _prompts(folder: Path) -> dict[str, Any]:
+    file = folder / "config_sentence_transformers.json"
+    config = read_json(file)
+    prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
+    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+        raise StartupError(f"'prompts' in {file} is not an object of texts.", "Correct that line.")
+    if default is not None and default not in prompts:
+        raise StartupError(f"'default_prompt_name' in {file} is {str(default)[:64]!r}, not in prompts.", "Correct it.")
+    return {"prompts": prompts, "default_prompt": default}
+
+
+def _dimensions(config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """As vLLM reads them from `config.json`."""
+    sizes = config.get("matryoshka_dimensions")
+    if isinstance(sizes, list) and sizes and all(type(size) is int and size > 0 for size in sizes):
+        return tuple(sorted(sizes))
+    return () if config.get("is_matryoshka") is True else None
+
+
+def _check_answers(answers: tuple[Any, ...]) -> None:
+    if len(answers) > 2 or not all(isinstance(one, str | int) and one != "" for one in answers):
+        raise StartupError(
+            f"Scores are the odds of two answers, of one token each, not of {str(list(answers))[:80]}.",
+            "Name the wrong answer and the right one, for example: --classifier-from-token no yes",
+        )

@@ -1,0 +1,1 @@
+"""The wire types of the routes that answer with vectors and scores."""

@@ -1,0 +1,106 @@
+"""`/v1/embeddings` and `/pooling`: one vector for each text, or one for each of its tokens."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.errors import RequestError
+from engine.pooling_params import PoolingParams
+from server.llm.pooler_config import Task
+from server.protocol.json_pieces import InPieces, pieces_of
+from server.protocol.pooling.embedding import EmbeddingRequest, InputFields, PoolingRequest
+from server.serving.pooling.serving import OpenAIServingPooling, usage
+from server.serving.request_context import request_id_of
+from server.serving.sse import whole_response
+
+if TYPE_CHECKING:
+    from server.llm.pooling import PooledOutput
+
+
+class OpenAIServingEmbedding(OpenAIServingPooling):
+    """Both endpoints."""
+
+    state_name = "serving_embedding"
+    tasks = frozenset({Task.EMBED})
+
+    async def embed(self, request: Request, body: EmbeddingRequest, headers: dict[str, str]) -> Response:
+        """`/v1/embeddings`. Raises `RequestError`."""
+        outputs, answer = await self._run(request, body, PoolingParams(self.pooler.kind), "embd")
+        answer["data"] = self._items(body, outputs, "embedding", "embedding")
+        return await whole_response(pieces_of(answer), headers)
+
+    async def pool_tokens(self, request: Request, body: PoolingRequest, headers: dict[str, str]) -> Response:
+        """`/pooling`. Raises `RequestError`."""
+        by_token = body.task == "token_embed"
+        outputs, answer = await self._run(
+            request, body, PoolingParams("token" if by_token else self.pooler.kind), "pool"
+        )
+        if by_token:
+            answer["data"] = [
+                {"index": index, "object": "pooling", "data": self._rows(body, output)}
+                for index, output in enumerate(outputs)
+            ]
+        else:
+            answer["data"] = self._items(body, outputs, "pooling", "data")
+        return await whole_response(pieces_of(answer), headers)
+
+    async def _run(
+        self, request: Request, body: InputFields, pooling: PoolingParams, prefix: str
+    ) -> tuple[list[PooledOutput], dict[str, Any]]:
+        model = self.check_model(body.model)
+        self._check_dimensions(body.dimensions)
+        before = self.text_ids.prompt_before(body.prompt_name)
+        response_id = f"{prefix}-{request_id_of(request.scope)}"
+        outputs = await self.pool(request, body, partial(self._prompts, body, before), pooling, response_id)
+        answer = {"id": response_id, "object": "list", "created": int(time.time()), "model": model}
+        return outputs, {**answer, "usage": usage(outputs)}
+
+    async def _prompts(self, body: InputFields, before: str) -> list[tuple[int, ...]]:
+        prompts, truncate = [], body.truncate_prompt_tokens
+        marks = body.add_special_tokens is not False
+        for given in body.inputs:
+            if isinstance(given, str):
+                ids = await self.text_ids.of_text(before + given, "input", truncate=truncate, marks=marks)
+            else:
+                ids = await self.text_ids.of_ids(given, "input", truncate=truncate)
+            prompts.append(ids)
+        return prompts
+
+    def _check_dimensions(self, wanted: int | None) -> None:
+        allowed, whole = self.pooler.dimensions, self.info.hidden_size
+        if wanted is None or wanted == whole or (allowed is not None and wanted in (allowed or range(1, whole + 1))):
+            return
+        if allowed is None:
+            reason = f"this model's vectors have {whole} numbers and were not trained to be cut. Leave it out"
+        else:
+            reason = f"it must be {' or '.join(map(str, allowed))}" if allowed else f"it must be at most {whole}"
+        raise RequestError(f"'dimensions' is {wanted}, but {reason}.", "dimensions")
+
+    def _items(self, body: InputFields, outputs: list[PooledOutput], kind: str, member: str) -> InPieces:
+        """One object for each output, made while it is written."""
+        from server.serving.pooling.vectors import encoded  # imports numpy, which no other request needs
+
+        def item(numbered: tuple[int, PooledOutput]) -> dict[str, Any]:
+            index, output = numbered
+            vector = self._finished(body, output)[0]
+            return {"object": kind, "index": index, member: encoded(vector, body.encoding_format or "float")}
+
+        return InPieces(item, list(enumerate(outputs)), lambda numbered: numbered[1].vectors.size)
+
+    def _rows(self, body: InputFields, output: PooledOutput) -> InPieces:
+        from server.serving.pooling.vectors import encoded
+
+        vectors = self._finished(body, output)
+        return InPieces(lambda row: encoded(row, body.encoding_format or "float"), vectors, lambda row: row.size)
+
+    def _finished(self, body: InputFields, output: PooledOutput) -> Any:
+        """float32 [n, hidden] -> float32 [n, dimensions]."""
+        from server.serving.pooling.vectors import finished
+
+        normalize = self.pooler.normalize if body.normalize is None else body.normalize
+        return finished(output.vectors, normalize, body.dimensions)

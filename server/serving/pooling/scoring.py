@@ -1,0 +1,120 @@
+"""`/v1/rerank` and `/v1/score`: how well texts go together, by a reranker's answer or by the angle of two vectors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.errors import RequestError
+from engine.pooling_params import PoolingParams
+from server.llm.pooler_config import Task
+from server.protocol.json_pieces import InPieces, pieces_of
+from server.protocol.pooling.scoring import RerankRequest, ScoreRequest, ScoringFields
+from server.serving.pooling.pair_prompt import PairPrompt
+from server.serving.pooling.serving import OpenAIServingPooling, usage
+from server.serving.request_context import request_id_of
+from server.serving.sse import whole_response
+
+if TYPE_CHECKING:
+    from server.llm.pooling import PooledOutput
+
+_DOCUMENT_PROMPTS = ("document", "passage", "corpus")  # the names that sentence-transformers tries, in its order
+
+
+class OpenAIServingScoring(OpenAIServingPooling):
+    """Both endpoints."""
+
+    state_name = "serving_scoring"
+    tasks = frozenset({Task.EMBED, Task.SCORE})
+
+    async def rerank(self, request: Request, body: RerankRequest, headers: dict[str, str]) -> Response:
+        """The documents by their relevance, the best first; of equal ones the first. Raises `RequestError`."""
+        model = self.check_model(body.model)
+        response_id = f"rerank-{request_id_of(request.scope)}"
+        pairs = [(body.query, text) for text in body.texts]
+        scores, outputs = await self._scores(request, body, pairs, ("query", "documents"), response_id)
+        order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[: body.top_n]
+
+        def result(index: int) -> dict[str, Any]:
+            document = {"document": {"text": pairs[index][1]}} if body.return_documents else {}
+            return {"index": index, **document, "relevance_score": scores[index]}
+
+        results = InPieces(result, order, lambda index: 1 + len(pairs[index][1]))
+        answer = {"id": response_id, "model": model, "usage": usage(outputs), "results": results}
+        return await whole_response(pieces_of(answer), headers)
+
+    async def score(self, request: Request, body: ScoreRequest, headers: dict[str, str]) -> Response:
+        """One score for each pair, in their order. Raises `RequestError`."""
+        model = self.check_model(body.model)
+        response_id = f"score-{request_id_of(request.scope)}"
+        scores, outputs = await self._scores(request, body, body.pairs, ("text_1", "text_2"), response_id)
+        answer: dict[str, Any] = {"id": response_id, "object": "list", "created": int(time.time()), "model": model}
+        answer["data"] = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
+        return await whole_response(pieces_of({**answer, "usage": usage(outputs)}), headers)
+
+    async def _scores(
+        self,
+        request: Request,
+        body: ScoringFields,
+        pairs: Sequence[tuple[str, str]],
+        params: tuple[str, str],
+        response_id: str,
+    ) -> tuple[list[float], list[PooledOutput]]:
+        """`params`: the names of the fields that the first and the second texts of the pairs came from."""
+        from server.serving.pooling.vectors import cosine, probability  # import numpy, which no other request needs
+
+        if self.pooler.task is Task.SCORE:
+            prompts = partial(self._asked, body, pairs, params[1])
+            ids = tuple(answer for answer in self.pooler.answers if isinstance(answer, int))
+            outputs = await self.pool(request, body, prompts, PoolingParams("logits", ids), response_id)
+            return [probability(output.vectors) for output in outputs], outputs
+        if body.instruction is not None:
+            message = (
+                "'instruction' is for rerankers that are asked in words; this model compares vectors. Leave it out."
+            )
+            raise RequestError(message, "instruction", "unsupported_by_model")
+        first = list(dict.fromkeys(text for text, _ in pairs))  # one query is embedded once
+        second = [text for _, text in pairs]
+        prompts = partial(self._embedded, body, first, second, params)
+        outputs = await self.pool(request, body, prompts, PoolingParams(self.pooler.kind), response_id)
+        place = {text: number for number, text in enumerate(first)}
+        vectors = [output.vectors[0] for output in outputs]
+        scores = [
+            cosine(vectors[place[text]], other) for (text, _), other in zip(pairs, vectors[len(first) :], strict=True)
+        ]
+        return scores, outputs
+
+    async def _asked(self, body: ScoringFields, pairs: Sequence[tuple[str, str]], param: str) -> list[tuple[int, ...]]:
+        """One prompt for each pair, which asks whether they go together."""
+        asking = PairPrompt(self.tokenizer.template, self.pooler, body.instruction)
+        closing = await self.tokenizer.aencode(asking.closing, False)
+        prompts, truncate = [], body.truncate_prompt_tokens
+        for query, document in pairs:
+            text = asking.text(query, document)
+            if truncate is None:
+                ids = await self.text_ids.of_text(text, param, truncate=None, marks=False)
+            else:  # the end of the document is cut, not that of the question
+                text = text.removesuffix(asking.closing)
+                ids = await self.text_ids.of_text(text, param, truncate=truncate, marks=False, behind=closing)
+            prompts.append(ids)
+        return prompts
+
+    async def _embedded(
+        self, body: ScoringFields, first: Sequence[str], second: Sequence[str], params: tuple[str, str]
+    ) -> list[tuple[int, ...]]:
+        """One prompt for each text. Queries and documents get the prompts that the model has for them."""
+        known, names = self.pooler.prompts, (None, None)
+        if isinstance(body, RerankRequest):
+            of_documents = next((name for name in _DOCUMENT_PROMPTS if name in known), None)
+            names = ("query" if "query" in known else None, of_documents)
+        prompts = []
+        for texts, name, param in zip((first, second), names, params, strict=True):
+            before = self.text_ids.prompt_before(name)
+            for text in texts:
+                prompts.append(await self.text_ids.of_text(before + text, param, truncate=body.truncate_prompt_tokens))
+        return prompts

@@ -1,0 +1,98 @@
+"""The common base of the endpoints that answer with vectors or scores: prompts are run, and their vectors collected."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+
+from engine.errors import RequestError
+from engine.pooling_params import PoolingParams
+from server.errors import DeadlineError
+from server.llm.pooler_config import PoolerConfig, Task
+from server.protocol.pooling.fields import PoolingFields
+from server.serving.base import OpenAIServing
+from server.serving.pooling.text_ids import TextIds
+from server.serving.request_context import client_of, label_of, record_of, request_id_of, salt_of
+from server.serving.sse import until_disconnect
+
+if TYPE_CHECKING:
+    from server.llm.pooling import PooledOutput
+
+
+class OpenAIServingPooling(OpenAIServing):
+    """One request's texts become prompts, these one pooling request, and its vectors the answer."""
+
+    tasks: frozenset[Task]  # that the endpoint can be asked by
+
+    @property
+    def pooler(self) -> PoolerConfig:
+        return self.async_llm.pooler
+
+    @property
+    def text_ids(self) -> TextIds:
+        return TextIds(self.async_llm.input_processor, self.pooler)
+
+    def check_model(self, name: str | None) -> str:
+        """Raises `ModelNotFoundError`, and `RequestError` where the model makes no vectors, or no scores."""
+        found = super().check_model(name)
+        if self.pooler.task in self.tasks:
+            return found
+        if self.pooler.task is Task.SCORE:
+            message = "This model scores pairs of texts and has no vector for one: it answers /v1/rerank and /v1/score."
+        else:
+            message = (
+                "This server writes texts with its model: it answers /v1/completions and /v1/chat/completions. For "
+                "vectors of a model that has them, start it with --runner pooling."
+            )
+        raise RequestError(message, "model", "unsupported_by_model")
+
+    async def pool(
+        self,
+        request: Request,
+        body: PoolingFields,
+        prompts: Callable[[], Coroutine[Any, Any, list[tuple[int, ...]]]],
+        pooling: PoolingParams,
+        response_id: str,
+    ) -> list[PooledOutput]:
+        """What came of each of the `prompts`, which are made within the time limit.
+
+        A client that leaves, the limit and a drain end it as they end generations.
+        """
+        record = record_of(request.scope)
+        assert record is not None, "the middleware keeps a record of all that the engine computes"
+        record.parsed_s = begun = time.monotonic()
+        limit = self._time_limit(request.headers.get("x-request-timeout"), body.timeout)
+        rank = self._chosen_replica(request)
+        try:
+            async with asyncio.timeout(limit):
+                ids = await until_disconnect(request, prompts())
+        except TimeoutError:
+            raise DeadlineError(limit or 0.0) from None
+        running = self.async_llm.start_pooling(
+            ids,
+            pooling,
+            label_of(request.scope),
+            priority=body.priority or 0,
+            cache_salt=(salt_of(request.scope, body.cache_salt) or "").encode(),
+            timeout_s=limit,
+            spent_s=time.monotonic() - begun,
+            data_parallel_rank=rank,
+        )
+        try:
+            running.request_id, running.response_id = request_id_of(request.scope), response_id
+            running.client = client_of(request.scope, body.user)
+            record.started(running, streamed=False)
+            return await until_disconnect(request, running.outputs())
+        finally:
+            running.close()
+
+
+def usage(outputs: list[PooledOutput]) -> dict[str, Any]:
+    """Tokens of all prompts; none is generated."""
+    total = sum(output.prompt_tokens for output in outputs)
+    cached = sum(output.cached_tokens for output in outputs)
+    return {"prompt_tokens": total, "total_tokens": total, "prompt_tokens_details": {"cached_tokens": cached}}

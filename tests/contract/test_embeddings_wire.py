@@ -1,0 +1,250 @@
+"""`/v1/embeddings` and `/pooling` as a client sees them, around an engine whose vectors depend on the tokens alone."""
+
+from __future__ import annotations
+
+import base64
+import math
+from array import array
+
+import anyio
+import numpy as np
+import openai
+import pytest
+
+from engine.errors import QueueFullError
+from engine.pooling_params import PoolingParams
+from server.llm.pooler_config import PoolerConfig, Task
+from tests.contract.conftest import INFO, vectors_of
+
+HIDDEN_SIZE = INFO.hidden_size
+EMBEDS = PoolerConfig(
+    Task.EMBED, "modules.json", "last", True, prompts={"query": "Find: ", "document": ""}, dimensions=()
+)
+
+
+@pytest.fixture
+def embeds(make_stage):
+    """`embeds(kind="mean", …)`: a stage whose model embeds."""
+
+    def make(pooler=EMBEDS, **options):
+        return make_stage(pooler=pooler, **options)
+
+    return make
+
+
+def post(stage, path, body, **headers):
+    async def send():
+        async with stage.client(headers=headers) as client:
+            return await client.post(path, json=body)
+
+    return anyio.run(send)
+
+
+def pooled(request):
+    """The vectors that the engine has for a request, as lists."""
+    return np.array(vectors_of(request), np.float32).reshape(-1, HIDDEN_SIZE).tolist()
+
+
+def unit(row):
+    row = np.array(row, np.float64)
+    return (row / np.sqrt((row * row).sum())).astype(np.float32)
+
+
+def test_every_form_of_input_has_its_vectors_in_order(embeds, tokenizer):
+    stage = embeds()
+    texts = ["The sea is blue", "Grass", "The sea is blue"]
+    ids = [tokenizer.encode(text) for text in texts]
+    for form, wanted in ((texts[0], ids[:1]), (texts, ids), (ids[1], ids[1:2]), (ids, ids)):
+        before = len(stage.engine.requests)
+        answer = post(stage, "/v1/embeddings", {"input": form}, **{"X-Request-Id": "known"}).json()
+        requests = stage.engine.requests[before:]
+        assert [list(request.prompt_token_ids) for request in requests] == wanted
+        assert {request.pooling for request in requests} == {PoolingParams("last")}
+        total = sum(map(len, wanted))
+        assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] == total
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == sum(len(one) // 2 for one in wanted)
+        assert (answer["object"], answer["model"], answer["id"]) == ("list", "demo", "embd-known")
+        assert [(item["object"], item["index"]) for item in answer["data"]] == [
+            ("embedding", index) for index in range(len(wanted))
+        ]
+        for item, request in zip(answer["data"], requests, strict=True):
+            assert np.array_equal(np.array(item["embedding"], np.float32), unit(pooled(request)[0]))
+    assert stage.state.num_in_flight == 0
+    assert stage.counters.prompt_tokens == sum(len(request.prompt_token_ids) for request in stage.engine.requests)
+    assert stage.counters.generation_tokens == 0
+    assert stage.counters.finished["stop"] == len(stage.engine.requests)
+
+
+def test_base64_has_the_bits_of_the_floats(embeds):
+    stage = embeds()
+    floats = post(stage, "/v1/embeddings", {"input": "x y z"}).json()["data"][0]["embedding"]
+    packed = post(stage, "/v1/embeddings", {"input": "x y z", "encoding_format": "base64"}).json()
+    assert array("f", base64.b64decode(packed["data"][0]["embedding"])).tolist() == floats
+
+
+def test_dimensions_are_cut_and_normalised_again_where_the_model_allows_it(embeds):
+    stage = embeds()
+    vector = post(stage, "/v1/embeddings", {"input": "x", "dimensions": 3}).json()["data"][0]["embedding"]
+    assert len(vector) == 3
+    assert math.isclose(sum(number * number for number in vector), 1, rel_tol=1e-6)
+    raw = post(stage, "/v1/embeddings", {"input": "x", "dimensions": 3, "normalize": False}).json()["data"][0]
+    assert raw["embedding"] == pooled(stage.engine.requests[-1])[0][:3]
+    for dimensions, refused in ((None, 3), ((2, 4), 3), ((), HIDDEN_SIZE + 1)):
+        answer = post(
+            embeds(PoolerConfig(Task.EMBED, dimensions=dimensions)),
+            "/v1/embeddings",
+            {"input": "x", "dimensions": refused},
+        )
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "dimensions")
+    for dimensions in (None, (2, 3)):
+        body = {"input": "x", "dimensions": HIDDEN_SIZE}
+        assert post(embeds(PoolerConfig(Task.EMBED, dimensions=dimensions)), "/v1/embeddings", body).status_code == 200
+
+
+def test_prompts_of_the_model_stand_before_texts(embeds, tokenizer):
+    stage = embeds()
+    post(stage, "/v1/embeddings", {"input": ["a", "b"], "prompt_name": "query"})
+    assert [list(request.prompt_token_ids) for request in stage.engine.requests] == [
+        tokenizer.encode(text) for text in ("Find: a", "Find: b")
+    ]
+    default = PoolerConfig(Task.EMBED, prompts={"query": "Find: "}, default_prompt="query", lower_case=True)
+    stage = embeds(default)
+    post(stage, "/v1/embeddings", {"input": "ABC"})
+    assert list(stage.engine.requests[-1].prompt_token_ids) == tokenizer.encode("find: abc")
+    for body in ({"input": "a", "prompt_name": "nope"}, {"input": [1, 2], "prompt_name": "query"}):
+        error = post(embeds(), "/v1/embeddings", body).json()["error"]
+        assert error["param"] == "prompt_name"
+
+
+def test_long_texts_are_refused_or_cut_at_their_end(embeds, tokenizer):
+    stage = embeds(PoolerConfig(Task.EMBED, max_len=16))
+    text = "one two three " * 40
+    ids = tokenizer.encode(text)
+    for given in (text, ids):
+        error = post(stage, "/v1/embeddings", {"input": ["short", text] if given is text else ids}).json()["error"]
+        assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
+        assert "16" in error["message"]
+        assert not stage.engine.requests
+    for given in (text, ids):
+        for truncate, kept in ((-1, 16), (7, 7)):
+            answer = post(stage, "/v1/embeddings", {"input": given, "truncate_prompt_tokens": truncate})
+            assert answer.status_code == 200
+            assert list(stage.engine.requests[-1].prompt_token_ids) == ids[:kept]
+    whole = post(stage, "/v1/embeddings", {"input": "one two", "truncate_prompt_tokens": 16})
+    assert whole.json()["usage"]["prompt_tokens"] == len(tokenizer.encode("one two"))
+
+
+def test_pooling_has_a_vector_for_each_token(embeds):
+    stage = embeds()
+    answer = post(stage, "/pooling", {"input": ["one two three", "four"], "normalize": False}).json()
+    for item, request in zip(answer["data"], stage.engine.requests, strict=True):
+        assert request.pooling == PoolingParams("token")
+        assert item["data"] == pooled(request)
+    answer = post(stage, "/pooling", {"input": "four", "task": "embed", "encoding_format": "base64"}).json()
+    same = post(stage, "/v1/embeddings", {"input": "four", "encoding_format": "base64"}).json()
+    assert answer["data"][0] == {"object": "pooling", "index": 0, "data": same["data"][0]["embedding"]}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"),
+        ({"input": []}, "input"),
+        ({"input": ""}, "input"),
+        ({"input": [[]]}, "input"),
+        ({"input": [1, "x"]}, "input"),
+        ({"input": [4096]}, "input"),
+        ({"input": ["x"] * 2049}, "input"),
+        ({"input": "x", "encoding_format": "int8"}, "encoding_format"),
+        ({"input": "x", "dimensions": 0}, "dimensions"),
+        ({"input": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"input": "x", "priority": 11}, "priority"),
+        ({"input": "x", "model": "nope"}, "model"),
+    ],
+)
+def test_what_is_wrong_is_refused_by_name(embeds, body, param):
+    stage = embeds()
+    answer = post(stage, "/v1/embeddings", body)
+    assert answer.status_code in (400, 404)
+    assert answer.json()["error"]["param"].split("[")[0] == param
+    assert not stage.engine.requests
+
+
+def test_models_refuse_what_they_do_not_make(embeds, make_stage):
+    generates, scores = make_stage(), make_stage(pooler=PoolerConfig(Task.SCORE, kind="logits", answers=(1, 2)))
+    pair, pairs = {"text_1": "a", "text_2": "b"}, {"query": "a", "documents": ["b"]}
+    vectors = [("/v1/embeddings", {"input": "x"}), ("/pooling", {"input": "x"})]
+    scoring = [(path, pair) for path in ("/v1/score", "/score")]
+    scoring += [(path, pairs) for path in ("/v1/rerank", "/v2/rerank", "/rerank")]
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    texts = [("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", chat), ("/v1/responses", {"input": "x"})]
+    texts += [("/v1/completions/render", {"prompt": "x"})]
+    for stage, refused in ((generates, vectors + scoring), (embeds(), texts), (scores, vectors + texts)):
+        for path, body in refused:
+            answer = post(stage, path, body)
+            assert answer.status_code == 400, (path, answer.text)
+            error = answer.json()["error"]
+            assert (error["param"], error["code"]) == ("model", "unsupported_by_model"), path
+            assert "/v1/" in error["message"]
+        assert not stage.engine.requests
+
+
+def test_models_and_capabilities_say_what_is_made(embeds, make_stage):
+    async def ask(stage):
+        async with stage.client() as client:
+            return [(await client.get(path)).json() for path in ("/v1/models", "/v1/capabilities")]
+
+    models, known = anyio.run(ask, embeds())
+    assert (models["data"][0]["task"], models["data"][0]["chat"]) == ("embed", False)
+    assert known["features"]["task"] == "embed"
+    assert known["pooling"]["prompts"] == {"query": "Find: ", "document": ""}
+    assert (known["pooling"]["hidden_size"], known["pooling"]["dimensions"]) == (HIDDEN_SIZE, "any")
+    models, known = anyio.run(ask, make_stage())
+    assert (models["data"][0]["task"], known["pooling"]) == ("generate", None)
+
+
+def test_time_limits_full_queues_and_failures_are_this_requests_error(embeds):
+    slow = post(embeds(pause_after=0), "/v1/embeddings", {"input": ["x", "y"], "timeout": 0.05})
+    assert slow.status_code == 408
+    full = post(embeds(refuse=QueueFullError("The queue is full.", 2.4)), "/v1/embeddings", {"input": "x"})
+    assert (full.status_code, full.headers["retry-after"]) == (429, "3")
+    failed = embeds(fail_after=0)
+    assert post(failed, "/v1/embeddings", {"input": "x"}).status_code == 500
+    assert post(failed, "/v1/embeddings", {"input": "x", "timeout": -1}).status_code == 400
+    assert failed.state.num_in_flight == 0
+
+
+def test_a_key_is_asked_for_and_counted(embeds, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("search secret-of-search\n")
+    stage = embeds(api_key_file=str(keys))
+    assert post(stage, "/v1/embeddings", {"input": "x"}).status_code == 401
+    used = post(stage, "/v1/embeddings", {"input": "x"}, Authorization="Bearer secret-of-search").json()["usage"]
+    assert stage.counters.by_key["search"] == [1, used["prompt_tokens"], 0]
+
+
+def test_a_client_that_leaves_aborts_its_prompts(embeds, wait_for, make_server):
+    running = make_server(pooler=EMBEDS, pause_after=0)
+    with pytest.raises(openai.APITimeoutError):
+        openai.OpenAI(base_url=f"{running.url}/v1", api_key="x", timeout=0.5, max_retries=0).embeddings.create(
+            model="demo", input=["x", "y"]
+        )
+    wait_for(lambda: len(running.stage.engine.aborted) == 2)
+    wait_for(lambda: running.stage.state.num_in_flight == 0)
+
+
+def test_the_official_client_reads_both_encodings(make_server):
+    running = make_server(pooler=EMBEDS)
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0) as client:
+        packed = client.embeddings.create(model="demo", input=["a b", "c"])  # the client asks for base64 itself
+        plain = client.embeddings.create(model="demo", input=["a b", "c"], encoding_format="float")
+    assert [item.embedding for item in packed.data] == [item.embedding for item in plain.data]
+    assert packed.usage.total_tokens == plain.usage.total_tokens > 0
+
+
+def test_every_field_of_the_official_client_is_known(make_stage):
+    from openai.types import EmbeddingCreateParams
+
+    from server.protocol.pooling.embedding import EmbeddingRequest
+
+    assert set(EmbeddingCreateParams.__annotations__) <= set(EmbeddingRequest.model_fields)

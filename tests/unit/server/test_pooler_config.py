@@ -1,0 +1,146 @@
+"""What a checkpoint is served for, as its files say; what cannot be followed is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engine.errors import StartupError
+from server.llm.pooler_config import PoolerConfig, Task
+from server.tokenizer.tokenizer import Tokenizer
+
+DEMO = Path(__file__).resolve().parents[3] / "models" / "oarlock-demo"
+TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
+POOLING = {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
+NORMALIZE = {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"}
+DENSE = {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"}
+SCORE = {"type": "sentence_transformers.cross_encoder.modules.logit_score.LogitScore", "path": "1_LogitScore"}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """`checkpoint(architecture, modules, **files)`: its directory. `1_Pooling/config.json` is the file `pooling`."""
+    names = {
+        "pooling": "1_Pooling/config.json",
+        "score": "1_LogitScore/config.json",
+        "transformer": "sentence_bert_config.json",
+        "prompts": "config_sentence_transformers.json",
+    }
+
+    def make(architecture="Qwen3ForCausalLM", modules=None, config=None, **files):
+        written = {"config.json": {"architectures": [architecture], **(config or {})}}
+        if modules is not None:
+            written["modules.json"] = modules
+        for name, content in (written | {names[name]: content for name, content in files.items()}).items():
+            file = tmp_path / name
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(json.dumps(content))
+        return tmp_path
+
+    return make
+
+
+@pytest.fixture
+def tokenizer():
+    loaded = Tokenizer.load(DEMO)
+    yield loaded
+    loaded.close()
+
+
+def test_a_causal_model_generates_unless_its_files_or_the_option_say_otherwise(checkpoint):
+    folder = checkpoint()
+    assert PoolerConfig.load(folder).task is Task.GENERATE
+    pooling = PoolerConfig.load(folder, "pooling")
+    assert (pooling.task, pooling.kind, pooling.normalize, pooling.dimensions) == (Task.EMBED, "last", True, None)
+    checkpoint(modules=[TRANSFORMER, POOLING], pooling={"pooling_mode_lasttoken": True})
+    assert PoolerConfig.load(folder).task is Task.EMBED
+    assert PoolerConfig.load(folder, "generate").task is Task.GENERATE
+
+
+@pytest.mark.parametrize(
+    ("pooling", "kind"),
+    [
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "cls"),
+        ({"pooling_mode_mean_tokens": True}, "mean"),
+        ({"pooling_mode_lasttoken": True, "include_prompt": True}, "last"),
+        ({"pooling_mode": "lasttoken"}, "last"),
+        ({"pooling_mode": ["mean"]}, "mean"),
+        ({}, "mean"),
+    ],
+)
+def test_the_pooling_module_says_how(checkpoint, pooling, kind):
+    for modules, normalize in (([TRANSFORMER, POOLING], False), ([TRANSFORMER, POOLING, NORMALIZE], True)):
+        found = PoolerConfig.load(checkpoint("BertModel", modules, pooling=pooling))
+        assert (found.task, found.kind, found.normalize, found.source) == (Task.EMBED, kind, normalize, "modules.json")
+
+
+def test_prompts_lengths_and_dimensions_are_read(checkpoint):
+    folder = checkpoint(
+        modules=[TRANSFORMER, POOLING, NORMALIZE],
+        config={"matryoshka_dimensions": [512, 128]},
+        pooling={"pooling_mode": "lasttoken"},
+        transformer={"max_seq_length": 128, "do_lower_case": True},
+        prompts={"prompts": {"query": "Q: ", "document": ""}, "default_prompt_name": "query"},
+    )
+    found = PoolerConfig.load(folder)
+    assert (found.max_len, found.lower_case, found.dimensions) == (128, True, (128, 512))
+    assert (found.prompts, found.default_prompt) == ({"query": "Q: ", "document": ""}, "query")
+    assert PoolerConfig.load(checkpoint(config={"is_matryoshka": True}), "pooling").dimensions == ()
+
+
+def test_rerankers_are_known_by_their_answers(checkpoint, tokenizer):
+    module = PoolerConfig.load(
+        checkpoint(modules=[TRANSFORMER, SCORE], score={"true_token_id": 5, "false_token_id": 6})
+    )
+    assert (module.task, module.kind, module.answers) == (Task.SCORE, "logits", (6, 5))
+    one = PoolerConfig.load(checkpoint(modules=[TRANSFORMER, SCORE], score={"true_token_id": 5}))
+    assert one.answers == (5,)
+    for found in (
+        PoolerConfig.load(checkpoint(), answers=("a", "b")),
+        PoolerConfig.load(checkpoint(config={"classifier_from_token": ["a", "b"]})),
+    ):
+        assert (found.task, found.answers) == (Task.SCORE, ("a", "b"))
+        assert found.with_answer_ids(tokenizer).answers == tuple(
+            tokenizer.encode(word, add_special_tokens=False)[0] for word in ("a", "b")
+        )
+    with pytest.raises(StartupError, match="tokens"):
+        PoolerConfig.load(checkpoint(), answers=("no", "a long answer")).with_answer_ids(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"modules": [TRANSFORMER, POOLING, DENSE], "pooling": {}}, "Dense"),
+        ({"modules": [POOLING], "pooling": {}}, "Pooling"),
+        ({"modules": []}, "none"),
+        ({"modules": {}}, "list"),
+        ({"modules": [TRANSFORMER, POOLING], "pooling": {"pooling_mode_max_tokens": True}}, "max"),
+        ({"modules": [TRANSFORMER, POOLING], "pooling": {"pooling_mode": ["cls", "mean"]}}, "cls and mean"),
+        (
+            {
+                "modules": [TRANSFORMER, POOLING],
+                "pooling": {"include_prompt": False},
+                "prompts": {"prompts": {"query": "Q: "}},
+            },
+            "include_prompt",
+        ),
+        ({"modules": [TRANSFORMER, POOLING], "pooling": {}, "transformer": {"max_seq_length": "x"}}, "max_seq_length"),
+        ({"modules": [TRANSFORMER, POOLING], "pooling": {}, "prompts": {"prompts": [1]}}, "prompts"),
+        ({"modules": [TRANSFORMER, POOLING], "pooling": {}, "prompts": {"default_prompt_name": "q"}}, "default_prompt"),
+        ({"modules": [TRANSFORMER, SCORE], "score": {}}, "answers"),
+        ({"architecture": "BertForSequenceClassification"}, "BertForSequenceClassification"),
+        ({"config": {"classifier_from_token": ["a", "b", "c"]}}, "classifier-from-token"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_by_name(checkpoint, options, named):
+    with pytest.raises(StartupError) as caught:
+        PoolerConfig.load(checkpoint(**options))
+    assert named in f"{caught.value.cause} {caught.value.fix}"
+
+
+def test_texts_of_a_model_that_makes_none_are_refused(checkpoint):
+    with pytest.raises(StartupError, match="BertModel"):
+        PoolerConfig.load(checkpoint("BertModel"), "generate")
+    assert PoolerConfig.load(checkpoint("BertModel")).kind == "mean"
