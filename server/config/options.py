@@ -125,9 +125,9 @@ class Option:
             if self.kind is float and not math.isfinite(item):
                 raise self._wrong(item, "a finite number")
             if self.minimum is not None and item < self.minimum:
-                raise self._wrong(item, f"at least {self.minimum:g}")
+                raise self._wrong(item, f"at least {_number(self.minimum)}")
             if self.maximum is not None and item > self.maximum:
-                raise self._wrong(item, f"at most {self.maximum:g}")
+                raise self._wrong(item, f"at most {_number(self.maximum)}")
             if self.kind is str and not item:
                 raise self._wrong(item, "not empty")
         return value
@@ -169,6 +169,11 @@ class Option:
 def option(default: Any, *, help: str, example: str, group: str, **metadata: Any) -> Any:
     """A dataclass field with the metadata of an `Option`."""
     return dataclasses.field(default=default, metadata=dict(help=help, example=example, group=group, **metadata))
+
+
+def _number(value: float) -> str:
+    """As a person would write it: 16,777,216, and not 1.67772e+07."""
+    return f"{value:,.0f}" if value >= 1e5 else f"{value:g}"
 
 
 def describe(cls: type[DataclassInstance]) -> dict[str, Option]:

@@ -53,6 +53,7 @@ def test_the_level_of_the_kernels_is_no_option_and_no_mistake():
         ({}, "[database]\nport = 1", "table [database]", "without [database]"),
         ({"OARLOCK_PORT": "many"}, "", "--port is 'many'", "--port 8080"),
         ({"OARLOCK_PORT": "70000"}, "", "at most 65535", "--port"),
+        ({"OARLOCK_MAX_MODEL_LEN": "99999999"}, "", "at most 16,777,216", "--max-model-len"),
         ({}, 'port = "8000"', "of type integer", "--port"),
         ({}, "port = true", "of type integer", "--port"),
         ({}, 'device = "gpu"', "did you mean cpu", "--device"),
