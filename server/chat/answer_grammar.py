@@ -9,6 +9,7 @@ from engine.errors import RequestError
 from engine.sampling_params import Grammar
 from server.chat.prompt import ChatPrompt
 from server.chat.tool_parsers.grammar import SpecialIds, delimited, delimiter, literal, pattern_text, schema_rule
+from server.chat.tool_parsers.harmony import after_thoughts, final_head
 
 
 def answer_grammar(own: Grammar | None, prompt: ChatPrompt, special_ids: SpecialIds) -> Grammar | None:
@@ -22,9 +23,13 @@ def answer_grammar(own: Grammar | None, prompt: ChatPrompt, special_ids: Special
     if own is None and tools is not None and tools.is_strict:
         body, rules = tools.format.optional_calls(special_ids)
         return _whole(body, f"{rules}\n{tools.call_rules(special_ids)}", prompt, special_ids, "tools")
-    if own is None or not (tools or prompt.may_think or prompt.is_thinking):
+    if own is None or not (tools or prompt.may_think or prompt.is_thinking or prompt.harmony is not None):
         return own
     rules = _rule("answer", own)
+    if prompt.harmony:  # the answer has begun, and goes on
+        return Grammar("lark", f"start: answer\n{rules}", own.param)
+    if prompt.harmony is not None:
+        rules = f"{_rule('text', own)}\nanswer: {final_head(special_ids)} text"
     if tools is None or not tools.format.is_parsed:
         return _whole("answer", rules, prompt, special_ids, own.param)
     return _whole("(answer | calls)", f"{rules}\n{tools.call_rules(special_ids)}", prompt, special_ids, own.param)
@@ -32,6 +37,9 @@ def answer_grammar(own: Grammar | None, prompt: ChatPrompt, special_ids: Special
 
 def _whole(body: str, rules: str, prompt: ChatPrompt, special_ids: SpecialIds, param: str) -> Grammar:
     """The grammar of an answer that is `body`; before it a model that thinks may finish its thoughts."""
+    if prompt.harmony is not None:
+        body, before = after_thoughts(body, special_ids)
+        return Grammar("lark", f"start: {body}\n{before}\n{rules}", param)
     if not (prompt.may_think or prompt.is_thinking):
         return Grammar("lark", f"start: {body}\n{rules}", param)
     marks = prompt.reasoning

@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.types import FinishReason
-from server.chat.events import ContentDelta, MessageEvent, ToolCallStart, merged
+from server.chat.events import ContentDelta, MessageEvent, ReasoningDelta, ToolCallStart, merged
 from server.chat.reasoning_parser import THINK, ReasoningFormat, ReasoningParser
 from server.chat.tool_choice import ToolChoice
+from server.chat.tool_parsers.harmony import HarmonyParser
 from server.llm.output_processor import Delta
 
 TOOL_CALLS = "tool_calls"
@@ -24,21 +25,28 @@ class AnswerShape:
     is_thinking: bool = False
     tool_choice: ToolChoice | None = None
     reasoning: ReasoningFormat = THINK
+    harmony: str | None = None  # for answers in Harmony: what the prompt holds of this one
 
     @property
     def is_plain(self) -> bool:
         """Whether the text of the answer is its content, with nothing to parse."""
-        return not (self.may_think or self.is_thinking or self.tool_choice)
+        return not (self.may_think or self.is_thinking or self.tool_choice or self.harmony is not None)
 
 
 class MessageParser:
     """One choice's message as it grows."""
 
     def __init__(self, shape: AnswerShape) -> None:
-        thinks = shape.may_think or shape.is_thinking
+        thinks = (shape.may_think or shape.is_thinking) and shape.harmony is None
         choice = shape.tool_choice
         self._reasoning_parser = ReasoningParser(shape.is_thinking, shape.reasoning) if thinks else None
         self._tool_parser = choice.parser() if choice else None
+        self._thought_tokens = 0  # of an answer in Harmony, whose thoughts the tool parser reads
+        if shape.harmony is not None:
+            messages = self._tool_parser if isinstance(self._tool_parser, HarmonyParser) else HarmonyParser({})
+            messages.thoughts = ReasoningDelta if shape.may_think else ContentDelta
+            messages.push(shape.harmony)
+            self._tool_parser = messages
         self._is_named = choice is not None and choice.is_named
         self._only_calls = choice is not None and choice.must_call
         self._num_calls = 0
@@ -46,7 +54,7 @@ class MessageParser:
     @property
     def reasoning_tokens(self) -> int:
         """Tokens of the reasoning so far, its tags included."""
-        return self._reasoning_parser.num_tokens if self._reasoning_parser else 0
+        return self._reasoning_parser.num_tokens if self._reasoning_parser else self._thought_tokens
 
     def push(self, delta: Delta) -> list[MessageEvent]:
         """The events that one piece of the choice's text completes."""
@@ -61,6 +69,8 @@ class MessageParser:
                 parsed += self._tool_parser.push(event.text) if isinstance(event, ContentDelta) else [event]
             if delta.finish_reason is not None:
                 parsed += self._tool_parser.flush()
+            if any(isinstance(event, ReasoningDelta) for event in parsed) and self._reasoning_parser is None:
+                self._thought_tokens += delta.num_tokens
             # Where calls are forced, the rest is their packing, or the beginning of one that was cut short.
             events = [event for event in parsed if not (self._only_calls and isinstance(event, ContentDelta))]
         self._num_calls += sum(isinstance(event, ToolCallStart) for event in events)

@@ -15,6 +15,7 @@ from server.chat.message_parser import AnswerShape
 from server.chat.reasoning_parser import FORMATS, THINK, ReasoningFormat
 from server.chat.tool_choice import ToolChoice, resolve_tool_choice
 from server.chat.tool_parsers.base import ToolFormat
+from server.chat.tool_parsers.harmony import HARMONY, TURN
 from server.chat.tool_parsers.registry import choose
 from server.protocol.chat_completion import ChatRequest
 from server.protocol.chat_messages import ChatMessage
@@ -35,26 +36,32 @@ class ChatPrompt:
     may_think: bool  # the answer may begin with thoughts
     is_thinking: bool  # it goes on inside them
     reasoning: ReasoningFormat = THINK  # how they are marked
+    harmony: str | None = None  # where answers are in Harmony: what the prompt's end holds of this one already
 
     @property
     def delimiters(self) -> tuple[str, ...]:
         """What the answer's parsers look for, and so stays in its text even where it is a special token."""
+        if self.harmony is not None:
+            return HARMONY.delimiters
         calls = self.tool_choice.format.delimiters if self.tool_choice else ()
         return (*calls, *self.reasoning.tokens) if self.may_think or self.is_thinking else calls
 
     @property
     def shape(self) -> AnswerShape:
         """What may be in the answer."""
-        return AnswerShape(self.may_think, self.is_thinking, self.tool_choice, self.reasoning)
+        return AnswerShape(self.may_think, self.is_thinking, self.tool_choice, self.reasoning, self.harmony)
 
 
 async def render_prompt(tokenizer: Tokenizer, request: ChatRequest) -> ChatPrompt:
     """The prompt of a request, rendered by the tokenizer's threads. Raises `RequestError`."""
     template = tokenizer.template
-    tool_format = choose(template.source, template.parsers.get("tool_call_parser"))
+    tool_format = choose(template.source, template.parsers)
     choice = resolve_tool_choice(request, tool_format)
     size = sum(len(message.text) for message in request.messages)
     text = await tokenizer.run(lambda: _render(tokenizer, request, tool_format, choice), size)
+    if tool_format is HARMONY:
+        thinks = tokenizer.template.parsers.get("reasoning_parser") != "none"
+        return ChatPrompt(text, choice, thinks, False, harmony=text.rpartition(TURN)[2] if TURN in text else "")
     return ChatPrompt(text, choice, *_thoughts(tokenizer, text, request))
 
 

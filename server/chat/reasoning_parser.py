@@ -30,6 +30,9 @@ class ReasoningFormat:
         return self.special or (self.start, self.end)
 
 
+HARMONY = ReasoningFormat(
+    "openai_gptoss", "gpt-oss; its calls and thoughts go together", "<|channel|>analysis<|message|>", "<|end|>"
+)  # parsed with the calls
 THINK = ReasoningFormat(
     "deepseek_r1", "DeepSeek, Qwen 3, GLM, Kimi and most others", "<think>", "</think>", aliases=("qwen3", "glm45")
 )
@@ -145,7 +148,7 @@ def _partial(text: str, mark: str) -> int:
 def as_markdown() -> str:
     """The table of the documentation."""
     rows = ["| `--reasoning-parser` | models | thoughts |", "|---|---|---|"]
-    for known in FORMATS:
+    for known in [*FORMATS, HARMONY]:
         names = ", ".join(f"`{name}`" for name in (known.name, *known.aliases))
         written = f"{known.start}…{known.end}".replace("|", "\\|").replace("\n", "↵")
         rows.append(f"| {names} | {known.models} | `{written}` |")

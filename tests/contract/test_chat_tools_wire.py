@@ -10,6 +10,7 @@ import jsonschema
 import openai
 import pytest
 
+from server.chat.tool_parsers.harmony import HARMONY
 from server.chat.tool_parsers.registry import FORMATS
 from tests.contract.conftest import chat_tokenizer
 from tests.unit.server import chat_templates as templates
@@ -39,6 +40,7 @@ def _post(stage, body):
 def _streamed(stage, body):
     """The same answer from a stream: choices put together as the official client does, and the usage."""
     response = _post(stage, {**body, "stream": True, "stream_options": {"include_usage": True}})
+    assert response.status_code == 200, response.text
     lines = [line for line in response.text.split("\n\n") if line.startswith("data: ")]
     assert lines[-1] == "data: [DONE]"
     events = [json.loads(line[6:]) for line in lines[:-1]]
@@ -202,6 +204,18 @@ def test_every_format_is_found_in_the_template_and_read(chat, tool_format, is_sp
         assert json.loads(call["function"]["arguments"]) == {"a": "é <b>"}
         assert not choice["message"]["content"]
         assert choice["finish_reason"] == "tool_calls"
+
+
+def test_an_answer_in_harmony_needs_no_tools_to_be_read(chat):
+    marks = HARMONY.delimiters
+    reply = "<|channel|>analysis<|message|>Hm 😀<|end|><|start|>assistant<|channel|>final<|message|>Hello"
+    stage = chat(reply, f"{{{{ messages | length }}}}{{# {''.join(marks)} #}}<|start|>assistant", special=marks[1:])
+    plain, (streamed, usage) = _post(stage, {}).json(), _streamed(stage, {})
+    for choice in (plain["choices"][0], streamed[0]):
+        assert choice["message"]["reasoning_content"] == "Hm 😀"
+        assert choice["message"]["content"] == "Hello"
+    assert usage == plain["usage"]
+    assert 0 < usage["completion_tokens_details"]["reasoning_tokens"] < usage["completion_tokens"] - 6
 
 
 def test_thoughts_have_both_names_and_are_counted(chat):

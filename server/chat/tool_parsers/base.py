@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from server.chat.events import ArgumentsDelta, ContentDelta, MessageEvent, ToolCallStart, merged
+from server.chat.events import ArgumentsDelta, ContentDelta, MessageEvent, ReasoningDelta, ToolCallStart, merged
 from server.chat.tool_parsers.call_parser import NoCallError, Tools
 from server.chat.tool_parsers.call_script import CallReader
 from server.chat.tool_parsers.grammar import SpecialIds, ToolSchema
@@ -62,7 +62,9 @@ class ToolParser(ABC):
         self._closers: list[str] = []  # that have not come since the last call
         self._rewind = ""  # the end of an attempt that was no call: it may begin a delimiter
         self._attempt: list[str] = []  # what is content if it turns out to be no call
-        self._sink: type[ContentDelta | ArgumentsDelta] = ContentDelta  # broken arguments last to the next delimiter
+        self._sink: type[ContentDelta | ReasoningDelta | ArgumentsDelta] = (
+            ContentDelta  # broken arguments last to the next delimiter
+        )
         self._blank: list[str] = []  # white space that is content only if other characters follow
         self._has_words = False  # since the start, or since the last call
         self._num_calls = 0

@@ -6,7 +6,10 @@ writes them in the form that the model was trained on.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from server.chat.tool_parsers.base import ToolFormat
+from server.chat.tool_parsers.harmony import HARMONY
 from server.chat.tool_parsers.hermes import GENERIC, HERMES, UNKNOWN
 from server.chat.tool_parsers.json_list import GRANITE, PHI4_MINI, PHI4_MINI_JSON
 from server.chat.tool_parsers.llama import LLAMA
@@ -15,6 +18,7 @@ from server.chat.tool_parsers.named import DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2
 from server.chat.tool_parsers.xml import GLM45, QWEN3_CODER, SEED_OSS
 
 FORMATS: list[ToolFormat] = [
+    HARMONY,
     MISTRAL,
     MISTRAL_NAMED,
     DEEPSEEK_V3,
@@ -32,8 +36,11 @@ FORMATS: list[ToolFormat] = [
 ]
 
 
-def choose(template: str, name: str | None) -> ToolFormat:
-    """The format of that name, which is one of them; without a name, the one that is found out from the template."""
+def choose(template: str, parsers: Mapping[str, str]) -> ToolFormat:
+    """The format that the operator named (`ChatTemplate.parsers`), or else the one that the template shows."""
+    name = parsers.get("tool_call_parser")
+    if parsers.get("reasoning_parser") == "openai_gptoss":
+        return HARMONY
     if name is None:
         return detect(template)
     if name == HERMES.name and GENERIC.matches(template):

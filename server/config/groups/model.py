@@ -9,6 +9,7 @@ from server.config.options import option
 # Names of formats, and other names of the same ones. What they mean is in server/chat, which tests compare.
 TOOL_CALL_PARSERS = (
     "auto",
+    "openai",
     "hermes",
     "generic",
     "llama3",
@@ -28,7 +29,18 @@ TOOL_CALL_PARSERS = (
     "glm45",
     "glm47",
 )
-REASONING_PARSERS = ("auto", "none", "deepseek_r1", "qwen3", "glm45", "mistral", "seed_oss", "granite", "gemma4")
+REASONING_PARSERS = (
+    "auto",
+    "none",
+    "deepseek_r1",
+    "qwen3",
+    "glm45",
+    "mistral",
+    "seed_oss",
+    "granite",
+    "gemma4",
+    "openai_gptoss",
+)
 _GROUP = "Model"
 
 

@@ -178,6 +178,19 @@ def test_how_thoughts_are_marked_is_found_out_or_named(marks):
     assert prompt.shape == AnswerShape()
 
 
+@pytest.mark.parametrize(("parsers", "thinks"), [({}, True), ({"reasoning_parser": "none"}, False)])
+def test_an_answer_in_harmony_goes_on_where_the_prompt_ends(parsers, thinks):
+    source = (
+        "{% for m in messages %}<|start|>{{ m.role }}<|channel|>final<|message|>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+    )
+    _, prompt = _prompt(source, TURNS[:1], parsers)
+    assert prompt.shape == AnswerShape(may_think=thinks, harmony="")
+    last = {"role": "assistant", "content": "Sure: "}
+    _, prompt = _prompt(source, [TURNS[0], last], parsers, continue_final_message=True, add_generation_prompt=False)
+    assert prompt.harmony == "<|channel|>final<|message|>Sure: "
+
+
 def test_the_operator_names_the_format_of_calls():
     _, prompt = _prompt(DUMP, TURNS[:1], tools=[TOOL], parsers={"tool_call_parser": "glm45"})
     assert prompt.tool_choice is not None

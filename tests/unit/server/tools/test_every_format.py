@@ -18,14 +18,16 @@ from server.chat.answer_grammar import answer_grammar
 from server.chat.events import ArgumentsDelta, ContentDelta, ToolCallStart, merged
 from server.chat.prompt import ChatPrompt
 from server.chat.reasoning_parser import FORMATS as MARKS
+from server.chat.reasoning_parser import HARMONY as HARMONY_MARKS
 from server.chat.tool_choice import resolve_tool_choice
+from server.chat.tool_parsers.harmony import HARMONY
 from server.chat.tool_parsers.hermes import GENERIC, UNKNOWN
 from server.chat.tool_parsers.registry import FORMATS, choose, detect
 from server.config.groups.model import REASONING_PARSERS, TOOL_CALL_PARSERS
 from server.config.settings import Settings
 from server.llm.model_files import find_files
 from server.protocol.chat_completion import ChatRequest
-from tests.unit.server.tools.written import ARGUMENTS_AS_TEXT, TEMPLATES, WRITERS
+from tests.unit.server.tools.written import ARGUMENTS_AS_TEXT, ONE_CALL, TEMPLATES, WRITERS
 
 TOKENIZER = Path(__file__).resolve().parents[4] / "models" / "oarlock-demo" / "tokenizer.json"
 SCHEMA = {
@@ -122,7 +124,7 @@ def test_what_is_written_is_read_and_admitted(compiler, tool_format, calls, data
         (name, {key: arguments[key] for key in TOOLS[name]["properties"] if key in arguments})
         for name, arguments in calls
     ]
-    if tool_format.name == "llama3":
+    if tool_format.name in ONE_CALL:
         calls = calls[:1]
     text = WRITERS[tool_format.name](calls)
     for pieces in ([text], list(text), _cut(data, text)):
@@ -147,7 +149,7 @@ def test_what_is_forced_is_bound(compiler, tool_format):
     assert _admits(named, compiler, write([("now", {})]))
     assert not _admits(named, compiler, write([("f", good)]))
     two = write([("now", {}), ("f", good)])
-    assert _admits(bound, compiler, two) is (tool_format.name != "llama3")
+    assert _admits(bound, compiler, two) is (tool_format.name not in ONE_CALL)
     alone = _matcher(compiler, tool_format, parallel_tool_calls=False)
     assert not _admits(alone, compiler, two)
     assert _admits(alone, compiler, write([("now", {})]))
@@ -199,6 +201,9 @@ def test_how_the_text_is_cut_never_matters(tool_format, data):
 @every_format
 def test_what_is_no_call_is_content_to_the_character(tool_format):
     write = WRITERS[tool_format.name]
+    if tool_format is HARMONY:  # each message has a head, which is packing
+        assert _parse(HARMONY.parser(TOOLS), [write([("unknown", {})])]) == [ContentDelta("{}")]
+        return
     opening = write([("now", {})]).partition("now")[0]
     texts = [write([("unknown", {})]), f"a {opening}x y", opening[:-1], f"{opening}{opening}no", f"b\n{opening}"]
     for text in texts:
@@ -246,14 +251,14 @@ def test_arguments_that_cannot_be_written_as_texts_are_refused(name):
 def test_the_operator_chooses_by_any_name_of_a_format():
     names = [name for known in FORMATS for name in (known.name, *known.aliases)]
     assert sorted(names) == sorted(set(names)) == sorted(set(TOOL_CALL_PARSERS) - {"auto"})
-    assert choose(TEMPLATES["llama3"], "glm47").name == "glm45"
-    assert choose(TEMPLATES["llama3"], None).name == "llama3"
-    assert choose("{{ messages }}", "hermes") is GENERIC
+    assert choose(TEMPLATES["llama3"], {"tool_call_parser": "glm47"}).name == "glm45"
+    assert choose(TEMPLATES["llama3"], {}).name == "llama3"
+    assert choose("{{ messages }}", {"tool_call_parser": "hermes"}) is GENERIC
     settings = Settings(model=str(TOKENIZER.parent), tool_call_parser="glm47", reasoning_parser="none")
     files = asyncio.run(find_files(settings, print))
     tokenizer, plain = files.load_tokenizer(), dataclasses.replace(files, parsers={}).load_tokenizer()
     assert tokenizer.template.parsers == {"tool_call_parser": "glm47", "reasoning_parser": "none"}
     assert tokenizer.digest != plain.digest  # answers may differ
     tokenizer.close(), plain.close()
-    marks = [name for known in MARKS for name in (known.name, *known.aliases)]
+    marks = [name for known in [*MARKS, HARMONY_MARKS] for name in (known.name, *known.aliases)]
     assert sorted(marks) == sorted(set(marks)) == sorted(set(REASONING_PARSERS) - {"auto", "none"})

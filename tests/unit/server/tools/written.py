@@ -68,6 +68,12 @@ def _kimi(calls: Calls) -> str:
     return "<|tool_calls_section_begin|>" + "".join(written) + "<|tool_calls_section_end|>"
 
 
+def _harmony(calls: Calls) -> str:
+    head = "<|channel|>commentary to=functions."
+    written = [f"{head}{name} <|constrain|>json<|message|>{_json(arguments)}" for name, arguments in calls]
+    return "<|call|><|start|>assistant".join(written)
+
+
 WRITERS: dict[str, Callable[[Calls], str]] = {
     "hermes": _hermes,
     "generic": _hermes,
@@ -84,10 +90,13 @@ WRITERS: dict[str, Callable[[Calls], str]] = {
     "qwen3_coder": lambda calls: _qwen("<tool_call>", "</tool_call>", "\n", calls),
     "seed_oss": lambda calls: _qwen("<seed:tool_call>", "</seed:tool_call>", "", calls),
     "glm45": _glm,
+    "openai": _harmony,
 }
+ONE_CALL = ("llama3", "openai")  # models that were not trained to write several
 ARGUMENTS_AS_TEXT = ("qwen3_coder", "seed_oss", "glm45")
 
 TEMPLATES = {
+    "openai": "{{ tools }} '<|start|>assistant<|channel|>commentary to=functions.' <|message|>",
     "hermes": "{{ tools }} '<tool_call>\\n{\"name\": ' + call.name + '\\n</tool_call>'",
     "generic": "{{ messages }}",
     "unknown": "{{ tools }} <call>",

@@ -1,0 +1,133 @@
+"""Harmony, the format of gpt-oss: an answer is a row of messages, each with a channel and perhaps a recipient.
+
+`analysis` holds thoughts, `final` the answer, and `commentary` with a recipient `functions.name` a call. The tokens are
+those of OpenAI's published description of the format.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from server.chat.events import ContentDelta, MessageEvent, ReasoningDelta
+from server.chat.tool_parsers import grammar
+from server.chat.tool_parsers.base import ToolFormat, ToolParser
+from server.chat.tool_parsers.call_parser import CallParser, Tools
+from server.chat.tool_parsers.call_script import CallReader
+from server.chat.tool_parsers.grammar import SpecialIds, ToolSchema, delimiter, literal
+
+START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
+END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
+TURN = f"{START}assistant"  # what a prompt ends with
+_HEAD_BEGINS = (START, CHANNEL, "to=", CONSTRAIN, MESSAGE, "assistant")
+_MAX_HEAD = 512  # characters
+_RECIPIENT = re.compile(r"\bto=functions\.([\w.-]+)")
+
+
+class HarmonyParser(ToolParser):
+    """The messages of one answer. Heads and the tokens around messages are packing; text without a head is content."""
+
+    DELIMITERS = (START, CHANNEL, END, CALL, RETURN)
+
+    def __init__(self, tools: Tools, parallel: bool = True) -> None:
+        super().__init__(tools, parallel)
+        self.thoughts: type[ReasoningDelta | ContentDelta] = ReasoningDelta  # what they are taken for
+        self._head = ""
+        self._in_message = False
+        self._spoke: set[type[MessageEvent]] = set()  # of what there has been a message
+        self._begin_head("")  # the prompt ends with `TURN`
+
+    def flush(self) -> list[MessageEvent]:
+        if not self._searching and self._call is None:
+            self._attempt = []  # a head that was cut short
+        return super().flush()
+
+    def _reader(self, delimiter: str) -> CallReader:
+        raise NotImplementedError(f"{delimiter} begins a head, which names the function")
+
+    def _begin_head(self, delimiter: str) -> None:
+        self._searching, self._call = False, None
+        self._head = delimiter if delimiter != START else ""
+        self._attempt = [delimiter]
+
+    def _on_delimiter(self, delimiter: str, events: list[MessageEvent]) -> None:
+        if delimiter in (START, CHANNEL):
+            self._begin_head(delimiter)
+        elif not self._in_message:
+            events.append(ContentDelta(delimiter))
+        self._in_message = False
+
+    def _on_character(self, character: str, events: list[MessageEvent]) -> bool:
+        if self._call is not None:
+            return self._follow_call(self._call, character, events)
+        head = self._head + character
+        begun = head.lstrip()
+        if len(head) > _MAX_HEAD or not any(begun.startswith(text) or text.startswith(begun) for text in _HEAD_BEGINS):
+            return self._give_up(events)
+        self._head = head
+        self._attempt.append(character)
+        if character == ">" and head.endswith(MESSAGE):
+            self._begin_message(head, events)
+        return True
+
+    def _begin_message(self, head: str, events: list[MessageEvent]) -> None:
+        self._attempt = []
+        self._in_message = self._searching = True
+        recipient = _RECIPIENT.search(head)
+        if recipient and recipient[1] in self._tools:
+            self._begin_call("", CallParser(self._tools, recipient[1]))
+            return
+        self._sink = self.thoughts if f"{CHANNEL}analysis" in head else ContentDelta
+        if self._sink in self._spoke:
+            events.append(self._sink("\n"))
+        self._spoke.add(self._sink)
+
+
+def _message(rule: str, channels: str, special_ids: SpecialIds) -> str:
+    """`rule`: a message of one of these channels with any text, and the beginning of the next; and what that needs."""
+    mark = {text: delimiter(text, special_ids) for text in (START, CHANNEL, MESSAGE, END)}
+    head = f"{mark[CHANNEL]} ({channels}) {mark[MESSAGE]}"
+    rules = f"{rule}: {head} {rule}_text {mark[START]} {literal('assistant')}\n"
+    if END in special_ids:  # a special token is never part of a text
+        return f"{rules}{rule}_text: {rule.upper()} {mark[END]}\n{rule.upper()}: /(?s:.*)/"
+    return f"{rules}{rule}_text[suffix={literal(END)}]: /(?s:.*)/"
+
+
+def after_thoughts(body: str, special_ids: SpecialIds) -> tuple[str, str]:
+    """(the same body with a message of thoughts before it, or none; the rules that this needs)."""
+    return f"thoughts? {body}", _message("thoughts", literal("analysis"), special_ids)
+
+
+def final_head(special_ids: SpecialIds) -> str:
+    """What comes before the text of an answer."""
+    return f"{delimiter(CHANNEL, special_ids)} {literal('final')} {delimiter(MESSAGE, special_ids)}"
+
+
+def _forced_calls(tools: Sequence[ToolSchema], most: int, special_ids: SpecialIds) -> str:
+    """One call: the model's turn ends with it."""
+    channel, message = delimiter(CHANNEL, special_ids), delimiter(MESSAGE, special_ids)
+    kind = f"{literal(' ')} {delimiter(CONSTRAIN, special_ids)} {literal('json')}"
+    rules = [f"calls: {channel} tail", f"tail: {literal('commentary to=functions.')} call", grammar.one_of_calls(tools)]
+    for index, (name, _) in enumerate(tools):
+        rules.append(f"call_{index}: {literal(name)} {kind} {message} args_{index}")
+    return "\n".join([*rules, *grammar.arguments(tools)])
+
+
+def _optional_calls(special_ids: SpecialIds) -> tuple[str, str]:
+    """Any messages, and then an answer or a call."""
+    if CHANNEL not in special_ids:  # a tokenizer of another model: one text, and perhaps a call
+        return grammar.text_then_calls(CHANNEL, special_ids)
+    rules = _message("told", f"{literal('analysis')} | {literal('commentary')}", special_ids)
+    return f"told* (calls | {final_head(special_ids)} FINAL)", f"{rules}\nFINAL: /(?s:.*)/"
+
+
+HARMONY = ToolFormat(
+    name="openai",
+    models="gpt-oss",
+    example=f'{CHANNEL}commentary to=functions.f {CONSTRAIN}json{MESSAGE}{{"a": "x"}}{CALL}',
+    parser=HarmonyParser,
+    delimiters=(START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN),
+    matches=lambda template: CHANNEL in template and MESSAGE in template and START in template,
+    forced_calls=_forced_calls,
+    optional_calls=_optional_calls,
+)
