@@ -73,7 +73,8 @@ def record_finish(stats: EngineStats, seq: Sequence, reason: FinishReason, now: 
     if reason in (FinishReason.ABORT, FinishReason.ERROR):
         return
     stats.e2e_latency_s.observe(now - seq.arrival_s)
-    stats.request_generation_tokens.observe(seq.num_generated_tokens)
+    if seq.pooling is None:
+        stats.request_generation_tokens.observe(seq.num_generated_tokens)
     if seq.first_token_s is not None:
         stats.decode_time_s.observe(now - seq.first_token_s)
         if seq.num_generated_tokens > 1:

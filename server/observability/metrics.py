@@ -63,7 +63,10 @@ _COUNTERS = {
     "oarlock:kv_event_batches": ("num_kv_event_batches", "Batches of KV events published."),
     "oarlock:kv_event_batches_dropped": ("num_kv_event_batches_dropped", "Batches of KV events that nobody got."),
     "oarlock:kv_event_overflows": ("num_kv_event_overflows", "Times that a subscriber fell behind and missed batches."),
-    "oarlock:nonfinite_logits": ("num_nonfinite", "Requests ended because the model's logits were not finite."),
+    "oarlock:nonfinite_logits": (
+        "num_nonfinite",
+        "Requests ended because the model's logits or vectors were not finite.",
+    ),
 }
 _HISTOGRAMS = {
     "vllm:time_to_first_token_seconds": ("time_to_first_token_s", "Time to first token."),

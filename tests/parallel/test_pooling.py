@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
 from engine.errors import NOT_FINITE
 from engine.pooling_params import KINDS, PoolingParams
@@ -79,6 +80,10 @@ def spoilt(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Thr
     started = start(folder, check_weights=False, tie_word_embeddings=False)
     yield started
     started.close()
+
+
+ROUNDING = {"float32": 2.0**-25, "bfloat16": 2.0**-9}  # of one number
+NUMBERS_OF = {kind: range(place, 2 * len(KINDS), len(KINDS)) for place, kind in enumerate(KINDS)}
 
 
 def prompt_of(number: int) -> tuple[int, ...]:
@@ -217,29 +222,40 @@ def test_vectors_that_are_not_finite_end_their_request_alone(
     engine.scheduler.audit()
 
 
-def test_vectors_are_transformers_hidden_states(path: Path, alone: dict[int, bytes]) -> None:
-    """No further from float64 than twice what transformers itself is, and a few last places."""
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("qwen3", "float32"), ("gemma2", "float32"), ("llama", "bfloat16"), ("qwen2", "bfloat16")]
+)
+def test_vectors_are_transformers_hidden_states(tmp_path: Path, family: str, dtype: str) -> None:
+    """The bound of `tests/golden/layer_compare.py`: twice transformers' own distance from float64, or one rounding."""
+    model_path = make_tiny(tmp_path, family, head_dim=32, dtype=getattr(torch, dtype))
+    started = start(model_path, dtype=dtype)
+    try:
+        answers = DirectEngine(started, max_num_batched_tokens=64).run(pooling_requests())
+    finally:
+        started.close()
+    model = ExactReference(model_path, [], getattr(torch, dtype)).model
+    theirs = reference_of(model)
+    with in_float64(model):
+        truth = reference_of(model)
+    ours = {kind: np.concatenate([answers[n].pooled for n in numbers]) for kind, numbers in NUMBERS_OF.items()}
+    for kind in KINDS:
+        bound = 2 * max(rms(theirs[kind] - truth[kind]), ROUNDING[dtype] * rms(truth[kind]))
+        assert rms(ours[kind] - truth[kind]) <= bound, kind
+
+
+def rms(numbers: np.ndarray) -> float:
+    return float(np.sqrt(np.square(numbers).mean()))
+
+
+def reference_of(model: PreTrainedModel) -> dict[str, np.ndarray]:
+    """By kind: the values of all its requests, one behind the other, as float64."""
+    found: dict[str, list[torch.Tensor]] = {kind: [] for kind in KINDS}
     for request in pooling_requests():
-        truth, theirs = reference_of(path, request)
-        got = np.frombuffer(alone[request.request_id], np.float32).astype(np.float64)
-        theirs_off, ours_off = np.abs(theirs - truth).max(), np.abs(got - truth).max()
-        assert ours_off <= 2 * theirs_off + 4 * np.finfo(np.float32).eps * np.abs(truth).max()
-
-
-def reference_of(path: Path, request: Request) -> tuple[np.ndarray, np.ndarray]:
-    """The request's vectors in float64, and transformers' own in float32."""
-    assert request.pooling is not None
-    kind, model = request.pooling.kind, ExactReference(path, []).model
-
-    def found() -> np.ndarray:
         with torch.inference_mode():
             output = model(torch.tensor([request.prompt_token_ids]), output_hidden_states=True)
         hidden, logits = output.hidden_states[-1][0].double(), output.logits[0].double()
-        if kind == "logits":
-            return logits[-1, list(NAMED)].numpy()
-        wanted = {"last": hidden[-1:], "mean": hidden.mean(0, keepdim=True), "cls": hidden[:1], "token": hidden}
-        return wanted[kind].flatten().numpy()
-
-    theirs = found()
-    with in_float64(model):
-        return found(), theirs
+        wanted = {"last": hidden[-1], "mean": hidden.mean(0), "cls": hidden[0], "token": hidden}
+        assert request.pooling is not None
+        kind = request.pooling.kind
+        found[kind].append(logits[-1, list(NAMED)] if kind == "logits" else wanted[kind].flatten())
+    return {kind: torch.cat(parts).numpy() for kind, parts in found.items()}

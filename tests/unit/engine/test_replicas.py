@@ -6,18 +6,21 @@ import json
 import os
 import random
 import signal
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from engine_fakes import expected_tokens, make_config, make_request
+from pooling_fakes import expected_vectors, make_pooling_request
 
 from engine.client import EngineClient
 from engine.config import EngineConfig
 from engine.data_parallel import replica
 from engine.engine_process import EngineProcess
 from engine.errors import EngineDeadError, StartupError, UnavailableError
+from engine.pooling_params import KINDS
 from engine.replicas import Replicas, start_engine
 from engine.types import FinishReason, TokenEvent
 
@@ -57,6 +60,32 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def collect(running: Replicas, request) -> list[TokenEvent]:
     return [event async for event in running.choose(request).generate(request)]
+
+
+def test_vectors_come_from_any_replica_and_an_abort_reaches_it() -> None:
+    async def scene() -> None:
+        async with started(config(2, make_config(max_num_batched_tokens=4), step_s=0.004)) as running:
+            requests = [
+                make_pooling_request(running.new_request_id(), [number % 7, *range(number)], KINDS[number % 5])
+                for number in range(1, 25)
+            ]
+            answers = await asyncio.gather(*(collect(running, request) for request in requests))
+            for request, events in zip(requests, answers, strict=True):
+                vectors = array("f", [number for event in events for number in event.pooled])
+                assert vectors.tobytes() == array("f", expected_vectors(request)).tobytes()
+                assert [event.finish_reason for event in events[-1:]] == [FinishReason.STOP]
+                assert not any(event.finish_reason or event.token_ids for event in events[:-1])
+            finished = [(await one.stats()).finished["stop"] for one in running.replicas]
+            assert sum(finished) == 24 and min(finished) > 0
+            left = make_pooling_request(running.new_request_id(), range(60), "token")
+            events = running.choose(left).generate(left)
+            assert (await anext(events)).pooled
+            await events.aclose()
+            while sum([(await one.stats()).finished["abort"] for one in running.replicas]) == 0:
+                await asyncio.sleep(0.01)
+            assert [(await one.stats()).num_blocks_held for one in running.replicas] == [0, 0]
+
+    run(scene)
 
 
 def kill(running: Replicas, number: int) -> None:
