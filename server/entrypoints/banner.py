@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 import time
-from typing import TextIO
+from typing import Any, TextIO
 
 from engine.types import EngineInfo
 from server.config.options import format_size
@@ -16,6 +16,16 @@ from server.observability.logs import event, logger
 _log = logger("start")
 _TYPICAL_CONTEXT = 4096
 _ON_CUDA = "not measured on a GPU yet: `oarlock verify` checks the numbers on this one, `make gpu-check` times it too"
+# What to try first: a path and a body, of a chat or of what the model is served for.
+_TRIALS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "What does os.path.join do?"}], "temperature": 0},
+    ),
+    "generate": ("/v1/completions", {"prompt": "import os\n", "max_tokens": 32, "temperature": 0}),
+    "embed": ("/v1/embeddings", {"input": ["The sea is blue"]}),
+    "score": ("/v1/rerank", {"query": "What is blue?", "documents": ["The sea is blue", "Grass is green"]}),
+}
 _PLAIN_STEP = 0.25  # without a terminal, a line per quarter is enough
 _PLAIN_S = 30.0  # and one as often for what a start waits for
 
@@ -80,9 +90,10 @@ def banner(
     seconds: dict[str, float],
     key: bool,
     page: bool = False,
+    task: str = "generate",
 ) -> str:
     """The summary of a successful start. `max_len`: tokens of prompt and answer; `key`: requests need an API key;
-    `page`: there is a web page."""
+    `page`: there is a web page. `task`: what the model is served for."""
     tokens = (info.num_blocks - 1) * info.block_size
     context = min(_TYPICAL_CONTEXT, max_len)
     users = _plural(info.data_parallel_size * (tokens // context), "user")
@@ -101,7 +112,7 @@ def banner(
         f"  steps    of up to {info.max_num_batched_tokens} tokens, called hung after {info.step_timeout_s:g} s",
         f"  started  in {total:.1f} s{f' ({phases})' if phases else ''}",
         *([f"  note     {_ON_CUDA}"] if info.device == "cuda" else []),
-        "  try      " + _curl(url, chat, key),
+        "  try      " + _curl(url, "chat" if chat else task, key),
     ]
     return "\n".join(["Oarlock is ready.", *lines])
 
@@ -126,17 +137,13 @@ def _kv_form(info: EngineInfo) -> str:
     return f"{info.kv_cache_dtype}, {format_size(info.kv_bytes_per_token_per_rank)} a token"
 
 
-def _curl(url: str, chat: bool, key: bool) -> str:
-    """A command for a shell."""
+def _curl(url: str, form: str, key: bool) -> str:
+    """A command for a shell. `form`: `chat`, or what the model is served for."""
     auth = " -H 'Authorization: Bearer KEY'" if key else ""
     if url.startswith("unix:"):
         url = f"--unix-socket {shlex.quote(url.removeprefix('unix:'))} http://localhost"
-    head = f"curl -s {url}/v1/{'chat/completions' if chat else 'completions'} -H 'Content-Type: application/json'{auth}"
-    if chat:
-        body = {"messages": [{"role": "user", "content": "What does os.path.join do?"}], "temperature": 0}
-    else:
-        body = {"prompt": "import os\n", "max_tokens": 32, "temperature": 0}
-    return f"{head} -d '{json.dumps(body)}'"
+    path, body = _TRIALS[form]
+    return f"curl -s {url}{path} -H 'Content-Type: application/json'{auth} -d '{json.dumps(body)}'"
 
 
 def _plural(number: int, word: str) -> str:

@@ -206,12 +206,13 @@ class Supervisor:
             )
         )
         names = served_names(self.settings)
-        chat = self._tokenizer.template.exists
+        chat = self._pooler.generates and self._tokenizer.template.exists
         key = self.settings.has_api_keys
         max_len = async_llm.input_processor.max_len
         self._manager.ready()
         seconds, page = self._progress.seconds, self.settings.web_page and self._url.startswith("http")
-        print(banner.banner(self._url, names, info, max_len, chat, seconds, key, page), flush=True)
+        task = str(self._pooler.task)
+        print(banner.banner(self._url, names, info, max_len, chat, seconds, key, page, task), flush=True)
 
     async def _on_engine_death(self, engine: RunningEngine) -> int:
         """Fail every open request. Returns the exit code of the cause."""

@@ -63,6 +63,11 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "json_schema": (None,),
     "guided_whitespace_pattern": (None,),
     "length_penalty": (None, 1),
+    # Of Cohere's and Jina's rerankers.
+    "max_tokens_per_doc": (None,),
+    "max_chunks_per_doc": (None,),
+    "rank_fields": (None, []),
+    "relevant_spans": (None, {"mode": "disabled"}),
 }
 
 

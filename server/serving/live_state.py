@@ -20,7 +20,8 @@ from server.version import VERSION
 _FRESH_S = 1.0
 _COMPUTING = frozenset(
     {
-        *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/pooling"),
+        *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
+        *("/v1/embeddings", "/pooling"),
         *("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"),
     }
 )

@@ -6,6 +6,7 @@ Rendered in the sandbox of `jinja_sandbox.py`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from datetime import datetime
 from functools import cached_property
@@ -22,6 +23,7 @@ from server.tokenizer.jinja_sandbox import Sandbox, TemplateLimitError
 
 MAX_SECONDS = 2.0  # of this thread's own CPU time: a busy machine does not make a template slow
 _TOOL_USE = "tool_use"
+_PAIR = ("query", "document")  # roles
 _MAX_TRIAL = 64 * 1024  # characters of a rendered trial conversation
 
 
@@ -82,8 +84,10 @@ class ChatTemplate:
 
     @cached_property
     def takes_pairs(self) -> bool:
-        """Whether a query and a document are written, as templates of rerankers do."""
-        return self._writes("query", "document")
+        """Whether it is a template for rerankers, which names the roles of a query and a document. One that writes any
+        role is none."""
+        named = all(re.search(rf"""['"]{role}['"]""", self.source) for role in _PAIR)
+        return named and self._writes(*_PAIR)
 
     def _writes(self, *roles: str) -> bool:
         """Whether turns of these roles are accepted and all of them written."""

@@ -24,7 +24,11 @@ async function learn() {
     const capabilities = await get("v1/capabilities");
     settings.describe(capabilities.models, capabilities.endpoints["/v1/chat/completions"].parameters);
     chat.hasChat = capabilities.features.chat;
-    chat.question.placeholder = chat.hasChat ? "Write a message" : "This model has no chat template: it serves /v1/completions only";
+    chat.question.placeholder = chat.hasChat
+      ? "Write a message"
+      : capabilities.features.task === "generate"
+        ? "This model has no chat template: it serves /v1/completions only"
+        : "This model writes no texts: it makes vectors or scores";
     $("empty").querySelector("h1").textContent = capabilities.models[0];
     document.title = `${capabilities.models[0]} · Oarlock`;
     chat.controls();

@@ -44,16 +44,22 @@ export class ModelView {
         ]),
         group("Server", [row("Oarlock", version), row("Prefix cache", shown("", features.prefix_caching)), row("Unknown parameters", features.unknown_parameters)]),
       ),
-      el("h2", {}, "From a program"), this.example(names[0], features.chat),
+      el("h2", {}, "From a program"), this.example(names[0], features.chat ? "chat" : features.task),
       getKey() ? "" : el("p", {}, el("a", { href: new URL("docs", base).href }, "Every route and parameter")),
     );
   }
 
-  example(name, isChat) {
+  example(name, form) {
     const address = new URL("v1", base).href;
     const auth = getKey() ? " -H 'Authorization: Bearer KEY'" : "";
-    const body = isChat ? { model: name, messages: [{ role: "user", content: "Hello" }] } : { model: name, prompt: "Once upon a time", max_tokens: 40 };
-    const text = `curl ${address}/${isChat ? "chat/completions" : "completions"} -H 'Content-Type: application/json'${auth} \\\n  -d '${JSON.stringify(body).replaceAll("'", "'\\''")}'`;
+    const [path, body] = {
+      chat: ["chat/completions", { messages: [{ role: "user", content: "Hello" }] }],
+      generate: ["completions", { prompt: "Once upon a time", max_tokens: 40 }],
+      embed: ["embeddings", { input: ["The sea is blue"] }],
+      score: ["rerank", { query: "What is blue?", documents: ["The sea is blue", "Grass is green"] }],
+    }[form];
+    const data = JSON.stringify({ model: name, ...body }).replaceAll("'", "'\\''");
+    const text = `curl ${address}/${path} -H 'Content-Type: application/json'${auth} \\\n  -d '${data}'`;
     const button = el("button", { class: "quiet", onclick: () => copy(text, button) }, "Copy");
     return el("div", { class: "code" }, el("div", { class: "code-head" }, el("span", {}, "curl"), button), el("pre", { tabindex: "0" }, el("code", {}, text)));
   }
