@@ -11,6 +11,7 @@ from starlette.types import ASGIApp
 from server.api.cors import Cors
 from server.api.error_shape import answer_of
 from server.api.middleware import METRICS, PROBES, ApiMiddleware
+from server.api.not_served import not_served
 from server.api.openapi.document import build, with_defaults
 from server.api.root_path import RootPath
 from server.api.routes import (
@@ -30,6 +31,7 @@ from server.api.routes import (
     tokenize,
     web_page,
 )
+from server.api.routes.batches import batches, files
 from server.config.allowed_hosts import AllowedHosts
 from server.config.api_keys import load_admin_key, load_keys
 from server.config.model_path import served_names
@@ -38,6 +40,7 @@ from server.errors import HttpError
 from server.observability.access_log import AccessLog
 from server.observability.metrics import HttpCounters
 from server.serving.base import OpenAIServing
+from server.serving.batches.serving import OpenAIServingBatches, open_batches
 from server.serving.chat_completion import OpenAIServingChatCompletion
 from server.serving.completion import OpenAIServingCompletion
 from server.serving.explain.endpoint import OpenAIServingExplain
@@ -50,31 +53,14 @@ from server.serving.server_state import ServerState
 from server.serving.tokenization import OpenAIServingTokenization
 from server.version import VERSION
 
-# Routes of OpenAI's API and of others that clients try, which are not served.
-_NOT_SERVED = (
-    "assistants",
-    "audio",
-    "batches",
-    "conversations",
-    "evals",
-    "files",
-    "fine_tuning",
-    "images",
-    "messages",
-    "moderations",
-    "realtime",
-    "threads",
-    "uploads",
-    "vector_stores",
-    "videos",
-)
-
 
 def create_app(settings: Settings, state: ServerState, counters: HttpCounters | None = None) -> ASGIApp:
     """The application for one server. It answers 503 until `state` is ready."""
     counters = counters or HttpCounters()
     app = application(settings, state, counters)
     counters.routes = frozenset(path for path in app.openapi()["paths"] if "{" not in path)
+    if settings.batch_dir is not None:
+        open_batches(settings, state, app.state)
     keys = load_keys(settings.api_key, settings.api_key_file)
     admin_key = load_admin_key(settings.admin_api_key, keys)
     if settings.otlp_traces_endpoint is not None:
@@ -120,6 +106,9 @@ def application(settings: Settings, state: ServerState, counters: HttpCounters) 
         admin,
     ):
         app.include_router(module.router)
+    if settings.batch_dir is not None:
+        app.include_router(files.router)
+        app.include_router(batches.router)
     if settings.web_page:
         app.include_router(web_page.router)
     app.add_exception_handler(HTTPException, _framework_error)
@@ -135,6 +124,7 @@ def application(settings: Settings, state: ServerState, counters: HttpCounters) 
         OpenAIServingTokenization,
         OpenAIServingLiveState,
         OpenAIServingExplain,
+        OpenAIServingBatches,
     ):
         setattr(app.state, endpoint.state_name, endpoint(settings, state, counters))
     servers = {} if settings.root_path is None else {"servers": [{"url": settings.root_path}]}
@@ -147,14 +137,8 @@ async def _framework_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path[:200]
     if error.status_code == 404:
-        family = next((known for known in _NOT_SERVED if path.removeprefix("/v1/").split("/")[0] == known), None)
-        if family is not None and path.startswith("/v1/"):
-            served = "/v1/completions, /v1/chat/completions, /v1/responses and /v1/messages"
-            message = f"{path} is not served here: this server answers {served}."
-            return answer_of(HttpError(404, message, code="route_not_supported"), request.scope)
-        return answer_of(
-            HttpError(404, f"There is no route {request.method} {path}.", code="route_not_found"), request.scope
-        )
+        unknown = HttpError(404, f"There is no route {request.method} {path}.", code="route_not_found")
+        return answer_of(not_served(path) or unknown, request.scope)
     if error.status_code == 405:
         message = f"{path} does not answer to {request.method}."
         allowed = (error.headers or {}).get("Allow", "")

@@ -150,6 +150,8 @@ SERVER_ONLY = frozenset(
         "response_store",
         "runner",
         "classifier_from_token",
+        "batch_dir",
+        "batch_dir_size",
         "strict_parameters",
         "strict_max_tokens",
         "always_stream_usage",

@@ -179,6 +179,8 @@ class Supervisor:
         async_llm = connect_engine(
             self.settings, self.state, self.counters, engine, tokenizer, generation_config, self._pooler
         )
+        if self.state.batches is not None:
+            self.state.batches.start()
         # Objects of the start live as long as the process: the garbage collector must not pause to scan them.
         gc.collect()
         gc.freeze()
@@ -234,6 +236,8 @@ class Supervisor:
         self._manager.stopping(self.settings.drain_timeout + _CLOSE_ENGINE_S + _ENGINE_EXIT_S)
         if self._manager.num_sockets:  # the next process gets the socket, and with it those that connect from now on
             self._server.stop_accepting()
+        if self.state.batches is not None:
+            await self.state.batches.stop()
         running = self.state.num_in_flight
         self._exit_within(self.settings.drain_timeout + 10.0, EXIT_DRAIN_TIMED_OUT)
         _log.info(logs.event("draining", requests=running, timeout_s=self.settings.drain_timeout))
@@ -271,6 +275,8 @@ class Supervisor:
             await self._engine.close(0.5 if self._abort.is_set() else _CLOSE_ENGINE_S)
         if self.state.tracer is not None:
             await self.state.tracer.close()
+        if self.state.batches is not None:
+            await self.state.batches.close()
         if self._tokenizer is not None:
             self._tokenizer.close()
         self.state.large_bodies.close()

@@ -49,6 +49,16 @@ class Heartbeat(Protocol):
     def replicas(self) -> Sequence[Liveness]: ...
 
 
+class Batches(Protocol):
+    """What the supervisor needs of the runner of batches."""
+
+    def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
 @dataclass
 class ServerState:
     """Written by the supervisor, except for the requests in flight and `drain`."""
@@ -64,6 +74,7 @@ class ServerState:
     large_bodies: LargeBodies = field(default_factory=LargeBodies)
     requests: RecentRequests = field(default_factory=RecentRequests)  # to generate
     tracer: RequestTracer | None = None  # None: no traces are sent
+    batches: Batches | None = None  # None: there is no --batch-dir
     num_in_flight: int = 0  # requests accepted and not yet answered to their last byte
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     stop: asyncio.Event = field(default_factory=asyncio.Event)  # the supervisor waits for it

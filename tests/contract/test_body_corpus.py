@@ -11,7 +11,7 @@ from tests.fuzz.bodies import routes_of
 from tests.fuzz.checks import problem_of
 from tests.fuzz.corpus import corpus
 
-NUM_ROUTES = 16
+NUM_ROUTES = 17
 EMBEDS = PoolerConfig(Task.EMBED, normalize=True)
 KIB = 1024
 # Everything small everywhere; large bodies where most can go wrong. The whole corpus everywhere is `make fuzz`.
@@ -30,8 +30,8 @@ def rounds(document, pooling):
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("pooler", [None, EMBEDS], ids=["generate", "embed"])
-def test_no_body_breaks_a_route(make_stage, pooler):
-    stage = make_stage(admin_api_key="boss", pooler=pooler)
+def test_no_body_breaks_a_route(make_stage, pooler, tmp_path):
+    stage = make_stage(admin_api_key="boss", pooler=pooler, batch_dir=str(tmp_path))
     problems = []
 
     async def send():

@@ -135,8 +135,8 @@ def run_once(command: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def demo():
-    """What `make serve` serves: no model named, every default."""
-    with RunningServer(None) as server:
+    """What `make serve` serves: no model named, every default, and a directory for the pages' batches."""
+    with RunningServer(None, env={"OARLOCK_BATCH_DIR": f"{SCRATCH.name}/batches"}) as server:
         yield server
 
 

@@ -15,6 +15,7 @@ import asyncio
 import secrets
 import subprocess
 import sys
+import tempfile
 import time
 
 from tests.e2e.running import DEMO, RunningServer
@@ -73,7 +74,10 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     seed = given.seed if given.seed is not None else secrets.randbelow(2**31)
     print(f"==> seed {seed}", flush=True)
-    with RunningServer(DEMO, *FLAGS, "-tp", given.tensor_parallel_size) as server:
+    with (
+        tempfile.TemporaryDirectory() as batches,
+        RunningServer(DEMO, *FLAGS, "--batch-dir", batches, "-tp", given.tensor_parallel_size) as server,
+    ):
         try:
             problems = fuzz(server, given.requests, seed, given.examples)
         except (AssertionError, OSError, subprocess.SubprocessError):

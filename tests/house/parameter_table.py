@@ -30,7 +30,7 @@ _MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
 
 def as_markdown() -> str:
     """Routes first, then the parameters of each body."""
-    document = application(Settings(), ServerState(), HttpCounters()).openapi()
+    document = application(Settings(batch_dir="batches"), ServerState(), HttpCounters()).openapi()
     found = endpoints(document)
     lines = ["| route | |", "|---|---|"]
     for path, operations in document["paths"].items():

@@ -38,7 +38,8 @@ def test_a_sentence_ends_at_its_full_stop():
 
 def routes() -> list[str]:
     """Every path of every endpoint family."""
-    modules = [importlib.import_module(f"server.api.routes.{found.name}") for found in pkgutil.iter_modules(folder)]
+    found = pkgutil.walk_packages(folder, "server.api.routes.")
+    modules = [importlib.import_module(one.name) for one in found if not one.ispkg]
     return [route.path for module in modules for route in module.router.routes]
 
 

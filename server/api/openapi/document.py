@@ -13,8 +13,9 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
-from server.api.openapi import response_schemas
+from server.api.openapi import batch_schemas, response_schemas
 from server.protocol.admin import AbortRequest
+from server.protocol.batches.request import CreateBatchRequest
 from server.protocol.chat_completion import ChatRequest
 from server.protocol.completion import CompletionRequest
 from server.protocol.messages.request import CountTokensRequest, MessagesRequest
@@ -38,6 +39,7 @@ _BODIES: tuple[type[BaseModel], ...] = (
     TokenizeChatRequest,
     DetokenizeRequest,
     AbortRequest,
+    CreateBatchRequest,
 )
 _ABOUT = (
     "OpenAI's wire format over a tensor-parallel engine. Every error has one shape: `Error`; on the routes of messages "
@@ -97,7 +99,7 @@ def build(app: FastAPI) -> dict[str, Any]:
         wanted: list[tuple[type[BaseModel], JsonSchemaMode]] = [(body, "validation") for body in _BODIES]
         _, definitions = models_json_schema(wanted, ref_template=_REF + "{model}")
         components = document.setdefault("components", {})
-        components["schemas"] = definitions["$defs"] | response_schemas.SCHEMAS
+        components["schemas"] = definitions["$defs"] | response_schemas.SCHEMAS | batch_schemas.SCHEMAS
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{}, {"key": []}]
         for path, operations in document["paths"].items():

@@ -4,27 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-_STRING = {"type": "string"}
-_NUMBER = {"type": "number"}
-_COUNT = {"type": "integer", "minimum": 0}
-_IDS = {"type": "array", "items": _COUNT}
-
-
-def _nullable(shape: dict[str, Any]) -> dict[str, Any]:
-    return {"anyOf": [shape, {"type": "null"}]}
-
-
-def _list(shape: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "array", "items": shape}
-
-
-def _object(required: dict[str, Any], optional: dict[str, Any] | None = None) -> dict[str, Any]:
-    return {"type": "object", "properties": {**required, **(optional or {})}, "required": list(required)}
-
-
-def _ref(name: str) -> dict[str, Any]:
-    return {"$ref": f"#/components/schemas/{name}"}
-
+from server.api.openapi.shapes import COUNT as _COUNT
+from server.api.openapi.shapes import IDS as _IDS
+from server.api.openapi.shapes import NUMBER as _NUMBER
+from server.api.openapi.shapes import STRING as _STRING
+from server.api.openapi.shapes import list_of as _list
+from server.api.openapi.shapes import nullable as _nullable
+from server.api.openapi.shapes import object_of as _object
+from server.api.openapi.shapes import ref as _ref
 
 _HEAD = {"id": _STRING, "object": _STRING, "created": _COUNT, "model": _STRING, "system_fingerprint": _STRING}
 _FINISH = {"type": "string", "enum": ["stop", "length", "tool_calls", "timeout", "abort"]}

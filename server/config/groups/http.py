@@ -105,6 +105,21 @@ class HttpSettings:
         help="memory for the responses of /v1/responses that previous_response_id goes on from, the oldest dropped "
         "first; 0: none is kept",
     )
+    batch_dir: str | None = option(
+        None,
+        group=_GROUP,
+        example="/var/lib/oarlock/batches",
+        help="directory for /v1/files and /v1/batches, served only with it; batches go on after a restart",
+    )
+    batch_dir_size: int = option(
+        16 * 2**30,
+        group=_GROUP,
+        example="64GiB",
+        is_bytes=True,
+        minimum=2**20,
+        maximum=2**50,
+        help="what the files of --batch-dir may hold together; more is refused (413), and a batch ends as failed",
+    )
     strict_parameters: bool = option(
         False,
         group=_GROUP,

@@ -154,8 +154,18 @@ class AnswerFile:
     With a second file, what has failed goes there.
     """
 
-    def __init__(self, path: Path, requests: RequestFile, failures: Path | None = None) -> None:
-        """Raises `StartupError` for a file that cannot be written, is in use, or has answers to other requests."""
+    def __init__(
+        self,
+        path: Path,
+        requests: RequestFile,
+        failures: Path | None = None,
+        reserve: Callable[[int], None] | None = None,
+    ) -> None:
+        """`reserve`: is told of bytes before they are written, fewer than 0 for what was cut off; it may refuse them
+        with an `OSError`.
+
+        Raises `StartupError` for a file that cannot be written, is in use, or has answers to other requests.
+        """
         self.done: set[str] = set()  # ids with an answer that stays
         self.num_failed = 0  # of these
         self.num_dropped = 0  # answers that another try may change, and torn ones
@@ -164,7 +174,7 @@ class AnswerFile:
         try:
             for each in (path, failures):
                 if each is not None:
-                    self._files.append(_Lines(each))
+                    self._files.append(_Lines(each, reserve or (lambda num_bytes: None)))
                     self._files[-1].mend(self._stays)
         except BaseException:
             for file in self._files:
@@ -224,8 +234,9 @@ class AnswerFile:
 class _Lines:
     """One file of answers, open and locked."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, reserve: Callable[[int], None]) -> None:
         self._path = path
+        self._reserve = reserve
         self._file = _opened(path)
         self._size = 0  # bytes of whole lines
         try:
@@ -249,18 +260,22 @@ class _Lines:
                 self._file.write(line)
                 self._file.seek(next_at)
             write_at += len(line)
+        dropped = self._file.tell() - write_at
         self._file.truncate(write_at)
         self._file.flush()
+        self._reserve(-dropped)
         self._size = write_at
 
     def append(self, line: bytes) -> None:
         """Raises `OSError`; then the file is as before."""
+        self._reserve(len(line))
         written = 0
         try:
             while written < len(line):
                 written += os.pwrite(self._file.fileno(), line[written:], self._size + written)
         except OSError:
             os.ftruncate(self._file.fileno(), self._size)
+            self._reserve(-len(line))
             raise
         self._size += written
 

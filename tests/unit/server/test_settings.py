@@ -146,6 +146,8 @@ SERVER_OPTIONS = {
     "response_store",
     "runner",
     "classifier_from_token",
+    "batch_dir",
+    "batch_dir_size",
     "access_log",
     "otlp_traces_endpoint",
     "tokenizer",

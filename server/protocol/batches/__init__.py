@@ -1,0 +1,1 @@
+"""The requests of `/v1/files` and `/v1/batches`."""

@@ -1,0 +1,130 @@
+"""The directory of `--batch-dir`: uploaded files, answers and batches, of which each state survives a kill.
+
+A description is a JSON file that is replaced as a whole. Names on the disk are ids made here, never a client's words.
+One server at a time has the directory.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from engine.errors import StartupError
+
+FILE_ID, BATCH_ID = re.compile(r"file-[0-9a-f]{24}"), re.compile(r"batch_[0-9a-f]{24}")
+_KindT = TypeVar("_KindT")
+_FOLDERS = ("files", "batches", "work", "uploads")
+
+
+class BatchDirectory:
+    """Locked while it is open. Calls may come from several threads."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        """`max_bytes`: of all contents. Raises `StartupError` if it cannot be used."""
+        self.path = path
+        self.max_bytes = max_bytes
+        self._guard = threading.Lock()
+        try:
+            for folder in _FOLDERS:
+                (path / folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            cause = f"The directory of batches {path} cannot be used: {error.strerror}."
+            raise StartupError(cause, "Give --batch-dir a directory that this user may write to.") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            cause = f"The directory of batches {path} is in use by another server."
+            raise StartupError(cause, "Stop that server, or give --batch-dir another directory.") from None
+        for left in (path / "uploads").iterdir():  # of uploads that a kill has ended
+            left.unlink()
+        self.num_bytes = sum(file.stat().st_size for folder in ("files", "work") for file in (path / folder).iterdir())
+
+    def close(self) -> None:
+        """Another server may have it. A second call changes nothing."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def reserve(self, num_bytes: int) -> None:
+        """Count so many bytes more (or fewer, below 0). Raises `OSError` (EDQUOT) beyond the limit."""
+        with self._guard:
+            if num_bytes > 0 and self.num_bytes + num_bytes > self.max_bytes:
+                raise OSError(errno.EDQUOT, f"--batch-dir-size of {self.max_bytes} bytes is used up")
+            self.num_bytes += num_bytes
+
+    def content(self, file_id: str) -> Path:
+        """Where the content of a file is."""
+        return self.path / "files" / file_id
+
+    def work(self, batch_id: str, kind: str) -> Path:
+        """Where answers of a batch are collected. `kind`: `output` or `errors`."""
+        return self.path / "work" / f"{batch_id}.{kind}"
+
+    def new_upload(self) -> Path:
+        """A file for what is not complete yet."""
+        return self.path / "uploads" / secrets.token_hex(12)
+
+    def save(self, folder: str, name: str, value: dict[str, Any]) -> None:
+        """Replace a description; it is on the disk when this returns. Raises `OSError`."""
+        path = self.path / folder / f"{name}.json"
+        written = json.dumps(value).encode()
+        temporary = self.path / "uploads" / f"{name}.json"
+        try:
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(written)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        _sync(path.parent)
+
+    def adopt(self, source: Path, file_id: str, description: dict[str, Any]) -> None:
+        """Make `source` the content of a file. Raises `OSError`; a kill in between leaves `source` as it was."""
+        self.save("files", file_id, description)
+        source.replace(self.content(file_id))
+        _sync(self.content(file_id).parent)
+
+    def remove(self, file_id: str, num_bytes: int) -> None:
+        """Delete a file and its description."""
+        self.content(file_id).unlink(missing_ok=True)
+        (self.path / "files" / f"{file_id}.json").unlink(missing_ok=True)
+        self.reserve(-num_bytes)
+
+    def forget(self, batch_id: str) -> None:
+        """Delete a batch's description."""
+        (self.path / "batches" / f"{batch_id}.json").unlink(missing_ok=True)
+
+    def descriptions(
+        self, folder: str, pattern: re.Pattern[str], kind: Callable[..., _KindT]
+    ) -> Iterator[tuple[str, _KindT]]:
+        """Every id and description of a folder. Raises `StartupError` for one that cannot be read."""
+        for path in sorted((self.path / folder).glob("*.json")):
+            if not pattern.fullmatch(path.stem):
+                continue
+            try:
+                yield path.stem, kind(**json.loads(path.read_bytes()))
+            except (OSError, ValueError, TypeError) as error:
+                cause = f"{path} cannot be read: {error}."
+                raise StartupError(cause, "Remove it, or give --batch-dir another directory.") from None
+
+
+def _sync(folder: Path) -> None:
+    """What was renamed in it is on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,333 @@
+"""Runs batches behind the server's other requests, and goes on with them after a restart.
+
+The answers on the disk are the truth: a batch that a kill has ended is read again from its file of requests, what has
+an answer is left alone, and each request has one line in the end. Descriptions only say how far a batch has come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from engine.errors import EngineDeadError
+from engine.types import MAX_PRIORITY
+from server.errors import HttpError, retry_after
+from server.observability.logs import event, logger
+from server.serving.batches.batch import UNANSWERED, Batch
+from server.serving.batches.batch_file import AnswerFile, BatchRequest, RequestFile, WrongBatchError
+from server.serving.batches.batch_run import BatchRun
+from server.serving.batches.directory import BATCH_ID, BatchDirectory
+from server.serving.batches.endpoints import BatchEndpoints
+from server.serving.batches.files import FileStore, StoredFile, log_failure, new_id
+from server.serving.batches.turns import Turns
+from server.serving.server_state import ServerState
+
+MAX_REQUESTS = 50_000  # of one batch
+MAX_BATCHES = 10_000  # that are remembered, the oldest that have ended forgotten first
+MAX_OPEN = 256
+_AT_ONCE = 4  # batches that are answered side by side
+_OUTPUT, _ERRORS = "output", "errors"
+_log = logger("batch")
+_ResultT = TypeVar("_ResultT")
+
+
+@dataclass(slots=True)
+class _Job:
+    """An open batch and its files, which only the thread of its disk touches."""
+
+    batch: Batch
+    disk: ThreadPoolExecutor
+    stop: asyncio.Event = field(default_factory=asyncio.Event)  # it was cancelled
+    requests: RequestFile | None = None
+    answers: AnswerFile | None = None
+
+    async def on_disk(self, function: Callable[..., _ResultT], *arguments: Any) -> _ResultT:
+        return await asyncio.get_running_loop().run_in_executor(self.disk, function, *arguments)
+
+
+class BatchRunner:
+    """All batches of one directory. Its methods belong on the event loop."""
+
+    def __init__(
+        self, directory: BatchDirectory, files: FileStore, endpoints: BatchEndpoints, state: ServerState, max_line: int
+    ) -> None:
+        """`max_line`: bytes of a request. Raises `StartupError`."""
+        self.files = files
+        files.is_used = self._reads
+        self._directory = directory
+        self._endpoints = endpoints
+        self._state = state
+        self._max_line = max_line
+        self._batches = dict(directory.descriptions("batches", BATCH_ID, Batch))
+        self._jobs: dict[str, _Job] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._active = asyncio.Semaphore(_AT_ONCE)
+        self._is_stopping = False
+
+    def start(self) -> None:
+        """Go on with what was open. The engine is there."""
+        info = self._state.async_llm.engine.info if self._state.async_llm else None
+        assert info is not None, "batches start when the server is ready"
+        self._turns = Turns(info.data_parallel_size * info.max_num_seqs, self._state)
+        for batch in sorted(self._batches.values(), key=lambda batch: batch.id):
+            if batch.is_open:
+                self._begin(batch)
+
+    async def stop(self) -> None:
+        """Answer nothing more: what is open goes on with the next start."""
+        self._is_stopping = True
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def close(self) -> None:
+        """Give the directory back. A second call changes nothing."""
+        await self.stop()
+        self.files.disk.shutdown()
+        self._directory.close()
+
+    def all_of(self, owner: str | None) -> list[Batch]:
+        """An owner's batches, their counts as of now."""
+        return [self._counted(batch) for batch in self._batches.values() if batch.owner == owner]
+
+    def get(self, owner: str | None, batch_id: str) -> Batch:
+        """Raises `HttpError` (404), also for a batch of another key."""
+        found = self._batches.get(batch_id)
+        if found is None or found.owner != owner:
+            message = f"There is no batch '{batch_id[:64]}' here (any more)."
+            raise HttpError(404, message, param="batch_id", code="batch_not_found")
+        return self._counted(found)
+
+    async def create(self, batch: Batch) -> None:
+        """Keep a new batch, and begin with it. Raises `HttpError`, and `OSError` when it cannot be kept."""
+        if len(self._jobs) >= MAX_OPEN:
+            message = f"{MAX_OPEN} batches are open already. Retry when one has ended."
+            raise HttpError(429, message, code="too_many_batches", headers=retry_after(60))
+        if len(self._batches) >= MAX_BATCHES:
+            self._forget(min(one.id for one in self._batches.values() if not one.is_open))
+        await self._save(batch)
+        self._batches[batch.id] = batch
+        if not self._is_stopping:  # else the next start begins with it
+            self._begin(batch)
+
+    async def cancel(self, batch: Batch) -> None:
+        """Raises `HttpError` (409) when it has ended, and `OSError`."""
+        if not batch.is_open:
+            message = f"The batch '{batch.id}' is {batch.status}: there is nothing to cancel."
+            raise HttpError(409, message, param="batch_id", code="batch_ended")
+        job = self._jobs.get(batch.id)
+        if job is None or batch.status == "finalizing":
+            return  # all answers are there, in a moment it has ended
+        batch.enter("cancelling")
+        await self._save(batch)
+        job.stop.set()
+
+    def _begin(self, batch: Batch) -> None:
+        job = self._jobs[batch.id] = _Job(batch, ThreadPoolExecutor(1, "batch"))
+        if batch.status == "cancelling":
+            job.stop.set()
+        task = asyncio.create_task(self._live(job))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _live(self, job: _Job) -> None:
+        """From wherever the batch is to its end, or to that of the server."""
+        batch = job.batch
+        try:
+            try:
+                if batch.status != "finalizing":
+                    outcome = await self._outcome(job)
+                    await self._finish_answers(job, outcome)
+                await self._publish(job)
+            except WrongBatchError as error:
+                batch.errors = [
+                    {"code": error.code, "line": error.line, "message": f"{error.cause} {error.fix}", "param": None}
+                ]
+                await self._end(batch, "failed")
+            except EngineDeadError:  # the next start goes on
+                _log.warning(event("batch_interrupted", batch=batch.id))
+            except OSError as error:
+                code = "disk_full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "disk_error"
+                await self._fail(job, code, f"The answers cannot be written: {error.strerror}.")
+            except Exception as error:  # whatever it is, it ends this batch and no other
+                _log.error(event("batch_failed", batch=batch.id), exc_info=error)
+                await self._fail(job, "internal_error", "Internal error. The server's log has the details.")
+        finally:
+            await asyncio.shield(self._release(job))
+
+    async def _outcome(self, job: _Job) -> str:
+        """Answer requests until all are, the batch is cancelled, or its time is over."""
+        work = asyncio.create_task(self._answer_all(job))
+        stopped = asyncio.create_task(job.stop.wait())
+        left = max(0.0, job.batch.expires_at - time.time())
+        try:
+            await asyncio.wait({work, stopped}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.cancel()
+            work.cancel()
+            await asyncio.wait({work})
+        if not work.cancelled():
+            work.result()  # raises
+            return "completed"
+        return "cancelled" if job.stop.is_set() else "expired"
+
+    async def _answer_all(self, job: _Job) -> None:
+        async with self._active:
+            requests, answers = await job.on_disk(self._opened, job)
+            if job.batch.status == "validating":
+                job.batch.enter("in_progress")
+                await self._save(job.batch)
+            answer = partial(self._answer, job.batch)
+            run = BatchRun(answer, requests, answers, job.disk, num_at_once=self._turns.size, turn=self._turns)
+            await run.run()
+
+    async def _answer(self, batch: Batch, request: BatchRequest, request_id: str) -> str:
+        return await self._endpoints.answer(
+            request, request_id, owner=batch.owner, label=batch.label, priority=MAX_PRIORITY
+        )
+
+    def _opened(self, job: _Job) -> tuple[RequestFile, AnswerFile]:
+        """On the disk's thread. Raises `WrongBatchError`."""
+        if job.requests is None:
+            path = self._directory.content(job.batch.input_file_id)
+            job.requests = RequestFile(
+                path,
+                job.batch.input_file_id,
+                url=job.batch.endpoint,
+                max_requests=MAX_REQUESTS,
+                max_line=self._max_line,
+            )
+        if job.answers is None:
+            output, errors = (self._directory.work(job.batch.id, kind) for kind in (_OUTPUT, _ERRORS))
+            job.answers = AnswerFile(output, job.requests, errors, reserve=self._directory.reserve)
+        return job.requests, job.answers
+
+    async def _finish_answers(self, job: _Job, outcome: str) -> None:
+        """Give requests without an answer their lines; from here on the batch is only published."""
+        batch = job.batch
+        batch.counts, batch.usage = await job.on_disk(self._completed, job, outcome)
+        batch.outcome = outcome
+        batch.written = {kind: new_id("file-") for kind in (_OUTPUT, _ERRORS)}
+        batch.enter("finalizing")
+        await self._save(batch)
+
+    def _completed(self, job: _Job, outcome: str) -> tuple[tuple[int, int, int], dict[str, Any]]:
+        """On the disk's thread: the counts and the usage, when all is on the disk."""
+        requests, answers = self._opened(job)
+        if outcome in UNANSWERED:
+            answers.write_unanswered(*UNANSWERED[outcome])
+        counts = _counts(requests, answers)
+        answers.close()
+        job.requests = job.answers = None
+        return counts, usage_of(self._directory.work(job.batch.id, _OUTPUT))
+
+    async def _publish(self, job: _Job) -> None:
+        """Make the answers files of `/v1/files`, and end the batch. After a kill in the middle it does the rest."""
+        batch = job.batch
+        assert batch.outcome is not None
+        published = {kind: await self._published(job, kind) for kind in batch.written}
+        batch.output_file_id, batch.error_file_id = published.get(_OUTPUT), published.get(_ERRORS)
+        await self._end(batch, batch.outcome)
+
+    async def _published(self, job: _Job, kind: str) -> str | None:
+        """The id of the file; None: it is empty."""
+        batch, file_id = job.batch, job.batch.written[kind]
+        path = self._directory.work(batch.id, kind)
+        size = await job.on_disk(_size, path)
+        if size is None:
+            return file_id if self.files.has(file_id) else None
+        if not size:
+            await job.on_disk(path.unlink)
+            return None
+        now = int(time.time())
+        expires_at = None if batch.output_expires_s is None else now + batch.output_expires_s
+        name = f"{batch.id}_{kind}.jsonl"
+        await self.files.adopt(path, StoredFile(file_id, batch.owner, size, now, name, "batch_output", expires_at))
+        return file_id
+
+    async def _fail(self, job: _Job, code: str, message: str) -> None:
+        """End a batch that cannot go on, with the answers that it has."""
+        batch = job.batch
+        batch.errors = [{"code": code, "line": None, "message": message, "param": None}]
+        try:
+            if batch.status != "finalizing":
+                await self._finish_answers(job, "failed")
+            batch.outcome = "failed"
+            await self._publish(job)
+        except Exception as error:  # not even that: it is tried again with the next start
+            _log.error(event("batch_not_kept", batch=batch.id), exc_info=error)
+            batch.enter("failed")
+
+    async def _end(self, batch: Batch, status: str) -> None:
+        batch.enter(status)
+        await self._save(batch)
+        total, completed, failed = batch.counts
+        _log.info(
+            event("batch_ended", batch=batch.id, status=status, requests=total, answered=completed, failed=failed)
+        )
+
+    async def _release(self, job: _Job) -> None:
+        if job.answers is not None:
+            await job.on_disk(job.answers.close)
+        job.disk.shutdown(wait=False)
+        del self._jobs[job.batch.id]
+
+    async def _save(self, batch: Batch) -> None:
+        save = partial(self._directory.save, "batches", batch.id, batch.kept())
+        await asyncio.get_running_loop().run_in_executor(self.files.disk, save)
+
+    def _forget(self, batch_id: str) -> None:
+        del self._batches[batch_id]
+        self.files.disk.submit(self._directory.forget, batch_id).add_done_callback(log_failure)
+
+    def _reads(self, file_id: str) -> bool:
+        return any(job.batch.input_file_id == file_id and job.batch.is_open for job in self._jobs.values())
+
+    def _counted(self, batch: Batch) -> Batch:
+        job = self._jobs.get(batch.id)
+        if job is not None and job.requests is not None and job.answers is not None:
+            batch.counts = _counts(job.requests, job.answers)
+        return batch
+
+
+def _counts(requests: RequestFile, answers: AnswerFile) -> tuple[int, int, int]:
+    return len(requests), len(answers.done) - answers.num_failed, answers.num_failed
+
+
+def _size(path: Path) -> int | None:
+    """None: there is no such file."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
+
+
+def usage_of(path: Path) -> dict[str, Any]:
+    """The tokens of all answers of a file, as the API counts them."""
+    prompt = cached = generated = thoughts = 0
+    with path.open("rb") as file:
+        for line in file:
+            usage = json.loads(line)["response"]["body"]["usage"]
+            new = "input_tokens" in usage  # as responses have it, else as completions
+            prompt += usage["input_tokens" if new else "prompt_tokens"]
+            generated += usage["output_tokens" if new else "completion_tokens"]
+            cached += usage["input_tokens_details" if new else "prompt_tokens_details"]["cached_tokens"]
+            details = usage.get("output_tokens_details" if new else "completion_tokens_details") or {}
+            thoughts += details.get("reasoning_tokens", 0)
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": cached},
+        "output_tokens": generated,
+        "output_tokens_details": {"reasoning_tokens": thoughts},
+        "total_tokens": prompt + generated,
+    }

@@ -1,0 +1,243 @@
+"""`/v1/batches` through the official client over a socket, around an engine that can be held."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+
+import httpx
+import openai
+import pytest
+from openai.types import Batch
+
+from engine.errors import EngineDeadError
+from tests.contract.batch_server import BODIES, CHAT, COMPLETION, RESPONSE, jsonl, request_line, serving
+from tests.contract.conftest import wait_for
+
+
+@pytest.fixture
+def serve(make_stage, tmp_path):
+    with serving(make_stage, tmp_path / "batches") as start:
+        yield start
+
+
+def test_a_batch_of_each_endpoint_is_answered_as_the_server_would(serve):
+    server = serve(max_body_size=4096)
+    for url in BODIES:
+        lines = [request_line(f"r{number}", url) for number in range(5)]
+        lines += [request_line("wrong", url, temperature=9), request_line("streamed", url, **BODIES[url], stream=True)]
+        created = server.batch(
+            lines, url, metadata={"k": "v"}, output_expires_after={"anchor": "created_at", "seconds": 3600}
+        )
+        assert created.status == "validating" and created.metadata == {"k": "v"}
+        batch = server.ended(created)
+        Batch.model_validate(batch.model_dump())
+        assert batch.status == "completed" and batch.errors is None
+        assert batch.request_counts.model_dump() == {"total": 7, "completed": 5, "failed": 2}
+        answers, errors = server.lines(batch.output_file_id), server.lines(batch.error_file_id)
+        assert sorted(answer["custom_id"] for answer in answers) == [f"r{number}" for number in range(5)]
+        wanted = httpx.post(server.url + url, json=BODIES[url]).json()
+        for answer in answers:
+            body = answer["response"]["body"]
+            assert answer["response"]["status_code"] == 200 and body.keys() == wanted.keys()
+            assert body["usage"].keys() == wanted["usage"].keys()
+        names = ("input_tokens", "output_tokens") if url == RESPONSE else ("prompt_tokens", "completion_tokens")
+        sums = [sum(answer["response"]["body"]["usage"][name] for answer in answers) for name in names]
+        assert [batch.usage.input_tokens, batch.usage.output_tokens] == sums
+        assert {error["custom_id"]: error["response"]["status_code"] for error in errors} == {
+            "wrong": 400,
+            "streamed": 400,
+        }
+        file = server.client.files.retrieve(batch.output_file_id)
+        assert file.purpose == "batch_output" and file.expires_at - file.created_at == 3600
+    assert all(
+        request.has_place and request.priority == 10 for request in server.stage.engine.requests if request.has_place
+    )
+    assert sum(request.has_place for request in server.stage.engine.requests) == 15
+
+
+def test_batches_are_listed_in_pages(serve):
+    server = serve()
+    batches = [server.batch([request_line("a")]) for _ in range(5)]
+    assert [batch.id for batch in server.client.batches.list(limit=2)] == [batch.id for batch in reversed(batches)]
+    for batch in batches:
+        server.ended(batch)
+
+
+def test_what_is_wrong_with_the_file_is_told_by_line(serve):
+    server = serve(max_body_size=2048)
+    cases = {
+        "invalid_json_line": (b'{"custom_id"\n', 1),
+        "missing_member": (jsonl([request_line("a"), {"custom_id": "b"}]), 2),
+        "duplicate_custom_id": (jsonl([request_line("a"), request_line("a")]), 2),
+        "mismatched_url": (jsonl([request_line("a", CHAT)]), 1),
+        "invalid_url": (jsonl([request_line("a") | {"url": "/v1/images"}]), 1),
+        "line_too_long": (jsonl([request_line("a", prompt="x" * 2048)]), 1),
+        "empty_file": (b"\n\n", None),
+    }
+    for code, (content, line) in cases.items():
+        batch = server.ended(server.batch(content))
+        assert batch.status == "failed" and batch.failed_at, code
+        (error,) = batch.errors.data
+        assert (error.code, error.line) == (code, line) and "/batches" not in error.message
+        assert batch.output_file_id is None and batch.error_file_id is None
+    assert not server.stage.engine.requests
+
+
+def test_a_stopped_server_goes_on_and_each_request_has_one_line(serve, tmp_path):
+    server = serve(pause_after=1)
+    batch = server.batch([request_line(f"r{number}") for number in range(40)])
+    engine = server.stage.engine
+    wait_for(lambda: len(engine.requests) == engine.info.max_num_seqs)
+    engine.pause_after = None
+    engine.resume.set()
+    wait_for(lambda: len(engine.finished) > 12)
+    engine.pause_after, engine.resume = 1, asyncio.Event()
+    server.stop()
+    work = tmp_path / "batches" / "work" / f"{batch.id}.output"
+    answered = work.read_bytes()
+    assert 10 <= answered.count(b"\n") < 40
+    work.write_bytes(answered + b'{"id": "batch_req_torn')
+    again = serve()
+    found = again.ended(batch)
+    assert found.status == "completed" and found.request_counts.completed == 40
+    lines = again.lines(found.output_file_id)
+    assert sorted(line["custom_id"] for line in lines) == sorted(f"r{number}" for number in range(40))
+    assert again.client.files.content(found.output_file_id).read().startswith(answered)
+    assert len(again.stage.engine.requests) == 40 - answered.count(b"\n"), "what was answered is not asked again"
+    again.stop()
+    third = serve()
+    assert third.client.batches.retrieve(batch.id) == found and third.lines(found.output_file_id) == lines
+
+
+@pytest.mark.parametrize("step", ["before output", "between", "after"])
+def test_a_kill_while_the_answers_are_published(serve, monkeypatch, step):
+    server = serve()
+    adopt, calls = server.runner.files.directory.adopt, []
+
+    def killed(*arguments):
+        calls.append(arguments)
+        if step == "before output" or (step == "between" and len(calls) == 2):
+            raise EngineDeadError("killed")
+        adopt(*arguments)
+
+    save = server.runner.files.directory.save
+
+    def killed_at_the_end(folder, name, value):
+        if step == "after" and value.get("status") == "completed":
+            raise EngineDeadError("killed")
+        save(folder, name, value)
+
+    lines = [request_line("a"), request_line("b"), request_line("wrong", temperature=9)]
+    file = server.upload(lines)
+    monkeypatch.setattr(server.runner.files.directory, "adopt", killed)
+    monkeypatch.setattr(server.runner.files.directory, "save", killed_at_the_end)
+    batch = server.client.batches.create(input_file_id=file.id, endpoint=COMPLETION, completion_window="24h")
+    wait_for(lambda: not server.runner._jobs)
+    server.stop()
+    again = serve()
+    found = again.ended(batch)
+    assert found.status == "completed" and found.request_counts.model_dump() == {
+        "total": 3,
+        "completed": 2,
+        "failed": 1,
+    }
+    assert sorted(line["custom_id"] for line in again.lines(found.output_file_id)) == ["a", "b"]
+    assert [line["custom_id"] for line in again.lines(found.error_file_id)] == ["wrong"]
+    assert len(list(again.client.files.list(purpose="batch_output"))) == 2
+    assert not again.stage.engine.requests
+
+
+def test_a_cancelled_batch_keeps_what_is_answered(serve):
+    server = serve(pause_after=1)
+    engine = server.stage.engine
+    batch = server.batch([request_line(f"r{number}") for number in range(20)])
+    wait_for(lambda: len(engine.requests) == engine.info.max_num_seqs)
+    with pytest.raises(openai.ConflictError, match="reads the file"):
+        server.client.files.delete(batch.input_file_id)
+    assert server.client.batches.cancel(batch.id).status == "cancelling"
+    found = server.ended(batch)
+    assert found.status == "cancelled" and found.cancelled_at >= found.cancelling_at
+    assert found.request_counts.model_dump() == {"total": 20, "completed": 0, "failed": 20}
+    errors = server.lines(found.error_file_id)
+    assert {line["custom_id"] for line in errors} == {f"r{number}" for number in range(20)}
+    assert {(line["response"], line["error"]["code"]) for line in errors} == {(None, "batch_cancelled")}
+    assert len(engine.aborted) == len(engine.requests) and found.output_file_id is None
+    with pytest.raises(openai.ConflictError, match="is cancelled: there is nothing to cancel"):
+        server.client.batches.cancel(batch.id)
+    server.client.files.delete(batch.input_file_id)
+
+
+def test_what_the_window_leaves_is_expired(serve):
+    server = serve(pause_after=1)
+    batch = server.ended(server.batch([request_line("a"), request_line("b")], window="1s"))
+    assert batch.status == "expired" and batch.expired_at >= batch.expires_at
+    assert [line["error"]["code"] for line in server.lines(batch.error_file_id)] == 2 * ["batch_expired"]
+
+
+def test_a_full_disk_ends_the_batch_and_no_other(serve, monkeypatch):
+    server = serve()
+    pwrite, calls = os.pwrite, []
+
+    def full(descriptor, data, offset):
+        calls.append(data)
+        if len(calls) == 5:
+            return pwrite(descriptor, data[:10], offset)
+        if len(calls) > 5:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return pwrite(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    batch = server.ended(server.batch([request_line(f"r{number}") for number in range(20)]))
+    monkeypatch.undo()
+    assert batch.status == "failed" and batch.errors.data[0].code == "disk_full"
+    assert len(server.lines(batch.output_file_id)) == 4 and batch.request_counts.completed == 4
+    assert server.ended(server.batch([request_line("a")])).status == "completed"
+
+
+def test_the_size_of_the_directory_is_limited(serve):
+    server = serve(batch_dir_size=2**20)
+    server.upload(b"x" * 2**19)
+    with pytest.raises(openai.APIStatusError, match="raise --batch-dir-size") as refused:
+        server.upload(b"x" * (2**19 + 1))
+    assert refused.value.status_code == 413 and server.runner.files.directory.num_bytes == 2**19
+    server.upload(b"x" * (2**19 - 1000))
+    (file,) = [server.upload(jsonl([request_line(f"r{number}") for number in range(5)]))]
+    batch = server.client.batches.create(input_file_id=file.id, endpoint=COMPLETION, completion_window="24h")
+    found = server.ended(batch)
+    assert found.status == "failed" and found.errors.data[0].code == "disk_full"
+    assert "--batch-dir-size" in found.errors.data[0].message
+
+
+def test_requests_of_batches_leave_half_of_the_rows_to_others(serve):
+    server = serve(pause_after=1)
+    engine, state = server.stage.engine, server.stage.state
+    state.enter()  # a request that streams on
+    server.batch([request_line(f"r{number}") for number in range(20)])
+    wait_for(lambda: len(engine.requests) == engine.info.max_num_seqs // 2)
+    httpx.get(f"{server.url}/v1/models")
+    assert len(engine.requests) == engine.info.max_num_seqs // 2
+    server._loop.call_soon_threadsafe(state.leave)
+    wait_for(lambda: len(engine.requests) == engine.info.max_num_seqs)
+
+
+def test_files_and_batches_belong_to_their_key(serve):
+    server = serve(api_key=("one", "two"))
+    one, two = (openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) for key in ("one", "two"))
+    file = one.files.create(file=("a", jsonl([request_line("a")])), purpose="batch")
+    batch = one.batches.create(input_file_id=file.id, endpoint=COMPLETION, completion_window="24h")
+    server.client = one
+    output = server.ended(batch).output_file_id
+    for call in (
+        lambda: two.files.retrieve(file.id),
+        lambda: two.files.content(output),
+        lambda: two.files.delete(output),
+        lambda: two.batches.retrieve(batch.id),
+        lambda: two.batches.cancel(batch.id),
+        lambda: two.batches.create(input_file_id=file.id, endpoint=COMPLETION, completion_window="24h"),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            call()
+    assert not list(two.files.list()) and not list(two.batches.list()) and len(list(one.files.list())) == 2
+    assert {request.client for request in server.stage.engine.requests} == {"key-1"}
