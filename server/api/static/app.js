@@ -24,7 +24,7 @@ async function learn() {
     const capabilities = await get("v1/capabilities");
     settings.describe(capabilities.models, capabilities.endpoints["/v1/chat/completions"].parameters);
     chat.hasChat = capabilities.features.chat;
-    chat.question.placeholder = chat.hasChat ? "Write a message" : capabilities.pooling ? "This model writes no texts" : "This model has no chat template: it serves /v1/completions only";
+    chat.question.placeholder = chat.hasChat ? "Write a message" : `This model ${capabilities.pooling ? "writes no texts" : "has no chat template: it serves /v1/completions only"}`;
     $("empty").querySelector("h1").textContent = capabilities.models[0];
     document.title = `${capabilities.models[0]} · Oarlock`;
     chat.controls();
@@ -36,7 +36,7 @@ async function learn() {
   }
 }
 
-// ------------ tabs
+// ------------------------------------------------------------------ tabs
 function select(name, takesFocus = false) {
   for (const view of VIEWS) {
     $(view).hidden = view !== name;
@@ -59,7 +59,7 @@ for (const view of VIEWS) {
 const named = location.hash.slice(2);
 select(VIEWS.includes(named) ? named : "chat");
 
-// ------------ settings and theme
+// ------------------------------------------------------------------ settings and theme
 $("settings-button").addEventListener("click", () => {
   const panel = $("settings");
   panel.hidden = !panel.hidden;
@@ -85,7 +85,7 @@ $("theme").addEventListener("click", () => {
   state.paint();
 });
 
-// ------------ the key
+// ------------------------------------------------------------------ the key
 let asking = null;
 
 /** Ask for a key that the server accepts; false if the person would not give one. One dialog for all who ask. */

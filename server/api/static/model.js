@@ -50,13 +50,11 @@ export class ModelView {
   }
 
   example(name, form) {
-    const address = new URL("v1", base).href;
-    const auth = getKey() ? " -H 'Authorization: Bearer KEY'" : "";
     const [path, body] = {
       chat: ["chat/completions", { messages: [{ role: "user", content: "Hello" }] }], generate: ["completions", { prompt: "Once" }],
       embed: ["embeddings", { input: "Hello" }], score: ["score", { text_1: "a", text_2: "b" }],
     }[form];
-    const text = `curl ${address}/${path} -H 'Content-Type: application/json'${auth} \\\n  -d '${JSON.stringify({ model: name, ...body }).replaceAll("'", "'\\''")}'`;
+    const text = `curl ${new URL("v1", base)}/${path} -H 'Content-Type: application/json'${getKey() ? " -H 'Authorization: Bearer KEY'" : ""} \\\n  -d '${JSON.stringify({ model: name, ...body }).replaceAll("'", "'\\''")}'`;
     const button = el("button", { class: "quiet", onclick: () => copy(text, button) }, "Copy");
     return el("div", { class: "code" }, el("div", { class: "code-head" }, el("span", {}, "curl"), button), el("pre", { tabindex: "0" }, el("code", {}, text)));
   }
