@@ -79,6 +79,17 @@ def call_objects(tools: Sequence[ToolSchema], key: str) -> list[str]:
     return [one_of_calls(tools), *rules, *arguments(tools)]
 
 
+def pairs(rule: str, written: Sequence[tuple[str, bool]], separator: str) -> list[str]:
+    """`rule`: these in their order, with separators between them; those that are not required may be left out."""
+    rules = [f"{rule}: {rule}_first_0"]
+    for index, (pair, is_required) in enumerate(written):
+        behind = f"{pair} {rule}_next_{index + 1}"
+        skipped = f" | {rule}_first_{index + 1}", f" | {rule}_next_{index + 1}"
+        rules.append(f"{rule}_first_{index}: {behind}{'' if is_required else skipped[0]}")
+        rules.append(f"{rule}_next_{index}: {literal(separator)} {behind}{'' if is_required else skipped[1]}")
+    return [*rules, f'{rule}_first_{len(written)}: ""', f'{rule}_next_{len(written)}: ""']
+
+
 def text_then_calls(opening: str, special_ids: SpecialIds) -> tuple[str, str]:
     """`ToolFormat.optional_calls` of a format whose calls begin with the delimiter `opening`."""
     if opening in special_ids:  # a special token is never part of a text

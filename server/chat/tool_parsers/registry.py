@@ -12,6 +12,8 @@ from server.chat.tool_parsers.base import ToolFormat
 from server.chat.tool_parsers.harmony import HARMONY
 from server.chat.tool_parsers.hermes import GENERIC, HERMES, UNKNOWN
 from server.chat.tool_parsers.json_list import GRANITE, PHI4_MINI, PHI4_MINI_JSON
+from server.chat.tool_parsers.literals.gemma import FUNCTIONGEMMA, GEMMA_4
+from server.chat.tool_parsers.literals.pythonic import PYTHONIC
 from server.chat.tool_parsers.llama import LLAMA
 from server.chat.tool_parsers.mistral import MISTRAL, MISTRAL_NAMED
 from server.chat.tool_parsers.named import DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2
@@ -25,6 +27,9 @@ FORMATS: list[ToolFormat] = [
     DEEPSEEK_V31,
     KIMI_K2,
     GENERIC,
+    FUNCTIONGEMMA,
+    GEMMA_4,
+    PYTHONIC,
     PHI4_MINI,
     PHI4_MINI_JSON,
     GRANITE,

@@ -18,7 +18,7 @@ _ALL = frozenset({"string", "number", "integer", "boolean", "null", "array", "ob
 _STRING = frozenset({"string"})
 _WORDS = {"True": "true", "False": "false", "None": "null"}  # as templates print Python's values
 _MAX_REFERENCES = 16
-_DEFINITIONS = ("$defs", "definitions")
+DEFINITIONS = ("$defs", "definitions")
 # Keywords that bind the arguments as a whole, where a format has one text for each.
 _UNBOUND = frozenset(
     {"anyOf", "oneOf", "allOf", "not", "if", "patternProperties", "propertyNames", "maxProperties", "dependentRequired"}
@@ -29,28 +29,29 @@ Schema = Mapping[str, Any]
 
 def property_schema(schema: Schema, name: str) -> Any:
     """The schema of one argument, references resolved; True for one that the schema does not describe."""
-    return _resolved(_mapping(schema.get("properties")).get(name, True), schema)
+    return resolved(_mapping(schema.get("properties")).get(name, True), schema)
 
 
-def _resolved(schema: Any, root: Schema) -> Any:
+def resolved(schema: Any, root: Schema) -> Any:
+    """The schema that a chain of references within `root` leads to."""
     for _ in range(_MAX_REFERENCES):
         reference = _mapping(schema).get("$ref")
-        if not isinstance(reference, str) or not reference.startswith("#/"):
+        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
             break
         schema = root
-        for part in reference[2:].split("/"):
+        for part in reference.split("/")[1:]:
             schema = _mapping(schema).get(part.replace("~1", "/").replace("~0", "~"), True)
     return schema
 
 
 def is_text(schema: Any, root: Schema) -> bool:
     """Whether only strings are admitted."""
-    return _types(schema, root) == _STRING
+    return admitted_types(schema, root) == _STRING
 
 
 def json_value(text: str, schema: Any, root: Schema) -> str:
     """The JSON of the value that a text means under its schema."""
-    types = _types(schema, root)
+    types = admitted_types(schema, root)
     if types == _STRING:
         return json.dumps(text, ensure_ascii=False)
     stripped = text.strip()
@@ -61,24 +62,26 @@ def json_value(text: str, schema: Any, root: Schema) -> str:
     return written
 
 
-def _types(schema: Any, root: Schema, depth: int = 0) -> frozenset[str]:
-    """The JSON types that a schema admits; `number` includes `integer`."""
-    schema = _mapping(_resolved(schema, root))
-    if depth > _MAX_REFERENCES:
-        return _ALL
-    types = _ALL
-    given = schema.get("type")
+def admitted_types(schema: Any, root: Schema, known: dict[int, frozenset[str]] | None = None) -> frozenset[str]:
+    """The JSON types that a schema admits; `number` includes `integer`. `known`: those of the parts seen so far."""
+    schema = resolved(schema, root)
+    known = {} if known is None else known
+    if id(schema) in known:
+        return known[id(schema)]
+    known[id(schema)] = types = _ALL  # of a schema within itself
+    given = _mapping(schema).get("type")
     if isinstance(given, str | list):
-        types &= frozenset([given] if isinstance(given, str) else given)
-    for values in (schema.get("enum"), [schema["const"]] if "const" in schema else None):
+        types &= frozenset(name for name in ([given] if isinstance(given, str) else given) if isinstance(name, str))
+    for values in (_mapping(schema).get("enum"), [schema["const"]] if "const" in _mapping(schema) else None):
         if isinstance(values, list):
             types &= frozenset(_type_of(json.dumps(value)) or "null" for value in values)
-    for name in ("anyOf", "oneOf"):
-        if isinstance(schema.get(name), list):
-            types &= frozenset().union(*(_types(branch, root, depth + 1) for branch in schema[name]))
-    if isinstance(schema.get("allOf"), list):
-        types = types.intersection(*(_types(branch, root, depth + 1) for branch in schema["allOf"]))
-    return types | {"integer"} if "number" in types else types
+    for name in ("anyOf", "oneOf", "allOf"):
+        branches = _mapping(schema).get(name)
+        if isinstance(branches, list) and branches:
+            inner = [admitted_types(branch, root, known) for branch in branches]
+            types &= frozenset.intersection(*inner) if name == "allOf" else frozenset().union(*inner)
+    known[id(schema)] = types = types | {"integer"} if "number" in types else types
+    return types
 
 
 def _type_of(text: str) -> str | None:
@@ -128,12 +131,17 @@ def value_rules(rule: str, root: Schema, name: str, wrap: str, end: str, special
     schema = property_schema(root, name)
     ending = f"{literal(wrap)} {delimiter(end, special_ids)}" if wrap else delimiter(end, special_ids)
     if not is_text(schema, root):
-        definitions = {key: root[key] for key in _DEFINITIONS if key in root}
+        definitions = {key: root[key] for key in DEFINITIONS if key in root}
         return [f"{rule}: json_{rule} {ending}", schema_rule(f"json_{rule}", {**definitions, **_mapping(schema)})]
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(values, list):
         words = [literal(value) for value in values if isinstance(value, str)]
         return [f"{rule}: ({' | '.join(words)}) {ending}"]
+    return text_rules(rule, schema, wrap, end, special_ids)
+
+
+def text_rules(rule: str, schema: Schema, wrap: str, end: str, special_ids: SpecialIds) -> list[str]:
+    """`rule`: a string of the schema without quotes, `wrap` behind it, and the delimiter `end`."""
     # One terminal with the end in it: no text of it begins another, so that it ends where the parser sees the end.
     closing = "" if end in special_ids else re.escape(end)
     patterns = [f"{body}{wrap}{closing}" for body in _text_patterns(schema)]

@@ -10,6 +10,10 @@ from server.config.options import option
 TOOL_CALL_PARSERS = (
     "auto",
     "openai",
+    "functiongemma",
+    "gemma4",
+    "pythonic",
+    "llama4_pythonic",
     "hermes",
     "generic",
     "llama3",

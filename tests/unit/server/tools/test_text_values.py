@@ -70,3 +70,9 @@ def test_strings_alone_are_returned_as_they_come():
 def test_the_order_of_arguments_is_the_schemas():
     schema = {"properties": {"b": {}, "never": False, "a": {}}, "required": ["a", "c"]}
     assert argument_names(schema) == [("b", False), ("a", True), ("c", True)]
+
+
+def test_a_schema_that_refers_to_itself_many_times_takes_no_time():
+    many = {"anyOf": [{"$ref": "#/$defs/a"}] * 50 + [{"$ref": "#/$defs/b"}] * 50}
+    root = {"$defs": {"a": many, "b": {**many, "type": ["string", ["x"]]}}, "properties": {"p": many}}
+    assert not is_text(property_schema(root, "p"), root)

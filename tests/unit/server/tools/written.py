@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 
 Calls = list[tuple[str, dict]]
 
@@ -68,6 +69,26 @@ def _kimi(calls: Calls) -> str:
     return "<|tool_calls_section_begin|>" + "".join(written) + "<|tool_calls_section_end|>"
 
 
+def _gemma(start: str, end: str, quote: str, calls: Calls) -> str:
+    def value(given) -> str:
+        if isinstance(given, str):
+            return f"{quote}{given}{quote}"
+        return f"[{','.join(map(value, given))}]" if isinstance(given, list) else _json(given)
+
+    lines = []
+    for name, arguments in calls:
+        pairs = ",".join(f"{key}:{value(given)}" for key, given in arguments.items())
+        lines.append(f"{start}call:{name}{{{pairs}}}{end}")
+    return "".join(lines)
+
+
+def _pythonic(calls: Calls) -> str:
+    written = [
+        f"{name}({', '.join(f'{key}={_json(value)}' for key, value in arguments.items())})" for name, arguments in calls
+    ]
+    return "[" + ", ".join(written) + "]"
+
+
 def _harmony(calls: Calls) -> str:
     head = "<|channel|>commentary to=functions."
     written = [f"{head}{name} <|constrain|>json<|message|>{_json(arguments)}" for name, arguments in calls]
@@ -91,11 +112,18 @@ WRITERS: dict[str, Callable[[Calls], str]] = {
     "seed_oss": lambda calls: _qwen("<seed:tool_call>", "</seed:tool_call>", "", calls),
     "glm45": _glm,
     "openai": _harmony,
+    "functiongemma": partial(_gemma, "<start_function_call>", "<end_function_call>", "<escape>"),
+    "gemma4": partial(_gemma, "<|tool_call>", "<tool_call|>", '<|"|>'),
+    "pythonic": _pythonic,
 }
 ONE_CALL = ("llama3", "openai")  # models that were not trained to write several
+WHOLE_ANSWER = ("llama3", "pythonic")  # calls begin the answer
 ARGUMENTS_AS_TEXT = ("qwen3_coder", "seed_oss", "glm45")
 
 TEMPLATES = {
+    "functiongemma": "{{ tools }} <start_function_call>call: <escape>",
+    "gemma4": '{{ tools }} <|tool_call>call: <|"|>',
+    "pythonic": '{{ tools }} "parameters" [func_name1(a=b)] <|start_header_id|>',
     "openai": "{{ tools }} '<|start|>assistant<|channel|>commentary to=functions.' <|message|>",
     "hermes": "{{ tools }} '<tool_call>\\n{\"name\": ' + call.name + '\\n</tool_call>'",
     "generic": "{{ messages }}",

@@ -1,0 +1,119 @@
+"""Calls as a list in Python's notation: `[f(a=1, b="x"), g()]`, as the whole answer or behind `<|python_start|>`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from server.chat.tool_parsers import grammar
+from server.chat.tool_parsers.base import ToolFormat
+from server.chat.tool_parsers.call_parser import Tools
+from server.chat.tool_parsers.call_script import CallReader, Steps
+from server.chat.tool_parsers.grammar import SpecialIds, ToolSchema, literal
+from server.chat.tool_parsers.json_list import JsonListToolParser
+from server.chat.tool_parsers.json_scanner import MalformedError
+from server.chat.tool_parsers.literals.call import LiteralCall
+from server.chat.tool_parsers.text_values import DEFINITIONS, argument_names, property_schema
+
+START, END = "<|python_start|>", "<|python_end|>"
+_ESCAPES = {"n": "\\n", "t": "\\t", "r": "\\r", "b": "\\b", "f": "\\f", "\\": "\\\\", '"': '\\"', "'": "'", "/": "/"}
+_HEX = frozenset("0123456789abcdefABCDEF")
+
+
+class PythonCall(LiteralCall):
+    """`f(a=1)`."""
+
+    def __init__(self, tools: Tools) -> None:
+        self._quote = ""
+        super().__init__(tools)
+
+    def _read(self) -> Steps:
+        name = yield from self._word()
+        yield from self._one_of("(")
+        self._announce(name)
+        yield from self._pairs(")", "=")
+
+    def _begins_string(self, character: str) -> bool:
+        self._quote = character
+        return character in "'\""
+
+    def _string(self) -> Steps:
+        quote = self._quote
+        while (character := (yield from self._character())) != quote:
+            if character != "\\":
+                self._write(json.dumps(character, ensure_ascii=False)[1:-1])
+                continue
+            escaped = yield from self._character()
+            if escaped in "xu":
+                size = 2 if escaped == "x" else 4
+                digits = ""
+                for _ in range(size):
+                    digits += yield from self._character()
+                if not set(digits) <= _HEX:
+                    raise MalformedError
+                self._write(f"\\u{digits:0>4}")
+            else:
+                self._write(_ESCAPES.get(escaped) or json.dumps(f"\\{escaped}", ensure_ascii=False)[1:-1])
+
+
+class PythonicToolParser(JsonListToolParser):
+    """A list as the whole answer, or behind the delimiter."""
+
+    DELIMITERS = (START, END)
+    CLOSING = (END,)
+
+    def __init__(self, tools: Tools, parallel: bool = True) -> None:
+        super().__init__(tools, parallel)
+        self._searching = False
+
+    def _reader(self, delimiter: str) -> CallReader:
+        return PythonCall(self._tools)
+
+    def _head(self, character: str) -> bool:
+        if character == "[":
+            self._in_list, self._accept = True, self._list
+        return character.isspace() or character == "["
+
+    def _list(self, character: str) -> bool:
+        if character == "]":
+            self._searching = True
+        elif character.isalpha() or character == "_":
+            self._begin_call("".join(self._attempt), PythonCall(self._tools))
+            return True
+        return character.isspace() or character in "],"
+
+
+def _forced_calls(tools: Sequence[ToolSchema], most: int, special_ids: SpecialIds) -> str:
+    """Values as JSON, which reads the same. Raises `RequestError` for arguments that cannot be bound."""
+    more = f' (", " call){{0,{most - 1}}}' if most > 1 else ""
+    rules = [f'calls: "[" call{more} "]"', grammar.one_of_calls(tools)]
+    for index, (name, schema) in enumerate(tools):
+        pairs = []
+        for number, (key, is_required) in enumerate(argument_names(schema)):
+            value = property_schema(schema, key)
+            definitions = {name: schema[name] for name in DEFINITIONS if name in schema}
+            described = {**definitions, **(value if isinstance(value, dict) else {})}
+            rules.append(grammar.schema_rule(f"v_{index}_{number}", described))
+            pairs.append((f"{literal(key + '=')} v_{index}_{number}", is_required))
+        rules += grammar.pairs(f"pairs_{index}", pairs, ", ")
+        rules.append(f"call_{index}: {literal(name + '(')} pairs_{index} {literal(')')}")
+    return "\n".join(rules)
+
+
+def _optional_calls(special_ids: SpecialIds) -> tuple[str, str]:
+    """An answer that begins with a bracket is a call."""
+    before = f"<[{special_ids[START]}]>? " if START in special_ids else ""
+    return "(words | tagged)", f"tagged: {before}calls\nwords: /([^\\[](?s:.*))?/"
+
+
+PYTHONIC = ToolFormat(
+    name="pythonic",
+    models="Llama 3.2 and 4, where their template asks for it",
+    example='[f(a="x"), g()]',
+    aliases=("llama4_pythonic",),
+    parser=PythonicToolParser,
+    delimiters=(START, END),
+    matches=lambda template: "[func_name1(" in template or START in template,
+    forced_calls=_forced_calls,
+    optional_calls=_optional_calls,
+)

@@ -1,0 +1,120 @@
+"""The values of a JSON schema in a notation whose strings stand between tokens, as rules of a grammar."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from engine.errors import RequestError
+from server.chat.tool_parsers.grammar import SpecialIds, delimiter, literal, pairs, schema_rule
+from server.chat.tool_parsers.text_values import Schema, admitted_types, resolved, text_rules
+
+_MAX_DEPTH = 16
+_MAX_RULES = 4096
+_SCALARS = ("integer", "number", "boolean", "null")
+_UNBOUND = frozenset(
+    {"allOf", "not", "if", "patternProperties", "propertyNames", "minProperties", "maxProperties", "prefixItems"}
+) | {"contains", "uniqueItems", "dependentRequired", "dependentSchemas", "unevaluatedProperties"}
+_CHOICES = ("anyOf", "oneOf", "enum", "const")
+
+
+class SchemaGrammar:
+    """Gathers the rules for one function's arguments. Its methods raise `RequestError` for what cannot be bound."""
+
+    def __init__(self, root: Schema, quote: str, special_ids: SpecialIds) -> None:
+        """`quote`: the token on either side of a string. References are resolved within `root`."""
+        self.rules: list[str] = []
+        self._root = root
+        self._quote = quote
+        self._special_ids = special_ids
+
+    def arguments(self, rule: str) -> None:
+        """`rule`: an object of the whole schema."""
+        schema = resolved(self._root, self._root)
+        choice = next((name for name in _CHOICES if name in schema), None)
+        if choice is not None:
+            raise _refused(f"'{choice}' of all arguments together")
+        self._object(rule, schema, 0)
+
+    def _value(self, rule: str, given: Any, depth: int) -> None:
+        if depth > _MAX_DEPTH or len(self.rules) > _MAX_RULES:
+            raise _refused(f"more than {_MAX_DEPTH} levels or {_MAX_RULES} rules")
+        schema = resolved(given, self._root)
+        schema = schema if isinstance(schema, Mapping) else {}
+        if "$ref" in schema:
+            raise _refused("a '$ref' that leads nowhere")
+        for name in ("anyOf", "oneOf"):
+            if isinstance(schema.get(name), list):
+                shared = {key: value for key, value in schema.items() if key != name}
+                self._either(rule, [{**shared, **self._mapping(branch)} for branch in schema[name]], depth)
+                return
+        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if isinstance(values, list):
+            self.rules.append(f"{rule}: {' | '.join(map(self._constant, values))}")
+            return
+        types = admitted_types(schema, self._root)
+        if types == {"string"}:
+            self.rules.append(f"{rule}: {delimiter(self._quote, self._special_ids)} {rule}_text")
+            self.rules += text_rules(f"{rule}_text", schema, "", self._quote, self._special_ids)
+        elif types == {"array"}:
+            self._array(rule, schema, depth)
+        elif types == {"object"}:
+            self._object(rule, schema, depth)
+        elif types <= set(_SCALARS):
+            kinds = [kind for kind in _SCALARS if kind in types]
+            self.rules.append(schema_rule(rule, {**schema, "type": kinds[0] if len(kinds) == 1 else kinds}))
+        else:  # of several types; where the schema names none, a string or a scalar
+            kinds = ["string", *_SCALARS] if "type" not in schema else sorted(types)
+            self._either(rule, [{**schema, "type": kind} for kind in kinds], depth)
+
+    def _object(self, rule: str, schema: Schema, depth: int) -> None:
+        self._check(schema)
+        properties, required = self._mapping(schema.get("properties")), schema.get("required")
+        required = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+        names = [name for name in properties if properties[name] is not False]
+        written: list[tuple[str, bool]] = []
+        for number, name in enumerate(dict.fromkeys([*names, *required])):
+            if not name.replace("-", "_").replace(".", "_").isidentifier():
+                raise _refused(f"an argument named '{name[:64]}'")
+            self._value(f"{rule}_{number}", properties.get(name, True), depth + 1)
+            written.append((f"{literal(name + ':')} {rule}_{number}", name in required))
+        self.rules.append(f"{rule}: {literal('{')} {rule}_pairs {literal('}')}")
+        self.rules += pairs(f"{rule}_pairs", written, ",")
+
+    def _array(self, rule: str, schema: Schema, depth: int) -> None:
+        self._check(schema)
+        least, most = schema.get("minItems", 0), schema.get("maxItems", 2**31)
+        if not (isinstance(least, int) and isinstance(most, int) and 0 <= least <= most):
+            raise _refused("such numbers of items")
+        more = f"{max(least - 1, 0)},{'' if 'maxItems' not in schema else max(most - 1, 0)}"
+        items = f'({rule}_item ("," {rule}_item){{{more}}}){"" if least else "?"}' if most else ""
+        self.rules.append(f"{rule}: {literal('[')} {items} {literal(']')}")
+        if most:
+            self._value(f"{rule}_item", schema.get("items", True), depth + 1)
+
+    def _either(self, rule: str, alternatives: Sequence[Schema], depth: int) -> None:
+        self.rules.append(f"{rule}: {' | '.join(f'{rule}_{number}' for number in range(len(alternatives)))}")
+        for number, alternative in enumerate(alternatives):
+            self._value(f"{rule}_{number}", alternative, depth + 1)
+
+    def _check(self, schema: Schema) -> None:
+        unbound = sorted(_UNBOUND & schema.keys())
+        if unbound:
+            raise _refused(f"'{unbound[0]}'")
+
+    def _mapping(self, schema: Any) -> Schema:
+        found = resolved(schema, self._root)
+        return found if isinstance(found, Mapping) else {}
+
+    def _constant(self, value: Any) -> str:
+        mark = delimiter(self._quote, self._special_ids)
+        return f"{mark} {literal(value)} {mark}" if isinstance(value, str) else literal(json.dumps(value))
+
+
+def _refused(what: str) -> RequestError:
+    message = (
+        f"This model writes arguments in a notation of its own, so a call cannot be bound to a schema with {what}. "
+        "Leave that out of 'parameters', or let the model choose."
+    )
+    return RequestError(message, "tools")
