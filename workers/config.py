@@ -17,6 +17,7 @@ class OnProgress(Protocol):
     def __call__(self, phase: str, fraction: float, detail: str = "", /) -> object: ...
 
 
+MAX_TOKEN_VALUES = 1 << 21  # of hidden states of single tokens that one step returns: 8 MiB to pass on before the next
 LOADING_TIMEOUT_S = 300.0  # without progress of any rank; longer than compiling the kernels may take
 
 
@@ -100,6 +101,11 @@ class WorkerConfig:
     @staticmethod
     def from_json(text: str | bytes) -> "WorkerConfig":
         return WorkerConfig(**json.loads(text))
+
+
+def max_token_vectors(hidden_size: int) -> int:
+    """Of how many tokens one step returns hidden states, beside one vector for each sequence."""
+    return max(1, MAX_TOKEN_VALUES // max(1, hidden_size))
 
 
 @dataclass(frozen=True, slots=True)

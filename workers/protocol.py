@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from workers.config import WorkerConfig
+from workers.config import WorkerConfig, max_token_vectors
 from workers.kv_offload import DIGEST_BYTES, MAX_COPIES
 
 MAX_LOGPROBS = 20
@@ -323,7 +323,7 @@ def max_step_bytes(config: WorkerConfig) -> int:
 def max_output_bytes(config: WorkerConfig) -> int:
     """Bytes of the largest output these limits allow."""
     s, t = config.max_num_seqs, config.max_num_batched_tokens
-    values = max(s, t) * max(config.hidden_size, MAX_POOLED_IDS)  # a page of memory is taken when it is written
+    values = s * max(h := config.hidden_size, MAX_POOLED_IDS) + min(t, max_token_vectors(h)) * h
     return _size(_output_sections(_Counts(rows=max(s, t), d=s, q=s, x=values), MAX_LOGPROBS))
 
 

@@ -72,6 +72,7 @@ class SchedulerOutput:
     num_decodes: int = 0  # running sequences that get their one token
     num_drafts: int = 0  # tokens that follow these
     num_prompt_tokens: int = 0  # of all others
+    num_token_vectors: int = 0  # of these, whose hidden states are returned
     decodes: Decodes = NO_DECODES
     kv_copies: Copies = NO_COPIES  # made before anything else of the step
     is_ahead: bool = False  # decided while the step before was in flight

@@ -32,7 +32,7 @@ from engine.scheduler.window_blocks import allocate_within_window, free_out_of_w
 from engine.spec_decode.drafter import Drafter
 from engine.stats import EngineStats
 from engine.types import FinishReason, Request, TokenEvent, TokenEvents
-from workers.config import WorkerInfo
+from workers.config import WorkerInfo, max_token_vectors
 
 logger = logging.getLogger("oarlock.engine")
 
@@ -56,6 +56,7 @@ class Scheduler:
             max_step_tokens=worker.max_num_batched_tokens,
         )
         self.max_num_batched_tokens = worker.max_num_batched_tokens
+        self._max_token_vectors = max_token_vectors(info.hidden_size)
         # Every running sequence must be able to get its one token, or decodes would starve each other.
         self.max_num_seqs = min(worker.max_num_seqs, worker.max_num_batched_tokens)
         self._num_parts = config.num_micro_batches  # the sequences that decode are dealt to so many steps in flight
@@ -303,6 +304,8 @@ class Scheduler:
         """As many tokens of `seq` as the budget allows; return their number."""
         start = seq.num_computed_tokens
         num_tokens = min(seq.num_tokens - start, budget)
+        if seq.returns_all_tokens:
+            num_tokens = min(num_tokens, self._max_token_vectors - output.num_token_vectors)
         if self.kv_cache_manager.sliding_window is not None:
             num_tokens = allocate_within_window(self.kv_cache_manager, seq, num_tokens, len(self._running), output)
         score_from, num_scored = seq.tokens_to_score(start, num_tokens)
@@ -311,6 +314,7 @@ class Scheduler:
         self.kv_cache_manager.cache_blocks(seq, start + num_tokens)
         wants_logits = start + num_tokens == seq.num_tokens and seq.samples
         output.scheduled.append(ScheduledTokens(seq, start, num_tokens, wants_logits, score_from, num_scored))
+        output.num_token_vectors += seq.returns_all_tokens * num_tokens
         seq.num_computed_tokens = start + num_tokens
         seq.trace.computed(self.traces.now_s, output.step_id, num_tokens, output.num_decodes)
         self._columns.refresh_plain(seq)

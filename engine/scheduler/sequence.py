@@ -217,6 +217,11 @@ class Sequence:
         return "bad_words" if params.bad_words else "logit_bias" if params.logit_bias else None
 
     @property
+    def returns_all_tokens(self) -> bool:
+        """Whether the hidden state of each of its tokens is wanted."""
+        return self.pooling is not None and self.pooling.kind == "token"
+
+    @property
     def num_skippable_tokens(self) -> int:
         """How many leading tokens need not run when their KV is cached: all but those still to be scored, and those
         whose hidden states are still to be returned."""

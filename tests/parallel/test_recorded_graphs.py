@@ -42,7 +42,7 @@ class DeviceRunner(ModelRunner):
         self.num_blocks, self.kv = num_blocks, self.backend.allocate(num_blocks)
         self.invariance = InvarianceResult(True, "not measured")
         self.rank_invariance = RankInvariance(True, "not measured")
-        self._device_steps = device_steps(self.config, self.model, self.backend, self.tp, self._tables)
+        self._device_steps = device_steps(self.config, self.model, self.backend, self.tp, self._tables, self.pooler)
         self._device_steps.kv = self.kv
         self.maker = Recordings()
         for _ in range(2):  # a start measures what graphs take, and captures them when memory has been divided

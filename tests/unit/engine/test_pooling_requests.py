@@ -93,6 +93,24 @@ def test_numbers_that_are_not_finite_end_their_request_alone(kind: str) -> None:
     assert driver.ends[4].num_cached_tokens == 0, "blocks of the failed request were found"
 
 
+def test_a_step_returns_no_more_vectors_of_tokens_than_its_answer_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.scheduler.scheduler.max_token_vectors", lambda hidden_size: 10)
+    driver = Driver(make_config())
+    for number in range(1, 5):
+        driver.add(make_pooling_request(number, [number, *PROMPT], "token" if number % 2 else "mean"))
+    driver.add(make_request(9, PROMPT))
+    most = 0
+    while driver.scheduler.has_work:
+        output = driver.step()
+        assert output is not None
+        sizes = [item.num_tokens for item in output.scheduled if item.seq.returns_all_tokens]
+        assert sum(sizes) <= 10 + sizes.count(1)
+        most = max(most, sum(item.num_tokens for item in output.scheduled))
+    assert most > 20, "others are held up"
+    driver.check_outputs()
+    driver.check_idle()
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_that_ranks_refuse_change_no_vector(kind: str, depth: int) -> None:

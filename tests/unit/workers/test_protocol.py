@@ -155,7 +155,7 @@ def test_an_answer_survives_the_trip(k: int) -> None:
         output.top_ids = rng.integers(0, 99, (rows, k)).astype(np.int32)
         output.top_logprobs = rng.random((rows, k)).astype(np.float32)
         output.pooled_lens = np.array([96, 0, NOT_POOLED], np.int32)
-        output.pooled = rng.random(rows * 96).astype(np.float32)  # a vector for each token
+        output.pooled = rng.random((rows + CONFIG.max_num_seqs) * 96).astype(np.float32)  # of tokens and of sequences
     buffer = memoryview(bytearray(max_output_bytes(CONFIG)))
     read = unpack_output(buffer[: pack_output(output, buffer)])
     for name in StepOutput.__slots__:

@@ -168,7 +168,7 @@ def test_kv_memory_leaves_room_for_graphs(checkpoint: Path, monkeypatch: pytest.
 
 def test_memory_to_sample_from_is_counted(checkpoint: Path) -> None:
     runner = runner_on(checkpoint, MadeUpDevice(TOTAL, TOTAL))
-    steps = device_steps(runner.config, runner.model, runner.backend, runner.tp, runner._tables)
+    steps = device_steps(runner.config, runner.model, runner.backend, runner.tp, runner._tables, runner.pooler)
     held = steps._logits.nbytes + DenseHistories(4, 0, runner.spec.vocab_size, CPU).seen.nbytes
     assert held == sampling_bytes(runner.config, runner.spec)
     on_cuda = runner.config.with_(device="cuda")
