@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 import json
+from typing import get_type_hints
 
 import anyio
 import pytest
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import (
+    EasyInputMessageParam,
+    FunctionToolParam,
+    Response,
+    ResponseFormatTextJSONSchemaConfigParam,
+    ResponseFunctionToolCallParam,
+    ResponseInputTextParam,
+    ResponseOutputMessageParam,
+    ResponseOutputRefusalParam,
+    ResponseOutputTextParam,
+    ResponseReasoningItemParam,
+    ResponseStreamEvent,
+    ResponseTextConfigParam,
+    ToolChoiceAllowedParam,
+    ToolChoiceFunctionParam,
+    response_create_params,
+    response_input_item_param,
+)
+from openai.types.shared_params import Reasoning
 from pydantic import TypeAdapter
 
+from server.protocol.responses import items, request
+from server.protocol.sampling import StreamOptions
 from tests.unit.server import chat_templates as templates
 
 EVENTS: TypeAdapter = TypeAdapter(ResponseStreamEvent)
@@ -18,6 +39,7 @@ TOOLS = [
     {"type": "function", "name": "g", "strict": False},
 ]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "é😀\\n"}}\n</tool_call>'
+TEXT = {"type": "input_text", "text": "x"}
 TWO = f'Sure.\n{CALL}\n<tool_call>\n{{"name": "g", "arguments": {{}}}}\n</tool_call>'
 
 
@@ -256,3 +278,89 @@ def test_bad_input_is_refused_by_name(make_stage, body, param):
         assert (refused.status_code, error["param"]) == (400, param), error
         assert "messages" not in error["message"]
         assert "max_completion_tokens" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (response_create_params.ResponseCreateParamsBase, request.ResponsesRequest),
+        (response_create_params.ResponseCreateParamsStreaming, request.ResponsesRequest),
+        (response_create_params.StreamOptions, StreamOptions),
+        (FunctionToolParam, request.FunctionTool),
+        (ToolChoiceFunctionParam, request.ChosenTool),
+        (ToolChoiceAllowedParam, request.AllowedTools),
+        (ResponseTextConfigParam, request.TextConfig),
+        (ResponseFormatTextJSONSchemaConfigParam, request.TextFormat),
+        (Reasoning, request.Reasoning),
+        (EasyInputMessageParam, items.MessageItem),
+        (response_input_item_param.Message, items.MessageItem),
+        (ResponseOutputMessageParam, items.MessageItem),
+        (ResponseInputTextParam, items.ContentPart),
+        (ResponseOutputTextParam, items.ContentPart),
+        (ResponseOutputRefusalParam, items.ContentPart),
+        (ResponseFunctionToolCallParam, items.FunctionCallItem),
+        (response_input_item_param.FunctionCallOutput, items.FunctionCallOutputItem),
+        (ResponseReasoningItemParam, items.ReasoningItem),
+        (response_input_item_param.ItemReference, items.ItemReference),
+    ],
+    ids=lambda kind: kind.__name__,
+)
+def test_every_field_of_the_official_types_is_known(theirs, ours):
+    known = {field.alias or name for name, field in ours.model_fields.items()} | set(request.REFUSED)
+    official = get_type_hints(theirs).keys()
+    assert official and sorted(official - known) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"tools": [{"type": "custom", "name": "f"}]}, "tools", "declare a function with one string"),
+        ({"tools": [TOOLS[0] | {"defer_loading": True}]}, "tools", "'defer_loading'"),
+        ({"tools": [TOOLS[0] | {"async": True}]}, "tools", "'async'"),
+        ({"tools": [TOOLS[0] | {"allowed_callers": ["programmatic"]}]}, "tools", "'allowed_callers'"),
+        ({"tools": [TOOLS[0] | {"output_schema": {}}]}, "tools", "'output_schema'"),
+        ({"reasoning": {"context": "all_turns"}}, "reasoning", "'reasoning.context'"),
+        ({"reasoning": {"mode": "pro"}}, "reasoning", "'reasoning.mode'"),
+        ({"prompt_cache_options": {"mode": "explicit"}}, "prompt_cache_options", "is not supported"),
+        ({"input": [{"type": "custom_tool_call", "call_id": "c", "name": "f", "input": "x"}]}, "input[0]", "functions"),
+        (
+            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "namespace": "n"}]},
+            "input[0]",
+            "'namespace'",
+        ),
+        (
+            {
+                "input": [
+                    {"role": "user", "content": [{"type": "input_text", "text": "x", "prompt_cache_breakpoint": {}}]}
+                ]
+            },
+            "input[0]",
+            "'prompt_cache_breakpoint'",
+        ),
+    ],
+)
+def test_what_the_official_types_offer_and_this_server_does_not_is_named(make_stage, body, param, words):
+    answer = _send(make_stage(), "POST", "/v1/responses", {"input": "x", **body})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"].startswith(param) and words in error["message"]
+
+
+def test_values_that_ask_for_nothing_pass_and_nothing_is_reported_as_ignored(chat):
+    tool = TOOLS[0] | {"defer_loading": False, "async": False, "allowed_callers": ["direct"], "output_schema": None}
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "caller": {"type": "direct"}}
+    result = {"type": "function_call_output", "call_id": "c", "output": "x", "name": "f", "caller": None}
+    body = {"input": [call, result], "tools": [tool], "tool_choice": "none"}
+    answer = _send(chat("Yes."), "POST", "/v1/responses", body)
+    assert answer.status_code == 200 and "X-Ignored-Parameters" not in answer.headers
+    Response.model_validate(answer.json())
+    assert answer.json()["tools"][0].keys() == {"type", "name", "description", "parameters", "strict"}
+
+
+def test_a_replica_can_be_named(make_stage):
+    for rank, status in (("0", 200), ("1", 400), ("x", 400)):
+        stage = make_stage()
+        answer = _send(stage, "POST", "/v1/responses", {"input": "x"}, headers={"X-data-parallel-rank": rank})
+        assert answer.status_code == status, answer.text
+        assert len(stage.engine.requests) == (status == 200)
+        if status == 400:
+            assert answer.json()["error"]["param"] == "X-data-parallel-rank"

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from server.protocol.base import FieldError, StrictModel
 from server.protocol.chat_messages import MAX_PARTS, ToolName, content_form
+from server.protocol.responses.unsupported import AsyncCall, CacheBreakpoint, Caller, Namespace
 
 ItemId = Annotated[str, Field(min_length=1, max_length=256)]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -29,6 +30,7 @@ class ContentPart(StrictModel):
     refusal: str = ""
     annotations: list[Any] | None = None  # of answers; they add no text
     logprobs: list[Any] | None = None
+    prompt_cache_breakpoint: CacheBreakpoint = None
 
     @model_validator(mode="after")
     def _has_its_member(self) -> ContentPart:
@@ -72,6 +74,9 @@ class FunctionCallItem(StrictModel):
     arguments: str
     id: ItemId | None = None
     status: ItemStatus | None = None
+    caller: Caller = None
+    namespace: Namespace = None
+    async_: AsyncCall = Field(None, alias="async")
 
 
 class FunctionCallOutputItem(StrictModel):
@@ -82,6 +87,9 @@ class FunctionCallOutputItem(StrictModel):
     output: Content
     id: ItemId | None = None
     status: ItemStatus | None = None
+    name: str | None = None  # of the function; the call says it, too
+    caller: Caller = None
+    namespace: Namespace = None
 
 
 class ThoughtPart(StrictModel):
@@ -122,6 +130,10 @@ _TYPES = ("message", "function_call", "function_call_output", "reasoning", "item
 
 
 def _unread(kind: str) -> str:
+    if kind in ("custom_tool_call", "custom_tool_call_output"):
+        raise FieldError(
+            "input", f"holds an item of type '{kind}'; tools are functions here: send 'function_call' items"
+        )
     raise FieldError("input", f"holds an item of type '{kind}'; read here: {', '.join(_TYPES)}")
 
 

@@ -10,10 +10,20 @@ from server.protocol.base import ACCEPTED, INT32_MAX, MAX_LOGPROBS, WHOLE, Field
 from server.protocol.chat_completion import MAX_MESSAGES, MAX_TOOLS
 from server.protocol.chat_messages import MAX_CALLS, JsonObject, ToolName, choice_form
 from server.protocol.responses.items import InputItem, ItemId
+from server.protocol.responses.unsupported import (
+    AllowedCallers,
+    AsyncTool,
+    DeferLoading,
+    OutputSchema,
+    ReasoningContext,
+    ReasoningMode,
+)
 from server.protocol.sampling import SamplingFields
 from server.protocol.structured_output import JsonSchema, ResponseFormat
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
+# Official fields of which no value has a meaning here.
+REFUSED = ("context_management", "moderation", "access_programs", "image", "prompt_cache_options")
 _INCLUDABLE = (LOGPROBS, ENCRYPTED)
 # Fields of the other endpoints that mean nothing for one answer in items, with the values that ask for nothing.
 _ELSEWHERE: dict[str, tuple[Any, str]] = {
@@ -26,6 +36,9 @@ _ELSEWHERE: dict[str, tuple[Any, str]] = {
 
 
 def _tool_type(value: str) -> str:
+    if value == "custom":
+        problem = "holds a tool of type 'custom', whose input is free text: declare a function with one string instead"
+        raise FieldError("tools", problem)
     if value != "function":
         raise FieldError("tools", f"holds a tool of type '{value}'; this server runs no tools: declare functions")
     return value
@@ -39,6 +52,10 @@ class FunctionTool(StrictModel):
     description: Annotated[str, Field(max_length=65_536)] | None = None
     parameters: JsonObject | None = None
     strict: bool | None = Field(True, description="calls that the model makes of its own accord match the schema too")
+    allowed_callers: AllowedCallers = None
+    defer_loading: DeferLoading = None
+    output_schema: OutputSchema = None
+    async_: AsyncTool = Field(None, alias="async")
 
 
 class ChosenTool(StrictModel):
@@ -106,6 +123,8 @@ class Reasoning(StrictModel):
         None, description="thoughts are given whole, never summarised", json_schema_extra=ACCEPTED
     )
     generate_summary: Literal["auto", "concise", "detailed"] | None = Field(None, json_schema_extra=ACCEPTED)
+    context: ReasoningContext = None
+    mode: ReasoningMode = None
 
 
 def _input_form(value: Any) -> str | None:
@@ -198,7 +217,7 @@ class ResponsesRequest(SamplingFields):
         for name, (nothing, instead) in _ELSEWHERE.items():
             if value.get(name) is not None and value[name] != nothing:
                 raise FieldError(name, f"does not go with /v1/responses: {instead}")
-        for name in ("context_management", "moderation", "access_programs", "image"):
+        for name in REFUSED:
             if value.get(name) is not None:
                 raise FieldError(name, "is not supported here; leave it out")
         return value

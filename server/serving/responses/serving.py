@@ -26,6 +26,7 @@ from server.serving.responses.writer import ResponsesWriter
 from server.serving.sse import until_disconnect
 
 _PREFIX = "resp_"
+_SHOWN_OF_TOOL = {"type", "name", "description", "parameters", "strict"}
 
 
 class OpenAIServingResponses(OpenAIServingChatCompletion):
@@ -194,7 +195,7 @@ def _echo(source: ResponsesRequest, processed: ProcessedChat, model: str) -> dic
         "temperature": params.temperature,
         "text": {"format": written, "verbosity": "medium"},
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-        "tools": [tool.model_dump() for tool in source.tools or ()],
+        "tools": [tool.model_dump(include=_SHOWN_OF_TOOL) for tool in source.tools or ()],
         "top_logprobs": source.top_logprobs or 0,
         "top_p": params.top_p,
         "truncation": "disabled",
