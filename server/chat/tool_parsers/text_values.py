@@ -24,6 +24,8 @@ _UNBOUND = frozenset(
     {"anyOf", "oneOf", "allOf", "not", "if", "patternProperties", "propertyNames", "maxProperties", "dependentRequired"}
 ) | {"dependentSchemas", "$ref", "const", "enum"}
 
+_UNBOUND_TEXTS = ("anyOf", "oneOf", "allOf", "not", "if")  # of a single string
+
 Schema = Mapping[str, Any]
 
 
@@ -142,6 +144,13 @@ def value_rules(rule: str, root: Schema, name: str, wrap: str, end: str, special
 
 def text_rules(rule: str, schema: Schema, wrap: str, end: str, special_ids: SpecialIds) -> list[str]:
     """`rule`: a string of the schema without quotes, `wrap` behind it, and the delimiter `end`."""
+    unbound = next((name for name in _UNBOUND_TEXTS if name in schema), None)
+    if unbound is not None:
+        message = (
+            f"This model writes a string as it is, so a forced one cannot be bound to '{unbound}'. Write the schema of "
+            "that argument without it, or let the model choose."
+        )
+        raise RequestError(message, "tools")
     # One terminal with the end in it: no text of it begins another, so that it ends where the parser sees the end.
     closing = "" if end in special_ids else re.escape(end)
     patterns = [f"{body}{wrap}{closing}" for body in _text_patterns(schema)]

@@ -54,6 +54,8 @@ class SchemaGrammar:
             self.rules.append(f"{rule}: {' | '.join(map(self._constant, values))}")
             return
         types = admitted_types(schema, self._root)
+        if not types:
+            raise _refused("a 'type' of no value")
         if types == {"string"}:
             self.rules.append(f"{rule}: {delimiter(self._quote, self._special_ids)} {rule}_text")
             self.rules += text_rules(f"{rule}_text", schema, "", self._quote, self._special_ids)

@@ -129,6 +129,8 @@ def test_what_a_schema_admits(compiler, schema, good, bad):  # noqa: F811
         ({"properties": {"a": {"type": "array", "uniqueItems": True}}}, "uniqueItems"),
         ({"properties": {"a": {"type": "array", "minItems": "x"}}}, "items"),
         ({"properties": {"a b": {}}}, "a b"),
+        ({"properties": {"a": {"type": "nothing"}}}, "of no value"),
+        ({"properties": {"a": {"type": "string", "not": {"const": "x"}}}}, "not"),
         ({"oneOf": [{}, {}]}, "oneOf"),
         ({"properties": {"a": {"$ref": "#"}}}, "levels"),
         ({"properties": {"a": {"$ref": "other.json"}}}, "nowhere"),
