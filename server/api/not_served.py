@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from server.errors import HttpError
 
-_SERVED = "/v1/completions, /v1/chat/completions, /v1/responses and /v1/messages"
+_SERVED = "/v1/completions, /v1/chat/completions, /v1/responses, /v1/messages and /v1/embeddings"
 _BATCHES = ("batches", "files")  # served with an option
 _NOT_SERVED = (
     "assistants",
@@ -15,7 +15,6 @@ _NOT_SERVED = (
     "evals",
     "fine_tuning",
     "images",
-    "messages",
     "moderations",
     "organization",
     "realtime",

@@ -132,7 +132,7 @@ def test_many_requests_keep_the_engine_busy_and_no_more_wait(batch):
 
     batch.engine.generate = counted
     assert batch([_line(str(number)) for number in range(100)]) == 0
-    assert most == 2 * batch.engine.info.max_num_seqs
+    assert batch.engine.info.max_num_seqs < most <= 2 * batch.engine.info.max_num_seqs
 
 
 def test_a_dead_engine_ends_the_batch_and_its_answers_stay(batch, capsys):

@@ -136,7 +136,7 @@ JSON = {"Content-Type": "application/json"}
     [
         ("GET", "/nothing", 404),
         ("GET", "/v1/nothing", 404),
-        ("POST", "/v1/embeddings", 404),
+        ("POST", "/v1/moderations", 404),
         ("GET", COMPLETIONS, 405),
         ("DELETE", "/health", 405),
         ("POST", "/v1/models", 405),

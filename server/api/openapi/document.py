@@ -39,7 +39,6 @@ _BODIES: tuple[type[BaseModel], ...] = (
     TokenizeChatRequest,
     DetokenizeRequest,
     AbortRequest,
-    CreateBatchRequest,
 )
 _ABOUT = (
     "OpenAI's wire format over a tensor-parallel engine. Every error has one shape: `Error`; on the routes of messages "
@@ -96,10 +95,14 @@ def build(app: FastAPI) -> dict[str, Any]:
     """The whole document, OpenAPI 3.1."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, description=_ABOUT, routes=app.routes)
-        wanted: list[tuple[type[BaseModel], JsonSchemaMode]] = [(body, "validation") for body in _BODIES]
+        bodies, answers = list(_BODIES), dict(response_schemas.SCHEMAS)
+        if "/v1/batches" in document["paths"]:
+            bodies.append(CreateBatchRequest)
+            answers |= batch_schemas.SCHEMAS
+        wanted: list[tuple[type[BaseModel], JsonSchemaMode]] = [(body, "validation") for body in bodies]
         _, definitions = models_json_schema(wanted, ref_template=_REF + "{model}")
         components = document.setdefault("components", {})
-        components["schemas"] = definitions["$defs"] | response_schemas.SCHEMAS | batch_schemas.SCHEMAS
+        components["schemas"] = definitions["$defs"] | answers
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{}, {"key": []}]
         for path, operations in document["paths"].items():
