@@ -49,12 +49,12 @@ def test_two_thousand_requests_all_finish() -> None:
 def test_requests_for_vectors_run_beside_answers() -> None:
     mixed = [
         replace(arrival, pooling=PoolingParams(KINDS[n % 5], (3, 4) if n % 5 == 4 else ())) if n % 3 else arrival
-        for n, arrival in enumerate(trace(num_requests=300, requests_per_s=40.0, mean_output_tokens=300))
+        for n, arrival in enumerate(trace(num_requests=150, requests_per_s=40.0, mean_output_tokens=300))
     ]
-    report = simulate(mixed, config(num_blocks=100))
-    assert report.num_finished == 300 and report.num_rejected == report.num_errors == 0
+    report = simulate(mixed, config(num_blocks=70))
+    assert report.num_finished == 150 and report.num_rejected == report.num_errors == 0
     assert report.num_preemptions > 0 and report.prefix_cache_hit_rate > 0
-    assert report == simulate(mixed, config(num_blocks=100))
+    assert report == simulate(mixed, config(num_blocks=70))
 
 
 def test_the_same_seed_gives_the_same_report_and_another_does_not() -> None:
