@@ -29,6 +29,7 @@ class Client:
     borrows_torch: bool = False  # needs torch: this repository's own is lent, nothing is downloaded
     needs_transformers_numbers: bool = False
     needs_small_server: bool = False  # one that is easily full, and that may be asked to leave
+    needs_embedding_server: bool = False  # of a checkpoint of sentence-transformers
     timeout_s: float = 1200.0
     is_large: bool = False  # gigabytes: tried where it is named, and with --all
     snippet: str = ""  # of `oarlock snippets`, which is run as it is printed
@@ -43,7 +44,21 @@ CLIENTS = (
     Client("anthropic", "anthropic", "anthropic_sdk.py", ("anthropic==2.12.0",)),
     Client("litellm", "litellm", "litellm_client.py", ("litellm==1.106.2", "mcp==2.3.0"), snippet="litellm"),
     Client(
-        "langchain-openai", "langchain-openai", "langchain_client.py", ("langchain-openai==1.7.3",), snippet="langchain"
+        "langchain-openai",
+        "langchain-openai",
+        "langchain_client.py",
+        ("langchain-openai==1.7.3",),
+        needs_embedding_server=True,
+        snippet="langchain",
+    ),
+    Client("cohere", "cohere", "cohere_client.py", ("cohere==7.3.1",), needs_embedding_server=True),
+    Client(
+        "sentence-transformers",
+        "sentence-transformers",
+        "sentence_transformers_client.py",
+        ("sentence-transformers==6.2.0", "transformers==5.23.0"),
+        borrows_torch=True,
+        needs_embedding_server=True,
     ),
     Client(
         "llama-index",

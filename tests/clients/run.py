@@ -29,6 +29,7 @@ from tests.clients.environments import CACHE, HERE, NotInstalledError, prepare, 
 from tests.clients.matrix import CLIENTS, Client
 from tests.clients.snippets import run_snippet
 from tests.clients.table import as_text, write_docs
+from tests.e2e.embedding_demo import embedding_demo
 from tests.e2e.long_context import long_context_demo
 from tests.e2e.running import DEMO, ROOT, RunningServer
 
@@ -67,9 +68,9 @@ def try_client(client: Client, prepared: Future[tuple[list[str], bool]], url: st
     made = f", environment made, {time.monotonic() - began:.0f} s waited for" if fresh else ""
     print(f"==> {client.name} ({client.package} {outcome.version}){made}", flush=True)
     began = time.monotonic()
-    with small_server(client) as small:
+    with small_server(client) as small, embedding_server(client) as embedding:
         command = [*interpreter, str(HERE / "scripts" / client.script), "--url", url, "--model", MODEL]
-        command += ["--tokenizer", str(DEMO), *small]
+        command += ["--tokenizer", str(DEMO), *small, *embedding]
         if client.needs_transformers_numbers:
             command += ["--reference", str(reference)]
         if client.script:
@@ -91,6 +92,18 @@ def small_server(client: Client) -> Generator[list[str]]:
         RunningServer(long_context_demo(Path(directory)), *SMALL) as server,
     ):
         yield ["--small-url", server.url, "--small-pid", str(server.process.pid)]
+
+
+@contextlib.contextmanager
+def embedding_server(client: Client) -> Generator[list[str]]:
+    """Arguments that name a server of vectors, and its checkpoint."""
+    if not client.needs_embedding_server:
+        yield []
+        return
+    with tempfile.TemporaryDirectory(prefix="oarlock-embedding-") as directory:
+        checkpoint = embedding_demo(Path(directory) / "demo")
+        with RunningServer(checkpoint, *FLAGS) as server:
+            yield ["--embedding-url", server.url, "--embedding-checkpoint", str(checkpoint)]
 
 
 def run_script(command: list[str], client: Client, outcome: Outcome) -> None:

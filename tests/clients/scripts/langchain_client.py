@@ -1,4 +1,4 @@
-"""LangChain's OpenAI package: chat model, completion model, structured output, tools, streams, batches."""
+"""LangChain's OpenAI package: chat model, completion model, embeddings, structured output, tools, streams, batches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 import pydantic
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI, OpenAI
+from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 from reporter import Report, arguments, expect
 
 QUESTION = "What does os.path.join do?"
@@ -62,6 +62,15 @@ def main() -> int:
     with report.exercise("the completion model, whole and streamed"):
         model = OpenAI(**server, temperature=0, max_tokens=12)
         expect("".join(model.stream("import ")) == model.invoke("import "), "they differ")
+    with report.exercise("embeddings: documents as queries, batches, asynchronous"):
+        # else it would send ids of OpenAI's own tokenizer
+        options = {"api_key": "none", "model": given.model, "check_embedding_ctx_length": False}
+        embeddings = OpenAIEmbeddings(base_url=f"{given.embedding_url}/v1", chunk_size=2, **options)
+        documents = embeddings.embed_documents(["one", "two", "three"])
+        expect(documents[1] == embeddings.embed_query("two"), documents)
+        expect(asyncio.run(embeddings.aembed_documents(["one", "two", "three"])) == documents, documents)
+        short = OpenAIEmbeddings(base_url=f"{given.embedding_url}/v1", dimensions=32, **options)
+        expect(len(short.embed_query("two")) == 32, short)
     return report.finish()
 
 

@@ -54,6 +54,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--small-url", help="a server with room for one sequence of 64,000 tokens and 16 waiting")
     parser.add_argument("--small-pid", type=int, help="its process, which may be asked to leave")
     parser.add_argument("--reference", help="log-probabilities that transformers computed")
+    parser.add_argument("--embedding-url", help="a server of vectors")
+    parser.add_argument("--embedding-checkpoint", help="directory of what it serves")
     return parser.parse_args()
 
 
