@@ -5,6 +5,8 @@ import json
 import openai
 import pytest
 
+from tests.e2e.running import DEMO, RunningServer
+
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -59,6 +61,18 @@ def test_an_invalid_schema_is_refused(client, stream):
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(**{**REQUEST, "tools": [broken]}, tool_choice="required", stream=stream)
     assert refused.value.param == "tools"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("parser", ["qwen3_coder", "functiongemma", "pythonic"])
+def test_formats_that_the_model_does_not_know_are_forced_all_the_same(parser):
+    with (
+        RunningServer(DEMO, "--served-model-name", "demo", "--tool-call-parser", parser) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        test_calls_match_their_schema_and_streams_are_the_same(client, NAMED, "stop")
+        test_every_choice_at_a_high_temperature_matches_its_schema(client)
+        test_an_invalid_schema_is_refused(client, False)
 
 
 def _check(function):
