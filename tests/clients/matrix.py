@@ -69,6 +69,7 @@ CLIENTS = (
     ),
     Client("aider", "aider-chat", "", ("aider-chat==0.86.2",), snippet="aider"),
     Client("instructor", "instructor", "instructor_client.py", ("instructor==1.17.0",)),
+    Client("openai-agents", "openai-agents", "openai_agents.py", ("openai-agents==0.24.0",)),
     Client("pydantic-ai-slim", "pydantic-ai-slim", "pydantic_ai_client.py", ("pydantic-ai-slim[openai]==2.68.0",)),
     Client(
         "lm-eval",
