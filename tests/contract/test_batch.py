@@ -173,7 +173,7 @@ def test_unknown_fields_are_told_or_refused(batch, capsys):
         (['{"custom_id": "a"}'], "has no 'method'"),
         ([json.dumps(_line("")), ""], "has custom_id ''"),
         ([json.dumps(_line("a", method="GET"))], "has method 'GET'"),
-        ([json.dumps(_line("a", url="/v1/embeddings"))], "has url '/v1/embeddings', which is not served"),
+        ([json.dumps(_line("a", url="/v1/rerank"))], "has url '/v1/rerank', which is not served"),
         ([json.dumps(_line("a") | {"body": []})], "has a body that is no JSON object"),
         ([json.dumps(_line("a")), json.dumps(_line("a"))], "Lines 1 and 2 of"),
         (["", ""], "holds no request"),
@@ -212,3 +212,12 @@ def test_files_that_do_not_fit_are_named(batch, capsys, tmp_path):
 def test_what_is_streamed_is_refused(batch):
     assert batch([_line("a", prompt="x", stream=True)]) == 1
     assert batch.answers[0]["response"]["body"]["error"]["param"] == "stream"
+
+
+def test_texts_are_embedded(batch, capsys):
+    lines = [_line("vectors", "/v1/embeddings", input=["abc", "de"]), _line("text")]
+    assert batch(lines, "--runner", "pooling") == 1
+    assert capsys.readouterr().out == "2 of 2 requests answered, 1 with an error\n"
+    found = {answer["custom_id"]: answer["response"]["body"] for answer in batch.answers}
+    assert [item["index"] for item in found["vectors"]["data"]] == [0, 1]
+    assert found["text"]["error"]["code"] == "unsupported_by_model"

@@ -12,6 +12,7 @@ import pytest
 from openai.types import Batch
 
 from engine.errors import EngineDeadError
+from server.llm.pooler_config import PoolerConfig, Task
 from tests.contract.batch_server import BODIES, CHAT, COMPLETION, RESPONSE, jsonl, request_line, serving
 from tests.contract.conftest import wait_for
 
@@ -241,3 +242,25 @@ def test_files_and_batches_belong_to_their_key(serve):
             call()
     assert not list(two.files.list()) and not list(two.batches.list()) and len(list(one.files.list())) == 2
     assert {request.client for request in server.stage.engine.requests} == {"key-1"}
+
+
+def test_texts_are_embedded_in_batches(serve):
+    server = serve(pooler=PoolerConfig(Task.EMBED))
+    url, body = "/v1/embeddings", {"input": ["one two", "three"]}
+    lines = [request_line(f"r{number}", url, **body) for number in range(3)]
+    batch = server.ended(server.batch([*lines, request_line("wrong", url, input=[])], url))
+    assert batch.status == "completed"
+    assert batch.request_counts.model_dump() == {"total": 4, "completed": 3, "failed": 1}
+    wanted = httpx.post(server.url + url, json=body).json()
+    found = [answer["response"]["body"] for answer in server.lines(batch.output_file_id)]
+    for answer in found:
+        assert [answer[name] for name in ("data", "usage", "model")] == [
+            wanted[name] for name in ("data", "usage", "model")
+        ]
+    assert batch.usage.input_tokens == 3 * wanted["usage"]["prompt_tokens"]
+    assert batch.usage.output_tokens == 0
+    (error,) = server.lines(batch.error_file_id)
+    assert error["response"]["body"]["error"]["param"] == "input"
+    requests = [request for request in server.stage.engine.requests if request.priority == 10]
+    assert len(requests) == 6
+    assert all(request.has_place and request.pooling is not None for request in requests)

@@ -17,7 +17,15 @@ if TYPE_CHECKING:
 
 HELP = "answer a file of requests in OpenAI's batch format"
 # Options of the server that say how requests are read, so that they hold here too.
-_OF_REQUESTS = {"served_model_name", "ignore_model_case", "strict_parameters", "strict_max_tokens", "request_timeout"}
+_OF_REQUESTS = {
+    "runner",
+    "classifier_from_token",
+    "served_model_name",
+    "ignore_model_case",
+    "strict_parameters",
+    "strict_max_tokens",
+    "request_timeout",
+}
 _EXIT_CODES = """exit codes:
   0  all requests were answered           2  wrong command line
   1  some answers are errors              3  wrong file, configuration or model

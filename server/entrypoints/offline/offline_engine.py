@@ -12,11 +12,13 @@ from server.entrypoints.supervisor import RunningEngine
 from server.llm.engine_processes import engine_processes
 from server.llm.generation_config import GenerationConfig
 from server.llm.model_files import find_files
+from server.llm.pooler_config import PoolerConfig
 from server.observability.metrics import HttpCounters
 from server.serving.batches.endpoints import BatchEndpoints
 from server.serving.chat_completion import OpenAIServingChatCompletion
 from server.serving.completion import OpenAIServingCompletion
 from server.serving.connect import connect_engine
+from server.serving.pooling.embedding import OpenAIServingEmbedding
 from server.serving.responses.serving import OpenAIServingResponses
 from server.serving.server_state import ServerState
 from server.tokenizer.tokenizer import Tokenizer
@@ -28,18 +30,24 @@ class OfflineEngine:
     """One engine and its endpoints, on the event loop that started it."""
 
     def __init__(
-        self, settings: Settings, engine: RunningEngine, tokenizer: Tokenizer, generation_config: GenerationConfig
+        self,
+        settings: Settings,
+        engine: RunningEngine,
+        tokenizer: Tokenizer,
+        generation_config: GenerationConfig,
+        pooler: PoolerConfig,
     ) -> None:
         self._state = state = ServerState()
         self._counters = counters = HttpCounters()
         self.engine = engine
         self.tokenizer = tokenizer
-        self.async_llm = connect_engine(settings, state, counters, engine, tokenizer, generation_config)
+        self.async_llm = connect_engine(settings, state, counters, engine, tokenizer, generation_config, pooler)
         self.completions = OpenAIServingCompletion(settings, state, counters)
         self.chat_completions = OpenAIServingChatCompletion(settings, state, counters)
         alone = replace(settings, response_store=0)  # no later request could go on from a response
         responses = OpenAIServingResponses(alone, state, counters)
-        self.endpoints = BatchEndpoints(self.completions, self.chat_completions, responses)
+        embeddings = OpenAIServingEmbedding(settings, state, counters)
+        self.endpoints = BatchEndpoints(self.completions, self.chat_completions, responses, embeddings)
 
     @staticmethod
     async def start(settings: Settings, on_progress: OnProgress) -> OfflineEngine:
@@ -49,13 +57,15 @@ class OfflineEngine:
         try:
             files = await find_files(settings, on_progress)
             generation_config = GenerationConfig.load(files.model, settings.generation_config)
+            pooler = PoolerConfig.load(files.model, settings.runner, settings.classifier_from_token)
             tokenizer = await asyncio.to_thread(files.load_tokenizer)
+            pooler = pooler.with_answer_ids(tokenizer)
             config = settings.engine_config(files.model, tokenizer_path=files.tokenizer)
             engine = await start_engine(config, on_progress, processes=processes)
         finally:
             for process in processes:
                 process.discard()
-        return OfflineEngine(settings, engine, tokenizer, generation_config)
+        return OfflineEngine(settings, engine, tokenizer, generation_config, pooler)
 
     @property
     def generation_tokens(self) -> int:

@@ -29,7 +29,7 @@ class CreateBatchRequest(StrictModel):
     input_file_id: Annotated[str, Field(min_length=1, max_length=_ID_LENGTH)] = Field(
         description="a file of requests, one JSON object on each line, from `/v1/files`"
     )
-    endpoint: Literal["/v1/completions", "/v1/chat/completions", "/v1/responses"] = Field(
+    endpoint: Literal["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings"] = Field(
         description="the `url` of every request in the file"
     )
     completion_window: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,3}[smhd]$")] = Field(

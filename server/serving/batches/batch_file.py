@@ -20,7 +20,7 @@ from typing import Any
 from engine.errors import StartupError
 from server.json_text import dumps
 
-URLS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+URLS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings")
 _MEMBERS = ("custom_id", "method", "url", "body")
 _PASSING = (408, 429)  # and those of 500 and above: another try may have another answer
 _SHAPE = (

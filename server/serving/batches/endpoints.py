@@ -9,12 +9,14 @@ from server.protocol.base import StrictModel
 from server.protocol.chat_completion import ChatRequest
 from server.protocol.completion import CompletionRequest
 from server.protocol.large_body.reader import takes_long
+from server.protocol.pooling.embedding import EmbeddingRequest
 from server.protocol.request_body import parse, unknown_parameters
 from server.protocol.responses.request import ResponsesRequest
 from server.protocol.sampling import SamplingFields
 from server.serving.batches.batch_file import BatchRequest
 from server.serving.chat_completion import OpenAIServingChatCompletion
 from server.serving.completion import OpenAIServingCompletion
+from server.serving.pooling.embedding import OpenAIServingEmbedding
 from server.serving.responses.serving import OpenAIServingResponses
 
 _BodyT = TypeVar("_BodyT", bound=StrictModel)
@@ -28,10 +30,12 @@ class BatchEndpoints:
         completions: OpenAIServingCompletion,
         chat_completions: OpenAIServingChatCompletion,
         responses: OpenAIServingResponses,
+        embeddings: OpenAIServingEmbedding,
     ) -> None:
         self._completions = completions
         self._chat_completions = chat_completions
         self._responses = responses
+        self._embeddings = embeddings
         self.ignored: Counter[str] = Counter()  # unknown fields of requests
 
     async def answer(
@@ -53,6 +57,9 @@ class BatchEndpoints:
         if request.url == "/v1/responses":
             response = _with_priority(await self._read(ResponsesRequest, request.body), priority)
             return await self._responses.complete_one(response, request_id, owner=owner, label=label)
+        if request.url == "/v1/embeddings":
+            embedding = _with_priority(await self._read(EmbeddingRequest, request.body), priority)
+            return await self._embeddings.complete(embedding, request_id, owner=owner, label=label)
         chat = _with_priority(await self._read(ChatRequest, request.body), priority)
         return await self._chat_completions.complete(chat, request_id, owner=owner, label=label)
 
@@ -67,10 +74,10 @@ class BatchEndpoints:
         return body
 
 
-_SamplingT = TypeVar("_SamplingT", bound=SamplingFields)
+_PriorityT = TypeVar("_PriorityT", SamplingFields, CompletionRequest, ChatRequest, ResponsesRequest, EmbeddingRequest)
 
 
-def _with_priority(body: _SamplingT, priority: int | None) -> _SamplingT:
+def _with_priority(body: _PriorityT, priority: int | None) -> _PriorityT:
     if priority is not None and "priority" not in body.model_fields_set:
         body.priority = priority
     return body

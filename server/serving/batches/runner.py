@@ -320,7 +320,7 @@ def usage_of(path: Path) -> dict[str, Any]:
             usage = json.loads(line)["response"]["body"]["usage"]
             new = "input_tokens" in usage  # as responses have it, else as completions
             prompt += usage["input_tokens" if new else "prompt_tokens"]
-            generated += usage["output_tokens" if new else "completion_tokens"]
+            generated += usage.get("output_tokens" if new else "completion_tokens", 0)  # none of vectors
             cached += usage["input_tokens_details" if new else "prompt_tokens_details"]["cached_tokens"]
             details = usage.get("output_tokens_details" if new else "completion_tokens_details") or {}
             thoughts += details.get("reasoning_tokens", 0)

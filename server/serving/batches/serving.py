@@ -29,6 +29,7 @@ from server.serving.batches.files import FileStore, StoredFile, new_id, page
 from server.serving.batches.runner import BatchRunner
 from server.serving.chat_completion import OpenAIServingChatCompletion
 from server.serving.completion import OpenAIServingCompletion
+from server.serving.pooling.embedding import OpenAIServingEmbedding
 from server.serving.responses.serving import OpenAIServingResponses
 from server.serving.server_state import ServerState
 
@@ -165,7 +166,12 @@ def open_batches(settings: Settings, state: ServerState, servings: Any) -> None:
     endpoints = BatchEndpoints(
         *(
             getattr(servings, one.state_name)
-            for one in (OpenAIServingCompletion, OpenAIServingChatCompletion, OpenAIServingResponses)
+            for one in (
+                OpenAIServingCompletion,
+                OpenAIServingChatCompletion,
+                OpenAIServingResponses,
+                OpenAIServingEmbedding,
+            )
         )
     )
     runner = BatchRunner(directory, files, endpoints, state, settings.max_body_size)

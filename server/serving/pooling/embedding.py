@@ -14,7 +14,7 @@ from engine.pooling_params import PoolingParams
 from server.llm.pooler_config import Task
 from server.protocol.json_pieces import InPieces, pieces_of
 from server.protocol.pooling.embedding import EmbeddingRequest, InputFields, PoolingRequest
-from server.serving.pooling.serving import OpenAIServingPooling, usage
+from server.serving.pooling.serving import OpenAIServingPooling, Prompts, usage
 from server.serving.request_context import request_id_of
 from server.serving.sse import whole_response
 
@@ -34,6 +34,16 @@ class OpenAIServingEmbedding(OpenAIServingPooling):
         answer["data"] = self._items(body, outputs, "embedding", "embedding")
         return await whole_response(pieces_of(answer), headers)
 
+    async def complete(
+        self, body: EmbeddingRequest, request_id: str, *, owner: str | None = None, label: str | None = None
+    ) -> str:
+        """The JSON of an answer to a body that did not come over HTTP. `owner`, `label`: as of `run`."""
+        model, prompts = self._checked(body)
+        outputs = await self.run(body, prompts, PoolingParams(self.pooler.kind), owner, label)
+        answer = _answer(f"embd-{request_id}", model, outputs)
+        answer["data"] = self._items(body, outputs, "embedding", "embedding")
+        return "".join(pieces_of(answer))
+
     async def pool_tokens(self, request: Request, body: PoolingRequest, headers: dict[str, str]) -> Response:
         """`/pooling`. Raises `RequestError`."""
         by_token = body.task == "token_embed"
@@ -52,13 +62,16 @@ class OpenAIServingEmbedding(OpenAIServingPooling):
     async def _run(
         self, request: Request, body: InputFields, pooling: PoolingParams, prefix: str
     ) -> tuple[list[PooledOutput], dict[str, Any]]:
+        model, prompts = self._checked(body)
+        response_id = f"{prefix}-{request_id_of(request.scope)}"
+        outputs = await self.pool(request, body, prompts, pooling, response_id)
+        return outputs, _answer(response_id, model, outputs)
+
+    def _checked(self, body: InputFields) -> tuple[str, Prompts]:
+        """The model's name, and what makes the prompts. Raises `RequestError`."""
         model = self.check_model(body.model)
         self._check_dimensions(body.dimensions)
-        before = self.text_ids.prompt_before(body.prompt_name)
-        response_id = f"{prefix}-{request_id_of(request.scope)}"
-        outputs = await self.pool(request, body, partial(self._prompts, body, before), pooling, response_id)
-        answer = {"id": response_id, "object": "list", "created": int(time.time()), "model": model}
-        return outputs, {**answer, "usage": usage(outputs)}
+        return model, partial(self._prompts, body, self.text_ids.prompt_before(body.prompt_name))
 
     async def _prompts(self, body: InputFields, before: str) -> list[tuple[int, ...]]:
         prompts, truncate = [], body.truncate_prompt_tokens
@@ -104,3 +117,9 @@ class OpenAIServingEmbedding(OpenAIServingPooling):
 
         normalize = self.pooler.normalize if body.normalize is None else body.normalize
         return finished(output.vectors, normalize, body.dimensions)
+
+
+def _answer(response_id: str, model: str, outputs: list[PooledOutput]) -> dict[str, Any]:
+    """All of it but `data`."""
+    head = {"id": response_id, "object": "list", "created": int(time.time()), "model": model}
+    return {**head, "usage": usage(outputs)}

@@ -16,11 +16,13 @@ from server.llm.pooler_config import PoolerConfig, Task
 from server.protocol.pooling.fields import PoolingFields
 from server.serving.base import OpenAIServing
 from server.serving.pooling.text_ids import TextIds
-from server.serving.request_context import client_of, label_of, record_of, request_id_of, salt_of
+from server.serving.request_context import client_of, label_of, record_of, request_id_of, salt_of, salted
 from server.serving.sse import until_disconnect
 
 if TYPE_CHECKING:
     from server.llm.pooling import PooledOutput
+
+Prompts = Callable[[], Coroutine[Any, Any, list[tuple[int, ...]]]]  # makes the ids of each prompt
 
 
 class OpenAIServingPooling(OpenAIServing):
@@ -51,12 +53,7 @@ class OpenAIServingPooling(OpenAIServing):
         raise RequestError(message, "model", "unsupported_by_model")
 
     async def pool(
-        self,
-        request: Request,
-        body: PoolingFields,
-        prompts: Callable[[], Coroutine[Any, Any, list[tuple[int, ...]]]],
-        pooling: PoolingParams,
-        response_id: str,
+        self, request: Request, body: PoolingFields, prompts: Prompts, pooling: PoolingParams, response_id: str
     ) -> list[PooledOutput]:
         """What came of each of the `prompts`, which are made within the time limit.
 
@@ -67,11 +64,7 @@ class OpenAIServingPooling(OpenAIServing):
         record.parsed_s = begun = time.monotonic()
         limit = self._time_limit(request.headers.get("x-request-timeout"), body.timeout)
         rank = self._chosen_replica(request)
-        try:
-            async with asyncio.timeout(limit):
-                ids = await until_disconnect(request, prompts())
-        except TimeoutError:
-            raise DeadlineError(limit or 0.0) from None
+        ids = await until_disconnect(request, _in_time(prompts, limit))
         running = self.async_llm.start_pooling(
             ids,
             pooling,
@@ -89,6 +82,39 @@ class OpenAIServingPooling(OpenAIServing):
             return await until_disconnect(request, running.outputs())
         finally:
             running.close()
+
+    async def run(
+        self, body: PoolingFields, prompts: Prompts, pooling: PoolingParams, owner: str | None, label: str | None
+    ) -> list[PooledOutput]:
+        """The same of a body that did not come over HTTP. `owner`, `label`: of the API key that it belongs to.
+
+        A full queue does not refuse it: the caller bounds how many there are at a time.
+        """
+        begun, limit = time.monotonic(), self._time_limit(None, body.timeout)
+        ids = await _in_time(prompts, limit)
+        running = self.async_llm.start_pooling(
+            ids,
+            pooling,
+            label,
+            priority=body.priority or 0,
+            cache_salt=(salted(owner, body.cache_salt) or "").encode(),
+            timeout_s=limit,
+            spent_s=time.monotonic() - begun,
+            has_place=True,
+        )
+        try:
+            return await running.outputs()
+        finally:
+            running.close()
+
+
+async def _in_time(prompts: Prompts, limit: float | None) -> list[tuple[int, ...]]:
+    """Raises `DeadlineError`."""
+    try:
+        async with asyncio.timeout(limit):
+            return await prompts()
+    except TimeoutError:
+        raise DeadlineError(limit or 0.0) from None
 
 
 def usage(outputs: list[PooledOutput]) -> dict[str, Any]:
