@@ -16,8 +16,8 @@ from server.protocol.base import StrictModel
 
 # Fields that may hold them.
 _TEXTS = frozenset({"prompt", "suffix", "content", "text", "refusal", "reasoning", "reasoning_content", "arguments"})
-_TEXTS |= {"input", "instructions", "output", "encrypted_content"}
-_IDS = frozenset({"prompt", "tokens", "allowed_token_ids", "stop_token_ids"})
+_TEXTS |= {"input", "instructions", "output", "encrypted_content", "query", "documents", "text_1", "text_2"}
+_IDS = frozenset({"prompt", "input", "tokens", "allowed_token_ids", "stop_token_ids"})
 _MIN_CHARACTERS = 128
 _MIN_IDS = 32
 _DECODED_AT_ONCE = 2**20  # bytes

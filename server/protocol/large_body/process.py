@@ -24,10 +24,13 @@ from pydantic_core import from_json
 from engine.errors import RequestError
 from server.protocol.admin import AbortRequest
 from server.protocol.base import StrictModel
+from server.protocol.batches.request import CreateBatchRequest
 from server.protocol.chat_completion import ChatRequest
 from server.protocol.completion import CompletionRequest
 from server.protocol.large_body.detached import Leaf, detach
 from server.protocol.messages.request import CountTokensRequest, MessagesRequest
+from server.protocol.pooling.embedding import EmbeddingRequest, PoolingRequest
+from server.protocol.pooling.scoring import RerankRequest, ScoreRequest
 from server.protocol.request_body import parse_any, unknown_parameters
 from server.protocol.responses.request import ResponsesRequest
 from server.protocol.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
@@ -39,9 +42,14 @@ SCHEMAS: dict[str, type[StrictModel]] = {
         ChatRequest,
         CompletionRequest,
         CountTokensRequest,
+        CreateBatchRequest,
         DetokenizeRequest,
+        EmbeddingRequest,
         MessagesRequest,
+        PoolingRequest,
+        RerankRequest,
         ResponsesRequest,
+        ScoreRequest,
         TokenizeChatRequest,
         TokenizeRequest,
     )

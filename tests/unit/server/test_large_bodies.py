@@ -10,11 +10,21 @@ import signal
 import pytest
 
 from engine.errors import RequestError
+from server.api.app import application
+from server.api.openapi.capabilities import body_schemas
+from server.config.settings import Settings
+from server.observability.metrics import HttpCounters
+from server.protocol.batches.request import CreateBatchRequest
 from server.protocol.chat_completion import ChatRequest
 from server.protocol.completion import CompletionRequest
+from server.protocol.large_body.process import SCHEMAS
 from server.protocol.large_body.reader import LargeBodies, takes_long
+from server.protocol.pooling.embedding import EmbeddingRequest, PoolingRequest
+from server.protocol.pooling.scoring import RerankRequest, ScoreRequest
 from server.protocol.request_body import parse_any, unknown_parameters
+from server.protocol.responses.request import ResponsesRequest
 from server.protocol.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
+from server.serving.server_state import ServerState
 
 LONG = "wörd 😀 \n" * 200
 IDS = [0, 1, 2**31 - 1] * 50
@@ -40,6 +50,13 @@ BODIES = [
     (TokenizeChatRequest, {"messages": [{"role": "user", "content": LONG}]}),
     (TokenizeRequest, {"prompt": LONG, "text": LONG}),
     (DetokenizeRequest, {"tokens": IDS}),
+    (EmbeddingRequest, {"input": [LONG, "short", LONG], "dimensions": 8}),
+    (EmbeddingRequest, {"input": IDS}),
+    (PoolingRequest, {"input": [IDS, [7], IDS]}),
+    (RerankRequest, {"query": LONG, "documents": [LONG, "short", {"text": LONG}], "top_n": 2}),
+    (ScoreRequest, {"text_1": LONG, "text_2": [LONG, "short"]}),
+    (ResponsesRequest, {"input": [{"role": "user", "content": LONG}], "instructions": LONG}),
+    (CreateBatchRequest, {"input_file_id": "f", "endpoint": "/v1/completions", "completion_window": "24h"}),
 ]
 WRONG = [
     b"not json",
@@ -88,6 +105,13 @@ def test_the_process_refuses_with_the_same_errors(bodies, content, is_strict):
     with pytest.raises(RequestError) as refused:
         asyncio.run(bodies.read([CompletionRequest], content, is_strict))
     assert _fields(refused.value) == _fields(expected.value)
+
+
+def test_the_process_knows_every_body():
+    document = application(Settings(batch_dir="batches"), ServerState(), HttpCounters()).openapi()
+    operations = [operation for path in document["paths"].values() for operation in path.values()]
+    names = {name for operation in operations for name in body_schemas(operation)}
+    assert len(names) > 9 and names - SCHEMAS.keys() == set()
 
 
 def test_what_remains_without_texts_and_ids_is_bounded(bodies):
