@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import math
 from array import array
 
@@ -145,6 +146,18 @@ def test_pooling_has_a_vector_for_each_token(embeds):
     assert answer["data"][0] == {"object": "pooling", "index": 0, "data": same["data"][0]["embedding"]}
 
 
+def test_an_answer_has_only_so_many_vectors_of_tokens(embeds, monkeypatch):
+    monkeypatch.setattr("server.serving.pooling.embedding.MAX_NUMBERS", 20 * HIDDEN_SIZE)
+    stage, ids = embeds(), [7] * 10
+    assert post(stage, "/pooling", {"input": [ids, ids]}).status_code == 200
+    before = len(stage.engine.requests)
+    error = post(stage, "/pooling", {"input": [ids, ids, [7]]}).json()["error"]
+    assert error["param"] == "input"
+    assert "20 tokens" in error["message"]
+    assert len(stage.engine.requests) == before
+    assert post(stage, "/pooling", {"input": [ids, ids, [7]], "task": "embed"}).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -221,6 +234,26 @@ def test_a_key_is_asked_for_and_counted(embeds, tmp_path):
     assert post(stage, "/v1/embeddings", {"input": "x"}).status_code == 401
     used = post(stage, "/v1/embeddings", {"input": "x"}, Authorization="Bearer secret-of-search").json()["usage"]
     assert stage.counters.by_key["search"] == [1, used["prompt_tokens"], 0]
+
+
+def test_a_request_is_explained_and_logged_like_all_others(embeds, caplog):
+    stage = embeds(admin_api_key="boss", enable_log_requests=True)
+
+    async def ask():
+        async with stage.client(headers={"Authorization": "Bearer boss", "X-Request-Id": "known"}) as client:
+            await client.post("/v1/embeddings", json={"input": ["one two", "three"], "user": "someone"})
+            return [(await client.get(f"/v1/requests/{name}")).json() for name in ("known", "embd-known")]
+
+    with caplog.at_level("INFO", "oarlock"):
+        by_request, by_answer = anyio.run(ask)
+    assert by_request == by_answer
+    assert by_request["route"] == "/v1/embeddings"
+    num_tokens = sum(len(request.prompt_token_ids) for request in stage.engine.requests)
+    assert f'"prompt_tokens": {num_tokens}' in json.dumps(by_request)
+    (line,) = (one.getMessage() for one in caplog.records if "request_done" in one.getMessage())
+    assert f"prompt_tokens={num_tokens}" in line
+    assert "completion_tokens=0" in line
+    assert "someone" not in line
 
 
 def test_a_client_that_leaves_aborts_its_prompts(embeds, wait_for, make_server):

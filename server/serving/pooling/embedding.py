@@ -21,6 +21,8 @@ from server.serving.sse import whole_response
 if TYPE_CHECKING:
     from server.llm.pooling import PooledOutput
 
+MAX_NUMBERS = 1 << 24  # of tokens' vectors in one answer, kept until it is complete: 64 MiB
+
 
 class OpenAIServingEmbedding(OpenAIServingPooling):
     """Both endpoints."""
@@ -74,7 +76,8 @@ class OpenAIServingEmbedding(OpenAIServingPooling):
         return model, partial(self._prompts, body, self.text_ids.prompt_before(body.prompt_name))
 
     async def _prompts(self, body: InputFields, before: str) -> list[tuple[int, ...]]:
-        prompts, truncate = [], body.truncate_prompt_tokens
+        prompts, truncate, num_tokens = [], body.truncate_prompt_tokens, 0
+        by_token = isinstance(body, PoolingRequest) and body.task == "token_embed"
         marks = body.add_special_tokens is not False
         for given in body.inputs:
             if isinstance(given, str):
@@ -82,6 +85,14 @@ class OpenAIServingEmbedding(OpenAIServingPooling):
             else:
                 ids = await self.text_ids.of_ids(given, "input", truncate=truncate)
             prompts.append(ids)
+            num_tokens += len(ids)
+            if by_token and num_tokens * self.info.hidden_size > MAX_NUMBERS:
+                most = MAX_NUMBERS // self.info.hidden_size
+                message = (
+                    f"'input' has more than {most} tokens: an answer has at most so many vectors of "
+                    f"{self.info.hidden_size} numbers. Send less, or ask for one vector of each text with task: embed."
+                )
+                raise RequestError(message, "input")
         return prompts
 
     def _check_dimensions(self, wanted: int | None) -> None:
