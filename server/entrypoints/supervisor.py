@@ -236,10 +236,10 @@ class Supervisor:
         self._manager.stopping(self.settings.drain_timeout + _CLOSE_ENGINE_S + _ENGINE_EXIT_S)
         if self._manager.num_sockets:  # the next process gets the socket, and with it those that connect from now on
             self._server.stop_accepting()
-        if self.state.batches is not None:
-            await self.state.batches.stop()
         running = self.state.num_in_flight
         self._exit_within(self.settings.drain_timeout + 10.0, EXIT_DRAIN_TIMED_OUT)
+        if self.state.batches is not None:
+            await self.state.batches.stop()
         _log.info(logs.event("draining", requests=running, timeout_s=self.settings.drain_timeout))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.settings.drain_timeout):

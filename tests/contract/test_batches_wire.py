@@ -244,6 +244,24 @@ def test_files_and_batches_belong_to_their_key(serve):
     assert {request.client for request in server.stage.engine.requests} == {"key-1"}
 
 
+def test_what_was_lost_is_tried_again(serve, monkeypatch):
+    monkeypatch.setattr("server.serving.batches.batch_run._PAUSES_S", (0.01, 0.01, 0.01))
+    server = serve(fail_after=1, missing="replica_lost", pause_after=0)
+    engine = server.stage.engine
+    batch = server.batch([request_line("a")])
+    wait_for(lambda: len(engine.requests) == 1)
+    engine.pause_after = None
+    engine.resume.set()
+    wait_for(lambda: len(engine.requests) >= 2)
+    engine.fail_after = None
+    assert server.ended(batch).request_counts.failed == 0
+    engine.fail_after, before = 1, len(engine.requests)
+    lost = server.ended(server.batch([request_line("a")]))
+    assert len(engine.requests) == before + 4, "not for ever"
+    (error,) = server.lines(lost.error_file_id)
+    assert error["response"]["status_code"] == 503
+
+
 def test_texts_are_embedded_in_batches(serve):
     server = serve(pooler=PoolerConfig(Task.EMBED))
     url, body = "/v1/embeddings", {"input": ["one two", "three"]}

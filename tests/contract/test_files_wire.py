@@ -108,7 +108,7 @@ def test_what_is_asked_wrongly_is_refused_by_name(serve):
     file = server.upload([request_line("a")])
     good = {"input_file_id": file.id, "endpoint": COMPLETION, "completion_window": "24h"}
     for change, status, param in [
-        ({"endpoint": "/v1/embeddings"}, 400, "endpoint"),
+        ({"endpoint": "/v1/moderations"}, 400, "endpoint"),
         ({"completion_window": "soon"}, 400, "completion_window"),
         ({"input_file_id": "file-x"}, 404, "file_id"),
         ({"metadata": {"k": 5}}, 400, "metadata"),

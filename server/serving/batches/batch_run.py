@@ -9,11 +9,12 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from engine.errors import EngineDeadError
+from engine.errors import EngineDeadError, UnavailableError
 from server.errors import describe, error_bytes
 from server.observability.logs import event, logger
 from server.serving.batches.batch_file import AnswerFile, BatchRequest, RequestFile
 
+_PAUSES_S = (0.5, 2.0, 8.0)  # before a request is tried again
 _log = logger("batch")
 _ResultT = TypeVar("_ResultT")
 Answer = Callable[[BatchRequest, str], Awaitable[str]]  # a request and its id; the JSON of the answer
@@ -64,7 +65,7 @@ class BatchRun:
     async def _answered(self, request: BatchRequest, request_id: str) -> tuple[int, str]:
         """Its status and body. Raises `EngineDeadError`."""
         try:
-            return 200, await self._answer(request, request_id)
+            return 200, await self._tried(request, request_id)
         except EngineDeadError:
             raise
         except Exception as error:  # as over HTTP: whatever it is, this request's answer says so
@@ -72,6 +73,18 @@ class BatchRun:
             if failure.status == 500 and failure.code is None:  # a mistake of ours, of which it has no details
                 _log.error(event("request_failed", custom_id=request.custom_id), exc_info=error)
             return failure.status, error_bytes(failure).decode()
+
+    async def _tried(self, request: BatchRequest, request_id: str) -> str:
+        """Its answer. What was lost with a replica, or for want of memory, is tried again, but not for ever."""
+        for pause_s in _PAUSES_S:
+            try:
+                return await self._answer(request, request_id)
+            except UnavailableError as error:
+                if error.code == "aborted":
+                    raise
+                _log.warning(event("request_tried_again", custom_id=request.custom_id, cause=error.message))
+                await asyncio.sleep(pause_s)
+        return await self._answer(request, request_id)
 
     async def _on_disk(self, function: Callable[..., _ResultT], *arguments: object) -> _ResultT:
         return await asyncio.get_running_loop().run_in_executor(self._disk, function, *arguments)
