@@ -11,11 +11,13 @@ import anyio
 import numpy as np
 import openai
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from engine.errors import QueueFullError
 from engine.pooling_params import PoolingParams
 from server.llm.pooler_config import PoolerConfig, Task
-from tests.contract.conftest import INFO, vectors_of
+from server.tokenizer.tokenizer import Tokenizer
+from tests.contract.conftest import INFO, chat_tokenizer, vectors_of
 
 HIDDEN_SIZE = INFO.hidden_size
 EMBEDS = PoolerConfig(
@@ -133,6 +135,26 @@ def test_long_texts_are_refused_or_cut_at_their_end(embeds, tokenizer):
             assert list(stage.engine.requests[-1].prompt_token_ids) == ids[:kept]
     whole = post(stage, "/v1/embeddings", {"input": "one two", "truncate_prompt_tokens": 16})
     assert whole.json()["usage"]["prompt_tokens"] == len(tokenizer.encode("one two"))
+
+
+def test_what_the_model_puts_around_a_text_is_not_cut(embeds):
+    loaded = chat_tokenizer(None)
+    ids = [(name, loaded.backend.token_to_id(name)) for name in ("<|im_start|>", "<|im_end|>")]
+    loaded.backend.post_processor = TemplateProcessing(single="<|im_start|> $A <|im_end|>", special_tokens=ids)
+    around = Tokenizer(loaded.backend, {})
+    stage = embeds()
+    stage.state.async_llm.input_processor.tokenizer = around
+    own = around.encode("one two three four five six", add_special_tokens=False)
+    for truncate, kept in ((5, own[:3]), (len(own) + 2, own), (-1, own), (len(own) + 1, own[:-1])):
+        body = {"input": "one two three four five six", "truncate_prompt_tokens": truncate}
+        assert post(stage, "/v1/embeddings", body).status_code == 200
+        assert list(stage.engine.requests[-1].prompt_token_ids) == [ids[0][1], *kept, ids[1][1]]
+    error = post(stage, "/v1/embeddings", body | {"truncate_prompt_tokens": 2}).json()["error"]
+    assert error["param"] == "truncate_prompt_tokens"
+    post(stage, "/v1/embeddings", {"input": "one", "add_special_tokens": False})
+    assert list(stage.engine.requests[-1].prompt_token_ids) == around.encode("one", add_special_tokens=False)
+    loaded.close()
+    around.close()
 
 
 def test_pooling_has_a_vector_for_each_token(embeds):

@@ -38,26 +38,33 @@ class TextIds:
 
         Raises `RequestError`; `param` names the field that the text came from.
         """
-        tokenizer, keep = self._tokenizer, self._kept(truncate)
         if self._config.lower_case:
             text = text.lower()
-        if keep is not None:
-            opening, closing = (tokenizer.opening, tokenizer.closing) if marks else ([], [])
-            room = keep - len(opening) - len(closing) - len(behind)
-            if room < 1:
-                message = f"'truncate_prompt_tokens' is {truncate}, which leaves no token of the text. Raise it."
-                raise RequestError(message, "truncate_prompt_tokens")
-            own = await tokenizer.aencode(text, False, first=room)
-            ids = [*opening, *own[:room], *closing]
-        else:
-            try:
-                ids = await tokenizer.aencode(text, marks, most=self.max_len - len(behind))
-            except TooManyTokensError as error:
-                raise self._too_long(f"at least {error.at_least + len(behind)}", param) from None
+        keep = self._kept(truncate)
+        most = (self.max_len if keep is None else keep) - len(behind)
+        try:
+            ids, at_least = await self._tokenizer.aencode(text, marks, most=most), 0
+        except TooManyTokensError as error:
+            ids, at_least = [], error.at_least
+        if max(at_least, len(ids)) > most:
+            if keep is None:
+                number = f"at least {at_least + len(behind)}" if at_least else str(len(ids) + len(behind))
+                raise self._too_long(number, param)
+            ids = await self._beginning(text, most, marks)
         ids = [*ids, *behind]
         if not ids:
             raise RequestError(f"'{param}' has an empty text, of which this model makes no token.", param)
         return await self._checked(ids, param)
+
+    async def _beginning(self, text: str, most: int, marks: bool) -> list[int]:
+        """The first tokens of a text that has more than `most`, with what is put around it."""
+        opening, closing = (self._tokenizer.opening, self._tokenizer.closing) if marks else ([], [])
+        room = most - len(opening) - len(closing)
+        if room < 1:
+            message = "'truncate_prompt_tokens' leaves no token of the text. Raise it."
+            raise RequestError(message, "truncate_prompt_tokens")
+        own = await self._tokenizer.aencode(text, False, first=room)
+        return [*opening, *own[:room], *closing]
 
     async def of_ids(self, ids: Sequence[int], param: str, *, truncate: int | None) -> tuple[int, ...]:
         """Ids that the caller has made. Raises `RequestError`."""

@@ -267,6 +267,9 @@ def test_a_long_text_gets_its_special_tokens_once(monkeypatch, added, add_bos):
                 assert await loaded.aencode(text, add, most=len(whole)) == whole
                 for last in (1, 50, len(whole), len(whole) + 5):
                     assert (await loaded.aencode(text, add, last=last))[-last:] == whole[-last:]
+                for first in (1, 50, len(whole) + 5):
+                    own = loaded.encode(text, add_special_tokens=False)
+                    assert (await loaded.aencode(text, False, first=first))[:first] == own[:first]
                 with pytest.raises(TooManyTokensError) as refused:
                     await loaded.aencode(text, add, most=20)
                 assert 20 < refused.value.at_least <= len(whole)
