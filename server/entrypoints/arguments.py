@@ -138,7 +138,9 @@ def _unknown_flag(command: argparse.ArgumentParser, word: str, what: str = "flag
 def _unknown_setting(command: argparse.ArgumentParser, word: str) -> UsageError:
     flag = word.split("=")[0]
     if not flag.startswith("-"):
-        return UsageError(f"Unexpected argument: {word}.", "One MODEL at a time.")
+        takes_model = any(action.dest == "model" and not action.option_strings for action in command._actions)
+        fix = "One MODEL at a time." if takes_model else f"`{command.prog} --help` lists what there is."
+        return UsageError(f"Unexpected argument: {word}.", fix)
     if flag == "--model":
         return UsageError("MODEL is given without a flag, not as --model.", f"Write {command.prog} MODEL.")
     return _unknown_flag(command, word, "flag")

@@ -54,6 +54,18 @@ def settings_of(command: str) -> dict[str, Any]:
     return given_settings(parse(parser, parsers["serve"], words[1:]))
 
 
+def test_a_tokenizer_is_said_to_be_left_unread_and_stays_in_the_command(model, capsys) -> None:
+    words = ["plan", model, "--gpus", "1xH100", "--json"]
+    assert main(words) == 0
+    without = capsys.readouterr()
+    assert main([*words, "--tokenizer", "/nowhere"]) == 0
+    given = capsys.readouterr()
+    assert "--tokenizer is not looked at" in given.err and "--tokenizer" not in without.err
+    found, plain = json.loads(given.out), json.loads(without.out)
+    assert settings_of(found.pop("command")) == settings_of(plain.pop("command")) | {"tokenizer": "/nowhere"}
+    assert found == plain
+
+
 def test_every_layout_uses_all_gpus_and_the_command_is_of_the_first(model, capsys) -> None:
     flags = ["--kv-cache-dtype", "fp8", "--max-model-len", "8192", "--no-enable-prefix-caching"]
     status, found = plan(capsys, model, "--gpus", "4x4090", *flags)

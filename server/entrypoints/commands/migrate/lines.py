@@ -67,6 +67,12 @@ def _of_container(words: list[str], variables: dict[str, str]) -> Translation:
 
 def _llama_server(words: list[str], variables: dict[str, str]) -> Translation:
     found = translate_by_table(words, variables, LLAMA_SERVER)
+    host = found.flags.get("host", ["", ""])[1]
+    if host.endswith(".sock"):  # llama-server listens on a Unix socket where the host ends so, and uses no port
+        del found.flags["host"]
+        found.set(f"--host {host}", "uds", [host])
+        if found.flags.pop("port", None):
+            found.notes.append(("--port", "a Unix socket has none."))
     if "max_model_len" in found.flags and "max_num_seqs" in found.flags:
         whole, each = int(found.flags["max_model_len"][1]), int(found.flags["max_num_seqs"][1])
         found.flags["max_model_len"][1] = str(whole // each)

@@ -42,6 +42,11 @@ def run(arguments: argparse.Namespace) -> int:
     loaded = loaded_settings(arguments, given_settings(arguments))
     for note in arguments.notes:
         sys.stderr.write(f"note: {note}\n")
+    if loaded.settings.tokenizer is not None:
+        sys.stderr.write(
+            "note: --tokenizer is not looked at: a plan reads config.json and the headers of weights, and no number "
+            "of it depends on the tokenizer; `oarlock serve` opens it\n"
+        )
     trace = None if arguments.simulate is None else traces.read(arguments.simulate)
     machine = machine_of(arguments)
     model, has_weights = find_model(loaded.settings)
