@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol
 
@@ -112,6 +113,7 @@ class Supervisor:
     async def run(self) -> int:
         """Serve until a signal or a drain. Returns the exit code. Raises `StartupError` when the start fails."""
         loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1, "files"))  # what waits for disks takes turns
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
         http = asyncio.create_task(self._server.run_until_stopped())

@@ -21,9 +21,12 @@ _TYPES = {
 def message_error(error: HttpError, request_id: str) -> dict[str, Any]:
     """The body, or the data of a stream's event `error`."""
     kind = _TYPES.get(error.status) or ("invalid_request_error" if error.status < 500 else "api_error")
+    message = error_object(error)["message"]
+    if error.param is not None and f"'{error.param}" not in message:  # there is no other place for the field's name
+        message = f"{error.param}: {message}"
     return {
         "type": "error",
-        "error": {"type": kind, "message": error_object(error)["message"]},
+        "error": {"type": kind, "message": message},
         "request_id": request_id,
     }
 
