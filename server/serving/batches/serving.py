@@ -6,7 +6,7 @@ import asyncio
 import errno
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
@@ -54,7 +54,7 @@ class OpenAIServingBatches(OpenAIServing):
         boundary = boundary_of(request.headers.get("content-type", ""))
         files = self.runner.files
         files.check_room()
-        upload = _Upload(files.directory.new_upload(), files.directory.reserve)
+        upload = _Upload(files.directory.new_upload(), files.directory.reserve, files.disk)
         try:
             async with asyncio.timeout(UPLOAD_TIMEOUT_S):
                 await upload.read(request.stream(), MultipartReader(boundary))
@@ -71,7 +71,7 @@ class OpenAIServingBatches(OpenAIServing):
             )
             await files.adopt(upload.path, file)
         except BaseException as error:
-            await asyncio.to_thread(upload.discard)
+            await upload.on_disk(upload.discard)
             if isinstance(error, TimeoutError):
                 message = f"The file took more than {UPLOAD_TIMEOUT_S:.0f} seconds, or stopped for {_IDLE_S:.0f}."
                 raise HttpError(408, message, headers={"Connection": "close"}) from None
@@ -181,13 +181,14 @@ def open_batches(settings: Settings, state: ServerState, servings: Any) -> None:
 class _Upload:
     """A form on its way to the disk: one file and a few fields."""
 
-    def __init__(self, path: Path, reserve: Any) -> None:
+    def __init__(self, path: Path, reserve: Any, disk: ThreadPoolExecutor) -> None:
         """`reserve(num_bytes)` counts what is on the disk, and refuses what is too much with an `OSError`."""
         self.path = path
         self.num_bytes = 0
         self.filename: str | None = None
         self.fields: dict[str, str] = {}
         self._reserve = reserve
+        self._disk = disk
         self._file: IO[bytes] | None = None
         self._unwritten = bytearray()
 
@@ -208,11 +209,15 @@ class _Upload:
                 else:
                     self._extend(field, piece)
             if len(self._unwritten) >= _WRITE_BYTES:
-                await asyncio.to_thread(self._write)
+                await self.on_disk(self._write)
         if not reader.is_complete:
             raise RequestError("The form cannot be read: it ends before its last delimiter.", None, "invalid_form")
         if self._file is not None:
-            await asyncio.to_thread(self._close)
+            await self.on_disk(self._close)
+
+    async def on_disk(self, function: Callable[[], None]) -> None:
+        """Call it on the one thread for files, behind what was asked of it before."""
+        await asyncio.get_running_loop().run_in_executor(self._disk, function)
 
     def checked(self) -> int | None:
         """The seconds that the file is kept for; None: it stays. Raises `RequestError`."""
