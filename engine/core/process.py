@@ -219,7 +219,8 @@ def _first_frame(sock: socket.socket) -> Frame:
         if frames:
             return frames[0]
     reader.finish()
-    raise FrameError("the frontend left without a configuration")
+    # Its own start failed, and it says why: no error of the engine.
+    raise ConnectionError("the frontend left before it sent a configuration")
 
 
 def _leave_at_end_of_file(sock: socket.socket) -> None:

@@ -31,6 +31,7 @@ class Parser(argparse.ArgumentParser):
     """Raises `UsageError` where argparse would print usage and exit."""
 
     takes_settings = False  # and so flags of vLLM as well
+    help_with_unknown: str | None = None  # the fix where a flag or argument is unknown, if there is a usual mistake
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -131,6 +132,8 @@ def loaded_settings(parsed: argparse.Namespace, given: dict[str, Any]) -> Loaded
 def _unknown_flag(command: argparse.ArgumentParser, word: str, what: str = "flag or argument") -> UsageError:
     flag = word.split("=")[0]
     near = nearest(flag, list(command._option_string_actions))
+    if isinstance(command, Parser) and command.help_with_unknown:
+        return UsageError(f"Unknown {what}: {flag}.", command.help_with_unknown)
     fix = f"Did you mean {near}?" if near else f"`{command.prog} --help` lists all of them."
     return UsageError(f"Unknown {what}: {flag}.", fix)
 

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -49,3 +51,15 @@ def test_it_ignores_the_terminals_interrupt_from_its_first_moment() -> None:
     process.wait()
     sock.close()
     assert ignored & (1 << (signal.SIGINT - 1)) and process.returncode == -signal.SIGKILL
+
+
+def test_a_frontend_whose_own_start_failed_leaves_no_error_of_the_engine() -> None:
+    ours, its = socket.socketpair()
+    code = "import sys; from engine.core.process import run; sys.exit(run(int(sys.argv[1]), None))"
+    words = [sys.executable, "-c", code, str(its.fileno())]
+    process = subprocess.Popen(words, pass_fds=[its.fileno()], stderr=subprocess.PIPE, text=True)
+    its.close()
+    ours.close()
+    log = process.communicate(timeout=60)[1]
+    assert process.returncode == 0 and "level=ERROR" not in log
+    assert "event=frontend_gone" in log, log

@@ -59,6 +59,7 @@ def test_help_shows_every_flag_with_its_environment_name(capsys):
         (["serve", "--port", "99999"], 2, "at most 65535", "--port"),
         (["serve", "--port"], 2, "--port", "--help"),
         (["serve", "a", "b"], 2, "Unexpected argument: b", "One MODEL"),
+        (["migrate", "llama-server", "-m", "m.gguf"], 2, "Unknown flag or argument: -m", "Quote the whole line"),
         (["models", "rm"], 2, "Unexpected argument: rm", "`oarlock models --help`"),
         (["serve", "--api-key", "secret", "Qwen/Qwen2.5-7B-Instruct"], 2, "no MODEL", "MODEL --api-key"),
         (["serve", "--api-key", str(ROOT)], 2, "no MODEL", "MODEL --api-key"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from server.entrypoints.arguments import Parser
+
 HELP = "translate a command line of vLLM, llama-server or TGI"
 _EPILOG = """LINE is quoted, as it was typed, with variables before it or with `docker run … IMAGE` around it:
   oarlock migrate "vllm serve Qwen/Qwen3-0.6B --tensor-parallel-size 2"
@@ -18,6 +20,8 @@ exit codes:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
+    assert isinstance(parser, Parser)
+    parser.help_with_unknown = 'Quote the whole line: oarlock migrate "vllm serve MODEL --port 8001"'
     parser.add_argument("line", metavar="LINE", help="the command line of the other server, quoted")
 
 
