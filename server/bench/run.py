@@ -107,8 +107,8 @@ class LoadRun:
         assert self._schedule.times_s is not None
         async with asyncio.TaskGroup() as group:
             for number, due in enumerate(self._schedule.times_s):
-                wait = self._began + due - time.perf_counter()
-                if wait > 0:
+                # A timer counts from the beginning of the loop's turn, so it may be early.
+                while (wait := self._began + due - time.perf_counter()) > 0:
                     await asyncio.sleep(wait)
                 group.create_task(self._converse(number, due))
 

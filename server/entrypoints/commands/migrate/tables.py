@@ -53,6 +53,8 @@ LLAMA_SERVER: dict[str, Theirs] = {
     **_same("chat_template", "--chat-template-file"),
     **_same("request_timeout", "-to", "--timeout"),
     **_same("offline", "--offline", switch=True),
+    **_same("runner", "--embedding", "--embeddings", switch=True, values={"": "pooling"}),
+    **_holds("rerankers are known by their files.", "--rerank", "--reranking", switch=True),
     **_same("web_page", "--no-webui", switch=True, values={"": "false"}),
     **_holds("the cache of values has the type of the keys.", "-ctv", "--cache-type-v"),
     **_holds("one number limits a step: --max-num-batched-tokens.", "-ub", "--ubatch-size"),
@@ -82,7 +84,6 @@ LLAMA_SERVER: dict[str, Theirs] = {
     ),
     **_lost("adapters are not served; merge them into the checkpoint.", "--lora", "--lora-scaled", "--control-vector"),
     **_lost("models take text only.", "-mm", "--mmproj"),
-    **_lost("there is no such endpoint.", "--embedding", "--embeddings", "--rerank", "--reranking", switch=True),
     **_lost(
         "positions are scaled as the model defines them.",
         "--rope-scaling", "--rope-scale", "--rope-freq-base", "--yarn-orig-ctx",

@@ -62,6 +62,7 @@ from server.entrypoints.commands.migrate.lines import translate
         ),
         ("llama-server -m m.gguf --host /run/x.sock --port 80", "oarlock serve m.gguf --uds /run/x.sock", []),
         ("llama-server -m m.gguf --host 0.0.0.0 --port 80", "oarlock serve m.gguf --host 0.0.0.0 --port 80", []),
+        ("llama-server -m m.gguf --embedding", "oarlock serve m.gguf --runner pooling", []),
         ("/opt/x/llama-server -hf a/b:Q4_K_M --no-webui", "oarlock serve a/b --no-web-page", ["-hf a/b:Q4_K_M"]),
         (
             "llama-server -m m.gguf -c 0 --temp 0.2 -np -1 --whatever",
