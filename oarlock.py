@@ -15,13 +15,15 @@ if TYPE_CHECKING:
     from engine.errors import RequestError, StartupError
     from server.entrypoints.offline.llm import LLM
     from server.entrypoints.offline.outputs import Choice, Output
+    from server.entrypoints.offline.pooling import Embedding
     from server.entrypoints.offline.sampling_params import SamplingParams
 
-__all__ = ["LLM", "Choice", "Output", "RequestError", "SamplingParams", "StartupError", "__version__"]
+__all__ = ["LLM", "Choice", "Embedding", "Output", "RequestError", "SamplingParams", "StartupError", "__version__"]
 
 _HOMES = {
     "LLM": "server.entrypoints.offline.llm",
     "Choice": "server.entrypoints.offline.outputs",
+    "Embedding": "server.entrypoints.offline.pooling",
     "Output": "server.entrypoints.offline.outputs",
     "SamplingParams": "server.entrypoints.offline.sampling_params",
     "RequestError": "engine.errors",

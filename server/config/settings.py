@@ -148,8 +148,6 @@ SERVER_ONLY = frozenset(
         "served_model_name",
         "max_body_size",
         "response_store",
-        "runner",
-        "classifier_from_token",
         "batch_dir",
         "batch_dir_size",
         "strict_parameters",

@@ -21,6 +21,8 @@ from server.llm.generation_config import GenerationConfig
 from server.protocol.chat_completion import ChatRequest
 from server.protocol.sampling import SamplingFields
 from tests.contract.conftest import DEMO
+from tests.contract.test_embeddings_wire import EMBEDS
+from tests.contract.test_rerank_wire import ASKS
 from tests.unit.server.fake_hub import FakeHub
 
 
@@ -49,6 +51,8 @@ def make_llm(make_stage, monkeypatch):
 
         monkeypatch.setattr("server.llm.engine_processes.EngineProcess", NoProcess)
         monkeypatch.setattr("engine.replicas.EngineClient.start", start)
+        if "pooler" in options:
+            monkeypatch.setattr("server.llm.pooler_config.PoolerConfig.load", lambda *given: options["pooler"])
         llm = oarlock.LLM(**(llm_options or {}))
         opened.append(llm)
         return llm, engine
@@ -151,6 +155,80 @@ def test_errors_are_those_of_the_server_and_the_rest_is_aborted(make_llm):
     with pytest.raises(EngineError, match="not finite"):
         llm.generate(["a", "b"])
     assert llm._engine.async_llm.open == set()
+
+
+def posted(stage, path, body):
+    async def post():
+        async with stage.client() as client:
+            return (await client.post(path, json=body)).json()["data"]
+
+    return anyio.run(post)
+
+
+def test_vectors_are_those_of_the_route(make_llm, make_stage):
+    llm, engine = make_llm(pooler=EMBEDS)
+    texts = [f"text number {number}" for number in range(20)]
+    found = llm.embed(texts, prompt_name="query", dimensions=3)
+    wanted = posted(
+        make_stage(pooler=EMBEDS), "/v1/embeddings", {"input": texts, "prompt_name": "query", "dimensions": 3}
+    )
+    assert [one.embedding.tolist() for one in found] == [item["embedding"] for item in wanted]
+    assert {one.embedding.dtype.name for one in found} == {"float32"}
+    by_prompt = {len(request.prompt_token_ids) for request in engine.requests}
+    assert {one.num_prompt_tokens for one in found} == by_prompt
+    assert all(one.num_cached_tokens == one.num_prompt_tokens // 2 for one in found), "as this engine says"
+    assert all(request.has_place for request in engine.requests), "its own prompts cannot fill its queue"
+    whole = llm.embed([[5, 6], [7]], normalize=False)
+    assert [len(one.embedding) for one in whole] == [4, 4]
+    assert llm.embed([]) == [] and len(llm.embed("one")) == 1
+    with pytest.raises(oarlock.RequestError, match="'dimensions' is 9"):
+        llm.embed("x", dimensions=9)
+    with pytest.raises(TypeError, match=r"embed\(\) has no argument 'promt_name': there are dimensions,"):
+        llm.embed("x", promt_name="query")
+    with pytest.raises(oarlock.RequestError, match="writes no texts: it answers /v1/embeddings"):
+        llm.generate("x")
+    with pytest.raises(oarlock.RequestError, match="writes no texts"):
+        llm.chat([{"role": "user", "content": "hi"}])
+    assert llm._engine.async_llm.open == set()
+
+
+@pytest.mark.parametrize("pooler", [EMBEDS, ASKS], ids=["by vectors", "asked in words"])
+def test_scores_are_those_of_the_route_however_many(make_llm, make_stage, tokenizer, pooler):
+    llm, engine = make_llm(pooler=pooler)
+    documents = [f"document {number} {'x' * (number % 7)}" for number in range(70)]
+    found = llm.score("What is it?", documents)
+    asked = len(engine.requests)
+    wanted = posted(make_stage(pooler=pooler), "/v1/score", {"text_1": "What is it?", "text_2": documents})
+    assert found == [item["score"] for item in wanted]
+    assert asked == len(documents) + (3 if pooler is EMBEDS else 0), "the query is embedded once in 32 pairs"
+    assert llm.score(documents, documents[::-1])[:1] == llm.score(documents[0], documents[-1])
+    assert llm.score("x", []) == []
+    with pytest.raises(ValueError, match="2 texts and 3 to compare"):
+        llm.score(["a", "b"], ["a", "b", "c"])
+    if pooler is ASKS:
+        llm.score("a", "b", instruction="Find lies")
+        assert "<Instruct>: Find lies" in tokenizer.decode(engine.requests[-1].prompt_token_ids)
+        with pytest.raises(oarlock.RequestError, match="has no vector for one"):
+            llm.embed("x")
+
+
+def test_vectors_for_a_program_with_an_event_loop(make_llm):
+    make_llm(pooler=EMBEDS)[0].close()
+
+    async def program():
+        async with await oarlock.LLM.create(runner="pooling") as llm:
+            return await asyncio.gather(llm.aembed(["a", "b"]), llm.ascore("a", ["a"]))
+
+    vectors, scores = anyio.run(program)
+    assert len(vectors) == 2 and scores == [pytest.approx(1.0)]
+
+
+def test_a_model_that_writes_texts_has_no_vectors(make_llm):
+    llm, _ = make_llm("x")
+    with pytest.raises(oarlock.RequestError, match="--runner pooling"):
+        llm.embed("x")
+    with pytest.raises(oarlock.RequestError, match="--runner pooling"):
+        llm.score("x", "y")
 
 
 def test_wrong_options_are_named():

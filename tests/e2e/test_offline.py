@@ -18,14 +18,21 @@ pytestmark = pytest.mark.soak
 PAGE = (ROOT / "docs" / "offline.md").read_text()
 
 
-def test_the_pages_program_runs():
-    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+def test_the_pages_programs_run():
+    texts, vectors = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    shown = output_of(texts)
+    assert "pathname components" in shown and shown.count("length") == 2
+    shown = output_of(vectors).splitlines()
+    assert shown[0].startswith("float32 (") and len(json.loads(shown[1])) == 2
+
+
+def output_of(code):
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120
     )
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
-    assert "pathname components" in result.stdout and result.stdout.count("length") == 2
+    return result.stdout
 
 
 def test_a_batch_that_was_killed_goes_on_and_answers_as_the_server(tmp_path):

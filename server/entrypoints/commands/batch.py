@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 HELP = "answer a file of requests in OpenAI's batch format"
 # Options of the server that say how requests are read, so that they hold here too.
 _OF_REQUESTS = {
-    "runner",
-    "classifier_from_token",
     "served_model_name",
     "ignore_model_case",
     "strict_parameters",

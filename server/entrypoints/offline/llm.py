@@ -1,4 +1,4 @@
-"""The Python interface: prompts in, texts out, without HTTP, by the server's own endpoints.
+"""The Python interface: prompts in, texts, vectors or scores out, without HTTP, by the server's own endpoints.
 
     with LLM("path/to/model") as llm:
         print(llm.generate("import os", SamplingParams(max_tokens=32, temperature=0))[0].text)
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self, TypedDict, TypeVar, Unpack
@@ -21,9 +21,10 @@ from engine.errors import StartupError
 from engine.types import EngineInfo
 from server.config.options import OptionError
 from server.config.settings import SERVER_ONLY, make_settings
-from server.entrypoints.offline import outputs
+from server.entrypoints.offline import outputs, pooling
 from server.entrypoints.offline.offline_engine import OfflineEngine
-from server.entrypoints.offline.outputs import Output
+from server.entrypoints.offline.outputs import Answer, Done, Output
+from server.entrypoints.offline.pooling import Embedding, EmbedFields, ScoreFields
 from server.entrypoints.offline.sampling_params import SamplingParams
 from server.json_text import dumps
 from server.protocol.chat_completion import ChatRequest
@@ -34,7 +35,6 @@ from server.tokenizer.tokenizer import Tokenizer
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None
-_Answer = Callable[[], Awaitable[Output]]
 _T = TypeVar("_T")
 _CLOSE_S = 10.0
 
@@ -138,6 +138,51 @@ class LLM:
         """`chat` for a program with an event loop. Cancelling it aborts what still runs."""
         return await self._await(self._chat_completions(messages, params, fields, progress))
 
+    def embed(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        *,
+        progress: bool | None = None,
+        **fields: Unpack[EmbedFields],
+    ) -> list[Embedding]:
+        """The vector of each prompt, in order, as `/v1/embeddings` answers it. Prompts and errors as of `generate`."""
+        return self._wait(self._embeddings(prompts, fields, progress))
+
+    async def aembed(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        *,
+        progress: bool | None = None,
+        **fields: Unpack[EmbedFields],
+    ) -> list[Embedding]:
+        """`embed` for a program with an event loop. Cancelling it aborts what still runs."""
+        return await self._await(self._embeddings(prompts, fields, progress))
+
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        progress: bool | None = None,
+        **fields: Unpack[ScoreFields],
+    ) -> list[float]:
+        """How well texts go together, as `/v1/score` answers it, one number for each of `text_2`, in order.
+
+        `text_1`: what each of them is compared with, or as many texts as there are.
+        """
+        return self._wait(self._scores(text_1, text_2, fields, progress))
+
+    async def ascore(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        progress: bool | None = None,
+        **fields: Unpack[ScoreFields],
+    ) -> list[float]:
+        """`score` for a program with an event loop. Cancelling it aborts what still runs."""
+        return await self._await(self._scores(text_1, text_2, fields, progress))
+
     def close(self) -> None:
         """Stop the engine and its ranks. Idempotent."""
         if self._thread.is_alive():
@@ -190,16 +235,18 @@ class LLM:
         given: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
         own = {"suffix": suffix, "add_special_tokens": add_special_tokens}
         endpoint = self._engine.completions
+        endpoint.check_model(None)
 
-        def answer(prompt: Prompt, chosen: SamplingParams) -> _Answer:
-            async def complete() -> Output:
+        def answer(prompt: Prompt, chosen: SamplingParams) -> Answer[list[Output]]:
+            async def complete() -> Done[list[Output]]:
                 fields = {"prompt": prompt if isinstance(prompt, str) else list(prompt), **own, **chosen.as_fields()}
                 _, generation, pieces = await endpoint.run(parse(CompletionRequest, dumps(fields).encode()))
-                return outputs.completion(prompt if isinstance(prompt, str) else None, generation, pieces)
+                output = outputs.completion(prompt if isinstance(prompt, str) else None, generation, pieces)
+                return Done([output], output.num_tokens)
 
             return complete
 
-        return await self._all(list(map(answer, given, _for_each(params, len(given)))), progress)
+        return await self._all(list(map(answer, given, _for_each(params, len(given)))), len(given), progress)
 
     async def _chat_completions(
         self,
@@ -210,42 +257,61 @@ class LLM:
     ) -> list[Output]:
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         given: list[Any] = [messages] if is_one else list(messages)
-        _check_names(fields)
+        _check_names("chat", fields, ChatFields, "give it in SamplingParams")
         endpoint = self._engine.chat_completions
+        endpoint.check_model(None)
 
-        def answer(conversation: Sequence[Message], chosen: SamplingParams) -> _Answer:
-            async def complete() -> Output:
+        def answer(conversation: Sequence[Message], chosen: SamplingParams) -> Answer[list[Output]]:
+            async def complete() -> Done[list[Output]]:
                 body = {**chosen.as_chat_fields(), **fields, "messages": list(conversation)}
                 processed, generation, pieces = await endpoint.run(parse(ChatRequest, dumps(body).encode()))
-                return outputs.chat_completion(processed, generation, pieces)
+                output = outputs.chat_completion(processed, generation, pieces)
+                return Done([output], output.num_tokens)
 
             return complete
 
-        return await self._all(list(map(answer, given, _for_each(params, len(given)))), progress)
+        return await self._all(list(map(answer, given, _for_each(params, len(given)))), len(given), progress)
 
-    async def _all(self, answers: Sequence[_Answer], progress: bool | None) -> list[Output]:
-        """What each of `answers` returns. The first failure ends the others."""
+    async def _embeddings(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        fields: EmbedFields,
+        progress: bool | None,
+    ) -> list[Embedding]:
+        _check_names("embed", fields, EmbedFields)
+        given: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
+        return await self._all(pooling.embeddings(self._engine.embeddings, given, fields), len(given), progress)
+
+    async def _scores(
+        self, first: str | Sequence[str], second: str | Sequence[str], fields: ScoreFields, progress: bool | None
+    ) -> list[float]:
+        _check_names("score", fields, ScoreFields)
+        count = 1 if isinstance(second, str) else len(second)
+        return await self._all(pooling.scores(self._engine.scoring, first, second, fields), count, progress)
+
+    async def _all(self, answers: Sequence[Answer[list[_T]]], count: int, progress: bool | None) -> list[_T]:
+        """What `answers` return, `count` outputs together. The first failure ends the others."""
         limit = asyncio.Semaphore(self._engine.num_at_once)
-        is_off = not progress if progress is not None else True if len(answers) == 1 else None  # None: no terminal
+        is_off = not progress if progress is not None else True if count == 1 else None  # None: no terminal
         num_tokens = 0
 
-        async def one(answer: _Answer) -> Output:
+        async def one(answer: Answer[list[_T]]) -> list[_T]:
             nonlocal num_tokens
             async with limit:
-                output = await answer()
-            num_tokens += output.num_tokens
+                done = await answer()
+            num_tokens += done.num_tokens
             elapsed = bar.format_dict["elapsed"]
             bar.set_postfix_str(f"{num_tokens / elapsed:.0f} tokens/s" if elapsed else "", refresh=False)
-            bar.update()
-            return output
+            bar.update(len(done.outputs))
+            return done.outputs
 
-        with tqdm(total=len(answers), unit=" prompts", disable=is_off) as bar:
+        with tqdm(total=count, unit=" prompts", disable=is_off) as bar:
             try:
                 async with asyncio.TaskGroup() as group:
                     tasks = [group.create_task(one(answer)) for answer in answers]
             except BaseExceptionGroup as failures:  # the first one is what the caller wants to see
                 raise failures.exceptions[0] from None
-        return [task.result() for task in tasks]
+        return [output for task in tasks for output in task.result()]
 
     def _submit(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
         if not self._thread.is_alive():
@@ -281,13 +347,14 @@ def _for_each(params: Params, count: int) -> list[SamplingParams]:
     return list(params)
 
 
-def _check_names(fields: Mapping[str, Any]) -> None:
-    """Raises `TypeError` for a name that is not in `ChatFields`."""
-    known = ChatFields.__annotations__
+def _check_names(method: str, fields: Mapping[str, Any], known: type, of_sampling: str | None = None) -> None:
+    """Raises `TypeError` for a name that `known`, a `TypedDict`, lacks. `of_sampling`: the fix for one that
+    `SamplingParams` has."""
+    names = known.__annotations__
     for name in fields:
-        if name not in known:
-            fix = "give it in SamplingParams" if name in SamplingParams.__slots__ else f"there are {', '.join(known)}"
-            raise TypeError(f"chat() has no argument '{name}': {fix}")
+        if name not in names:
+            fix = of_sampling if of_sampling and name in SamplingParams.__slots__ else f"there are {', '.join(names)}"
+            raise TypeError(f"{method}() has no argument '{name}': {fix}")
 
 
 async def _cancel_others() -> None:

@@ -19,6 +19,7 @@ from server.serving.chat_completion import OpenAIServingChatCompletion
 from server.serving.completion import OpenAIServingCompletion
 from server.serving.connect import connect_engine
 from server.serving.pooling.embedding import OpenAIServingEmbedding
+from server.serving.pooling.scoring import OpenAIServingScoring
 from server.serving.responses.serving import OpenAIServingResponses
 from server.serving.server_state import ServerState
 from server.tokenizer.tokenizer import Tokenizer
@@ -46,8 +47,9 @@ class OfflineEngine:
         self.chat_completions = OpenAIServingChatCompletion(settings, state, counters)
         alone = replace(settings, response_store=0)  # no later request could go on from a response
         responses = OpenAIServingResponses(alone, state, counters)
-        embeddings = OpenAIServingEmbedding(settings, state, counters)
-        self.endpoints = BatchEndpoints(self.completions, self.chat_completions, responses, embeddings)
+        self.embeddings = OpenAIServingEmbedding(settings, state, counters)
+        self.scoring = OpenAIServingScoring(settings, state, counters)
+        self.endpoints = BatchEndpoints(self.completions, self.chat_completions, responses, self.embeddings)
 
     @staticmethod
     async def start(settings: Settings, on_progress: OnProgress) -> OfflineEngine:

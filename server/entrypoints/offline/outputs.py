@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from server.chat.message_parser import MessageParser
 from server.llm.generation import Generation
 from server.llm.output_processor import Delta
 from server.llm.prompt_scores import TokenScore
 from server.serving.chat_completion import ProcessedChat, read_message
+
+_ListT = TypeVar("_ListT", bound=list[Any])
+
+
+class Done(NamedTuple, Generic[_ListT]):
+    """What some prompts became, and what they add to the progress."""
+
+    outputs: _ListT  # one for each of them
+    num_tokens: int
+
+
+Answer = Callable[[], Awaitable[Done[_ListT]]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,8 @@ from server.serving.request_context import request_id_of
 from server.serving.sse import whole_response
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from server.llm.pooling import PooledOutput
 
 MAX_NUMBERS = 1 << 24  # of tokens' vectors in one answer, kept until it is complete: 64 MiB
@@ -45,6 +47,12 @@ class OpenAIServingEmbedding(OpenAIServingPooling):
         answer = _answer(f"embd-{request_id}", model, outputs)
         answer["data"] = self._items(body, outputs, "embedding", "embedding")
         return "".join(pieces_of(answer))
+
+    async def vectors(self, body: EmbeddingRequest) -> tuple[list[np.ndarray], list[PooledOutput]]:
+        """For the offline interface, of each input: float32 [dimensions], and what it was made of."""
+        _, prompts = self._checked(body)
+        outputs = await self.run(body, prompts, PoolingParams(self.pooler.kind))
+        return [self._finished(body, output)[0] for output in outputs], outputs
 
     async def pool_tokens(self, request: Request, body: PoolingRequest, headers: dict[str, str]) -> Response:
         """`/pooling`. Raises `RequestError`."""
@@ -122,7 +130,7 @@ class OpenAIServingEmbedding(OpenAIServingPooling):
         vectors = self._finished(body, output)
         return InPieces(lambda row: encoded(row, body.encoding_format or "float"), vectors, lambda row: row.size)
 
-    def _finished(self, body: InputFields, output: PooledOutput) -> Any:
+    def _finished(self, body: InputFields, output: PooledOutput) -> np.ndarray:
         """float32 [n, hidden] -> float32 [n, dimensions]."""
         from server.serving.pooling.vectors import finished
 

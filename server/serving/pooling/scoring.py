@@ -16,13 +16,14 @@ from server.llm.pooler_config import Task
 from server.protocol.json_pieces import InPieces, pieces_of
 from server.protocol.pooling.scoring import RerankRequest, ScoreRequest, ScoringFields
 from server.serving.pooling.pair_prompt import PairPrompt
-from server.serving.pooling.serving import OpenAIServingPooling, usage
+from server.serving.pooling.serving import OpenAIServingPooling, Run, usage
 from server.serving.request_context import request_id_of
 from server.serving.sse import whole_response
 
 if TYPE_CHECKING:
     from server.llm.pooling import PooledOutput
 
+_TEXTS = ("text_1", "text_2")  # the fields of a request for scores
 _DOCUMENT_PROMPTS = ("document", "passage", "corpus")  # the names that sentence-transformers tries, in its order
 
 
@@ -37,7 +38,8 @@ class OpenAIServingScoring(OpenAIServingPooling):
         model = self.check_model(body.model)
         response_id = f"rerank-{request_id_of(request.scope)}"
         pairs = [(body.query, text) for text in body.texts]
-        scores, outputs = await self._scores(request, body, pairs, ("query", "documents"), response_id)
+        run = partial(self.pool, request, body, response_id=response_id)
+        scores, outputs = await self._scores(run, body, pairs, ("query", "documents"))
         order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[: body.top_n]
 
         def result(index: int) -> dict[str, Any]:
@@ -52,18 +54,23 @@ class OpenAIServingScoring(OpenAIServingPooling):
         """One score for each pair, in their order. Raises `RequestError`."""
         model = self.check_model(body.model)
         response_id = f"score-{request_id_of(request.scope)}"
-        scores, outputs = await self._scores(request, body, body.pairs, ("text_1", "text_2"), response_id)
+        run = partial(self.pool, request, body, response_id=response_id)
+        scores, outputs = await self._scores(run, body, body.pairs, _TEXTS)
         answer: dict[str, Any] = {"id": response_id, "object": "list", "created": int(time.time()), "model": model}
         answer["data"] = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
         return await whole_response(pieces_of({**answer, "usage": usage(outputs)}), headers)
 
+    async def scores(self, body: ScoreRequest) -> tuple[list[float], list[PooledOutput]]:
+        """For the offline interface: one of each pair, and what they were made of."""
+        self.check_model(body.model)
+        return await self._scores(partial(self.run, body), body, body.pairs, _TEXTS)
+
     async def _scores(
         self,
-        request: Request,
+        run: Run,
         body: ScoringFields,
         pairs: Sequence[tuple[str, str]],
         params: tuple[str, str],
-        response_id: str,
     ) -> tuple[list[float], list[PooledOutput]]:
         """`params`: the names of the fields that the first and the second texts of the pairs came from."""
         from server.serving.pooling.vectors import cosine, probability  # import numpy, which no other request needs
@@ -71,7 +78,7 @@ class OpenAIServingScoring(OpenAIServingPooling):
         if self.pooler.task is Task.SCORE:
             prompts = partial(self._asked, body, pairs, params[1])
             ids = tuple(answer for answer in self.pooler.answers if isinstance(answer, int))
-            outputs = await self.pool(request, body, prompts, PoolingParams("logits", ids), response_id)
+            outputs = await run(prompts, PoolingParams("logits", ids))
             return [probability(output.vectors) for output in outputs], outputs
         if body.instruction is not None:
             message = (
@@ -81,7 +88,7 @@ class OpenAIServingScoring(OpenAIServingPooling):
         first = list(dict.fromkeys(text for text, _ in pairs))  # one query is embedded once
         second = [text for _, text in pairs]
         prompts = partial(self._embedded, body, first, second, params)
-        outputs = await self.pool(request, body, prompts, PoolingParams(self.pooler.kind), response_id)
+        outputs = await run(prompts, PoolingParams(self.pooler.kind))
         place = {text: number for number, text in enumerate(first)}
         vectors = [output.vectors[0] for output in outputs]
         scores = [

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from server.llm.pooling import PooledOutput
 
 Prompts = Callable[[], Coroutine[Any, Any, list[tuple[int, ...]]]]  # makes the ids of each prompt
+Run = Callable[[Prompts, PoolingParams], Coroutine[Any, Any, "list[PooledOutput]"]]  # `pool` or `run` of one body
 
 
 class OpenAIServingPooling(OpenAIServing):
@@ -84,7 +85,12 @@ class OpenAIServingPooling(OpenAIServing):
             running.close()
 
     async def run(
-        self, body: PoolingFields, prompts: Prompts, pooling: PoolingParams, owner: str | None, label: str | None
+        self,
+        body: PoolingFields,
+        prompts: Prompts,
+        pooling: PoolingParams,
+        owner: str | None = None,
+        label: str | None = None,
     ) -> list[PooledOutput]:
         """The same of a body that did not come over HTTP. `owner`, `label`: of the API key that it belongs to.
 

@@ -16,6 +16,7 @@ from server.entrypoints.commands.bench import numbers
 if TYPE_CHECKING:
     from server.bench.result import Result
 
+_UNUSED = SERVER_ONLY | {"runner", "classifier_from_token"}  # what is measured is texts
 Round = Callable[[float, int, int], dict[str, float]]  # seconds, tokens in, tokens out -> its figures by name
 
 
@@ -34,7 +35,7 @@ def add_arguments(
     )
     group.add_argument("--warmup", type=numbers.whole(0), default=1, metavar="N", help="rounds not counted (default 1)")
     group.add_argument("--output", type=Path, metavar="FILE.json", help="every round, for `bench compare`")
-    add_settings(parser, positional=True, without=SERVER_ONLY)
+    add_settings(parser, positional=True, without=_UNUSED)
 
 
 def measure(arguments: argparse.Namespace, kind: str, figures: Round) -> Result:
@@ -49,7 +50,7 @@ def measure(arguments: argparse.Namespace, kind: str, figures: Round) -> Result:
     from server.entrypoints.offline.llm import LLM
     from server.entrypoints.offline.sampling_params import SamplingParams
 
-    options = {name: getattr(settings, name) for name in OPTIONS if name not in SERVER_ONLY}
+    options = {name: getattr(settings, name) for name in OPTIONS if name not in _UNUSED}
     params = SamplingParams(max_tokens=arguments.output_tokens, temperature=0, ignore_eos=True)
     series: dict[str, list[float]] = {}
     interrupted = False
