@@ -13,7 +13,8 @@ from typing import Any
 import psutil
 
 from workers.attention.kv_shape import KVShape
-from workers.config import WorkerConfig
+from workers.config import WorkerConfig, max_pooled_values
+from workers.distributed.shm_ring import RingLayout
 from workers.errors import EXIT_OUT_OF_MEMORY, StartupError
 from workers.layers.decoder_spec import DecoderSpec, tensor_shapes
 from workers.layers.quantization.formats.form import WeightForms
@@ -75,6 +76,7 @@ class Memory:
 
     device: str  # cpu | cuda
     total_bytes: int
+    has_vectors: bool = False  # whether ranks answer with vectors, through shared memory of the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,7 @@ class Capacity:
     weight_bytes: tuple[int, ...] = ()  # of a rank, by stage
     step_bytes: int = 0  # of the rank with the most, beside weights and KV memory
     other_bytes: int = 0  # of the rank with the most, for libraries, graphs and sampling
+    vector_bytes: int = 0  # of the host's shared memory, for what comes back of steps
 
     @property
     def kv_tokens(self) -> int:
@@ -138,6 +141,7 @@ def capacity(model: OpenModel, changes: Mapping[str, Any], memory: Memory) -> Ca
     weights = tuple(rank_weight_bytes(config, spec, forms, stage) for stage in stages)
     steps = tuple(largest_step_bytes(config, spec, has_head=stage == stages[-1]) for stage in stages)
     shapes, given = [kv_shape(config, spec, stage) for stage in stages], config.kv_cache_bytes or 0
+    vectors = _vector_bytes(config, spec) if memory.has_vectors else 0
     if memory.device == "cuda":
         total, others = memory.total_bytes, [CUDA_BYTES] * len(stages)
         others[-1] += sampling_bytes(config, spec)
@@ -148,13 +152,19 @@ def capacity(model: OpenModel, changes: Mapping[str, Any], memory: Memory) -> Ca
     else:
         others, shapes = [CPU_RANK_BYTES], shapes[:1]
         left = memory.total_bytes - CPU_SERVER_BYTES - config.ranks_on_host * CPU_RANK_BYTES
-        left -= config.data_parallel_size * weight_bytes_of_node(config, spec, config.dtype, forms)
+        left -= config.data_parallel_size * (weight_bytes_of_node(config, spec, config.dtype, forms) + vectors)
         rooms, short = [room_on_host(config, max(0, left))], [max(0, given * config.ranks_on_host - left)]
     if given:
         rooms = [room_given(config)] * len(rooms)
     each = [_held(config, shape, room, lack) for shape, room, lack in zip(shapes, rooms, short, strict=True)]
     least = min(each, key=lambda held: (held.num_blocks, -held.missing_bytes))
-    return replace(least, weight_bytes=weights, step_bytes=max(steps), other_bytes=max(others))
+    return replace(least, weight_bytes=weights, step_bytes=max(steps), other_bytes=max(others), vector_bytes=vectors)
+
+
+def _vector_bytes(config: WorkerConfig, spec: DecoderSpec) -> int:
+    """Of the ring that the answering rank writes its steps' vectors into: those of a step in each slot."""
+    values = 4 * max_pooled_values(config, spec.hidden_size)
+    return RingLayout.holding(values, 1, config.pipeline_parallel_size).num_slots * values
 
 
 def _held(config: WorkerConfig, shape: KVShape, room: KVRoom, short: int) -> Capacity:

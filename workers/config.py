@@ -18,6 +18,7 @@ class OnProgress(Protocol):
 
 
 MAX_TOKEN_VALUES = 1 << 21  # of hidden states of single tokens that one step returns: 8 MiB to pass on before the next
+MAX_POOLED_IDS = 64  # that one sequence names for their logits
 LOADING_TIMEOUT_S = 300.0  # without progress of any rank; longer than compiling the kernels may take
 
 
@@ -106,6 +107,12 @@ class WorkerConfig:
 def max_token_vectors(hidden_size: int) -> int:
     """Of how many tokens one step returns hidden states, beside one vector for each sequence."""
     return max(1, MAX_TOKEN_VALUES // max(1, hidden_size))
+
+
+def max_pooled_values(config: WorkerConfig, hidden_size: int) -> int:
+    """How many float32 one step returns at most, of vectors and of named logits."""
+    tokens = min(config.max_num_batched_tokens, max_token_vectors(hidden_size))
+    return config.max_num_seqs * max(hidden_size, MAX_POOLED_IDS) + tokens * hidden_size
 
 
 @dataclass(frozen=True, slots=True)

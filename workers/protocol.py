@@ -22,13 +22,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from workers.config import WorkerConfig, max_token_vectors
+from workers.config import MAX_POOLED_IDS, WorkerConfig, max_pooled_values
 from workers.kv_offload import DIGEST_BYTES, MAX_COPIES
 
 MAX_LOGPROBS = 20
 MAX_BIAS_PER_ROW = 3 * 1024  # stop ids banned by min_tokens, logit_bias and bad words, a third each
 MAX_VOCAB_SIZE = 1 << 20  # slots are sized before the vocabulary is known; unused pages take no memory
-MAX_POOLED_IDS = 64  # that one sequence names for their logits
 NULL_BLOCK = 0
 NONFINITE, FINITE, ALL_BANNED = 0, 1, 2  # of `StepOutput.finite`
 # Of `StepMetadata.pool_kinds`: the hidden state of the last token, the mean of all, that of the first token, that of
@@ -323,7 +322,7 @@ def max_step_bytes(config: WorkerConfig) -> int:
 def max_output_bytes(config: WorkerConfig) -> int:
     """Bytes of the largest output these limits allow."""
     s, t = config.max_num_seqs, config.max_num_batched_tokens
-    values = s * max(h := config.hidden_size, MAX_POOLED_IDS) + min(t, max_token_vectors(h)) * h
+    values = max_pooled_values(config, config.hidden_size)
     return _size(_output_sections(_Counts(rows=max(s, t), d=s, q=s, x=values), MAX_LOGPROBS))
 
 

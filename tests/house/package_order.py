@@ -82,7 +82,7 @@ ORDER: dict[str, Order] = {
         "node.py": entries(
             "preflight.py fingerprint.py worker distributed platform config.py errors.py rank_processes.py"
         ),
-        "capacity.py": entries("preflight.py worker layers attention weights platform config.py errors.py"),
+        "capacity.py": entries("preflight.py worker distributed layers attention weights platform config.py errors.py"),
         "gguf.py": entries("models weights"),
         "verify": entries(
             "node.py preflight.py worker models layers attention weights distributed kernels platform"

@@ -16,6 +16,7 @@ from server.entrypoints.commands.plan.flags import parse_replicas, parse_slo
 from server.entrypoints.commands.plan.gpus import GPUS, parse_gpus
 from server.entrypoints.commands.plan.layouts import SIZES
 from tests.unit.server.fake_hub import FakeHub
+from workers.protocol import MAX_POOLED_IDS, max_output_bytes
 
 QWEN_7B: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -116,6 +117,32 @@ def test_a_host_shares_its_memory_among_ranks_and_replicas(model) -> None:
     assert copies.kv_tokens < one.kv_tokens / 2
     given = capacity(opened, {"kv_cache_bytes": 200 << 30}, memory)
     assert given.refusal is not None and given.missing_bytes > 100 << 30
+
+
+def test_vectors_take_shared_memory_of_the_host(model, capsys) -> None:
+    flags = ["--cpu", "--memory", "100GB", "--bandwidth", "10GB", "--max-num-seqs", "32"]
+    generates, embeds = (plan(capsys, model, *flags, *more)[1] for more in ([], ["--runner", "pooling"]))
+    (before,), (after,) = generates["layouts"], embeds["layouts"]
+    config = open_model_of(model).config.with_(hidden_size=3584, max_num_seqs=32)
+    without = max_output_bytes(config.with_(hidden_size=0)) - 4 * 32 * MAX_POOLED_IDS
+    of_a_slot = max_output_bytes(config) - without
+    assert before["vector_bytes"] == 0 and after["vector_bytes"] == 4 * of_a_slot, "of a ring of four slots"
+    assert settings_of(embeds["command"])["runner"] == "pooling"
+    copies = plan(capsys, model, *flags, "--runner", "pooling", "--data-parallel-size", "2")[1]["layouts"][0]
+    assert copies["vector_bytes"] == after["vector_bytes"], "of each replica"
+    lacking = [
+        plan(capsys, model, "--cpu", "--memory", "8GB", "--bandwidth", "10GB", *more)[1]["layouts"][0]["missing_bytes"]
+        for more in ([], ["--runner", "pooling"])
+    ]
+    config = config.with_(max_num_seqs=64)
+    of_a_slot = max_output_bytes(config) - max_output_bytes(config.with_(hidden_size=0)) + 4 * 64 * MAX_POOLED_IDS
+    assert lacking[1] - lacking[0] == 4 * of_a_slot
+    assert main(["plan", model, *flags, "--classifier-from-token", "no", "yes"]) == 0
+    assert "of the host's shared memory for each replica" in capsys.readouterr().out
+    on_device = [
+        plan(capsys, model, "--gpus", "1xH100", *more)[1]["layouts"][0] for more in ([], ["--runner", "pooling"])
+    ]
+    assert on_device[0]["kv_tokens"] == on_device[1]["kv_tokens"] and on_device[1]["vector_bytes"]
 
 
 def open_model_of(model: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from server.config import vllm_flags
+from server.config.groups.model import REASONING_PARSERS, TOOL_CALL_PARSERS
 from server.config.options import OptionError, nearest
 from server.config.settings import OPTIONS
 from server.entrypoints.commands.migrate.translation import Translation, values_after
@@ -10,6 +11,14 @@ from server.entrypoints.commands.migrate.translation import Translation, values_
 _SHORT = {described.short: described.name for described in OPTIONS.values() if described.short}
 _DTYPES = {"half": "float16", "float": "float32"}
 _CHECKPOINT_FORMS = ("awq", "gptq", "awq_marlin", "gptq_marlin", "compressed-tensors", "fp8", "bitsandbytes", "gguf")
+_FORMATS = {  # options that name a format, which is found out where it is not named
+    "tool_call_parser": "there is no such format here; without the flag it is found in the chat template. Known: "
+    + ", ".join(TOOL_CALL_PARSERS[1:])
+    + ".",
+    "reasoning_parser": "there is no such format here; without the flag it is found in the chat template. Known: "
+    + ", ".join(REASONING_PARSERS[1:])
+    + ".",
+}
 _VARIABLES = {"VLLM_API_KEY": "OARLOCK_API_KEY"}
 
 
@@ -53,6 +62,8 @@ def _flag(found: Translation, word: str, rest: list[str]) -> None:
         found.model = given[0] if given else found.model
     elif name == "quantization" and given and given[0] in _CHECKPOINT_FORMS:
         found.notes.append((written, "the form of a quantised checkpoint is read from its files."))
+    elif name in _FORMATS and given and given[0] not in (described.choices or ()):
+        found.lost.append((written, _FORMATS[name]))
     else:
         found.set(written, name, [_DTYPES.get(each, each) for each in given] if name == "dtype" else given)
 

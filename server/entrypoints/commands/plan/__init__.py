@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     from server.entrypoints.commands.plan import layouts, report, simulate, table, traces
     from server.entrypoints.commands.plan.command_line import serve_command
     from server.entrypoints.commands.plan.machine import machine_of
-    from server.entrypoints.commands.plan.model_files import find_model
+    from server.entrypoints.commands.plan.model_files import find_model, has_vectors
 
     _check(arguments)
     loaded = loaded_settings(arguments, given_settings(arguments))
@@ -48,8 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
             "of it depends on the tokenizer; `oarlock serve` opens it\n"
         )
     trace = None if arguments.simulate is None else traces.read(arguments.simulate)
-    machine = machine_of(arguments)
     model, has_weights = find_model(loaded.settings)
+    machine = machine_of(arguments, has_vectors=has_vectors(loaded.settings, model))
     if not has_weights:
         sys.stderr.write("note: the weights are not on this machine, so sizes are those that config.json says\n")
     given = {name: getattr(loaded.settings, name) for name in layouts.SIZES if loaded.origins[name] != "default"}

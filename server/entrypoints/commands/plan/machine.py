@@ -32,8 +32,8 @@ class Machine:
     sum_s: float
 
 
-def machine_of(arguments: argparse.Namespace) -> Machine:
-    """Raises `UsageError`."""
+def machine_of(arguments: argparse.Namespace, *, has_vectors: bool = False) -> Machine:
+    """`has_vectors`: whether the model that it serves makes them. Raises `UsageError`."""
     memory, bandwidth = _size(arguments.memory, "--memory", "24GB"), _size(arguments.bandwidth, "--bandwidth", "1008GB")
     ops = _tflops(arguments.tflops)
     if arguments.gpus is not None and arguments.cpu:
@@ -43,14 +43,14 @@ def machine_of(arguments: argparse.Namespace) -> Machine:
         memory, speed = memory or gpu.memory, bandwidth or gpu.bandwidth
         rate = f"{speed / 1e9:,.0f} GB/s" if speed else "a bandwidth that is not known"
         text = f"{count} x {gpu.name}: {human_bytes(memory)} and {rate} each"
-        return Machine(text, Memory("cuda", memory), count, speed, ops or gpu.ops, gpu.link, gpu.sum_s)
+        return Machine(text, Memory("cuda", memory, has_vectors), count, speed, ops or gpu.ops, gpu.link, gpu.sum_s)
     is_measured = bandwidth is None
     speed = bandwidth or measured_bandwidth()
     total = memory or free_host_bytes()
     free = "" if memory else " free"
     how = "measured" if is_measured else "given"
     text = f"CPU: {human_bytes(total)} of memory{free}, read at {speed / 1e9:,.1f} GB/s ({how})"
-    return Machine(text, Memory("cpu", total), 1, speed, ops, 0.0, _CPU_SUM_S)
+    return Machine(text, Memory("cpu", total, has_vectors), 1, speed, ops, 0.0, _CPU_SUM_S)
 
 
 def measured_bandwidth() -> float:

@@ -24,6 +24,17 @@ def find_model(settings: Settings) -> tuple[OpenModel, bool]:
     return open_model(worker if has_weights else worker.with_(load_format="dummy")), has_weights
 
 
+def has_vectors(settings: Settings, model: OpenModel) -> bool:
+    """Whether it is served for embeddings or scores. Raises `StartupError`."""
+    from server.llm.pooler_config import PoolerConfig
+
+    try:
+        found = PoolerConfig.load(model.config.model_path, settings.runner, settings.classifier_from_token)
+    except StartupError as error:
+        raise StartupError(error.cause, error.fix, _EXIT_CODE) from None
+    return not found.generates
+
+
 def _directory(settings: Settings) -> Path:
     """Of this machine's copy; of a model on the hub, which need not be here whole, the description is fetched."""
     try:

@@ -46,6 +46,7 @@ def _layout(one: Layout) -> dict[str, Any]:
         "weight_bytes": max(held.weight_bytes),
         "step_bytes": held.step_bytes,
         "other_bytes": held.other_bytes,
+        "vector_bytes": held.vector_bytes,
         "kv_bytes": held.kv_bytes,
         "kv_bytes_per_token": held.kv.bytes_per_token,
         "num_blocks": held.num_blocks,

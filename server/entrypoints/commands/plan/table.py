@@ -80,6 +80,9 @@ def _of_best(machine: Machine, best: Layout) -> list[str]:
     at_once = best.at_once(best.user_context) * best.sizes[2]
     if at_once < best.users(best.user_context):
         lines.append(f"At once run {at_once} users (--max-num-seqs {config.max_num_seqs} for each replica).")
+    if best.capacity.vector_bytes:
+        size = human_bytes(best.capacity.vector_bytes)
+        lines.append(f"Vectors come back through {size} of the host's shared memory for each replica.")
     if best.prompts is None:
         lines.append("How fast it is follows from the bandwidth of memory: give --bandwidth, or a GPU by its name.")
     else:

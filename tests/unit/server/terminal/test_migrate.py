@@ -28,6 +28,11 @@ from server.entrypoints.commands.migrate.lines import translate
         ("vllm serve m --no-enable-prefix-caching", "oarlock serve m --no-enable-prefix-caching", []),
         ("vllm serve m -q awq --enable-chunked-prefill --trust-remote-code", "oarlock serve m", []),
         ("vllm serve m --tool-call-parser hermes --swap-space 4", "oarlock serve m --tool-call-parser hermes", []),
+        (
+            "vllm serve m --tool-call-parser xlam --reasoning-parser=step3 --enable-auto-tool-choice --port 1",
+            "oarlock serve m --port 1",
+            ["--tool-call-parser xlam", "--reasoning-parser step3"],
+        ),
         ("vllm serve m --no-enable-chunked-prefill", "oarlock serve m", ["--no-enable-chunked-prefill"]),
         (
             "vllm serve m --enable-lora --wibble 1 2 --port 1",
@@ -104,6 +109,13 @@ def test_tables_name_options_that_there_are_and_values_that_they_take(table):
         for ours in theirs.values.values():
             if ours:
                 OPTIONS[theirs.option].from_text(ours)
+
+
+def test_a_format_that_is_not_known_is_left_out_and_said_to_be_found_without(capsys):
+    assert main(["migrate", "vllm serve m --tool-call-parser xlam"]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == "oarlock serve m\n"
+    assert "found in the chat template. Known: " in shown.err and "hermes" in shown.err
 
 
 def test_our_line_is_one_that_we_take(capsys):
