@@ -50,6 +50,7 @@ class EngineConfig:
     worker: WorkerConfig
     nodes: NodesConfig | None = None  # None: all ranks are on this host. Holds a secret: never recorded, never logged
     tokenizer_path: str | None = None  # directory of the tokenizer that grammars are compiled for; None: the model's
+    writes_text: bool = True  # False: all requests want vectors, and no grammars are compiled
     enable_prefix_caching: bool = True
     max_waiting_requests: int = 512  # beyond: QueueFullError
     max_waiting_tokens: int = 1_000_000  # prompt tokens in the queue; beyond: QueueFullError

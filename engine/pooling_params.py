@@ -9,6 +9,7 @@ KINDS = (
     "cls",  # of the first token
     "token",  # of every token
     "logits",  # no hidden states, but the logits of `token_ids` after the last token, before any softmax
+    "labels",  # no hidden states, but what an encoder's classification head makes of them, before any final function
 )
 
 
@@ -18,3 +19,4 @@ class PoolingParams:
 
     kind: str  # one of KINDS
     token_ids: tuple[int, ...] = ()  # with "logits" alone: whose; in this order
+    second_text: int = 0  # of an encoder: where the second of two texts begins in the prompt; 0: there is one

@@ -26,10 +26,11 @@ from workers.capacity import (
     work_of,
 )
 from workers.gguf import GGUFModel, Settings, hf_config, parts_of
-from workers.preflight import DESCRIPTIONS, check_without_weights, weight_files
+from workers.preflight import DESCRIPTIONS, ENCODERS, check_without_weights, weight_files
 
 __all__ = [
     "DESCRIPTIONS",
+    "ENCODERS",
     "Capacity",
     "GGUFModel",
     "Measured",

@@ -69,6 +69,7 @@ class WorkerConfig:
     step_timeout_s: float = 120.0  # a step that takes longer is a hung rank
     raise_step_timeout: bool = False  # whether it may be raised after timing
     hidden_size: int = 0  # of the model; resolved. What ranks answer with may hold a vector for each token
+    whole_texts: bool = False  # resolved: the model is an encoder, of which a step computes each text whole
     log_level: str = "INFO"  # of the engine's and the ranks' logs, a name of the logging module
     log_format: str = "text"  # of the same: text | json
 
@@ -104,14 +105,16 @@ class WorkerConfig:
         return WorkerConfig(**json.loads(text))
 
 
-def max_token_vectors(hidden_size: int) -> int:
-    """Of how many tokens one step returns hidden states, beside one vector for each sequence."""
-    return max(1, MAX_TOKEN_VALUES // max(1, hidden_size))
+def max_token_vectors(hidden_size: int, longest: int = 0) -> int:
+    """Of how many tokens one step returns hidden states, beside one vector for each sequence. `longest`: tokens of a
+    text that cannot be divided among steps."""
+    return max(1, longest, MAX_TOKEN_VALUES // max(1, hidden_size))
 
 
 def max_pooled_values(config: WorkerConfig, hidden_size: int) -> int:
     """How many float32 one step returns at most, of vectors and of named logits."""
-    tokens = min(config.max_num_batched_tokens, max_token_vectors(hidden_size))
+    longest = config.max_model_len or 0 if config.whole_texts else 0
+    tokens = min(config.max_num_batched_tokens, max_token_vectors(hidden_size, longest))
     return config.max_num_seqs * max(hidden_size, MAX_POOLED_IDS) + tokens * hidden_size
 
 
@@ -157,6 +160,8 @@ class WorkerInfo:
     step_cost: StepCost | None = None  # None: not measured
     kv_offload: KVOffloadInfo | None = None  # None: no blocks are kept beyond the pool
     hidden_size: int = 0  # of the vectors that requests may ask for
+    whole_texts: bool = False  # an encoder: a step computes each text whole, and makes vectors of it, no tokens
+    num_labels: int = 0  # that its head makes of a text; 0: it has none
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -15,6 +15,8 @@ from workers.layers.decoder_spec import DecoderSpec
 from workers.layers.quantization.formats.form import WeightForms
 from workers.layers.quantization.formats.registry import STORED
 from workers.layers.quantization.registry import NONE, QUANTIZATIONS
+from workers.models.encoders.registry import ENCODERS, is_encoder
+from workers.models.hf_fields import read_config
 from workers.models.hf_quantization import (
     GGUF,
     QUANTISATION_FILES,
@@ -22,7 +24,7 @@ from workers.models.hf_quantization import (
     stored_quantization,
     weight_forms,
 )
-from workers.models.registry import describe, read_config
+from workers.models.registry import describe
 from workers.platform import cuda_driver
 from workers.platform.host_memory import free_host_bytes
 from workers.weights.checkpoint import Checkpoint, weight_files
@@ -34,12 +36,21 @@ from workers.worker.kv_cache_size import check_given_size
 from workers.worker.memory_needs import check_weights_fit
 from workers.worker.preflight.devices import check_products_on_cuda, ranks_here, resolve_device
 from workers.worker.preflight.dtypes import resolve_dtype, resolve_kv_cache_dtype, served_dtype, this_cpu
+from workers.worker.preflight.encoder import check_encoder, encoder_is_not_planned, encoder_preflight
 from workers.worker.preflight.kv_offload import with_kv_offload
 from workers.worker.preflight.limits import check_limits
 from workers.worker.preflight.parallel import check_parallel
 from workers.worker.preflight.tensors import check_tensors
 
-__all__ = ["DESCRIPTIONS", "check_without_weights", "free_host_bytes", "preflight", "this_cpu", "weight_files"]
+__all__ = [
+    "DESCRIPTIONS",
+    "ENCODERS",
+    "check_without_weights",
+    "free_host_bytes",
+    "preflight",
+    "this_cpu",
+    "weight_files",
+]
 
 logger = logging.getLogger("oarlock.preflight")
 
@@ -49,6 +60,10 @@ DESCRIPTIONS = ("config.json", *QUANTISATION_FILES)  # the files that `check_wit
 def check_without_weights(config: WorkerConfig) -> None:
     """Check what can be checked with the `DESCRIPTIONS`, before the weights are there. Raises `StartupError`."""
     check_limits(config)
+    if is_encoder(read_config(Path(config.model_path))):
+        check_encoder(config)
+        resolve_device(config)
+        return
     config, spec, _ = _described(config)
     length, device = _resolve_length(config.max_model_len, spec), resolve_device(config)
     if config.kv_cache_bytes is not None:
@@ -66,6 +81,8 @@ def preflight(config: WorkerConfig) -> WorkerConfig:
     Initialises the CUDA driver, after which a fork of this process cannot use CUDA: ranks must be spawned.
     """
     check_limits(config)
+    if is_encoder(read_config(Path(config.model_path))):
+        return encoder_preflight(config)
     model = open_model(config)
     spec, forms = model.spec, model.forms
     device = resolve_device(model.config)
@@ -93,6 +110,8 @@ class OpenModel(NamedTuple):
 
 def open_model(config: WorkerConfig) -> OpenModel:
     """Read the settings and headers of a model, and check them against `config`. Raises `StartupError`."""
+    if is_encoder(read_config(Path(config.model_path))):
+        raise encoder_is_not_planned(config)
     config, spec, quantized = _described(config)
     checkpoint = None if config.load_format == "dummy" else open_checkpoint(Path(config.model_path))
     if isinstance(checkpoint, GGUFCheckpoint) and checkpoint.has_blocks:

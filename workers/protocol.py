@@ -1,7 +1,7 @@
 """The layout of one step and of its output, as bytes.
 
 A step is a fixed header followed by flat numpy sections in one buffer, whose size follows from the limits at start, so
-that it cannot overflow. Nothing is pickled. Sizes in the shapes below:
+that it cannot overflow. Nothing is pickled. Imports numpy, not torch. Sizes in the shapes below:
 
     S  sequences in the step        T  query tokens in the step       N  entries of block tables that changed
     L  rows that want logits        M  logit-bias entries             K  largest number of top logprobs asked for
@@ -9,8 +9,6 @@ that it cannot overflow. Nothing is pickled. Sizes in the shapes below:
     P  rows with penalties          F  histories of earlier ids         H  distinct ids, all histories together
     C  copies of KV blocks between pages, host memory and files
     Q  sequences of which vectors are wanted, not tokens                X  ids whose logits they name; values that came
-
-Imports numpy, but not torch.
 """
 
 import math
@@ -31,8 +29,8 @@ MAX_VOCAB_SIZE = 1 << 20  # slots are sized before the vocabulary is known; unus
 NULL_BLOCK = 0
 NONFINITE, FINITE, ALL_BANNED = 0, 1, 2  # of `StepOutput.finite`
 # Of `StepMetadata.pool_kinds`: the hidden state of the last token, the mean of all, that of the first token, that of
-# each token, or logits after the last token. Hidden states are those after the final norm.
-LAST, MEAN, CLS, TOKEN, LOGITS = range(5)
+# each token, logits after the last one, or the labels of an encoder's head. Hidden states: after the final norm.
+LAST, MEAN, CLS, TOKEN, LOGITS, LABELS = range(6)
 NOT_POOLED = -1  # of `StepOutput.pooled_lens`
 _MAGIC = 0x4F41524C  # "OARL"
 _ALIGN = 64
@@ -41,7 +39,6 @@ _HEADER = struct.Struct("<IQ14Ii?")
 _CHECKSUM = struct.Struct("<I")
 _HEADER_BYTES = _HEADER.size + _CHECKSUM.size
 _ITEM_BYTES = {"<i4": 4, "<u4": 4, "<i8": 8, "<f4": 4, "|u1": 1}
-
 
 # defaults of the sections that few steps use
 _no_ints = partial(np.zeros, 0, "<i4")
@@ -108,8 +105,9 @@ class StepMetadata:
 
     # Sequences of which vectors are wanted, without rows of logits. Ranks keep the sum of a mean between its chunks.
     pool_seqs: np.ndarray = field(default_factory=_no_ints)  # int32 [Q]   index into S
-    pool_kinds: np.ndarray = field(default_factory=_no_ints)  # int32 [Q]   LAST, MEAN, CLS, TOKEN or LOGITS
+    pool_kinds: np.ndarray = field(default_factory=_no_ints)  # int32 [Q]   LAST, MEAN, CLS, TOKEN, LOGITS or LABELS
     pool_lens: np.ndarray = field(default_factory=_no_ints)  # int32 [Q]   `seq_lens` in the sequence's last chunk
+    pool_second: np.ndarray = field(default_factory=_no_ints)  # int32 [Q]   where its second text begins; 0: it is one
     pool_num_ids: np.ndarray = field(default_factory=_no_ints)  # int32 [Q]   how many of the next are each one's
     pool_ids: np.ndarray = field(default_factory=_no_ints)  # int32 [X]   vocabulary ids; of LOGITS
 
@@ -235,7 +233,7 @@ def _step_sections(n: _Counts) -> _Sections:
         *_ints("mask_rows", n.g),
         ("mask_bits", "<u4", (n.g, n.w)),
         *_ints("num_drafts", n.d),
-        *_ints("pool_seqs pool_kinds pool_lens pool_num_ids", n.q),
+        *_ints("pool_seqs pool_kinds pool_lens pool_second pool_num_ids", n.q),
         *_ints("pool_ids", n.x),
         ("kv_copies", "<i4", (n.c, 3)),
         ("kv_digests", "|u1", (n.c, DIGEST_BYTES)),
@@ -289,7 +287,7 @@ def _views(buffer: memoryview, sections: _Sections, *, with_empty: bool = True) 
 def empty_step(step_id: int) -> StepMetadata:
     """A heartbeat: no sequence, nothing to compute."""
     sections = {name: np.zeros(shape, dtype) for name, dtype, shape in _step_sections(_Counts())}
-    return StepMetadata(step_id=step_id, is_ahead=False, **sections)
+    return StepMetadata(step_id, is_ahead=False, **sections)
 
 
 def table_width(config: WorkerConfig) -> int:

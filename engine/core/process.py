@@ -81,14 +81,14 @@ def _serve(sock: socket.socket, start_executor: StartExecutor, loading_timeout_s
         logger.error('event=bad_config cause="%s"', error)
         return EXIT_BUG
     log_to_stderr(config.worker.log_level, is_json=config.worker.log_format == "json")
-    loader = _GrammarLoader(config.tokenizer_path or config.worker.model_path)
+    loader = _GrammarLoader(config.tokenizer_path or config.worker.model_path) if config.writes_text else None
     watchdog = _LoadingWatchdog(sock, loading_timeout_s)
     watchdog.start()
     kv_events = None
     try:
         kv_events = _open_kv_events(config)
         executor = _start(config, start_executor, watchdog.progress)
-        structured_output = loader.result()
+        structured_output = None if loader is None else loader.result()
     except ConnectionError:
         raise
     except Exception as error:
@@ -103,7 +103,8 @@ def _serve(sock: socket.socket, start_executor: StartExecutor, loading_timeout_s
     _Deadline(_SHUTDOWN_S, code).start()
     if kv_events is not None:
         kv_events.close()
-    structured_output.close()
+    if structured_output is not None:
+        structured_output.close()
     executor.close(None if code == EXIT_OK else RuntimeError("the engine failed; the log of node 0 says how"))
     logger.info("event=engine_stopped exit_code=%d", code)
     return code
@@ -148,7 +149,7 @@ def _loop(
     sock: socket.socket,
     config: EngineConfig,
     executor: "Executor",
-    structured_output: StructuredOutputManager,
+    structured_output: StructuredOutputManager | None,
     kv_events: "KvEventPublisher | None",
 ) -> int:
     info = executor.info

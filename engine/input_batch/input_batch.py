@@ -281,6 +281,7 @@ def _pooling(output: SchedulerOutput) -> dict[str, np.ndarray]:
         "pool_seqs": [s for s, _, _ in wanted],
         "pool_kinds": [KINDS.index(pooling.kind) for _, _, pooling in wanted],
         "pool_lens": [seq.num_prompt_tokens for _, seq, _ in wanted],
+        "pool_second": [pooling.second_text for _, _, pooling in wanted],
         "pool_num_ids": [len(pooling.token_ids) for _, _, pooling in wanted],
         "pool_ids": [token for _, _, pooling in wanted for token in pooling.token_ids],
     }

@@ -155,7 +155,8 @@ class RequestReader:
 
 
 def _read_pooling(fields: dict[str, Any]) -> PoolingParams:
-    return PoolingParams(str(fields["kind"]), tuple(int(token) for token in fields["token_ids"]))
+    ids = tuple(int(token) for token in fields["token_ids"])
+    return PoolingParams(str(fields["kind"]), ids, int(fields["second_text"]))
 
 
 def _read_words(raw: tuple[tuple[int, ...], array]) -> tuple[tuple[int, ...], ...]:

@@ -32,11 +32,14 @@ class Limits:
     vocab_size: int
     max_len: int  # prompt and generated tokens together; never more than the whole pool holds
     hidden_size: int  # of a vector
+    whole_texts: bool = False  # the model is an encoder
+    num_labels: int = 0  # of its head
 
     @staticmethod
     def of(info: WorkerInfo) -> "Limits":
         pool_tokens = (info.num_blocks - 1) * info.block_size
-        return Limits(info.vocab_size, min(info.max_model_len, pool_tokens), info.hidden_size)
+        most = min(info.max_model_len, pool_tokens)
+        return Limits(info.vocab_size, most, info.hidden_size, info.whole_texts, info.num_labels)
 
 
 def check(request: Request, limits: Limits) -> None:
@@ -47,6 +50,8 @@ def check(request: Request, limits: Limits) -> None:
     _check_length(request, limits)
     if request.pooling is not None:
         _check_pooling(request.pooling, request, limits)
+    elif limits.whole_texts:
+        raise RequestError("This model is an encoder and writes no tokens: ask for vectors.", "pooling")
 
 
 def _check_pooling(pooling: PoolingParams, request: Request, limits: Limits) -> None:
@@ -55,6 +60,11 @@ def _check_pooling(pooling: PoolingParams, request: Request, limits: Limits) -> 
     if request.params != POOLS:
         raise RequestError("A request for vectors samples nothing: leave out all that chooses tokens.", "pooling")
     ids, num_tokens = pooling.token_ids, len(request.prompt_token_ids)
+    if (pooling.kind == "logits" and limits.whole_texts) or (pooling.kind == "labels" and not limits.num_labels):
+        raise RequestError(f"This model has no {pooling.kind}: ask for another kind of pooling.", "pooling")
+    if pooling.second_text and not limits.whole_texts:
+        raise RequestError("Only encoders tell a second text from the first.", "second_text")
+    _in_range("second_text", pooling.second_text, 0, num_tokens)
     if (pooling.kind == "logits") != bool(ids):
         raise RequestError("Pooling of kind logits needs token_ids, and no other kind takes any.", "token_ids")
     _at_most("token_ids", len(ids), MAX_POOLED_IDS, "ids")

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from itertools import islice
 
+from engine.scheduler.output import SchedulerOutput
 from engine.scheduler.request_queue import RequestQueue
 from engine.scheduler.sequence import Sequence, Status
 
@@ -55,6 +56,13 @@ def admit_in_order(
         if not all(may_be_passed(other) for other in passed):
             break
     return budget
+
+
+def has_room_for_text(seq: Sequence, output: SchedulerOutput, budget: int, most_vectors: int) -> bool:
+    """Whether a step has room for a text that cannot be divided: `budget` tokens are left, and it returns vectors of at
+    most `most_vectors`. The first of a step has, however short memory is."""
+    num_vectors = output.num_token_vectors + seq.returns_all_tokens * seq.num_tokens
+    return not output.num_seqs or (seq.num_tokens <= budget and num_vectors <= most_vectors)
 
 
 def num_tokens_left(under_way: list[Sequence], waiting: RequestQueue) -> int:

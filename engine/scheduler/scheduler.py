@@ -23,7 +23,7 @@ from engine.scheduler.columns import RunningColumns
 from engine.scheduler.kv_cache_manager import KVCacheManager
 from engine.scheduler.output import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
 from engine.scheduler.preemption import choose_over_share, choose_victim, may_be_passed, reserved_blocks
-from engine.scheduler.prefill_order import admit_in_order, num_tokens_left, share_among_prompts
+from engine.scheduler.prefill_order import admit_in_order, has_room_for_text, num_tokens_left, share_among_prompts
 from engine.scheduler.refused_steps import RefusedSteps, undo, withdraw
 from engine.scheduler.request_queue import RequestQueue
 from engine.scheduler.sequence import GrammarMatcherProtocol, Sequence, Status
@@ -45,18 +45,18 @@ class Scheduler:
     """Every accepted request ends in exactly one terminal event and holds no block after it."""
 
     def __init__(self, config: EngineConfig, info: WorkerInfo) -> None:
-        worker = config.worker
+        worker, caches_blocks = config.worker, config.enable_prefix_caching and not info.whole_texts
         self.limits = Limits.of(info)
         self.stats = EngineStats()
         self.kv_cache_manager = KVCacheManager(
             info.num_blocks,
             info.block_size,
-            enable_prefix_caching=config.enable_prefix_caching,
+            enable_prefix_caching=caches_blocks,
             sliding_window=info.sliding_window,
             max_step_tokens=worker.max_num_batched_tokens,
         )
         self.max_num_batched_tokens = worker.max_num_batched_tokens
-        self._max_token_vectors = max_token_vectors(info.hidden_size)
+        self._max_token_vectors = max_token_vectors(info.hidden_size, info.max_model_len if info.whole_texts else 0)
         # Every running sequence must be able to get its one token, or decodes would starve each other.
         self.max_num_seqs = min(worker.max_num_seqs, worker.max_num_batched_tokens)
         self._num_parts = config.num_micro_batches  # the sequences that decode are dealt to so many steps in flight
@@ -65,11 +65,11 @@ class Scheduler:
         self._running: list[Sequence] = []  # in the order in which they were admitted
         self._open: dict[int, Sequence] = {}
         self._free_rows = list(range(self.max_num_seqs - 1, -1, -1))
-        tiers = info.kv_offload if config.enable_prefix_caching else None
+        tiers = info.kv_offload if caches_blocks else None
         self.kv_offload = KVOffload(tiers, info.block_size, info.step_cost, self.stats)
         self.kv_cache_manager.offload = self.kv_offload if self.kv_offload.is_on else None
         self._loading = LoadingSequences(self.kv_offload, self._waiting, self.kv_cache_manager.missing_hashes)
-        self._columns = RunningColumns(self.max_num_seqs, info.block_size, caches_blocks=config.enable_prefix_caching)
+        self._columns = RunningColumns(self.max_num_seqs, info.block_size, caches_blocks=caches_blocks)
         self.drafter = None if config.speculative is None else Drafter(config.speculative, info.step_cost)
         self._answers = Answers(
             self._columns,
@@ -303,7 +303,9 @@ class Scheduler:
     def _schedule_tokens(self, seq: Sequence, output: SchedulerOutput, budget: int) -> int:
         """As many tokens of `seq` as the budget allows; return their number."""
         start = seq.num_computed_tokens
-        num_tokens = min(seq.num_tokens - start, budget)
+        num_tokens = seq.num_tokens - start
+        if not self.limits.whole_texts:
+            num_tokens = min(num_tokens, budget)
         if seq.returns_all_tokens:
             num_tokens = min(num_tokens, self._max_token_vectors - output.num_token_vectors)
         if self.kv_cache_manager.sliding_window is not None:
@@ -323,6 +325,8 @@ class Scheduler:
 
     def _schedule_prompt(self, output: SchedulerOutput, now: float, seq: Sequence, budget: int) -> int:
         """As `_schedule_tokens`, of a sequence that is admitted first if it waits; it fails alone."""
+        if self.limits.whole_texts and not has_room_for_text(seq, output, budget, self._max_token_vectors):
+            return 0
         try:
             if seq.status is Status.WAITING and (output.num_preempted or not self._start_running(seq, output, now)):
                 return 0

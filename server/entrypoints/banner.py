@@ -108,7 +108,9 @@ def banner(
         *([f"  page     {url}/ in a browser"] if page else []),
         f"  model    {', '.join(names)} ({info.architecture}, {_count(info.num_parameters)} parameters)",
         f"  compute  {compute}, attention {info.attention_backend}, weights{form} {per_rank} per rank",
-        f"  KV       {_kv_size(info)} = {users} at {label}, {_kv_form(info)}",
+        f"  KV       {_kv_size(info)} = {users} at {label}, {_kv_form(info)}"
+        if info.kv_bytes_per_token_per_rank
+        else f"  texts    of up to {max_len} tokens, each computed whole, without KV memory",
         f"  steps    of up to {info.max_num_batched_tokens} tokens, called hung after {info.step_timeout_s:g} s",
         f"  started  in {total:.1f} s{f' ({phases})' if phases else ''}",
         *([f"  note     {_ON_CUDA}"] if info.device == "cuda" else []),

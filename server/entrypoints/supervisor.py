@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -156,6 +157,7 @@ class Supervisor:
         config = self.settings.engine_config(files.model, self._nodes, files.tokenizer)
         self._generation_config = GenerationConfig.load(files.model, self.settings.generation_config)
         pooler = PoolerConfig.load(files.model, self.settings.runner, self.settings.classifier_from_token)
+        config = replace(config, writes_text=pooler.generates)
         tokenizer = asyncio.create_task(asyncio.to_thread(files.load_tokenizer))
         engine = asyncio.ensure_future(self._start_engine(config, self._on_progress))
         try:

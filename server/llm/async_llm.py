@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine.types import POOLS, Request
@@ -82,8 +83,11 @@ class AsyncLLM:
         spent_s: float = 0.0,
         has_place: bool = False,
         data_parallel_rank: int | None = None,
+        second_texts: Sequence[int] = (),
     ) -> Pooling:
         """Run `prompts`, token ids each, for their vectors: one request, whose `outputs()` are in their order.
+
+        `second_texts`: of an encoder that compares two texts, where the second begins in each prompt.
 
         The engine checks each when it comes: `RequestError` where it can never run. `timeout_s`: of all together, of
         which `spent_s` have passed. The other arguments are those of `start`.
@@ -92,7 +96,8 @@ class AsyncLLM:
 
         choices = []
         for index, prompt in enumerate(prompts):
-            request = Request(self.engine.new_request_id(), prompt, POOLS, priority, cache_salt, pooling=pooling)
+            own = replace(pooling, second_text=second_texts[index]) if second_texts else pooling
+            request = Request(self.engine.new_request_id(), prompt, POOLS, priority, cache_salt, pooling=own)
             choices.append(PooledChoice(index, request, self.engine.info.hidden_size))
         running = Pooling(
             self.engine,

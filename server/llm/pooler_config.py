@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import StartupError
+from engine.preflight import ENCODERS
 from server.config.checkpoint_json import read_json
 from server.tokenizer.tokenizer import Tokenizer
 
 GENERATE, POOLING = "generate", "pooling"  # of --runner; else it is decided here
+LABELS = "labels"  # of engine.pooling_params: the kind of a classification head
 _GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # ends of architectures' names
 _KINDS = {"cls": "cls", "mean": "mean", "lasttoken": "last"}  # names of the Pooling module -> engine.pooling_params
 _OLD_KINDS = {  # its older keys, of which one is true
@@ -56,13 +58,20 @@ class PoolerConfig:
     lower_case: bool = False  # texts are lowered before they are tokenized
     max_len: int | None = None  # tokens of a text, if the files say less than the context holds
     answers: tuple[str | int, ...] = ()  # of scores: the tokens of the wrong answer, if there is one, and of the right
+    sigmoid: bool = True  # of scores by a classification head: whether they are its number between 0 and 1
 
     @property
     def generates(self) -> bool:
         return self.task is Task.GENERATE
 
     def with_answer_ids(self, tokenizer: Tokenizer) -> PoolerConfig:
-        """The same with the ids of the answers' tokens. Raises `StartupError` for an answer of several tokens."""
+        """The same with the ids of the answers' tokens. Raises `StartupError` for an answer of several tokens, and
+        where it is not known how two texts are put side by side."""
+        if self.kind == LABELS and tokenizer.pair_marks() is None:
+            raise StartupError(
+                "The tokenizer does not say what stands between two texts, which this model reads side by side.",
+                "Put the checkpoint's own tokenizer.json beside its weights.",
+            )
         ids = []
         for answer in self.answers:
             found = [answer] if isinstance(answer, int) else tokenizer.encode(answer, add_special_tokens=False)
@@ -96,14 +105,38 @@ class PoolerConfig:
         if (folder / "modules.json").is_file():
             return replace(_of_modules(folder), dimensions=_dimensions(config))
         if architecture.endswith("ForSequenceClassification"):
-            raise StartupError(
-                f"The checkpoint is a {architecture}: scores of a classification head are not served.",
-                "Serve a reranker that is asked in words, such as one of the Qwen3 family, or an embedding model.",
-            )
+            return _of_classifier(folder / "config.json", architecture, config)
         if runner == POOLING or (architecture and not can_generate):
             kind = "last" if can_generate else "mean"
             return PoolerConfig(Task.EMBED, "config.json", kind, dimensions=_dimensions(config))
         return PoolerConfig()
+
+
+def _of_classifier(file: Path, architecture: str, config: Mapping[str, Any]) -> PoolerConfig:
+    """A cross-encoder: the score of two texts is the one number of its head."""
+    if architecture not in ENCODERS:
+        raise StartupError(
+            f"The checkpoint is a {architecture}: scores of a classification head are served of encoders alone.",
+            "Serve an encoder, or a reranker that is asked in words, such as one of the Qwen3 family.",
+        )
+    labels = config.get("id2label")
+    count = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)
+    if count != 1:
+        raise StartupError(
+            f"The checkpoint is a {architecture} with {str(count)[:20]} labels; a score is one number.",
+            "Serve a reranker, whose head has one label, or an embedding model.",
+        )
+    own = config.get("sentence_transformers")
+    name = (own.get("activation_fn") if isinstance(own, dict) else None) or config.get(
+        "sbert_ce_default_activation_function"
+    )
+    function = str(name or "Sigmoid").rsplit(".", 1)[-1]
+    if function not in ("Sigmoid", "Identity"):
+        raise StartupError(
+            f"{file} asks for {function[:64]} as the final function of scores, which is not served.",
+            "Take it out of config.json: the score is then the sigmoid of the head's number.",
+        )
+    return PoolerConfig(Task.SCORE, "config.json", LABELS, sigmoid=function == "Sigmoid")
 
 
 def _of_modules(folder: Path) -> PoolerConfig:

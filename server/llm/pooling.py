@@ -23,7 +23,8 @@ from server.llm.output_processor import TIMEOUT, Delta
 class PooledOutput:
     """What the model made of one prompt."""
 
-    # float32 [1, hidden_size], of kind `token` [prompt tokens, hidden_size], of kind `logits` [ids]; not normalised
+    # float32 [1, hidden_size], of kind `token` [prompt tokens, hidden_size], of kind `logits` [ids], of kind
+    # `labels` [labels]; not normalised
     vectors: np.ndarray
     prompt_tokens: int
     cached_tokens: int  # of these, taken from the prefix cache
@@ -39,7 +40,7 @@ class PooledChoice:
         self.num_cached_tokens = 0
         self.started = False
         self.finish_reason: str | None = None
-        self._width = None if request.pooling.kind == "logits" else hidden_size
+        self._width = None if request.pooling.kind in ("logits", "labels") else hidden_size
         self._values = array("f")
 
     @property

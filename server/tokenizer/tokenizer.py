@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import tokenizers
 
@@ -44,6 +44,15 @@ class TooManyTokensError(Exception):
     def __init__(self, at_least: int) -> None:
         super().__init__(f"at least {at_least} tokens")
         self.at_least = at_least
+
+
+class PairMarks(NamedTuple):
+    """The ids before, between and behind two texts, and whether the model is told which of them a token belongs to."""
+
+    opening: tuple[int, ...]
+    between: tuple[int, ...]
+    closing: tuple[int, ...]
+    has_types: bool
 
 
 class Tokenizer:
@@ -141,6 +150,18 @@ class Tokenizer:
             if plain and whole[start : start + len(plain)] == plain:
                 return whole[:start], whole[start + len(plain) :]
         return None
+
+    def pair_marks(self) -> PairMarks | None:
+        """What stands around two texts that are read together; None where the checkpoint's files do not say."""
+        plain = self.backend.encode(_SAMPLE, add_special_tokens=False).ids
+        both = self.backend.encode(_SAMPLE, _SAMPLE, add_special_tokens=True)
+        ids, size = both.ids, len(plain)
+        places = [start for start in range(len(ids) - size + 1) if ids[start : start + size] == plain]
+        if not plain or len(places) != 2:
+            return None
+        first, second = places
+        between = tuple(ids[first + size : second])
+        return PairMarks(tuple(ids[:first]), between, tuple(ids[second + size :]), both.type_ids[second] == 1)
 
     async def aencode(
         self,
@@ -293,4 +314,4 @@ def _special_names(config: dict[str, Any]) -> dict[str, str]:
     return names
 
 
-__all__ = ["TokenBytes", "Tokenizer", "TooManyTokensError"]
+__all__ = ["PairMarks", "TokenBytes", "Tokenizer", "TooManyTokensError"]

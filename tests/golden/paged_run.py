@@ -20,8 +20,9 @@ from workers.attention.reference import ReferenceBackend
 from workers.distributed.parallel_state import TensorParallel
 from workers.distributed.tree_sum import tree_sum
 from workers.models.decoder import Decoder
+from workers.models.hf_fields import read_config
 from workers.models.hf_quantization import stored_quantization, weight_forms
-from workers.models.registry import read_config, read_spec
+from workers.models.registry import read_spec
 from workers.protocol import StepMetadata
 from workers.weights.open_checkpoint import open_checkpoint
 from workers.weights.weight_source import weight_source

@@ -24,6 +24,7 @@ from workers.distributed.pipeline_stage import PipelineStage
 from workers.kv_offload import KVReports, KVReportSender
 from workers.preflight import preflight
 from workers.protocol import StepMetadata, StepOutput
+from workers.worker.encoder.runner import EncoderRunner
 from workers.worker.joint_info import joint_info
 from workers.worker.memory.step_guard import StepGuard
 from workers.worker.model_runner import ModelRunner
@@ -69,12 +70,16 @@ class ThreadExecutor:
 
         fitting, all_loaded = [0] * (size * stages), Barrier(size * stages, timeout=120)
 
-        def start(place: int) -> ModelRunner:
+        def start(place: int) -> ModelRunner | EncoderRunner:
             number, rank = divmod(place, size)
             tp = TensorParallel.solo() if size == 1 else ThreadRank(rank, groups[number])
             before = channels[number - 1][rank] if number else None
             after = channels[number][rank] if number < stages - 1 else None
-            runner = make(self.config, tp, stage=PipelineStage(number, stages, tp, before, after))
+            runner: ModelRunner | EncoderRunner
+            if self.config.whole_texts:
+                runner = EncoderRunner(self.config, tp)
+            else:
+                runner = make(self.config, tp, stage=PipelineStage(number, stages, tp, before, after))
             runner.load(lambda fraction: None)
             fitting[place] = runner.num_blocks_that_fit()
             all_loaded.wait()
@@ -130,9 +135,9 @@ class ThreadExecutor:
         """Guard steps; whether a stage, by its number, has no memory for one is told by `lacks_memory`."""
         cpu = torch.device("cpu")
         for place, rank in enumerate(self.ranks):
-            number = rank.stage.number
-            needed = partial(lambda number, step: _HUGE if lacks_memory(number, step) else 1, number)
-            self._guards[place] = StepGuard(needed, cpu, None, rank.stage)
+            stage = rank.stage if isinstance(rank, ModelRunner) else PipelineStage.solo()
+            needed = partial(lambda number, step: _HUGE if lacks_memory(number, step) else 1, stage.number)
+            self._guards[place] = StepGuard(needed, cpu, None, stage)
 
     def collect(self) -> StepOutput:
         return self._outputs.popleft()

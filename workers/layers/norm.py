@@ -1,4 +1,4 @@
-"""RMSNorm, replicated on every rank. It computes in float32 whatever the dtype and rounds the result once."""
+"""RMSNorm and LayerNorm, replicated on every rank. They compute in float32 whatever the dtype and round once."""
 
 from typing import Any
 
@@ -54,6 +54,39 @@ class RMSNorm:
             return total, self(total)
         post = None if post_norm is None else (post_norm.weight, post_norm.eps)
         return self.triton.add_and_norm(x, residual, self.weight, self.eps, post)
+
+
+class LayerNorm:
+    """Ba et al., 2016. [T, size] of the model's type or float32 -> [T, size] of the model's type.
+
+    Scale and shift are kept in float32, which the C++ kernel reads.
+    """
+
+    def __init__(self, name: str, size: int, eps: float, bias: bool, place: Placement) -> None:
+        self.name = name
+        self.size = size
+        self.eps = eps
+        self.has_bias = bias
+        self.place = place
+        self.has_kernel = elementwise.can_serve(place.dtype, place.device)
+
+    @property
+    def weight_bytes(self) -> int:
+        return 4 * self.size * (2 if self.has_bias else 1)
+
+    def load(self, weights: WeightSource) -> None:
+        self.weight = self._taken(weights, "weight")
+        self.bias = self._taken(weights, "bias") if self.has_bias else None
+
+    def _taken(self, weights: WeightSource, kind: str) -> Tensor:
+        into = self.place.empty(self.size)
+        weights.take(f"{self.name}.{kind}", into, shape=(self.size,))
+        return into.float()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.has_kernel:
+            return elementwise.layer_norm(x, self.weight, self.bias, self.eps, self.place.dtype)
+        return F.layer_norm(x.float(), (self.size,), self.weight, self.bias, self.eps).to(self.place.dtype)
 
 
 class HeadNorm:

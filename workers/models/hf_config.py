@@ -63,7 +63,7 @@ def decoder_spec(
         qk_norm=qk_norm,
         activation=activation or activation_name(fields, "hidden_act", "silu"),
         tie_word_embeddings=fields.flag("tie_word_embeddings", tied),
-        dtype=_dtype(fields.raw),
+        dtype=declared_dtype(fields.raw),
     )
 
 
@@ -77,7 +77,8 @@ def activation_name(fields: Fields, key: str, default: str) -> str:
     return fields.choice(key, default, _ACTIVATIONS)
 
 
-def _dtype(config: dict[str, Any]) -> str | None:
+def declared_dtype(config: dict[str, Any]) -> str | None:
+    """Of the weights, as the checkpoint says."""
     value = config.get("dtype")
     value = config.get("torch_dtype") if value is None else value
     if value is None:

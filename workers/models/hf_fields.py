@@ -3,6 +3,8 @@
 A key that changes the forward pass and that a family does not read is refused, never ignored. Torch-free.
 """
 
+import json
+from pathlib import Path
 from typing import Any
 
 from workers.errors import StartupError
@@ -35,6 +37,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 MOST = 2**31 - 1
 LEAST_NUMBER, MOST_NUMBER = 1e-12, 1e15
 MOST_LAYERS = 10_000
+MOST_LABELS = 64  # as many numbers as a step has room for, however small the model
 
 
 def unsupported(key: str, value: Any, fix: str) -> StartupError:
@@ -60,6 +63,24 @@ def positive_number(key: str, value: Any, default: float | None) -> float:
     if not LEAST_NUMBER <= value <= MOST_NUMBER:
         raise wrong(key, f"between {LEAST_NUMBER:g} and {MOST_NUMBER:g}", value)
     return float(value)
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """`config.json` of a model directory, parsed. Raises `StartupError` when there is none that can be read."""
+    if not directory.is_dir():
+        raise StartupError(f"model directory {directory} does not exist.", "Check the path, or download the model.")
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise StartupError(
+            f"{directory} has no config.json.", "Point to a model directory in the Hugging Face layout."
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise StartupError(f"{path} cannot be read: {error}.", "Download config.json again.") from error
+    if not isinstance(config, dict):
+        raise StartupError(f"{path} is not a table of settings.", "Download config.json again.")
+    return config
 
 
 class Fields:

@@ -1,6 +1,5 @@
 """Which architectures are served, and the `DecoderSpec` that a `config.json` or a model directory means. Torch-free."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,9 +7,10 @@ from typing import Any
 
 from workers.errors import StartupError
 from workers.layers.decoder_spec import DecoderSpec
+from workers.models.encoders.registry import ENCODERS
 from workers.models.gemma2 import describe_gemma2
 from workers.models.gemma3 import describe_gemma3
-from workers.models.hf_fields import Fields, shown
+from workers.models.hf_fields import Fields, read_config, shown
 from workers.models.llama import describe_llama
 from workers.models.mistral import describe_mistral
 from workers.models.phi3 import describe_phi3
@@ -35,29 +35,16 @@ def describe(hf_config: dict[str, Any]) -> DecoderSpec:
     names = hf_config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     family = FAMILIES.get(name) if isinstance(name, str) else None
-    supported = ", ".join(FAMILIES)
+    supported = ", ".join((*FAMILIES, *ENCODERS))
+    if isinstance(name, str) and name in ENCODERS:
+        raise StartupError(
+            f"{name} is an encoder, which this command does not know.",
+            "Serve it: `oarlock serve` answers /v1/embeddings, /v1/rerank and /v1/score with it.",
+        )
     if family is None:
         what = f"architecture {shown(name)} is not supported" if name else "config.json names no architecture"
         raise StartupError(f"{what}.", f"Supported: {supported}.")
     return family(Fields(hf_config))
-
-
-def read_config(directory: Path) -> dict[str, Any]:
-    """`config.json` of a model directory, parsed. Raises `StartupError` when there is none that can be read."""
-    if not directory.is_dir():
-        raise StartupError(f"model directory {directory} does not exist.", "Check the path, or download the model.")
-    path = directory / "config.json"
-    try:
-        config = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError as error:
-        raise StartupError(
-            f"{directory} has no config.json.", "Point to a model directory in the Hugging Face layout."
-        ) from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise StartupError(f"{path} cannot be read: {error}.", "Download config.json again.") from error
-    if not isinstance(config, dict):
-        raise StartupError(f"{path} is not a table of settings.", "Download config.json again.")
-    return config
 
 
 def read_spec(model_path: str, max_model_len: int | None = None, *, tied: bool | None = None) -> DecoderSpec:

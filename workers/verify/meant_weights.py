@@ -14,8 +14,8 @@ from workers.layers.quantization import int4, int8
 from workers.layers.quantization.formats.checkpoint_forms import CheckpointForms
 from workers.layers.quantization.formats.form import Arithmetic
 from workers.layers.quantization.registry import QUANTIZATIONS
+from workers.models.hf_fields import read_config
 from workers.models.hf_quantization import stored_quantization, weight_forms
-from workers.models.registry import read_config
 from workers.verify.dequantise import dequantised
 from workers.verify.dequantise_gguf import dequantised_gguf
 from workers.weights.checkpoint import Checkpoint

@@ -30,8 +30,9 @@ from workers.layers.quantization.formats.form import Arithmetic
 from workers.layers.quantization.formats.gguf import GGUFForms
 from workers.layers.stage_layers import layers_of_stage
 from workers.models.decoder import Decoder
+from workers.models.hf_fields import read_config
 from workers.models.hf_quantization import stored_quantization, weight_forms
-from workers.models.registry import read_config, read_spec
+from workers.models.registry import read_spec
 from workers.platform.host_memory import human_bytes
 from workers.protocol import StepMetadata, StepOutput, table_width
 from workers.sampling.drafts import num_accepted

@@ -6,6 +6,7 @@ inputs, each by itself, must add up to the product of a rank, and the ranks' sum
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ from workers.kernels.cpu.gemm import CppMatmul, CppPackedMatmul
 from workers.kernels.cpu.library import library
 from workers.kernels.cpu.sampling import can_serve
 from workers.layers.linear import RowParallelLinear
+from workers.layers.placement import Placement
 from workers.models.decoder import Decoder
 from workers.worker.batch_invariance import one_of_each_kind
 
@@ -36,9 +38,23 @@ class RankInvariance:
 
 def check_rank_invariance(model: Decoder, kv: list[LayerKV], backend: AttentionBackend) -> RankInvariance:
     """Look at what computes, and try it. Every rank must call this at the same point: it sums over ranks."""
+    blocks = [model.layers[layer] for layer in one_of_each_kind(model)]
+    outputs = [output for block in blocks for output in (block.attention.output, block.mlp.down)]
+    return check_sums(outputs, model.place, _why_not(model, kv, backend))
+
+
+def check_sums(outputs: Sequence[RowParallelLinear], place: Placement, why_not: str | None) -> RankInvariance:
+    """Try the sums of `outputs`, the products whose inputs ranks share. `why_not`: a reason why nothing is promised
+    whatever they do; the same on every rank."""
     started = time.monotonic()
-    sizes = [size for size in (1, 2, 4, 8) if size <= model.place.slices]
-    reason = _why_not(model, kv, backend, sizes) or _fault(model)
+    sizes = [size for size in (1, 2, 4, 8) if size <= place.slices]
+    device = place.device
+    if device.type != "cpu":
+        why_not = f"on {device.type} libraries add up in an order that depends on the shape of a rank's weights"
+    elif why_not is None and (place.tp.size not in sizes or VOCAB_SLICES % place.tp.size):
+        working = ", ".join(map(str, sizes))
+        why_not = f"{place.tp.size} ranks do not hold whole slices of the inputs; {working} would"
+    reason = why_not or _fault(outputs, place)
     if reason is not None:
         return RankInvariance(False, reason)
     named = " and ".join(filter(None, (", ".join(map(str, sizes[:-1])), str(sizes[-1]))))
@@ -47,29 +63,25 @@ def check_rank_invariance(model: Decoder, kv: list[LayerKV], backend: AttentionB
     return RankInvariance(True, f"the same bits with {ranks}: parts of sums add up in one tree ({spent:.2f} s)")
 
 
-def _why_not(model: Decoder, kv: list[LayerKV], backend: AttentionBackend, sizes: list[int]) -> str | None:
+def _why_not(model: Decoder, kv: list[LayerKV], backend: AttentionBackend) -> str | None:
     """Why nothing is promised; the same on every rank."""
-    device, tp = model.place.device, model.place.tp
+    device = model.place.device
     if device.type != "cpu":
-        return f"on {device.type} libraries add up in an order that depends on the shape of a rank's weights"
+        return None
     if model.prepared_for(kv, backend) is None:
         return f"not everything is computed by kernels that add up in one order: {model.why_not_prepared}"
     if model.is_last and not (isinstance(model.head.product, CppMatmul | CppPackedMatmul) and can_serve(device)):
         return "logits or samples are computed by torch, in an order that depends on the shape of a rank's vocabulary"
-    if tp.size not in sizes or VOCAB_SLICES % tp.size:
-        return f"{tp.size} ranks do not hold whole slices of the inputs; {', '.join(map(str, sizes))} would"
     return None
 
 
-def _fault(model: Decoder) -> str | None:
-    tp = model.place.tp
+def _fault(outputs: Sequence[RowParallelLinear], place: Placement) -> str | None:
+    tp = place.tp
     draw = torch.Generator().manual_seed(tp.rank)
     found = None
-    for layer in one_of_each_kind(model):
-        block = model.layers[layer]
-        for output in (block.attention.output, block.mlp.down):
-            if not _adds_up(output, model.place.local_slices, draw):
-                found = f"{output.name}: slices of the inputs do not add up to the product of all"
+    for output in outputs:
+        if not _adds_up(output, place.local_slices, draw):
+            found = f"{output.name}: slices of the inputs do not add up to the product of all"
     if not _ranks_add_up(tp, draw):
         found = f"the sum over {tp.size} ranks is not that of the tree"
     return found

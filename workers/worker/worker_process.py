@@ -35,6 +35,7 @@ from workers.worker.spawn_ranks import RankArguments
 
 if TYPE_CHECKING:
     from workers.distributed.rank_groups import RankGroups
+    from workers.worker.encoder.runner import EncoderRunner
     from workers.worker.model_runner import ModelRunner
 
 logger = logging.getLogger("oarlock.rank")
@@ -143,14 +144,18 @@ def join(arguments: RankArguments) -> RankGroups:
     )
 
 
-def start(arguments: RankArguments, control: Control) -> tuple[ModelRunner, RankGroups]:
+def start(arguments: RankArguments, control: Control) -> tuple[ModelRunner | EncoderRunner, RankGroups]:
     """Join the other ranks, load this rank's slice and allocate its pages, together with the other ranks."""
+    from workers.worker.encoder.runner import EncoderRunner
     from workers.worker.model_runner import ModelRunner
 
     control.send("phase", name="joining")
     groups = join(arguments)
     control.send("phase", name="loading")
-    runner = ModelRunner(arguments.config, groups.tp, stage=groups.stage)
+    config = arguments.config
+    runner = (
+        EncoderRunner(config, groups.tp) if config.whole_texts else ModelRunner(config, groups.tp, stage=groups.stage)
+    )
     last_report = 0.0
 
     def on_progress(fraction: float) -> None:
@@ -170,7 +175,7 @@ def start(arguments: RankArguments, control: Control) -> tuple[ModelRunner, Rank
     return runner, groups
 
 
-def serve(arguments: RankArguments, control: Control, runner: ModelRunner, groups: RankGroups) -> None:
+def serve(arguments: RankArguments, control: Control, runner: ModelRunner | EncoderRunner, groups: RankGroups) -> None:
     """The step loop. Returns when the executor closes the ring; a failure is reported before the process ends.
 
     Where the device computes on its own, the next step is launched as soon as it is in the ring, and another thread

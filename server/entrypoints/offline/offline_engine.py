@@ -63,6 +63,7 @@ class OfflineEngine:
             tokenizer = await asyncio.to_thread(files.load_tokenizer)
             pooler = pooler.with_answer_ids(tokenizer)
             config = settings.engine_config(files.model, tokenizer_path=files.tokenizer)
+            config = replace(config, writes_text=pooler.generates)
             engine = await start_engine(config, on_progress, processes=processes)
         finally:
             for process in processes:

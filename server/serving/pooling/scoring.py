@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from engine.errors import RequestError
 from engine.pooling_params import PoolingParams
-from server.llm.pooler_config import Task
+from server.llm.pooler_config import LABELS, Task
 from server.protocol.json_pieces import InPieces, pieces_of
 from server.protocol.pooling.scoring import RerankRequest, ScoreRequest, ScoringFields
 from server.serving.pooling.pair_prompt import PairPrompt
@@ -73,18 +73,20 @@ class OpenAIServingScoring(OpenAIServingPooling):
         params: tuple[str, str],
     ) -> tuple[list[float], list[PooledOutput]]:
         """`params`: the names of the fields that the first and the second texts of the pairs came from."""
-        from server.serving.pooling.vectors import cosine, probability  # import numpy, which no other request needs
+        from server.serving.pooling.vectors import cosine, label, probability  # import numpy, which few requests need
 
+        if self.pooler.kind == LABELS:
+            self._check_no_instruction(body)
+            second_texts: list[int] = []
+            prompts = partial(self._side_by_side, body, pairs, params, second_texts)
+            outputs = await run(prompts, PoolingParams(LABELS), second_texts=second_texts)
+            return [label(output.vectors, self.pooler.sigmoid) for output in outputs], outputs
         if self.pooler.task is Task.SCORE:
             prompts = partial(self._asked, body, pairs, params[1])
             ids = tuple(answer for answer in self.pooler.answers if isinstance(answer, int))
             outputs = await run(prompts, PoolingParams("logits", ids))
             return [probability(output.vectors) for output in outputs], outputs
-        if body.instruction is not None:
-            message = (
-                "'instruction' is for rerankers that are asked in words; this model compares vectors. Leave it out."
-            )
-            raise RequestError(message, "instruction", "unsupported_by_model")
+        self._check_no_instruction(body)
         first = list(dict.fromkeys(text for text, _ in pairs))  # one query is embedded once
         second = [text for _, text in pairs]
         prompts = partial(self._embedded, body, first, second, params)
@@ -95,6 +97,28 @@ class OpenAIServingScoring(OpenAIServingPooling):
             cosine(vectors[place[text]], other) for (text, _), other in zip(pairs, vectors[len(first) :], strict=True)
         ]
         return scores, outputs
+
+    def _check_no_instruction(self, body: ScoringFields) -> None:
+        """Raises `RequestError`."""
+        if body.instruction is not None:
+            does = "reads two texts at once" if self.pooler.kind == LABELS else "compares vectors"
+            message = f"'instruction' is for rerankers that are asked in words; this model {does}. Leave it out."
+            raise RequestError(message, "instruction", "unsupported_by_model")
+
+    async def _side_by_side(
+        self,
+        body: ScoringFields,
+        pairs: Sequence[tuple[str, str]],
+        params: tuple[str, str],
+        second_texts: list[int],
+    ) -> list[tuple[int, ...]]:
+        """One prompt for each pair, as the model was trained to see two texts. Fills `second_texts`."""
+        prompts = []
+        for query, document in pairs:
+            ids, second = await self.text_ids.of_pair(query, document, params, truncate=body.truncate_prompt_tokens)
+            prompts.append(ids)
+            second_texts.append(second)
+        return prompts
 
     async def _asked(self, body: ScoringFields, pairs: Sequence[tuple[str, str]], param: str) -> list[tuple[int, ...]]:
         """One prompt for each pair, which asks whether they go together."""

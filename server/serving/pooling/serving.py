@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.requests import Request
 
@@ -23,7 +23,14 @@ if TYPE_CHECKING:
     from server.llm.pooling import PooledOutput
 
 Prompts = Callable[[], Coroutine[Any, Any, list[tuple[int, ...]]]]  # makes the ids of each prompt
-Run = Callable[[Prompts, PoolingParams], Coroutine[Any, Any, "list[PooledOutput]"]]  # `pool` or `run` of one body
+
+
+class Run(Protocol):
+    """`OpenAIServingPooling.pool` or `run` of one body."""
+
+    def __call__(
+        self, prompts: Prompts, pooling: PoolingParams, *, second_texts: Sequence[int] = ()
+    ) -> Coroutine[Any, Any, list[PooledOutput]]: ...
 
 
 class OpenAIServingPooling(OpenAIServing):
@@ -54,10 +61,18 @@ class OpenAIServingPooling(OpenAIServing):
         raise RequestError(message, "model", "unsupported_by_model")
 
     async def pool(
-        self, request: Request, body: PoolingFields, prompts: Prompts, pooling: PoolingParams, response_id: str
+        self,
+        request: Request,
+        body: PoolingFields,
+        prompts: Prompts,
+        pooling: PoolingParams,
+        response_id: str,
+        *,
+        second_texts: Sequence[int] = (),
     ) -> list[PooledOutput]:
         """What came of each of the `prompts`, which are made within the time limit.
 
+        `second_texts`: as of `AsyncLLM.start_pooling`, where making the prompts tells them.
         A client that leaves, the limit and a drain end it as they end generations.
         """
         record = record_of(request.scope)
@@ -75,6 +90,7 @@ class OpenAIServingPooling(OpenAIServing):
             timeout_s=limit,
             spent_s=time.monotonic() - begun,
             data_parallel_rank=rank,
+            second_texts=second_texts,
         )
         try:
             running.request_id, running.response_id = request_id_of(request.scope), response_id
@@ -91,6 +107,8 @@ class OpenAIServingPooling(OpenAIServing):
         pooling: PoolingParams,
         owner: str | None = None,
         label: str | None = None,
+        *,
+        second_texts: Sequence[int] = (),
     ) -> list[PooledOutput]:
         """The same of a body that did not come over HTTP. `owner`, `label`: of the API key that it belongs to.
 
@@ -107,6 +125,7 @@ class OpenAIServingPooling(OpenAIServing):
             timeout_s=limit,
             spent_s=time.monotonic() - begun,
             has_place=True,
+            second_texts=second_texts,
         )
         try:
             return await running.outputs()

@@ -56,6 +56,46 @@ class TextIds:
             raise RequestError(f"'{param}' has an empty text, of which this model makes no token.", param)
         return await self._checked(ids, param)
 
+    async def of_pair(
+        self, first: str, second: str, params: tuple[str, str], *, truncate: int | None
+    ) -> tuple[tuple[int, ...], int]:
+        """Two texts side by side, and where the second begins, or 0 where the model is not told. Of pairs that are too
+        long the longer text is cut, as sentence-transformers does it.
+
+        Raises `RequestError`; `params` name the fields that the texts came from.
+        """
+        marks = self._tokenizer.pair_marks()
+        assert marks is not None, "the start has checked that there are some"
+        keep = self._kept(truncate)
+        most = self.max_len if keep is None else keep
+        room = most - sum(map(len, marks[:3]))
+        texts = []
+        for text, param in zip((first, second), params, strict=True):
+            text = text.lower() if self._config.lower_case else text
+            texts.append(await self._within(text, param, room, cut=keep is not None))
+        left, right = texts
+        if len(left) + len(right) > room:
+            if keep is None:
+                raise self._too_long(str(most - room + len(left) + len(right)), params[1])
+            half = room // 2 + (room % 2 if len(left) > len(right) else 0)  # of the first, if both must be cut
+            left = left[: max(half, room - len(right))]
+            right = right[: room - len(left)]
+        start = len(marks.opening) + len(left) + len(marks.between)
+        ids = (*marks.opening, *left, *marks.between, *right, *marks.closing)
+        return await self._checked(ids, params[1]), start if marks.has_types else 0
+
+    async def _within(self, text: str, param: str, room: int, *, cut: bool) -> list[int]:
+        """The ids of a text without marks, or with `cut` the first `room` of them. Raises `RequestError`."""
+        if cut:
+            if room < 2:
+                message = "'truncate_prompt_tokens' leaves no token of the texts. Raise it."
+                raise RequestError(message, "truncate_prompt_tokens")
+            return (await self._tokenizer.aencode(text, False, first=room))[:room]
+        try:
+            return await self._tokenizer.aencode(text, False, most=self.max_len)
+        except TooManyTokensError as error:
+            raise self._too_long(f"at least {error.at_least}", param) from None
+
     async def _beginning(self, text: str, most: int, marks: bool) -> list[int]:
         """The first tokens of a text that has more than `most`, with what is put around it."""
         opening, closing = (self._tokenizer.opening, self._tokenizer.closing) if marks else ([], [])

@@ -29,6 +29,11 @@ def probability(logits: np.ndarray) -> float:
     return 1 / (1 + math.exp(-odds)) if odds >= 0 else math.exp(odds) / (1 + math.exp(odds))
 
 
+def label(values: np.ndarray, sigmoid: bool) -> float:
+    """The score of a head with one label, float32 [1]."""
+    return probability(values) if sigmoid else float(values[0])
+
+
 def encoded(vector: np.ndarray, encoding_format: str) -> Any:
     """A vector, float32 [n], as the member of an answer. Its numbers are those of the float32 exactly."""
     if encoding_format == "base64":

@@ -55,6 +55,38 @@ def test_rotation_is_right_to_its_rounding(dtype: torch.dtype, wide: bool, width
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("wide", [False, True], ids=["same", "float32"])
+@pytest.mark.parametrize(("rows", "width"), [(1, 768), (5, 100), (300, 128), (2, 3)])
+@pytest.mark.parametrize("shifted", [False, True])
+def test_layer_norm_is_right_to_its_rounding(
+    dtype: torch.dtype, wide: bool, rows: int, width: int, shifted: bool
+) -> None:
+    torch.manual_seed(0)
+    x = (torch.randn(rows, width) * 3 + 5).to(torch.float32 if wide else dtype)
+    weight, bias = torch.randn(width), torch.randn(width) if shifted else None
+    exact = torch.nn.functional.layer_norm(
+        x.double(), (width,), weight.double(), bias if bias is None else bias.double(), 1e-6
+    )
+    ours = elementwise.layer_norm(x, weight, bias, 1e-6, dtype)
+    assert ours.dtype == dtype
+    torch.testing.assert_close(ours.double(), exact, atol=2e-6, rtol=max(1e-6, torch.finfo(dtype).eps / 2 * 1.01))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("wide", [False, True], ids=["same", "float32"])
+@pytest.mark.parametrize("form", ["none", "tanh"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_gelu_is_right_to_its_rounding(dtype: torch.dtype, wide: bool, form: str, gated: bool) -> None:
+    torch.manual_seed(0)
+    x = (torch.randn(37, 102) * 3).to(torch.float32 if wide else dtype)
+    ours = elementwise.gelu(x, dtype, gated=gated, tanh_form=form == "tanh")
+    gate, up = x.double().chunk(2, 1) if gated else (x.double(), 1.0)
+    exact = torch.nn.functional.gelu(gate, approximate=form) * up
+    assert ours.dtype == dtype and ours.shape == exact.shape
+    torch.testing.assert_close(ours.double(), exact, atol=4e-6, rtol=torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 7, 200])
 def test_rows_do_not_depend_on_the_batch(rows: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -64,3 +96,9 @@ def test_rows_do_not_depend_on_the_batch(rows: int, dtype: torch.dtype) -> None:
     normed, turned = elementwise.rms_norm(x, weight, 1e-6), elementwise.rotate(x, cos, sin, dtype)
     assert torch.equal(elementwise.rms_norm(x[part], weight, 1e-6), normed[part])
     assert torch.equal(elementwise.rotate(x[part], cos[part], sin[part], dtype), turned[part])
+    wide, bias = x.flatten(1)[:, :150].float().contiguous(), torch.randn(150)
+    weight = torch.randn(150)
+    whole = elementwise.layer_norm(wide, weight, bias, 1e-6, dtype), elementwise.gelu(wide, dtype, gated=True)
+    some = wide[part].contiguous()
+    assert torch.equal(elementwise.layer_norm(some, weight, bias, 1e-6, dtype), whole[0][part])
+    assert torch.equal(elementwise.gelu(some, dtype, gated=True), whole[1][part])

@@ -16,7 +16,7 @@ from workers.kernels.cpu import build
 from workers.kernels.cpu.levels import Level
 
 SOURCE = Path(__file__).parent / "csrc" / "simd_operations.cpp"
-UNARY = ["abs", "round", "exp", "sigmoid", "silu", "tanh", "gelu_tanh", "sum", "largest", "first_lane"]
+UNARY = ["abs", "round", "exp", "sigmoid", "silu", "tanh", "gelu_tanh", "sum", "largest", "first_lane", "gelu"]
 BINARY = ["add", "subtract", "multiply", "divide", "min", "max", "with_sign_of", "scale_by_power_of_2", "less"]
 TYPES = [torch.bfloat16, torch.float16, torch.float32]
 SPECIAL = np.array([0.0, -0.0, 1, -1, 0.5, 2.5, 3.5, -2.5, 1e-45, 3e38, -3e38, np.inf, -np.inf, np.nan], np.float32)
@@ -222,6 +222,7 @@ def test_pairs_of_products(simd: ctypes.CDLL) -> None:
             lambda x: x / (1 + np.exp(-1.5957691216057308 * (x + 0.044715 * x**3))),
             2e-5,
         ),  # of x = -7: exp magnifies
+        ("gelu", lambda x: 0.5 * x * torch.special.erfc(torch.from_numpy(-x / 2**0.5)).numpy(), 1e-5),
     ],
 )
 def test_functions_are_right_to_float32(simd: ctypes.CDLL, name: str, function: Callable, relative: float) -> None:

@@ -84,6 +84,7 @@ def random_step(
         pool_seqs=ints(num_seqs),
         pool_kinds=ints(num_seqs),
         pool_lens=ints(num_seqs),
+        pool_second=ints(num_seqs),
         pool_num_ids=ints(num_seqs),
         pool_ids=ints(num_seqs * MAX_POOLED_IDS),
     )

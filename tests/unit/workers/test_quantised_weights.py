@@ -24,8 +24,9 @@ from workers.layers.quantization.stacked import StackedWeight
 from workers.layers.quantization.unquantized import DenseWeight
 from workers.layers.quantization.weight_only import WeightOnly
 from workers.models.decoder import Decoder
+from workers.models.hf_fields import read_config
 from workers.models.hf_quantization import stored_quantization, weight_forms
-from workers.models.registry import read_config, read_spec
+from workers.models.registry import read_spec
 from workers.preflight import preflight
 from workers.verify.dequantise import dequantised
 from workers.weights.checkpoint import Checkpoint

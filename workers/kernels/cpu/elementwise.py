@@ -1,7 +1,7 @@
-"""RMSNorm and rotary embedding of rows by the C++ kernels, one call each instead of several operations.
+"""Norms, rotary embedding and gelu of rows by the C++ kernels, one call each instead of several operations.
 
 The kernels are in `elementwise.cpp`, for bfloat16, float16 and float32; tests compare them with float64 and with the
-forms of torch in `layers/norm.py` and `layers/rotary.py`.
+forms of torch in `layers/`.
 """
 
 import ctypes
@@ -48,12 +48,38 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
     return y
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
+    """`x` [T, D] of `dtype` or float32, contiguous; `weight`, `bias` float32 [D] -> `dtype` [T, D]."""
+    assert x.is_contiguous() and x.dtype in (dtype, torch.float32)
+    assert all(one is None or (one.dtype == torch.float32 and one.is_contiguous()) for one in (weight, bias))
+    y = torch.empty(x.shape, dtype=dtype)
+    _function(library.library(dtype), "oarlock_layer_norm")(
+        x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr(),
+        *x.shape, eps, x.dtype == torch.float32, _TYPES[dtype],
+    )  # fmt: skip
+    return y
+
+
+def gelu(x: Tensor, dtype: torch.dtype, *, gated: bool = False, tanh_form: bool = False) -> Tensor:
+    """`x` [T, I] of `dtype` or float32, contiguous -> `dtype` [T, I]. With `gated` it is [T, 2 * I], and the first half
+    of a row is the gate of the second."""
+    assert x.is_contiguous() and x.dtype in (dtype, torch.float32)
+    rows, width = x.shape[0], x.shape[1] // (2 if gated else 1)
+    y = torch.empty((rows, width), dtype=dtype)
+    _function(library.library(dtype), "oarlock_gelu")(
+        x.data_ptr(), y.data_ptr(), rows, width, gated, tanh_form, x.dtype == torch.float32, _TYPES[dtype]
+    )
+    return y
+
+
 @cache
 def _function(kernels: ctypes.CDLL, name: str) -> Callable[..., None]:
-    pointer, number = ctypes.c_void_p, ctypes.c_long
+    pointer, number, switch = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
     arguments = {
-        "oarlock_rms_norm": [*[pointer] * 3, *[number] * 4, ctypes.c_float, ctypes.c_int, ctypes.c_int],
-        "oarlock_rotate": [*[pointer] * 4, *[number] * 5, ctypes.c_int, ctypes.c_int],
+        "oarlock_rms_norm": [*[pointer] * 3, *[number] * 4, ctypes.c_float, switch, switch],
+        "oarlock_rotate": [*[pointer] * 4, *[number] * 5, switch, switch],
+        "oarlock_layer_norm": [*[pointer] * 4, *[number] * 2, ctypes.c_float, switch, switch],
+        "oarlock_gelu": [*[pointer] * 2, *[number] * 2, *[switch] * 4],
     }
     function = getattr(kernels, name)
     function.argtypes, function.restype = arguments[name], None

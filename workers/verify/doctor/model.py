@@ -9,8 +9,9 @@ from workers.attention.selector import BACKENDS
 from workers.config import WorkerConfig
 from workers.errors import StartupError
 from workers.layers.sharding import shard_heads
+from workers.models.hf_fields import read_config
 from workers.models.hf_quantization import stored_quantization, weight_forms
-from workers.models.registry import read_config, read_spec
+from workers.models.registry import read_spec
 from workers.platform.host_memory import human_bytes
 from workers.preflight import preflight
 from workers.verify.doctor.finding import ERROR, NOTE, Finding

@@ -14,13 +14,19 @@ import torch
 from torch import Tensor
 
 from workers.distributed.parallel_state import TensorParallel
-from workers.protocol import CLS, LAST, LOGITS, MEAN, NOT_POOLED, TOKEN, StepMetadata, StepOutput
+from workers.protocol import CLS, LABELS, LAST, LOGITS, MEAN, NOT_POOLED, TOKEN, StepMetadata, StepOutput
 from workers.worker.memory_needs import MAX_LOGITS_ROWS
 from workers.worker.pending_output import PendingOutput
 
 _TOKENS_AT_ONCE = 64  # of a sum: as float64 they take twice or four times the memory of hidden states
 
 ComputeLogits = Callable[[Tensor], Tensor]  # [L, hidden] -> float32 [L, vocab_local]
+Classify = Callable[[Tensor], Tensor]  # of one text [n, hidden] -> float32 [labels]
+
+
+def no_logits(hidden: Tensor) -> Tensor:
+    """The `ComputeLogits` of a model without an output head: the engine asks it for none."""
+    raise AssertionError("an encoder has no logits")
 
 
 class _Sum(NamedTuple):
@@ -68,9 +74,11 @@ class Pooler:
     """One rank's. The ranks of a step hold the same hidden states, of which the answering one makes vectors; logits are
     sharded, and all take part."""
 
-    def __init__(self, tp: TensorParallel, vocab_start: int, *, answers: bool) -> None:
-        """`vocab_start`: the first id of this rank's logits."""
-        self._tp, self._vocab_start, self._answers = tp, vocab_start, answers
+    def __init__(
+        self, tp: TensorParallel, vocab_start: int, *, answers: bool, classify: Classify | None = None
+    ) -> None:
+        """`vocab_start`: the first id of this rank's logits. `classify`: of an encoder with such a head."""
+        self._tp, self._vocab_start, self._answers, self._classify = tp, vocab_start, answers, classify
         self._sums: dict[
             int, tuple[_Sum, _Sum]
         ] = {}  # by row: before and behind its newest chunk; until the row is reused
@@ -86,6 +94,9 @@ class Pooler:
         for chunk in chunks:
             if _wants_logits(chunk):
                 parts.append(logits.pop(0))
+            elif chunk.kind == LABELS:
+                assert self._classify is not None, "the engine asks for labels where there are any"
+                parts.append(self._classify(hidden[chunk.start : chunk.end]).float())
             elif chunk.kind == MEAN and chunk.is_last:
                 total = sums[chunk.row][1]
                 parts.append((total.hidden / total.num_tokens).float())

@@ -38,6 +38,7 @@ extern "C" void unary(int operation, const float *x, float *y, long count) {
       case 7: return broadcast(sum(a));
       case 8: return broadcast(largest(a));
       case 9: return broadcast(first_lane(a));
+      case 10: return gelu(a);
       default: return zero();
     }
   });

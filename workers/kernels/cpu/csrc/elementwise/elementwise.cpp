@@ -1,7 +1,8 @@
-// RMSNorm and rotary embedding of rows, each in one pass. Each row is computed by itself in a fixed order, so its bits do
+// Norms, rotary embedding and gelu of rows. Each row is computed by itself in a fixed order, so its bits do
 // not depend on the rest of the batch.
 #include <type_traits>
 
+#include "elementwise/gelu.h"
 #include "elementwise/norm.h"
 #include "elementwise/rotary.h"
 
@@ -26,6 +27,30 @@ extern "C" void oarlock_rotate(const void *x, const float *cos, const float *sin
     const auto run = [&](auto *from) {
       rotate(from, cos + half, sin + half, static_cast<Out *>(y), rows, heads, width, half, x_stride, 2 * half);
     };
+    if (float32_input) run(static_cast<const float *>(x));
+    else run(static_cast<const Out *>(x));
+  });
+}
+
+// x [rows, width] of type `out`, or float32 with `float32_input`; weight and bias float [width], bias may be null -> y
+// [rows, width] of type `out`.
+extern "C" void oarlock_layer_norm(const void *x, const float *weight, const float *bias, void *y, long rows, long width,
+                                   float eps, int float32_input, int out) {
+  with_type(out, [&](auto *of) {
+    using Out = std::remove_pointer_t<decltype(of)>;
+    const auto run = [&](auto *from) { layer_norm(from, weight, bias, static_cast<Out *>(y), rows, width, eps); };
+    if (float32_input) run(static_cast<const float *>(x));
+    else run(static_cast<const Out *>(x));
+  });
+}
+
+// x [rows, width], or [rows, 2 width] with `gated`, of type `out`, or float32 with `float32_input` -> y [rows, width] of
+// type `out`: see `gelu_rows`.
+extern "C" void oarlock_gelu(const void *x, void *y, long rows, long width, int gated, int tanh_form, int float32_input,
+                             int out) {
+  with_type(out, [&](auto *of) {
+    using Out = std::remove_pointer_t<decltype(of)>;
+    const auto run = [&](auto *from) { gelu_rows(from, static_cast<Out *>(y), rows, width, gated, tanh_form); };
     if (float32_input) run(static_cast<const float *>(x));
     else run(static_cast<const Out *>(x));
   });

@@ -1,4 +1,4 @@
-// exp, tanh, sigmoid, silu and gelu of a register of floats; a value gives the same bits in every lane.
+// exp, tanh, sigmoid, silu and both forms of gelu of a register of floats; a value gives the same bits in every lane.
 //
 // exp follows Cody and Waite's reduction (Software Manual for the Elementary Functions, 1980): x = n ln 2 + r with ln 2
 // in two parts, then a polynomial of degree 6 in r.
@@ -68,6 +68,33 @@ inline Vec tanh(Vec x) {
 inline Vec gelu_tanh(Vec x) {
   const Vec inner = fma(x * x * x, broadcast(0.044715f), x);
   return x * sigmoid(inner * broadcast(1.5957691216f));
+}
+
+// The normal distribution's share below x times x. Near zero half of erf(x / sqrt 2) is x times a polynomial in x^2; beyond
+// 1.25 the share above |x| is exp(-x^2 / 2) times a polynomial in 1 / (1 + |x| / 2), so that small shares keep their digits.
+// Both were fitted at Chebyshev nodes; what is left is 4e-7 at most, and 4e-6 of the result.
+inline Vec gelu(Vec x) {
+  const Vec one = broadcast(1.0f), half = broadcast(0.5f), size = abs(x), square = x * x;
+  Vec p = broadcast(4.75829839e-7f);
+  p = fma(p, square, broadcast(-9.05728155e-6f));
+  p = fma(p, square, broadcast(0.000115030095f));
+  p = fma(p, square, broadcast(-0.00118710791f));
+  p = fma(p, square, broadcast(0.0099734993f));
+  p = fma(p, square, broadcast(-0.0664903743f));
+  p = fma(p, square, broadcast(0.39894228f));
+  const Vec near = fma(x, p, half);
+  const Vec u = one / fma(size, half, one);
+  Vec q = broadcast(0.0100733741f);
+  q = fma(q, u, broadcast(0.0970104994f));
+  q = fma(q, u, broadcast(-0.284233248f));
+  q = fma(q, u, broadcast(0.153693375f));
+  q = fma(q, u, broadcast(0.122598823f));
+  q = fma(q, u, broadcast(0.203491039f));
+  q = fma(q, u, broadcast(0.199151815f));
+  q = fma(q, u, broadcast(1.0461316e-5f));
+  const Vec above = exp(square * broadcast(-0.5f)) * q;
+  const Vec far = select(less(x, zero()), above, one - above);
+  return x * select(less(size, broadcast(1.25f)), near, far);
 }
 
 }  // namespace simd

@@ -1,0 +1,145 @@
+"""An encoder as plain values: everything that determines what it computes, and the names of its tensors. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from workers.layers.decoder_spec import RopeSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNames:
+    """Modules of one layer, without the prefix of the layer."""
+
+    query: str  # of several names the same one, where a matrix holds them one below the other
+    key: str
+    value: str
+    attention_output: str
+    attention_norm: str
+    mlp_input: str  # of a gated MLP with the gate's rows first
+    mlp_output: str
+    mlp_norm: str
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderNames:
+    """Modules of a family's checkpoints, without what stands before all of them."""
+
+    words: str
+    embedding_norm: str
+    layers: str  # before the number of a layer
+    layer: LayerNames
+    positions: str = ""
+    types: str = ""
+    final_norm: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ClassifierSpec:
+    """What makes scores of a text's hidden states: of the first token's or their mean, `activation(dense)`, perhaps
+    normed, and a matrix. Its tensors have no prefix but their own."""
+
+    dense: str
+    output: str
+    num_labels: int
+    activation: str  # tanh | gelu | gelu_tanh
+    mean: bool = False  # of all tokens; else of the first
+    dense_bias: bool = True
+    norm: str = ""
+    norm_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderSpec:
+    """One encoder-only transformer with LayerNorm: BERT's form, or ModernBERT's."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    norm_eps: float
+    max_positions: int  # tokens of one text
+    activation: str  # gelu | gelu_tanh
+    names: EncoderNames
+    prefix: str = ""  # before all names of a checkpoint but the classifier's
+    dtype: str | None = None  # as the checkpoint declares it
+    # BERT: learned positions, norms after each sublayer.
+    first_position: int | None = None  # row of the first token among the learned positions; None: rotary
+    num_token_types: int = 0
+    # ModernBERT: rotary positions, norms before each sublayer, a gated MLP.
+    ropes: tuple[RopeSpec, ...] = ()  # by layer
+    reaches: tuple[int | None, ...] = ()  # by layer: to how many tokens on each side a token attends; None: to all
+    pre_norm: bool = False
+    gated: bool = False
+    attention_bias: bool = True
+    mlp_bias: bool = True
+    norm_bias: bool = True
+    classifier: ClassifierSpec | None = None
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def num_labels(self) -> int:
+        return 0 if self.classifier is None else self.classifier.num_labels
+
+    @property
+    def num_parameters(self) -> int:
+        total = 0
+        for shape in self.tensor_shapes().values():
+            total += shape[0] * (shape[1] if len(shape) == 2 else 1)
+        return total
+
+    def layer_prefix(self, layer: int) -> str:
+        return f"{self.prefix}{self.names.layers}.{layer}."
+
+    def with_prefix(self, prefix: str) -> EncoderSpec:
+        return replace(self, prefix=prefix)
+
+    def has_attention_norm(self, layer: int) -> bool:
+        """ModernBERT's first layer reads what the norm of the embedding gives."""
+        return not self.pre_norm or layer > 0
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and full shape of every tensor."""
+        h, names, found = self.hidden_size, self.names, dict[str, tuple[int, ...]]()
+
+        def matrix(name: str, rows: int, inputs: int, bias: bool) -> None:
+            found[f"{name}.weight"] = (rows, inputs)
+            if bias:
+                found[f"{name}.bias"] = (rows,)
+
+        def norm(name: str, bias: bool = self.norm_bias) -> None:
+            found.update({f"{name}.weight": (h,)} | ({f"{name}.bias": (h,)} if bias else {}))
+
+        found[f"{self.prefix}{names.words}.weight"] = (self.vocab_size, h)
+        if self.first_position is not None:
+            found[f"{self.prefix}{names.positions}.weight"] = (self.first_position + self.max_positions, h)
+        if self.num_token_types:
+            found[f"{self.prefix}{names.types}.weight"] = (self.num_token_types, h)
+        norm(self.prefix + names.embedding_norm)
+        inner = self.intermediate_size * (2 if self.gated else 1)
+        for layer in range(self.num_layers):
+            before, own = self.layer_prefix(layer), names.layer
+            if own.query == own.key:
+                matrix(before + own.query, 3 * h, h, self.attention_bias)
+            else:
+                for part in (own.query, own.key, own.value):
+                    matrix(before + part, h, h, self.attention_bias)
+            matrix(before + own.attention_output, h, h, self.attention_bias)
+            matrix(before + own.mlp_input, inner, h, self.mlp_bias)
+            matrix(before + own.mlp_output, h, self.intermediate_size, self.mlp_bias)
+            norm(before + own.mlp_norm)
+            if self.has_attention_norm(layer):
+                norm(before + own.attention_norm)
+        if names.final_norm:
+            norm(self.prefix + names.final_norm)
+        if (head := self.classifier) is not None:
+            matrix(head.dense, h, h, head.dense_bias)
+            matrix(head.output, head.num_labels, h, True)
+            if head.norm:
+                norm(head.norm, head.norm_bias)
+        return found
