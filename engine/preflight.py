@@ -26,7 +26,7 @@ from workers.capacity import (
     work_of,
 )
 from workers.gguf import GGUFModel, Settings, hf_config, parts_of
-from workers.preflight import DESCRIPTIONS, ENCODERS, check_without_weights, weight_files
+from workers.preflight import DESCRIPTIONS, ENCODERS, check_without_weights, read_header, weight_files
 
 __all__ = [
     "DESCRIPTIONS",
@@ -51,6 +51,7 @@ __all__ = [
     "open_model",
     "parts_of",
     "prompt_tokens_per_s",
+    "read_header",
     "tensor_parallel_sizes",
     "weight_files",
     "work_of",

@@ -29,6 +29,7 @@ from workers.platform import cuda_driver
 from workers.platform.host_memory import free_host_bytes
 from workers.weights.checkpoint import Checkpoint, weight_files
 from workers.weights.gguf.checkpoint import GGUFCheckpoint
+from workers.weights.header import read_header
 from workers.weights.open_checkpoint import open_checkpoint
 from workers.weights.tied import HEAD, head_differs
 from workers.worker.cpu_affinity import with_cpus
@@ -48,6 +49,7 @@ __all__ = [
     "check_without_weights",
     "free_host_bytes",
     "preflight",
+    "read_header",
     "this_cpu",
     "weight_files",
 ]

@@ -162,7 +162,7 @@ class Supervisor:
         engine = asyncio.ensure_future(self._start_engine(config, self._on_progress))
         try:
             self._tokenizer = await tokenizer  # much faster, so a missing file is reported before the load ends
-            self._pooler = pooler.with_answer_ids(self._tokenizer)
+            self._pooler = pooler.loaded(self._tokenizer)
             self._engine = await engine
         except BaseException:
             engine.cancel()

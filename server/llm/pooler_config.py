@@ -7,6 +7,7 @@ sentence-transformers writes them, and `config.json`. What cannot be followed is
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -16,6 +17,7 @@ from typing import Any
 from engine.errors import StartupError
 from engine.preflight import ENCODERS
 from server.config.checkpoint_json import read_json
+from server.llm.dense import DenseConfig, DenseLayers
 from server.tokenizer.tokenizer import Tokenizer
 
 GENERATE, POOLING = "generate", "pooling"  # of --runner; else it is decided here
@@ -30,6 +32,8 @@ _OLD_KINDS = {  # its older keys, of which one is true
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
+_ORDER = re.compile("Transformer (Pooling( Dense)*( Normalize)?|LogitScore)")
+_SIZES = ("hidden_size", "d_model", "dim", "n_embd")  # of config.json, for the numbers of a hidden state
 _TRANSFORMER_FILES = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
@@ -59,14 +63,23 @@ class PoolerConfig:
     max_len: int | None = None  # tokens of a text, if the files say less than the context holds
     answers: tuple[str | int, ...] = ()  # of scores: the tokens of the wrong answer, if there is one, and of the right
     sigmoid: bool = True  # of scores by a classification head: whether they are its number between 0 and 1
+    dense: tuple[DenseConfig, ...] = ()  # what a text's vector goes through behind its pooling
+    layers: DenseLayers | None = None  # those of `dense`, once they are loaded
 
     @property
     def generates(self) -> bool:
         return self.task is Task.GENERATE
 
-    def with_answer_ids(self, tokenizer: Tokenizer) -> PoolerConfig:
-        """The same with the ids of the answers' tokens. Raises `StartupError` for an answer of several tokens, and
-        where it is not known how two texts are put side by side."""
+    def size(self, hidden_size: int) -> int:
+        """How many numbers the vector of a text has."""
+        return self.dense[-1].out_features if self.dense else hidden_size
+
+    def loaded(self, tokenizer: Tokenizer) -> PoolerConfig:
+        """The same with the ids of the answers' tokens, and with the weights of Dense modules.
+
+        Raises `StartupError`, for example for an answer of several tokens, and where it is not known how two texts are
+        put side by side.
+        """
         if self.kind == LABELS and tokenizer.pair_marks() is None:
             raise StartupError(
                 "The tokenizer does not say what stands between two texts, which this model reads side by side.",
@@ -81,7 +94,7 @@ class PoolerConfig:
                     "Name answers that are one token each, for example: --classifier-from-token no yes",
                 )
             ids += found
-        return replace(self, answers=tuple(ids))
+        return replace(self, answers=tuple(ids), layers=DenseLayers(self.dense) if self.dense else None)
 
     @staticmethod
     def load(model: str | Path, runner: str = "auto", answers: tuple[str, ...] = ()) -> PoolerConfig:
@@ -103,7 +116,7 @@ class PoolerConfig:
             _check_answers(answers)
             return PoolerConfig(Task.SCORE, "--classifier-from-token", "logits", answers=answers)
         if (folder / "modules.json").is_file():
-            return replace(_of_modules(folder), dimensions=_dimensions(config))
+            return replace(_of_modules(folder, config), dimensions=_dimensions(config))
         if architecture.endswith("ForSequenceClassification"):
             return _of_classifier(folder / "config.json", architecture, config)
         if runner == POOLING or (architecture and not can_generate):
@@ -139,7 +152,7 @@ def _of_classifier(file: Path, architecture: str, config: Mapping[str, Any]) -> 
     return PoolerConfig(Task.SCORE, "config.json", LABELS, sigmoid=function == "Sigmoid")
 
 
-def _of_modules(folder: Path) -> PoolerConfig:
+def _of_modules(folder: Path, config: dict[str, Any]) -> PoolerConfig:
     """Raises `StartupError` for a module that is not known here, or not where it stands."""
     found = PoolerConfig(source="modules.json", normalize=False, **_prompts(folder))
     steps = []
@@ -150,10 +163,18 @@ def _of_modules(folder: Path) -> PoolerConfig:
         if name == "Transformer" and path == "":
             found = _with_transformer(found, folder)
         elif name == "Pooling":
+            if not (folder / path / "config.json").is_file():
+                cause = f"{folder / path / 'config.json'} is missing: it says how vectors are made."
+                raise StartupError(cause, "Fetch the whole checkpoint, with the folders that modules.json names.")
             kind = _kind(folder / path / "config.json", own)
             if own.get("include_prompt") is False and any(found.prompts.values()):
                 raise _not_followed("include_prompt: false in its Pooling module, which leaves prompts out of vectors")
             found = replace(found, task=Task.EMBED, kind=kind)
+        elif name == "Dense" and ".." not in path:
+            size = found.dense[-1].out_features if found.dense else _hidden_size(config)
+            if size is None:
+                raise _not_followed(f"a module Dense ({path}), and config.json has no hidden_size")
+            found = replace(found, dense=(*found.dense, DenseConfig.load(folder / path, size)))
         elif name == "Normalize":
             found = replace(found, normalize=True)
         elif name == "LogitScore":
@@ -163,11 +184,7 @@ def _of_modules(folder: Path) -> PoolerConfig:
             found = replace(found, task=Task.SCORE, kind="logits", answers=answers)
         else:
             raise _not_followed(f"a module {name or 'without a type'} ({path or 'at its root'})")
-    if steps not in (
-        ["Transformer", "Pooling"],
-        ["Transformer", "Pooling", "Normalize"],
-        ["Transformer", "LogitScore"],
-    ):
+    if not _ORDER.fullmatch(" ".join(steps)):
         raise _not_followed(f"the modules {', '.join(steps) or 'none'}")
     return found
 
@@ -175,7 +192,7 @@ def _of_modules(folder: Path) -> PoolerConfig:
 def _not_followed(what: str) -> StartupError:
     return StartupError(
         f"The checkpoint's modules.json asks for {what}: that is not served here.",
-        "Served are Transformer, then Pooling (cls, mean or last token) and maybe Normalize, or LogitScore; or "
+        "Served are Transformer, then Pooling (cls, mean or last token), maybe Dense and Normalize, or LogitScore; or "
         f"start with --runner {GENERATE} to serve its texts, if it makes any.",
     )
 
@@ -218,6 +235,12 @@ def _prompts(folder: Path) -> dict[str, Any]:
     if default is not None and default not in prompts:
         raise StartupError(f"'default_prompt_name' in {file} is {str(default)[:64]!r}, not in prompts.", "Correct it.")
     return {"prompts": prompts, "default_prompt": default}
+
+
+def _hidden_size(config: dict[str, Any]) -> int | None:
+    inner = config.get("text_config")
+    described = config | inner if isinstance(inner, dict) else config
+    return next((described[name] for name in _SIZES if type(described.get(name)) is int), None)
 
 
 def _dimensions(config: Mapping[str, Any]) -> tuple[int, ...] | None:

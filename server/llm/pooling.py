@@ -24,7 +24,7 @@ class PooledOutput:
     """What the model made of one prompt."""
 
     # float32 [1, hidden_size], of kind `token` [prompt tokens, hidden_size], of kind `logits` [ids], of kind
-    # `labels` [labels]; not normalised
+    # `labels` [labels]; not normalised. Behind Dense modules float64 [1, size].
     vectors: np.ndarray
     prompt_tokens: int
     cached_tokens: int  # of these, taken from the prefix cache

@@ -63,8 +63,9 @@ CLIENTS = (
     Client(
         "llama-index",
         "llama-index-llms-openai-like",
-        "",
-        ("llama-index-llms-openai-like==0.8.1",),
+        "llama_index_client.py",
+        ("llama-index-llms-openai-like==0.8.1", "llama-index-embeddings-openai-like==0.4.0"),
+        needs_embedding_server=True,
         snippet="llamaindex",
     ),
     Client("aider", "aider-chat", "", ("aider-chat==0.86.2",), snippet="aider"),

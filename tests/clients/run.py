@@ -101,7 +101,7 @@ def embedding_server(client: Client) -> Generator[list[str]]:
         yield []
         return
     with tempfile.TemporaryDirectory(prefix="oarlock-embedding-") as directory:
-        checkpoint = embedding_demo(Path(directory) / "demo")
+        checkpoint = embedding_demo(Path(directory) / "demo", dense=96)
         with RunningServer(checkpoint, *FLAGS) as server:
             yield ["--embedding-url", server.url, "--embedding-checkpoint", str(checkpoint)]
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 import math
 from array import array
+from pathlib import Path
 
 import anyio
 import numpy as np
@@ -15,6 +17,7 @@ from tokenizers.processors import TemplateProcessing
 
 from engine.errors import QueueFullError
 from engine.pooling_params import PoolingParams
+from server.llm.dense import DenseConfig
 from server.llm.pooler_config import PoolerConfig, Task
 from server.tokenizer.tokenizer import Tokenizer
 from tests.contract.conftest import INFO, chat_tokenizer, vectors_of
@@ -303,3 +306,67 @@ def test_every_field_of_the_official_client_is_known(make_stage):
     from server.protocol.pooling.embedding import EmbeddingRequest
 
     assert set(EmbeddingCreateParams.__annotations__) <= set(EmbeddingRequest.model_fields)
+
+
+class Halves:
+    """Layers that add the first numbers of a vector to its last ones."""
+
+    def __call__(self, vectors):
+        return vectors[:, :2].astype(np.float64) + vectors[:, 2:]
+
+
+def test_vectors_of_texts_go_through_dense_modules_and_those_of_tokens_do_not(embeds):
+    config = DenseConfig(Path("2_Dense"), HIDDEN_SIZE, 2, True, "Identity")
+    stage = embeds(dataclasses.replace(EMBEDS, dense=(config,), layers=Halves()))
+    answer = post(stage, "/v1/embeddings", {"input": "abc"}).json()
+    (vector,) = pooled(stage.engine.requests[-1])
+    added = [vector[0] + vector[2], vector[1] + vector[3]]
+    assert np.array_equal(np.array(answer["data"][0]["embedding"], np.float32), unit(added))
+    plain = post(stage, "/v1/embeddings", {"input": "abc", "normalize": False, "dimensions": 1}).json()
+    assert plain["data"][0]["embedding"] == [float(np.float32(added[0]))]
+    refused = post(stage, "/v1/embeddings", {"input": "abc", "dimensions": 3}).json()["error"]
+    assert "at most 2" in refused["message"]
+    rows = post(stage, "/pooling", {"input": "abc", "dimensions": 4, "normalize": False}).json()["data"][0]["data"]
+    assert rows == pooled(stage.engine.requests[-1])
+    score = post(stage, "/v1/score", {"text_1": "abc", "text_2": "abd"}).json()["data"][0]["score"]
+    first, second = (
+        [row[0] + row[2], row[1] + row[3]] for row in (pooled(one)[0] for one in stage.engine.requests[-2:])
+    )
+    assert math.isclose(score, float(unit(first).astype(float) @ unit(second).astype(float)), abs_tol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "default", "input_type", "before"),
+    [
+        ({"query": "Q: ", "passage": "P: "}, None, "query", "Q: "),
+        ({"query": "Q: ", "passage": "P: "}, None, "search_query", "Q: "),
+        ({"query": "Q: ", "passage": "P: "}, None, "document", "P: "),
+        ({"query": "Q: ", "passage": "P: ", "document": "D: "}, None, "search_document", "D: "),
+        ({"query": "Q: ", "passage": "P: ", "document": "D: "}, None, "passage", "P: "),
+        ({"search_query": "S: ", "query": "Q: "}, None, "search_query", "S: "),
+        ({"clustering": "C: "}, None, "clustering", "C: "),
+        ({}, None, "query", ""),
+        ({"other": "O: "}, "other", "query", "O: "),
+    ],
+)
+def test_what_texts_are_for_chooses_their_prompt(embeds, tokenizer, prompts, default, input_type, before):
+    stage = embeds(dataclasses.replace(EMBEDS, prompts=prompts, default_prompt=default))
+    assert post(stage, "/v1/embeddings", {"input": "abc", "input_type": input_type}).status_code == 200
+    assert list(stage.engine.requests[-1].prompt_token_ids) == tokenizer.encode(f"{before}abc")
+
+
+def test_kinds_of_texts_that_are_not_known_are_refused(embeds):
+    stage = embeds(dataclasses.replace(EMBEDS, prompts={"query": "Q: ", "code": "C: "}))
+    for fields, said in (
+        (
+            {"input": "a", "input_type": "classification"},
+            "one of query, document, search_query, search_document, passage",
+        ),
+        ({"input": "a", "input_type": "image"}, "passage, code"),
+        ({"input": "a", "input_type": "query", "prompt_name": "query"}, "give one of them"),
+        ({"input": [1, 2], "input_type": "query"}, "token ids"),
+    ):
+        answer = post(stage, "/v1/embeddings", fields)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input_type")
+        assert said in answer.json()["error"]["message"]
+    assert not stage.engine.requests

@@ -46,7 +46,7 @@ def damaged(directory: Path, report: Report) -> list[Path]:
 
     On a file system without links the names are not kept, and nothing can be said.
     """
-    named = [(path, path.resolve()) for path in sorted(directory.iterdir()) if path.is_symlink() and path.exists()]
+    named = [(path, path.resolve()) for path in sorted(directory.rglob("*")) if path.is_symlink() and path.exists()]
     checked = [(path, blob) for path, blob in named if _SHA256.fullmatch(blob.name) or _GIT.fullmatch(blob.name)]
     rate = TransferRate(sum(blob.stat().st_size for _, blob in checked))
     found = []

@@ -19,7 +19,7 @@ from engine.preflight import DESCRIPTIONS, check_model, weight_files
 from server.config.hub import errors as hub_errors
 from server.config.hub.digests import Report, damaged, remove
 from server.config.hub.download import HubModel
-from server.config.hub.files import Download, HubFile, Snapshot, check_room, is_small, look_up
+from server.config.hub.files import Download, HubFile, Snapshot, check_room, is_of_module, is_small, look_up
 
 CheckFiles = Callable[[Path], None]  # raises `StartupError` for files beside the weights that cannot be used
 
@@ -110,7 +110,7 @@ def _from_hub(request: HubModel, cache: Path, report: Report, check_small_files:
             f"{request.model} lacks {missing[0]}, which its own index names.",
             "Name a complete checkpoint, or revision.",
         )
-    chosen = [by_name[name] for name in weights]
+    chosen = [by_name[name] for name in weights] + [file for file in files if is_of_module(file) and not is_small(file)]
     check_room(request.model, snapshot, chosen)
     Download(request.model, snapshot, report).fetch(chosen)
     snapshot.remember(request.revision)

@@ -29,6 +29,8 @@ from server.config.hub.transfer_rate import TransferRate
 from server.config.options import format_size
 
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.model")  # beside the weights; nothing that could run code
+# Of the modules of sentence-transformers, whose folders are numbered: how they work, and the weights of Dense ones.
+_MODULE = re.compile(r"\d+_\w+/(config\.json|model\.safetensors)")
 _AT_ONCE = 4  # connections: one alone seldom fills a fast line
 _TRIES = 5  # without a new byte
 _RETRY_S = 1.0
@@ -74,7 +76,7 @@ class Snapshot:
             return
         pointer.parent.mkdir(parents=True, exist_ok=True)
         target = os.path.relpath(self.blob(file), pointer.parent)
-        temporary = pointer.with_name(f"{file.name}.{os.getpid()}")
+        temporary = pointer.with_name(f"{pointer.name}.{os.getpid()}")
         try:
             temporary.symlink_to(target)
             temporary.replace(pointer)
@@ -105,13 +107,17 @@ class Snapshot:
 
 
 def look_up(model: str, revision: str) -> tuple[str, list[HubFile]]:
-    """The commit that `revision` means on the hub, and the files of its top folder. Raises the library's errors."""
+    """The commit that `revision` means on the hub, and the files of its top folder and of modules.
+
+    Raises the library's errors.
+    """
     info = HfApi().model_info(model, revision=revision, files_metadata=True, timeout=_TIMEOUT_S)
     files = []
     for sibling in info.siblings or ():
         etag = sibling.lfs.sha256 if sibling.lfs is not None else sibling.blob_id
-        if "/" in sibling.rfilename or sibling.rfilename.startswith(".") or sibling.size is None:
-            continue  # subfolders hold other formats of the same weights
+        is_inside = "/" in sibling.rfilename and not _MODULE.fullmatch(sibling.rfilename)
+        if is_inside or sibling.rfilename.startswith(".") or sibling.size is None:
+            continue  # other subfolders hold other formats of the same weights
         if etag is None or not _HASH.fullmatch(etag):
             raise StartupError(f"The hub names no hash for {sibling.rfilename} of {model}.", "Check HF_ENDPOINT.")
         files.append(HubFile(sibling.rfilename, sibling.size, etag))
@@ -124,6 +130,11 @@ def is_small(file: HubFile) -> bool:
     """Whether it is one of the files that every checkpoint has beside its weights."""
     is_foreign_index = file.name.endswith(".bin.index.json")
     return not is_foreign_index and any(fnmatch.fnmatchcase(file.name, pattern) for pattern in _SMALL)
+
+
+def is_of_module(file: HubFile) -> bool:
+    """Whether it is in the folder of a module of sentence-transformers."""
+    return _MODULE.fullmatch(file.name) is not None
 
 
 def check_room(model: str, snapshot: Snapshot, files: Sequence[HubFile]) -> None:

@@ -61,7 +61,7 @@ class OfflineEngine:
             generation_config = GenerationConfig.load(files.model, settings.generation_config)
             pooler = PoolerConfig.load(files.model, settings.runner, settings.classifier_from_token)
             tokenizer = await asyncio.to_thread(files.load_tokenizer)
-            pooler = pooler.with_answer_ids(tokenizer)
+            pooler = pooler.loaded(tokenizer)
             config = settings.engine_config(files.model, tokenizer_path=files.tokenizer)
             config = replace(config, writes_text=pooler.generates)
             engine = await start_engine(config, on_progress, processes=processes)

@@ -26,6 +26,7 @@ class EmbedFields(TypedDict, total=False):
     dimensions: int
     normalize: bool
     prompt_name: str
+    input_type: str
     add_special_tokens: bool
     truncate_prompt_tokens: int
     priority: int

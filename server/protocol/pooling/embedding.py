@@ -38,12 +38,21 @@ class InputFields(PoolingFields):
         description="which of the model's prompts stands before each text: a name in `prompts` of "
         "config_sentence_transformers.json, such as `query` (default: its `default_prompt_name`)",
     )
+    input_type: Annotated[str, Field(max_length=128)] | None = Field(
+        None,
+        description="what the texts are for: `query` (also `search_query`) or `document` (also `passage`, "
+        "`search_document`) puts the prompt before them that sentence-transformers' `encode_query` or "
+        "`encode_document` does; or the name of a prompt",
+    )
     add_special_tokens: bool | None = Field(True, description="false: no tokens of the model's own around a text")
 
     @model_validator(mode="after")
     def _prompts_go_before_texts(self) -> InputFields:
-        if self.prompt_name and not isinstance(self.inputs[0], str):
-            raise FieldError("prompt_name", "goes before texts, and input holds token ids; leave it out")
+        if self.prompt_name is not None and self.input_type is not None:
+            raise FieldError("input_type", "and prompt_name both choose what stands before a text; give one of them")
+        for name in ("prompt_name", "input_type"):
+            if getattr(self, name) and not isinstance(self.inputs[0], str):
+                raise FieldError(name, "goes before texts, and input holds token ids; leave it out")
         return self
 
     @property

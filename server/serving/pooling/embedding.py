@@ -56,7 +56,7 @@ class OpenAIServingEmbedding(OpenAIServingPooling):
 
     async def pool_tokens(self, request: Request, body: PoolingRequest, headers: dict[str, str]) -> Response:
         """`/pooling`. Raises `RequestError`."""
-        by_token = body.task == "token_embed"
+        by_token = _is_by_token(body)
         outputs, answer = await self._run(
             request, body, PoolingParams("token" if by_token else self.pooler.kind), "pool"
         )
@@ -80,12 +80,14 @@ class OpenAIServingEmbedding(OpenAIServingPooling):
     def _checked(self, body: InputFields) -> tuple[str, Prompts]:
         """The model's name, and what makes the prompts. Raises `RequestError`."""
         model = self.check_model(body.model)
-        self._check_dimensions(body.dimensions)
-        return model, partial(self._prompts, body, self.text_ids.prompt_before(body.prompt_name))
+        self._check_dimensions(body)
+        ids = self.text_ids
+        before = ids.prompt_before(body.prompt_name) if body.input_type is None else ids.prompt_for(body.input_type)
+        return model, partial(self._prompts, body, before)
 
     async def _prompts(self, body: InputFields, before: str) -> list[tuple[int, ...]]:
         prompts, truncate, num_tokens = [], body.truncate_prompt_tokens, 0
-        by_token = isinstance(body, PoolingRequest) and body.task == "token_embed"
+        by_token = _is_by_token(body)
         marks = body.add_special_tokens is not False
         for given in body.inputs:
             if isinstance(given, str):
@@ -103,8 +105,9 @@ class OpenAIServingEmbedding(OpenAIServingPooling):
                 raise RequestError(message, "input")
         return prompts
 
-    def _check_dimensions(self, wanted: int | None) -> None:
-        allowed, whole = self.pooler.dimensions, self.info.hidden_size
+    def _check_dimensions(self, body: InputFields) -> None:
+        wanted, allowed = body.dimensions, self.pooler.dimensions
+        whole = self.info.hidden_size if _is_by_token(body) else self.pooler.size(self.info.hidden_size)
         if wanted is None or wanted == whole or (allowed is not None and wanted in (allowed or range(1, whole + 1))):
             return
         if allowed is None:
@@ -131,11 +134,15 @@ class OpenAIServingEmbedding(OpenAIServingPooling):
         return InPieces(lambda row: encoded(row, body.encoding_format or "float"), vectors, lambda row: row.size)
 
     def _finished(self, body: InputFields, output: PooledOutput) -> np.ndarray:
-        """float32 [n, hidden] -> float32 [n, dimensions]."""
+        """Floats [n, size] -> float32 [n, dimensions]."""
         from server.serving.pooling.vectors import finished
 
         normalize = self.pooler.normalize if body.normalize is None else body.normalize
         return finished(output.vectors, normalize, body.dimensions)
+
+
+def _is_by_token(body: InputFields) -> bool:
+    return isinstance(body, PoolingRequest) and body.task == "token_embed"
 
 
 def _answer(response_id: str, model: str, outputs: list[PooledOutput]) -> dict[str, Any]:

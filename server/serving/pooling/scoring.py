@@ -17,6 +17,7 @@ from server.protocol.json_pieces import InPieces, pieces_of
 from server.protocol.pooling.scoring import RerankRequest, ScoreRequest, ScoringFields
 from server.serving.pooling.pair_prompt import PairPrompt
 from server.serving.pooling.serving import OpenAIServingPooling, Run, usage
+from server.serving.pooling.text_ids import DOCUMENT, QUERY
 from server.serving.request_context import request_id_of
 from server.serving.sse import whole_response
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from server.llm.pooling import PooledOutput
 
 _TEXTS = ("text_1", "text_2")  # the fields of a request for scores
-_DOCUMENT_PROMPTS = ("document", "passage", "corpus")  # the names that sentence-transformers tries, in its order
 
 
 class OpenAIServingScoring(OpenAIServingPooling):
@@ -139,13 +139,10 @@ class OpenAIServingScoring(OpenAIServingPooling):
         self, body: ScoringFields, first: Sequence[str], second: Sequence[str], params: tuple[str, str]
     ) -> list[tuple[int, ...]]:
         """One prompt for each text. Queries and documents get the prompts that the model has for them."""
-        known, names = self.pooler.prompts, (None, None)
-        if isinstance(body, RerankRequest):
-            of_documents = next((name for name in _DOCUMENT_PROMPTS if name in known), None)
-            names = ("query" if "query" in known else None, of_documents)
+        kinds = (QUERY, DOCUMENT) if isinstance(body, RerankRequest) else (None, None)
         prompts = []
-        for texts, name, param in zip((first, second), names, params, strict=True):
-            before = self.text_ids.prompt_before(name)
+        for texts, kind, param in zip((first, second), kinds, params, strict=True):
+            before = self.text_ids.prompt_for(kind)
             for text in texts:
                 prompts.append(await self.text_ids.of_text(before + text, param, truncate=body.truncate_prompt_tokens))
         return prompts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.requests import Request
@@ -12,6 +13,7 @@ from starlette.requests import Request
 from engine.errors import RequestError
 from engine.pooling_params import PoolingParams
 from server.errors import DeadlineError
+from server.llm.dense import DenseLayers
 from server.llm.pooler_config import PoolerConfig, Task
 from server.protocol.pooling.fields import PoolingFields
 from server.serving.base import OpenAIServing
@@ -20,7 +22,7 @@ from server.serving.request_context import client_of, label_of, record_of, reque
 from server.serving.sse import until_disconnect
 
 if TYPE_CHECKING:
-    from server.llm.pooling import PooledOutput
+    from server.llm.pooling import PooledOutput, Pooling
 
 Prompts = Callable[[], Coroutine[Any, Any, list[tuple[int, ...]]]]  # makes the ids of each prompt
 
@@ -96,7 +98,7 @@ class OpenAIServingPooling(OpenAIServing):
             running.request_id, running.response_id = request_id_of(request.scope), response_id
             running.client = client_of(request.scope, body.user)
             record.started(running, streamed=False)
-            return await until_disconnect(request, running.outputs())
+            return await until_disconnect(request, self._outputs(running, pooling))
         finally:
             running.close()
 
@@ -128,9 +130,21 @@ class OpenAIServingPooling(OpenAIServing):
             second_texts=second_texts,
         )
         try:
-            return await running.outputs()
+            return await self._outputs(running, pooling)
         finally:
             running.close()
+
+    async def _outputs(self, running: Pooling, pooling: PoolingParams) -> list[PooledOutput]:
+        """With vectors of texts, not those of tokens, as the checkpoint's Dense modules leave them."""
+        outputs = await running.outputs()
+        if self.pooler.layers is None or pooling.kind == "token":
+            return outputs
+        # In a thread: other requests need not wait for the arithmetic.
+        return await asyncio.to_thread(_through, self.pooler.layers, outputs)
+
+
+def _through(layers: DenseLayers, outputs: list[PooledOutput]) -> list[PooledOutput]:
+    return [replace(output, vectors=layers(output.vectors)) for output in outputs]
 
 
 async def _in_time(prompts: Prompts, limit: float | None) -> list[tuple[int, ...]]:

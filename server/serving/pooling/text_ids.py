@@ -10,6 +10,11 @@ from server.llm.pooler_config import PoolerConfig
 from server.tokenizer.tokenizer import TooManyTokensError
 
 _ALL_THAT_FIT = -1  # of truncate_prompt_tokens
+QUERY, DOCUMENT = "query", "document"
+# The prompts that sentence-transformers tries for each, in its order; where there are none, its default prompt counts.
+_PROMPTS_OF = {QUERY: ("query",), DOCUMENT: ("document", "passage", "corpus")}
+# Other words for them: of Cohere, of NVIDIA NIM.
+_ALIASES = {"search_query": QUERY, "search_document": DOCUMENT, "passage": DOCUMENT}
 
 
 class TextIds:
@@ -30,6 +35,18 @@ class TextIds:
             known = f"its prompts are {', '.join(sorted(prompts))}" if prompts else "it has none; leave it out"
             raise RequestError(f"'prompt_name' is no prompt of this model: {known}.", "prompt_name")
         return prompts[name]
+
+    def prompt_for(self, input_type: str | None) -> str:
+        """What stands before a text of this kind, or with the prompt of this name. Raises `RequestError`."""
+        known = self._config.prompts
+        if input_type is None or input_type in known:
+            return self.prompt_before(input_type)
+        tried = _PROMPTS_OF.get(_ALIASES.get(input_type, input_type))
+        if tried is None:
+            others = sorted(known.keys() - _PROMPTS_OF.keys() - _ALIASES.keys())
+            names = ", ".join([*_PROMPTS_OF, *_ALIASES, *others])
+            raise RequestError(f"'input_type' is {input_type[:64]!r}, but it must be one of {names}.", "input_type")
+        return self.prompt_before(next((name for name in tried if name in known), None))
 
     async def of_text(
         self, text: str, param: str, *, truncate: int | None, marks: bool = True, behind: Sequence[int] = ()

@@ -12,13 +12,13 @@ _LEAST_NORM = 1e-12  # torch.nn.functional.normalize divides by no less
 
 
 def finished(vectors: np.ndarray, normalize: bool, dimensions: int | None) -> np.ndarray:
-    """float32 [n, hidden] as they are sent: float32 [n, dimensions]."""
+    """Floats [n, size] as they are sent: float32 [n, dimensions]."""
     cut = vectors if dimensions is None else vectors[:, :dimensions]
-    return _unit(cut).astype(np.float32) if normalize else cut
+    return (_unit(cut) if normalize else cut).astype(np.float32)
 
 
 def cosine(first: np.ndarray, second: np.ndarray) -> float:
-    """Of two vectors, float32 [hidden] each."""
+    """Of two vectors, floats [size] each."""
     similarity = float(np.sum(_unit(first[None]) * _unit(second[None])))
     return max(-1.0, min(1.0, similarity))
 

@@ -378,3 +378,22 @@ def test_progress_has_bytes_speed_and_time_left():
         words = rate.describe()
     assert words == "360.0 MiB of 1000.0 MiB, 0 B/s"
     assert [in_words(seconds) for seconds in (7.6, 65, 3900)] == ["8 s", "1 min 05 s", "1 h 05 min"]
+
+
+def test_folders_of_modules_are_fetched_and_no_other_ones(hub):
+    hub.files |= {
+        "modules.json": b"[]",
+        "1_Pooling/config.json": b'{"pooling_mode_lasttoken": true}',
+        "2_Dense/config.json": b"{}",
+        "2_Dense/model.safetensors": WEIGHTS[::-1],
+        "2_Dense/pytorch_model.bin": b"a pickle",
+        "onnx/config.json": b"{}",
+        "onnx/model.safetensors": b"the same once more",
+    }
+    directory = run(hub)
+    assert (directory / "1_Pooling" / "config.json").read_bytes() == hub.files["1_Pooling/config.json"]
+    assert (directory / "2_Dense" / "model.safetensors").read_bytes() == WEIGHTS[::-1]
+    assert (directory / "model.safetensors").read_bytes() == WEIGHTS
+    fetched = {name for name in hub.files if (directory / name).exists()}
+    assert hub.files.keys() - fetched == {"2_Dense/pytorch_model.bin", "onnx/config.json", "onnx/model.safetensors"}
+    assert run(hub, offline=True) == directory

@@ -16,6 +16,8 @@ TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers
 POOLING = {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
 NORMALIZE = {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"}
 DENSE = {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"}
+SIZE = {"hidden_size": 4}
+TANH = {"in_features": 4, "out_features": 3, "bias": True, "activation_function": "torch.nn.modules.activation.Tanh"}
 SCORE = {"type": "sentence_transformers.cross_encoder.modules.logit_score.LogitScore", "path": "1_LogitScore"}
 
 
@@ -27,6 +29,7 @@ def checkpoint(tmp_path):
         "score": "1_LogitScore/config.json",
         "transformer": "sentence_bert_config.json",
         "prompts": "config_sentence_transformers.json",
+        "dense": "2_Dense/config.json",
     }
 
     def make(architecture="Qwen3ForCausalLM", modules=None, config=None, **files):
@@ -102,17 +105,58 @@ def test_rerankers_are_known_by_their_answers(checkpoint, tokenizer):
         PoolerConfig.load(checkpoint(config={"classifier_from_token": ["a", "b"]})),
     ):
         assert (found.task, found.answers) == (Task.SCORE, ("a", "b"))
-        assert found.with_answer_ids(tokenizer).answers == tuple(
+        assert found.loaded(tokenizer).answers == tuple(
             tokenizer.encode(word, add_special_tokens=False)[0] for word in ("a", "b")
         )
     with pytest.raises(StartupError, match="tokens"):
-        PoolerConfig.load(checkpoint(), answers=("no", "a long answer")).with_answer_ids(tokenizer)
+        PoolerConfig.load(checkpoint(), answers=("no", "a long answer")).loaded(tokenizer)
 
 
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"modules": [TRANSFORMER, POOLING, DENSE], "pooling": {}}, "Dense"),
+        ({"modules": [TRANSFORMER, DENSE, POOLING], "pooling": {}, "dense": TANH, "config": SIZE}, "Dense"),
+        ({"modules": [TRANSFORMER, POOLING, NORMALIZE, DENSE], "pooling": {}, "dense": TANH, "config": SIZE}, "Dense"),
+        ({"modules": [TRANSFORMER, POOLING, DENSE], "pooling": {}, "config": SIZE}, "2_Dense/config.json is missing"),
+        ({"modules": [TRANSFORMER, POOLING, DENSE], "pooling": {}, "dense": TANH}, "no hidden_size"),
+        ({"modules": [TRANSFORMER, POOLING, DENSE], "pooling": {}, "dense": {}, "config": SIZE}, "no in_features"),
+        (
+            {
+                "modules": [TRANSFORMER, POOLING, DENSE],
+                "pooling": {},
+                "dense": TANH | {"in_features": 5},
+                "config": SIZE,
+            },
+            "takes vectors of 5 numbers, and those before it have 4",
+        ),
+        (
+            {
+                "modules": [TRANSFORMER, POOLING, DENSE],
+                "pooling": {},
+                "dense": TANH | {"activation_function": "torch.nn.modules.activation.PReLU"},
+                "config": SIZE,
+            },
+            "activation 'torch.nn.modules.activation.PReLU'",
+        ),
+        (
+            {
+                "modules": [TRANSFORMER, POOLING, DENSE],
+                "pooling": {},
+                "dense": TANH | {"module_input_name": "token_embeddings"},
+                "config": SIZE,
+            },
+            "module_input_name 'token_embeddings'",
+        ),
+        (
+            {
+                "modules": [TRANSFORMER, POOLING, DENSE],
+                "pooling": {},
+                "dense": TANH | {"use_residual": True},
+                "config": SIZE,
+            },
+            "use_residual 'True'",
+        ),
+        ({"modules": [TRANSFORMER, POOLING]}, "1_Pooling/config.json is missing"),
         ({"modules": [POOLING], "pooling": {}}, "Pooling"),
         ({"modules": []}, "none"),
         ({"modules": {}}, "list"),
