@@ -30,6 +30,7 @@ class Client:
     needs_transformers_numbers: bool = False
     needs_small_server: bool = False  # one that is easily full, and that may be asked to leave
     needs_embedding_server: bool = False  # of a checkpoint of sentence-transformers
+    needs_encoder_servers: bool = False  # of encoders: one of vectors, one of scores
     timeout_s: float = 1200.0
     is_large: bool = False  # gigabytes: tried where it is named, and with --all
     snippet: str = ""  # of `oarlock snippets`, which is run as it is printed
@@ -59,6 +60,7 @@ CLIENTS = (
         ("sentence-transformers==6.2.0", "transformers==5.23.0"),
         borrows_torch=True,
         needs_embedding_server=True,
+        needs_encoder_servers=True,
     ),
     Client(
         "llama-index",

@@ -68,9 +68,9 @@ def try_client(client: Client, prepared: Future[tuple[list[str], bool]], url: st
     made = f", environment made, {time.monotonic() - began:.0f} s waited for" if fresh else ""
     print(f"==> {client.name} ({client.package} {outcome.version}){made}", flush=True)
     began = time.monotonic()
-    with small_server(client) as small, embedding_server(client) as embedding:
+    with small_server(client) as small, embedding_server(client) as embedding, encoder_servers(client) as encoders:
         command = [*interpreter, str(HERE / "scripts" / client.script), "--url", url, "--model", MODEL]
-        command += ["--tokenizer", str(DEMO), *small, *embedding]
+        command += ["--tokenizer", str(DEMO), *small, *embedding, *encoders]
         if client.needs_transformers_numbers:
             command += ["--reference", str(reference)]
         if client.script:
@@ -104,6 +104,22 @@ def embedding_server(client: Client) -> Generator[list[str]]:
         checkpoint = embedding_demo(Path(directory) / "demo", dense=96)
         with RunningServer(checkpoint, *FLAGS) as server:
             yield ["--embedding-url", server.url, "--embedding-checkpoint", str(checkpoint)]
+
+
+@contextlib.contextmanager
+def encoder_servers(client: Client) -> Generator[list[str]]:
+    """Arguments for clients that need encoders, which are served meanwhile."""
+    if not client.needs_encoder_servers:
+        yield []
+        return
+    from tests.golden.tiny_encoders import make_encoder, write_modules  # imports torch
+
+    with tempfile.TemporaryDirectory(prefix="oarlock-encoders-") as directory:
+        embeds = make_encoder(Path(directory), "modernbert", tokenizer=True)
+        write_modules(embeds, "cls_token", 500)
+        scores = make_encoder(Path(directory), "bert-score", tokenizer=True)
+        with RunningServer(embeds) as first, RunningServer(scores, "--tensor-parallel-size", 2) as second:
+            yield ["--encoders", first.url, str(embeds), second.url, str(scores)]
 
 
 def run_script(command: list[str], client: Client, outcome: Outcome) -> None:

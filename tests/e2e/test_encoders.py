@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.e2e.running import RunningServer
-from tests.golden.tiny_encoders import hidden_of, load_encoder, make_encoder, score_of, write_letter_tokenizer
+from tests.golden.tiny_encoders import hidden_of, load_encoder, make_encoder, score_of, write_modules
 
 pytestmark = pytest.mark.slow
 DOCUMENTS = ["a river bank", "money in the bank!", "fish", "the sea. " * 9, "x"]
@@ -28,17 +27,8 @@ def scoring(tmp_path_factory):
 @pytest.fixture(scope="module")
 def embedding(tmp_path_factory):
     """With the files of sentence-transformers: the first token's vector, normalised."""
-    path = make_encoder(tmp_path_factory.mktemp("models"), "modernbert")
-    write_letter_tokenizer(path, has_types=False)
-    modules = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
-    files = {
-        "modules.json": [{"path": folder, "type": f"sentence_transformers.models.{name}"} for name, folder in modules],
-        "1_Pooling/config.json": {"pooling_mode_cls_token": True},
-        "sentence_bert_config.json": {"max_seq_length": 500},
-    }
-    (path / "1_Pooling").mkdir()
-    for name, content in files.items():
-        (path / name).write_text(json.dumps(content))
+    path = make_encoder(tmp_path_factory.mktemp("models"), "modernbert", tokenizer=True)
+    write_modules(path, "cls_token", 500)
     with RunningServer(path) as running:
         running.path = path
         yield running

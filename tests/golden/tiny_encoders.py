@@ -5,6 +5,7 @@ from tests.golden.tiny_encoders import make_encoder
 path = make_encoder(tmp_path, "bert-score", tokenizer=True)
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -109,4 +110,25 @@ def write_letter_tokenizer(path: Path, *, has_types: bool) -> None:
     )
     tokenizer.add_special_tokens(list(SPECIAL))
     names = {"pad_token": SPECIAL[0], "unk_token": SPECIAL[1], "cls_token": SPECIAL[2], "sep_token": SPECIAL[3]}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(path)
+    inputs = ["input_ids", *(["token_type_ids"] if has_types else []), "attention_mask"]
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_input_names=inputs, **names).save_pretrained(path)
+
+
+def write_modules(path: Path, pooling: str, max_seq_length: int) -> None:
+    """The files of sentence-transformers: vectors by `pooling`, normalised."""
+    modules = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
+    kinds = [f"sentence_transformers.models.{name}" for name, _ in modules]
+    width = json.loads((path / "config.json").read_text())["hidden_size"]
+    files: dict[str, Any] = {
+        "modules.json": [
+            {"idx": index, "name": str(index), "path": folder, "type": kind}
+            for index, ((_, folder), kind) in enumerate(zip(modules, kinds, strict=True))
+        ],
+        "1_Pooling/config.json": {"word_embedding_dimension": width, f"pooling_mode_{pooling}": True},
+        "sentence_bert_config.json": {"max_seq_length": max_seq_length, "do_lower_case": False},
+        "config_sentence_transformers.json": {},
+    }
+    for _, folder in modules[1:]:
+        (path / folder).mkdir()
+    for name, content in files.items():
+        (path / name).write_text(json.dumps(content))

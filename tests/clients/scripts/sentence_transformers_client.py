@@ -13,7 +13,7 @@ import urllib.request
 import numpy as np
 import torch
 from reporter import Report, arguments, expect
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import CrossEncoder, SentenceTransformer
 
 TEXTS = [
     "def read(self, size=-1):\n    ",
@@ -22,6 +22,8 @@ TEXTS = [
     "import os\nimport sys\n\n" * 20,
     "word " * 700,  # more than the checkpoint's max_seq_length: both cut it
 ]
+
+LETTERS = ["where is the bank?", "a river bank", "money in the bank!", "x"]
 
 
 def post(url: str, path: str, body: dict) -> dict:
@@ -68,6 +70,22 @@ def main() -> int:
         for result in scored:
             off = abs(result["relevance_score"] - float(query @ documents[result["index"]]))
             expect(off < 1e-5, off)
+    embedding_url, embedding_path, scoring_url, scoring_path = given.encoders
+    exact, single = (
+        SentenceTransformer(embedding_path, device="cpu", model_kwargs={"dtype": dtype})
+        for dtype in (torch.float64, torch.float32)
+    )
+    texts = [*LETTERS, "the deep blue sea " * 40]  # the last has more than the checkpoint's max_seq_length
+    with report.exercise("vectors of a ModernBERT in float64, within twice the library's own float32"):
+        judged(vectors(embedding_url, texts), texts)
+    cross = CrossEncoder(scoring_path, device="cpu", model_kwargs={"dtype": torch.float64})
+    with report.exercise("scores of a BERT cross-encoder in float64, the longer text cut alike"):
+        for query in (LETTERS[0], "where is the sea? " * 12):
+            body = {"query": query, "documents": texts, "truncate_prompt_tokens": -1}
+            theirs = cross.predict([(query, text) for text in texts])
+            for result in post(scoring_url, "/v1/rerank", body)["results"]:
+                off = abs(result["relevance_score"] - float(theirs[result["index"]]))
+                expect(off < 1e-6, off)
     return report.finish()
 
 
