@@ -36,7 +36,8 @@ class AnswerShape:
 class MessageParser:
     """One choice's message as it grows."""
 
-    def __init__(self, shape: AnswerShape) -> None:
+    def __init__(self, shape: AnswerShape, *, in_items: bool = False) -> None:
+        """`in_items`: thoughts, texts and calls are shown in the order that they came in, not one text of each kind."""
         thinks = (shape.may_think or shape.is_thinking) and shape.harmony is None
         choice = shape.tool_choice
         self._reasoning_parser = ReasoningParser(shape.is_thinking, shape.reasoning) if thinks else None
@@ -45,6 +46,7 @@ class MessageParser:
         if shape.harmony is not None:
             messages = self._tool_parser if isinstance(self._tool_parser, HarmonyParser) else HarmonyParser({})
             messages.thoughts = ReasoningDelta if shape.may_think else ContentDelta
+            messages.in_items = in_items
             messages.push(shape.harmony)
             self._tool_parser = messages
         self._is_named = choice is not None and choice.is_named

@@ -155,6 +155,10 @@ def _messages(given: list[ChatMessage], tool_format: ToolFormat, has_developer: 
                 }
                 for call in message.tool_calls
             ]
+            if tool_format is HARMONY and message.thoughts and message.text:
+                # Its template takes one of them before a call, and writes it as thoughts.
+                both = f"{message.thoughts}\n{message.text}"
+                written |= {"content": "", **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), both)}
         if message.tool_call_id is not None:
             written["tool_call_id"] = _short(message.tool_call_id) if short_ids else message.tool_call_id
         messages.append(written)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from server.chat.events import ContentDelta, MessageEvent, ReasoningDelta
+from server.chat.events import ContentDelta, MessageEvent, ReasoningDelta, ToolCallStart
 from server.chat.tool_parsers import grammar
 from server.chat.tool_parsers.base import ToolFormat, ToolParser
 from server.chat.tool_parsers.call_parser import CallParser, Tools
@@ -32,9 +32,11 @@ class HarmonyParser(ToolParser):
     def __init__(self, tools: Tools, parallel: bool = True) -> None:
         super().__init__(tools, parallel)
         self.thoughts: type[ReasoningDelta | ContentDelta] = ReasoningDelta  # what they are taken for
+        self.in_items = False  # the caller keeps messages apart; else a line end stands between those of one kind
         self._head = ""
         self._in_message = False
         self._spoke: set[type[MessageEvent]] = set()  # of what there has been a message
+        self._last: type[MessageEvent] | None = None  # of what the newest was
         self._begin_head("")  # the prompt ends with `TURN`
 
     def flush(self) -> list[MessageEvent]:
@@ -75,12 +77,14 @@ class HarmonyParser(ToolParser):
         self._in_message = self._searching = True
         recipient = _RECIPIENT.search(head)
         if recipient and recipient[1] in self._tools:
+            self._last = ToolCallStart
             self._begin_call("", CallParser(self._tools, recipient[1]))
             return
         self._sink = self.thoughts if f"{CHANNEL}analysis" in head else ContentDelta
-        if self._sink in self._spoke:
+        if self._sink is self._last or (self._sink in self._spoke and not self.in_items):
             events.append(self._sink("\n"))
         self._spoke.add(self._sink)
+        self._last = self._sink
 
 
 def _message(rule: str, channels: str, special_ids: SpecialIds) -> str:

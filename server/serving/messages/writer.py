@@ -33,7 +33,7 @@ class MessagesWriter(AnswerWriter):
         """`context`: tokens of prompt and answer together, at most."""
         self._request_id, self._model, self._context = request_id, model, context
         self._generation = generation
-        self._parser = MessageParser(shape)
+        self._parser = MessageParser(shape, in_items=True)
         self._blocks = ContentBlocks(shows_thoughts=shows_thoughts)
         self._finish_reason: str | None = None
         self._stop_reason: int | str | None = None

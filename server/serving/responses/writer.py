@@ -40,7 +40,7 @@ class ResponsesWriter(AnswerWriter):
         there are none. `on_end` gets the response when it is complete."""
         self._fields = fields
         self._generation = generation
-        self._parser = MessageParser(shape)
+        self._parser = MessageParser(shape, in_items=True)
         self._entry = entry
         self._on_end = on_end
         self._output = OutputItems(with_encrypted=with_encrypted)

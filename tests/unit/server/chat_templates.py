@@ -196,3 +196,20 @@ DROPS_SYSTEM = """\
     {%- endif %}
 {%- endfor %}
 """
+
+# What gpt-oss's template does with a conversation: one call in a message, and before it thoughts or a text, not both.
+HARMONY = """\
+{%- for m in messages %}
+{%- if m.role == "assistant" and m.tool_calls %}
+{%- if m.content and m.thinking %}{{ raise_exception("Cannot pass both content and thinking") }}{% endif %}
+{%- set said = m.content or m.thinking %}
+{%- if said %}<|start|>assistant<|channel|>analysis<|message|>{{ said }}<|end|>{% endif %}
+{%- set call = m.tool_calls[0].function %}
+{{- "<|start|>assistant to=functions." ~ call.name ~ "<|channel|>commentary json<|message|>" }}
+{{- call.arguments | tojson ~ "<|call|>" }}
+{%- elif m.role == "tool" %}<|start|>functions.{{ m.name }} to=assistant<|message|>{{ m.content }}<|end|>
+{%- elif m.role == "assistant" %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>
+{%- else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
