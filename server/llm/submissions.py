@@ -3,7 +3,8 @@
 The first sequence of a request goes to the engine at once; a full queue refuses it, and the request with it. The others
 have their place from then on, and follow as there is room: no more of one request than can run and as many again, so
 that no row is idle while the next ones are on their way, and only while half of the queue is left to first sequences.
-Where one ends, the next of the same request takes its place. Requests take turns.
+Where one ends, the next of the same request takes its place. Requests take turns. One that yields, such as a request of
+a batch, has one sequence at the engine while others are open.
 
 Knows counts of sequences and of their prompts' tokens. Does not know the engine, events or HTTP.
 """
@@ -27,10 +28,11 @@ class Submissions:
         self._num_open = 0  # sequences at the engine
         self._num_tokens = 0  # of prompts at the engine for which nothing has come back
         self._unsent: deque[Submission] = deque()  # in turn
+        self.others_are_open: Callable[[], bool] = lambda: False  # beside requests that yield
 
-    def open(self, num_prompt_tokens: Sequence[int], send: Send) -> Submission:
+    def open(self, num_prompt_tokens: Sequence[int], send: Send, *, yields: bool = False) -> Submission:
         """A request with a prompt of so many tokens for each sequence. Its first ones are sent before this returns."""
-        submission = Submission(self, num_prompt_tokens, send)
+        submission = Submission(self, num_prompt_tokens, send, yields=yields)
         submission.send_next()
         if submission.num_unsent:
             self._unsent.append(submission)
@@ -51,6 +53,8 @@ class Submissions:
         """`has_place`: one of the same request has just ended."""
         if not submission.num_open:
             return True  # else it could wait for ever behind other requests
+        if submission.yields and self.others_are_open():
+            return False
         if self._num_tokens + submission.next_tokens > self._max_tokens:
             return False
         return has_place or (submission.num_open < self._max_of_one and self._num_open < self._max_open)
@@ -77,11 +81,14 @@ class Submissions:
 class Submission:
     """The sequences of one request: unsent, at the engine, or ended."""
 
-    def __init__(self, submissions: Submissions, num_prompt_tokens: Sequence[int], send: Send) -> None:
+    def __init__(
+        self, submissions: Submissions, num_prompt_tokens: Sequence[int], send: Send, *, yields: bool = False
+    ) -> None:
         self._submissions = submissions
         self._num_prompt_tokens = num_prompt_tokens
         self._send = send
         self._num_sent = 0
+        self.yields = yields
         self._silent: set[int] = set()  # at the engine, and nothing has come back
         self.num_open = 0  # at the engine
         self.num_unsent = len(num_prompt_tokens)

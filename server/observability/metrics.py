@@ -22,6 +22,9 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"})
 _LABELS = ["model_name", "engine"]
 _PREFIX = "vllm:"
+BATCH_STATUSES = (
+    "validating", "in_progress", "finalizing", "completed", "cancelling", "cancelled", "expired", "failed",
+)  # fmt: skip
 _GAUGES = {
     "vllm:num_requests_running": ("num_requests_running", "Requests in the running batch."),
     "vllm:num_requests_waiting": ("num_requests_waiting", "Requests waiting to be run."),
@@ -129,6 +132,17 @@ class Certificate(Protocol):
         ...
 
 
+class Batches(Protocol):
+    """Those of `--batch-dir`."""
+
+    @property
+    def ended_requests(self) -> Mapping[str, int]:
+        """By how they ended, since the start."""
+        ...
+
+    def by_status(self) -> Mapping[str, int]: ...
+
+
 class ReplicaCounters:
     """What requests to one replica were answered with: tokens exactly as usage reports them."""
 
@@ -148,6 +162,7 @@ class HttpCounters:
         self.ignored_parameters = 0
         self.by_key: dict[str, list[int]] = {}  # label -> answers begun, prompt tokens, answer tokens
         self.certificate: Certificate | None = None
+        self.batches: Batches | None = None
 
     def count(self, method: str, path: str, status: int) -> None:
         """One response. Methods and paths outside the closed sets count as `other`."""
@@ -248,6 +263,8 @@ class _Snapshot(Collector):
         if self._http.certificate is not None:
             until = "Unix time at which the certificate expires, where HTTPS is served."
             yield self._gauge("oarlock:certificate_expiry_timestamp_seconds", until, self._http.certificate.expires)
+        if self._http.batches is not None:
+            yield from self._of_batches(self._http.batches)
         yield self._gauge("process_start_time_seconds", "Unix time of the start.", self._started)
 
     def _cache_config(self, info: EngineInfo) -> Metric:
@@ -269,6 +286,19 @@ class _Snapshot(Collector):
             for label, numbers in sorted(self._http.by_key.items()):
                 family.add_metric([*self._values, label], numbers[position])
             yield family
+
+    def _of_batches(self, batches: Batches) -> Iterator[Metric]:
+        by_status = batches.by_status()
+        gauge = GaugeMetricFamily("oarlock:batches", "Batches that are remembered.", labels=[*_LABELS, "status"])
+        for status in BATCH_STATUSES:
+            gauge.add_metric([*self._values, status], by_status.get(status, 0))
+        yield gauge
+        ended = CounterMetricFamily(
+            "oarlock:batch_requests", "Requests of batches that have ended.", labels=[*_LABELS, "outcome"]
+        )
+        for outcome, number in batches.ended_requests.items():
+            ended.add_metric([*self._values, outcome], number)
+        yield ended
 
     def _gauge(self, name: str, text: str, *values: float) -> GaugeMetricFamily:
         """Of each replica, or of none; so with the next two."""

@@ -34,7 +34,7 @@ class Server:
 
     def __init__(self, make_stage, directory, **options):
         self.stage = make_stage(batch_dir=str(directory), **options)
-        self.runner = self.stage.state.batches
+        self.batches = self.stage.state.batches
         self._listener = bind("127.0.0.1", 0)
         self.url = url_of(self._listener)
         self._http = HttpServer(self.stage.app, self._listener)
@@ -45,9 +45,13 @@ class Server:
 
     async def _serve(self):
         self._loop = asyncio.get_running_loop()
-        self.runner.start()
+        self.batches.start()
         await self._http.run_until_stopped()
-        await self.runner.close()
+        await self.batches.close()
+
+    @property
+    def runner(self):
+        return self.batches.runner
 
     def stop(self):
         self._http.should_exit = True

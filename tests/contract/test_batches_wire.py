@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import re
 
 import httpx
 import openai
@@ -110,6 +111,44 @@ def test_a_stopped_server_goes_on_and_each_request_has_one_line(serve, tmp_path)
     again.stop()
     third = serve()
     assert third.client.batches.retrieve(batch.id) == found and third.lines(found.output_file_id) == lines
+
+
+def test_a_successor_serves_all_else_and_goes_on_when_the_server_before_it_has_ended(serve, caplog):
+    first = serve(pause_after=1)
+    batch = first.batch([request_line(f"r{number}") for number in range(20)])
+    wait_for(lambda: first.stage.engine.requests)
+    caplog.set_level("INFO", logger="oarlock")
+    second = serve()
+    wait_for(lambda: "batch_dir_waiting" in caplog.text)
+    assert second.client.completions.create(model="demo", prompt="abc", max_tokens=1).choices
+    for call in (
+        lambda: second.client.batches.retrieve(batch.id),
+        lambda: second.client.files.list(),
+        lambda: second.upload([request_line("a")]),
+    ):
+        with pytest.raises(openai.InternalServerError) as refused:
+            call()
+        assert refused.value.status_code == 503 and refused.value.code == "batch_dir_in_use"
+        assert refused.value.response.headers["retry-after"] == "5"
+    assert httpx.get(f"{second.url}/metrics").text.count("oarlock:batches{") == 8
+    first.stop()
+    wait_for(lambda: "batch_dir_taken" in caplog.text)
+    ended = second.ended(batch)
+    assert ended.status == "completed"
+    assert sorted(line["custom_id"] for line in second.lines(ended.output_file_id)) == sorted(
+        f"r{number}" for number in range(20)
+    )
+
+
+def test_a_successor_that_waits_can_be_stopped_and_says_what_it_cannot_read(serve, tmp_path, caplog):
+    first, second, third = serve(), serve(), serve()
+    wait_for(lambda: caplog.text.count("batch_dir_waiting") == 2)
+    second.stop()
+    (tmp_path / "batches" / "batches" / f"batch_{'0' * 24}.json").write_text("{}")
+    first.stop()
+    wait_for(lambda: "batch_dir_failed" in caplog.text)
+    answer = httpx.get(f"{third.url}/v1/batches")
+    assert answer.status_code == 503 and "cannot be read" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("step", ["before output", "between", "after"])
@@ -221,6 +260,61 @@ def test_requests_of_batches_leave_half_of_the_rows_to_others(serve):
     assert len(engine.requests) == engine.info.max_num_seqs // 2
     server._loop.call_soon_threadsafe(state.leave)
     wait_for(lambda: len(engine.requests) == engine.info.max_num_seqs)
+
+
+@pytest.mark.parametrize(
+    ("url", "fields", "options"),
+    [
+        (COMPLETION, {"prompt": "x", "n": 20}, {}),
+        (COMPLETION, {"prompt": "x", "n": 2, "best_of": 20}, {}),
+        (COMPLETION, {"prompt": ["x"] * 20}, {}),
+        ("/v1/embeddings", {"input": ["x"] * 20}, {"pooler": PoolerConfig(Task.EMBED)}),
+    ],
+)
+def test_one_request_with_many_sequences_is_no_more_than_others(serve, url, fields, options):
+    server = serve(pause_after=1, **options)
+    engine, state = server.stage.engine, server.stage.state
+    state.enter()  # a request that streams on
+    batch = server.batch([request_line("r", url, **fields)], url)
+    wait_for(lambda: engine.requests)
+    httpx.get(f"{server.url}/v1/models")
+    assert len(engine.requests) == 1
+    engine.pause_after = None
+    server._loop.call_soon_threadsafe(engine.resume.set)
+    ended = server.ended(batch)
+    assert (ended.request_counts.completed, ended.request_counts.failed) == (1, 0)
+    assert len(engine.requests) == 20
+
+
+def test_metrics_count_batches_and_their_requests(serve):
+    server = serve()
+
+    def numbers():
+        found = {}
+        for line in httpx.get(f"{server.url}/metrics").text.splitlines():
+            match = re.match(r'oarlock:batch(es|_requests_total){.*(?:status|outcome)="(\w+)"} (\S+)', line)
+            if match:
+                found[match[2]] = found.get(match[2], 0) + float(match[3])
+        return found
+
+    assert set(numbers().values()) == {0.0}
+    server.ended(server.batch([request_line("a"), request_line("b", prompt="x", temperature=9)]))
+    wrong = server.client.batches.create(
+        input_file_id=server.upload([{"custom_id": "a"}]).id, endpoint=COMPLETION, completion_window="24h"
+    )
+    server.ended(wrong)
+    assert {name: number for name, number in numbers().items() if number} == {
+        "completed": 1,
+        "failed": 2,  # a batch, and a request
+        "answered": 1,
+    }
+    server.stage.engine.pause_after = 0
+    held = server.batch([request_line(f"r{number}") for number in range(3)])
+    wait_for(lambda: numbers()["in_progress"] == 1)
+    server.client.batches.cancel(held.id)
+    server.ended(held)
+    found = numbers()
+    assert (found["cancelled"], found["in_progress"], found["failed"]) == (1, 0, 5)
 
 
 def test_files_and_batches_belong_to_their_key(serve):

@@ -41,6 +41,7 @@ class BatchRun:
         self._disk = disk
         self._num_at_once = num_at_once
         self._turn = turn or contextlib.nullcontext()
+        self.on_answer: Callable[[int], None] = lambda status: None  # is told of each once it is written
 
     async def run(self) -> None:
         """Raises `EngineDeadError` and `OSError`: what was answered by then is in the file."""
@@ -61,6 +62,7 @@ class BatchRun:
                 request_id = secrets.token_hex(12)
                 status, body = await self._answered(request, request_id)
                 await self._on_disk(self._answers.write, request, request_id, status, body)
+                self.on_answer(status)
 
     async def _answered(self, request: BatchRequest, request_id: str) -> tuple[int, str]:
         """Its status and body. Raises `EngineDeadError`."""

@@ -25,10 +25,11 @@ _FOLDERS = ("files", "batches", "work", "uploads")
 
 
 class BatchDirectory:
-    """Locked while it is open. Calls may come from several threads."""
+    """Locked once it is taken, until it is closed. Calls may come from several threads."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         """`max_bytes`: of all contents. Raises `StartupError` if it cannot be used."""
+        self.num_bytes = 0
         self.path = path
         self.max_bytes = max_bytes
         self._guard = threading.Lock()
@@ -39,15 +40,18 @@ class BatchDirectory:
         except OSError as error:
             cause = f"The directory of batches {path} cannot be used: {error.strerror}."
             raise StartupError(cause, "Give --batch-dir a directory that this user may write to.") from None
+
+    def take(self) -> bool:
+        """Lock it. False: another server has it."""
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(self._lock)
-            cause = f"The directory of batches {path} is in use by another server."
-            raise StartupError(cause, "Stop that server, or give --batch-dir another directory.") from None
-        for left in (path / "uploads").iterdir():  # of uploads that a kill has ended
+            return False
+        for left in (self.path / "uploads").iterdir():  # of uploads that a kill has ended
             left.unlink()
-        self.num_bytes = sum(file.stat().st_size for folder in ("files", "work") for file in (path / folder).iterdir())
+        contents = (file for folder in ("files", "work") for file in (self.path / folder).iterdir())
+        self.num_bytes = sum(file.stat().st_size for file in contents)
+        return True
 
     def close(self) -> None:
         """Another server may have it. A second call changes nothing."""

@@ -10,6 +10,7 @@ import asyncio
 import errno
 import json
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -71,11 +72,15 @@ class BatchRunner:
         self._tasks: set[asyncio.Task[None]] = set()
         self._active = asyncio.Semaphore(_AT_ONCE)
         self._is_stopping = False
+        self.ended_requests = {"answered": 0, "failed": 0}  # since the start
 
     def start(self) -> None:
         """Go on with what was open. The engine is there."""
-        info = self._state.async_llm.engine.info if self._state.async_llm else None
-        assert info is not None, "batches start when the server is ready"
+        async_llm = self._state.async_llm
+        assert async_llm is not None, "batches start when the server is ready"
+        info = async_llm.engine.info
+        # Of a request with many choices or texts, too.
+        async_llm.submissions.others_are_open = lambda: self._state.num_in_flight > 0
         self._turns = Turns(info.data_parallel_size * info.max_num_seqs, self._state)
         for batch in sorted(self._batches.values(), key=lambda batch: batch.id):
             if batch.is_open:
@@ -95,6 +100,10 @@ class BatchRunner:
         await self.stop()
         self.files.disk.shutdown()
         self._directory.close()
+
+    def by_status(self) -> Counter[str]:
+        """How many batches are remembered."""
+        return Counter(batch.status for batch in self._batches.values())
 
     def all_of(self, owner: str | None) -> list[Batch]:
         """An owner's batches, their counts as of now."""
@@ -189,7 +198,11 @@ class BatchRunner:
                 await self._save(job.batch)
             answer = partial(self._answer, job.batch)
             run = BatchRun(answer, requests, answers, job.disk, num_at_once=self._turns.size, turn=self._turns)
+            run.on_answer = self._count
             await run.run()
+
+    def _count(self, status: int) -> None:
+        self.ended_requests["answered" if status == 200 else "failed"] += 1
 
     async def _answer(self, batch: Batch, request: BatchRequest, request_id: str) -> str:
         return await self._endpoints.answer(
@@ -215,21 +228,23 @@ class BatchRunner:
     async def _finish_answers(self, job: _Job, outcome: str) -> None:
         """Give requests without an answer their lines; from here on the batch is only published."""
         batch = job.batch
-        batch.counts, batch.usage = await job.on_disk(self._completed, job, outcome)
+        batch.counts, batch.usage, num_unanswered = await job.on_disk(self._completed, job, outcome)
+        self.ended_requests["failed"] += num_unanswered
         batch.outcome = outcome
         batch.written = {kind: new_id("file-") for kind in (_OUTPUT, _ERRORS)}
         batch.enter("finalizing")
         await self._save(batch)
 
-    def _completed(self, job: _Job, outcome: str) -> tuple[tuple[int, int, int], dict[str, Any]]:
-        """On the disk's thread: the counts and the usage, when all is on the disk."""
+    def _completed(self, job: _Job, outcome: str) -> tuple[tuple[int, int, int], dict[str, Any], int]:
+        """On the disk's thread: the counts and the usage, when all is on the disk, and how many got no answer now."""
         requests, answers = self._opened(job)
+        num_done = len(answers.done)
         if outcome in UNANSWERED:
             answers.write_unanswered(*UNANSWERED[outcome])
-        counts = _counts(requests, answers)
+        counts, num_unanswered = _counts(requests, answers), len(answers.done) - num_done
         answers.close()
         job.requests = job.answers = None
-        return counts, usage_of(self._directory.work(job.batch.id, _OUTPUT))
+        return counts, usage_of(self._directory.work(job.batch.id, _OUTPUT)), num_unanswered
 
     async def _publish(self, job: _Job) -> None:
         """Make the answers files of `/v1/files`, and end the batch. After a kill in the middle it does the rest."""

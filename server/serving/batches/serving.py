@@ -19,6 +19,7 @@ from server.config.api_keys import Key
 from server.config.settings import Settings
 from server.errors import ClientGoneError, HttpError
 from server.json_text import dumps
+from server.observability.metrics import HttpCounters
 from server.protocol.batches.multipart import MultipartReader, Part, boundary_of
 from server.protocol.batches.request import MAX_EXPIRY_S, MIN_EXPIRY_S, CreateBatchRequest, ListQuery
 from server.serving.base import OpenAIServing
@@ -27,6 +28,7 @@ from server.serving.batches.directory import BatchDirectory
 from server.serving.batches.endpoints import BatchEndpoints
 from server.serving.batches.files import FileStore, StoredFile, new_id, page
 from server.serving.batches.runner import BatchRunner
+from server.serving.batches.takeover import Takeover
 from server.serving.chat_completion import OpenAIServingChatCompletion
 from server.serving.completion import OpenAIServingCompletion
 from server.serving.pooling.embedding import OpenAIServingEmbedding
@@ -47,7 +49,12 @@ class OpenAIServingBatches(OpenAIServing):
 
     state_name = "serving_batches"
 
-    runner: BatchRunner  # the routes are there only with it
+    takeover: Takeover  # the routes are there only with it
+
+    @property
+    def runner(self) -> BatchRunner:
+        """Raises `HttpError` (503) while another server has the directory."""
+        return self.takeover.runner
 
     async def upload(self, request: Request) -> Response:
         """Keep a file of requests. Its content is checked by the batch that uses it. Raises `HttpError`."""
@@ -155,14 +162,13 @@ class OpenAIServingBatches(OpenAIServing):
         return HttpError(507, message, code="disk_full", headers={"x-should-retry": "false"})
 
 
-def open_batches(settings: Settings, state: ServerState, servings: Any) -> None:
-    """Take over the directory of `--batch-dir`. `servings`: has the endpoints by their `state_name`.
+def open_batches(settings: Settings, state: ServerState, counters: HttpCounters, servings: Any) -> None:
+    """Take over the directory of `--batch-dir`, or wait for it. `servings`: has the endpoints by their `state_name`.
 
     Raises `StartupError`.
     """
     assert settings.batch_dir is not None
     directory = BatchDirectory(Path(settings.batch_dir), settings.batch_dir_size)
-    files = FileStore(directory, ThreadPoolExecutor(1, "batch-files"))
     endpoints = BatchEndpoints(
         *(
             getattr(servings, one.state_name)
@@ -174,8 +180,13 @@ def open_batches(settings: Settings, state: ServerState, servings: Any) -> None:
             )
         )
     )
-    runner = BatchRunner(directory, files, endpoints, state, settings.max_body_size)
-    getattr(servings, OpenAIServingBatches.state_name).runner = state.batches = runner
+
+    def open_runner() -> BatchRunner:
+        files = FileStore(directory, ThreadPoolExecutor(1, "batch-files"))
+        return BatchRunner(directory, files, endpoints, state, settings.max_body_size)
+
+    takeover = Takeover(directory, open_runner)
+    getattr(servings, OpenAIServingBatches.state_name).takeover = state.batches = counters.batches = takeover
 
 
 class _Upload:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.requests import Request
@@ -13,7 +14,6 @@ from starlette.requests import Request
 from engine.errors import RequestError
 from engine.pooling_params import PoolingParams
 from server.errors import DeadlineError
-from server.llm.dense import DenseLayers
 from server.llm.pooler_config import PoolerConfig, Task
 from server.protocol.pooling.fields import PoolingFields
 from server.serving.base import OpenAIServing
@@ -136,15 +136,12 @@ class OpenAIServingPooling(OpenAIServing):
 
     async def _outputs(self, running: Pooling, pooling: PoolingParams) -> list[PooledOutput]:
         """With vectors of texts, not those of tokens, as the checkpoint's Dense modules leave them."""
-        outputs = await running.outputs()
-        if self.pooler.layers is None or pooling.kind == "token":
+        outputs, layers = await running.outputs(), self.pooler.layers
+        if layers is None or pooling.kind == "token":
             return outputs
-        # In a thread: other requests need not wait for the arithmetic.
-        return await asyncio.to_thread(_through, self.pooler.layers, outputs)
-
-
-def _through(layers: DenseLayers, outputs: list[PooledOutput]) -> list[PooledOutput]:
-    return [replace(output, vectors=layers(output.vectors)) for output in outputs]
+        # In a thread, one vector at a time: other requests need not wait for the arithmetic.
+        vectors = [await self.tokenizer.run(partial(layers, output.vectors), 0) for output in outputs]
+        return [replace(output, vectors=each) for output, each in zip(outputs, vectors, strict=True)]
 
 
 async def _in_time(prompts: Prompts, limit: float | None) -> list[tuple[int, ...]]:

@@ -99,3 +99,27 @@ def test_a_queue_of_no_length_is_enough():
     for index in range(6):
         assert engine.indices("many") == list(range(index + 1))
         many.ended(index)
+
+
+def test_what_yields_has_one_sequence_beside_others_and_goes_on_when_they_end(engine):
+    others = [True]
+    engine.submissions.others_are_open = lambda: others[0]
+    batch = engine.submissions.open([1] * 6, lambda *what: engine.sent.append(("batch", *what)), yields=True)
+    assert engine.indices("batch") == [0]
+    batch.begun(0)
+    batch.ended(0)
+    assert engine.indices("batch") == [0, 1], "it never waits for ever"
+    many = engine.ask("many", *[1] * 3)
+    assert engine.indices("many") == [0, 1, 2] and engine.indices("batch") == [0, 1]
+    for index in range(3):
+        many.ended(index)
+    others[0] = False
+    batch.begun(1)
+    assert engine.indices("batch") == [0, 1, 2, 3, 4]
+    others[0] = True
+    for index in range(1, 4):
+        batch.ended(index)
+    assert engine.indices("batch") == [0, 1, 2, 3, 4]
+    batch.ended(4)
+    batch.ended(5)
+    assert engine.indices("batch") == list(range(6)) and engine.submissions.is_idle
