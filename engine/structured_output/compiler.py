@@ -16,6 +16,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from engine.sampling_params import Grammar
+from engine.structured_output.schema_fault import wrong_type
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -99,7 +100,11 @@ class Compiler:
         except (ValueError, RecursionError, GbnfToLarkError) as error:
             raise GrammarError(_short(str(error))) from error
         is_json = grammar.kind in ("json_schema", "json_object") or (grammar.kind == "lark" and "%json" in grammar.text)
-        compiled = Compiled(self, source, is_json)
+        try:
+            compiled = Compiled(self, source, is_json)
+        except GrammarError as error:
+            fault = wrong_type(json.loads(grammar.text)) if grammar.kind == "json_schema" else None
+            raise error if fault is None else GrammarError(_short(fault)) from error
         self._check_beginning(compiled.matcher.deep_copy())
         return compiled
 

@@ -137,11 +137,12 @@ async def _framework_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path[:200]
     if error.status_code == 404:
-        unknown = HttpError(404, f"There is no route {request.method} {path}.", code="route_not_found")
+        message = f"There is no route {request.method} {path}; GET /docs shows those that there are."
+        unknown = HttpError(404, message, code="route_not_found")
         return answer_of(not_served(path) or unknown, request.scope)
     if error.status_code == 405:
-        message = f"{path} does not answer to {request.method}."
         allowed = (error.headers or {}).get("Allow", "")
+        message = f"{path} does not answer to {request.method}. Send {allowed.replace(', ', ' or ')}."
         headers = {"Allow": "GET, HEAD" if allowed == "GET" else allowed}
         return answer_of(HttpError(405, message, code="method_not_allowed", headers=headers), request.scope)
     return answer_of(HttpError(error.status_code, str(error.detail), headers=error.headers), request.scope)

@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from engine.errors import RequestError
 from server.errors import ClientGoneError, HttpError
 from server.protocol.base import FieldError, StrictModel
+from server.protocol.wording import problem_of
 
 READ_TIMEOUT_S = 30.0
 _ParsedT = TypeVar("_ParsedT", bound=StrictModel)
@@ -205,8 +206,10 @@ def request_error(error: ValidationError) -> RequestError:
         return RequestError(f"The body is not valid JSON: {first['ctx']['error']}.", None, "invalid_json")
     if not path:
         return RequestError("The body must be a JSON object.", None, "invalid_json")
-    message = first["msg"][:1].lower() + first["msg"][1:]
     param = where if path[0] in _NESTED else str(path[0])
     if first["type"] == "missing":
         return RequestError(f"'{where}' is required.", param)
-    return RequestError(f"'{where}' is wrong: {message}.", param)
+    if path[-1] == "[key]":  # the name of a member, which is the part before
+        where, path = where.removesuffix(".[key]"), path[:-1]
+        return RequestError(f"The name in '{where}' {problem_of(first['type'], first.get('ctx', {}), '')}.", param)
+    return RequestError(f"'{where}' {problem_of(first['type'], first.get('ctx', {}), first['msg'])}.", param)

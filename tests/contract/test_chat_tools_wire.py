@@ -312,7 +312,7 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
         ({"echo": True}, "echo", "not supported"),
         ({"reasoning_effort": "low"}, "reasoning_effort", "means nothing"),
         ({"top_logprobs": 1}, "top_logprobs", "logprobs: true"),
-        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"max_tokens": 0}, "max_tokens", "at least 1"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])

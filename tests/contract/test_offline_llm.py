@@ -149,7 +149,7 @@ def test_errors_are_those_of_the_server_and_the_rest_is_aborted(make_llm):
     llm, _ = make_llm("x")
     with pytest.raises(ContextLengthError):
         llm.generate(["fine", "word " * 1000])
-    with pytest.raises(oarlock.RequestError, match="'temperature' is wrong: input should be less than or equal to 2"):
+    with pytest.raises(oarlock.RequestError, match="'temperature' must be at most 2"):
         llm.generate("x", SamplingParams(temperature=3))
     llm, _ = make_llm("one two", fail_after=1)
     with pytest.raises(EngineError, match="not finite"):

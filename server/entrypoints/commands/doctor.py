@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from server.config.nodes import SECRET, nodes_config
 from server.config.settings import Settings
@@ -67,4 +68,5 @@ def _find(settings: Settings) -> tuple[str, str]:
         files.load_tokenizer().close()
         return files.model, ""
     except StartupError as error:
-        return "", error.cause
+        is_here = settings.model is not None and Path(settings.model).exists()
+        return "", f"{error.cause} {error.fix if is_here else f'Fetch it first: oarlock pull {settings.model}'}"

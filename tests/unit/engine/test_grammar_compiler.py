@@ -189,7 +189,11 @@ REFUSED = [
     (Grammar("regex", "((("), "unclosed group"),
     (Grammar("regex", r"(a)\1"), "backreferences"),
     (Grammar("regex", "a{0}"), "no text, or only the empty one"),
-    (schema({"type": "foo"}), "Invalid type"),
+    (schema({"type": "foo"}), "the schema has the type 'foo'; use string"),
+    (
+        schema({"properties": {"a": {"type": "array", "items": {"anyOf": [{}, {"type": ["null", "text"]}]}}}}),
+        "the schema at properties.a.items.anyOf[1] has the type 'text'",
+    ),
     (schema({"$ref": "#"}), "no text"),
     (schema({"$ref": "http://127.0.0.1/x"}), "not present"),
     (schema({"minimum": 3, "maximum": 2, "type": "integer"}), "minimum"),

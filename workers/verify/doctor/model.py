@@ -9,6 +9,7 @@ from workers.attention.selector import BACKENDS
 from workers.config import WorkerConfig
 from workers.errors import StartupError
 from workers.layers.sharding import shard_heads
+from workers.models.encoders.registry import read_encoder
 from workers.models.hf_fields import read_config
 from workers.models.hf_quantization import stored_quantization, weight_forms
 from workers.models.registry import read_spec
@@ -16,6 +17,7 @@ from workers.platform.host_memory import human_bytes
 from workers.preflight import preflight
 from workers.verify.doctor.finding import ERROR, NOTE, Finding
 from workers.weights.open_checkpoint import open_checkpoint
+from workers.worker.encoder.memory import weight_bytes as encoder_bytes
 from workers.worker.memory_needs import weight_bytes
 
 
@@ -25,6 +27,8 @@ def findings(config: WorkerConfig) -> list[Finding]:
         resolved = preflight(config)
     except StartupError as error:
         return [Finding("model", error.cause, ERROR, error.fix)]
+    if resolved.whole_texts:
+        return [_encoder(resolved), _threads(resolved)]
     return [_model(resolved), _threads(resolved), _attention(resolved)]
 
 
@@ -44,6 +48,15 @@ def _model(config: WorkerConfig) -> Finding:
     return Finding(
         "model", f"{text}{human_bytes(size)} of weights over {config.tensor_parallel_size} rank(s)", facts=facts
     )
+
+
+def _encoder(config: WorkerConfig) -> Finding:
+    spec = read_encoder(config.model_path, None)
+    size = encoder_bytes(spec, config.dtype)
+    facts = {"dtype": config.dtype, "device": config.device, "weight_bytes": size, "architecture": spec.architecture}
+    text = f"{spec.architecture}, {spec.num_parameters:,} parameters, {config.dtype} on {config.device}, "
+    ranks = f"{config.tensor_parallel_size} rank(s)"
+    return Finding("model", f"{text}{human_bytes(size)} of weights over {ranks}, no KV memory", facts=facts)
 
 
 def _threads(config: WorkerConfig) -> Finding:
