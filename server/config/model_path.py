@@ -106,6 +106,7 @@ def _on_hub(settings: Settings, model: str, revision: str, tokenizer: str | None
         settings.engine_config(""),
         tokenizer=tokenizer,
         chat_template=settings.chat_template,
+        runner=settings.runner,
     )
 
 

@@ -46,6 +46,7 @@ def _fetch(sock: socket.socket, request: bytes) -> str:
     # Slow to import: by now signals are ignored and the parent is watched.
     from server.config.hub.download import HubModel
     from server.config.hub.fetch import fetch
+    from server.llm.pooler_config import PoolerConfig
     from server.tokenizer.tokenizer import Tokenizer
 
     def report(phase: str, fraction: float, detail: str) -> None:
@@ -53,10 +54,12 @@ def _fetch(sock: socket.socket, request: bytes) -> str:
 
     wanted = HubModel.from_json(request)
 
-    def check_tokenizer(directory: Path) -> None:
+    def check(directory: Path) -> None:
         Tokenizer.load(wanted.tokenizer or directory, wanted.chat_template).close()
+        if not wanted.tokenizer_only:
+            PoolerConfig.load(directory, wanted.runner)
 
-    return fetch(wanted, report, check_tokenizer)
+    return fetch(wanted, report, check)
 
 
 def _send(sock: socket.socket, **message: Any) -> None:

@@ -346,7 +346,8 @@ def test_vectors_of_texts_go_through_dense_modules_and_those_of_tokens_do_not(em
         ({"search_query": "S: ", "query": "Q: "}, None, "search_query", "S: "),
         ({"clustering": "C: "}, None, "clustering", "C: "),
         ({}, None, "query", ""),
-        ({"other": "O: "}, "other", "query", "O: "),
+        ({"other": "O: "}, "other", "query", ""),
+        ({"other": "O: "}, "other", "other", "O: "),
     ],
 )
 def test_what_texts_are_for_chooses_their_prompt(embeds, tokenizer, prompts, default, input_type, before):

@@ -4,9 +4,11 @@ import json
 import os
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 
+from tests.e2e.embedding_demo import embedding_demo
 from tests.e2e.running import DEMO, ROOT, RunningServer, command, environment, eventually
 from tests.unit.server.fake_hub import FakeHub
 
@@ -63,3 +65,21 @@ def test_a_model_is_pulled_in_pieces_then_checked_listed_and_served(tmp_path):
     offline = {"HF_HOME": str(tmp_path)}
     with RunningServer("owner/model", "--offline", env=offline) as server:
         assert server.client.post("/v1/completions", json={"prompt": "import "}).status_code == 200
+
+
+def test_folders_of_modules_come_along_and_are_checked_before_weights(tmp_path):
+    checkpoint = embedding_demo(tmp_path / "checkpoint", dense=16)
+    files = {str(path.relative_to(checkpoint)): path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
+    described = "2_Dense/config.json"
+    wrong = json.loads(files[described]) | {"activation_function": "my.own.Function"}
+    with FakeHub(files | {described: json.dumps(wrong).encode()}) as hub:
+        result = _run(hub, tmp_path / "home", "pull", hub.model)
+        assert result.returncode == 3 and "my.own.Function" in result.stderr
+        assert not any(name.endswith(".safetensors") for name in hub.names_asked)
+    with FakeHub(files) as hub:
+        result = _run(hub, tmp_path / "other", "pull", hub.model)
+        assert result.returncode == 0, result.stderr
+    directory = Path(result.stdout.splitlines()[1])
+    found = {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    assert found == {name: content for name, content in files.items() if name in found}
+    assert {"1_Pooling/config.json", described, "2_Dense/model.safetensors", "model.safetensors"} <= found.keys()

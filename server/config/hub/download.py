@@ -31,6 +31,7 @@ class HubModel:
     tokenizer: str | None = None  # directory of the tokenizer that is used; None: the model's own
     chat_template: str | None = None  # file of the one that is used; None: that of the tokenizer
     check_digests: bool = False  # of what is here already, too; what is damaged is fetched again
+    runner: str = "auto"  # what it is to be served for
     tokenizer_only: bool = False  # the small files of the model are all that is wanted
 
     def to_json(self) -> str:

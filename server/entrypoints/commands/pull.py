@@ -9,7 +9,7 @@ from server.config.settings import OPTIONS
 from server.entrypoints.arguments import UsageError, add_settings, given_settings, loaded_settings
 
 HELP = "fetch a model from the hub, and check what is here of it"
-_SETTINGS = {"model", "revision", "download_dir", "offline", "load_format"}
+_SETTINGS = {"model", "revision", "download_dir", "offline", "load_format", "runner"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise
     finally:
         progress.finish()
-    files = [path for path in directory.iterdir() if path.is_file()]
+    files = [path for path in directory.rglob("*") if path.is_file()]
     size = sum(path.stat().st_size for path in files)
     print(f"{settings.model}: {format_size(size)} in {len(files)} files, digests checked\n{directory}")
     return 0

@@ -41,8 +41,8 @@ class InputFields(PoolingFields):
     input_type: Annotated[str, Field(max_length=128)] | None = Field(
         None,
         description="what the texts are for: `query` (also `search_query`) or `document` (also `passage`, "
-        "`search_document`) puts the prompt before them that sentence-transformers' `encode_query` or "
-        "`encode_document` does; or the name of a prompt",
+        "`search_document`) puts the model's prompt for it before them, if it has one: `query`, or the first of "
+        "`document`, `passage` and `corpus`; or the name of a prompt",
     )
     add_special_tokens: bool | None = Field(True, description="false: no tokens of the model's own around a text")
 

@@ -11,7 +11,7 @@ from server.tokenizer.tokenizer import TooManyTokensError
 
 _ALL_THAT_FIT = -1  # of truncate_prompt_tokens
 QUERY, DOCUMENT = "query", "document"
-# The prompts that sentence-transformers tries for each, in its order; where there are none, its default prompt counts.
+# The prompts that sentence-transformers tries for each, in its order; a model that has none takes the bare text.
 _PROMPTS_OF = {QUERY: ("query",), DOCUMENT: ("document", "passage", "corpus")}
 # Other words for them: of Cohere, of NVIDIA NIM.
 _ALIASES = {"search_query": QUERY, "search_document": DOCUMENT, "passage": DOCUMENT}
@@ -46,7 +46,7 @@ class TextIds:
             others = sorted(known.keys() - _PROMPTS_OF.keys() - _ALIASES.keys())
             names = ", ".join([*_PROMPTS_OF, *_ALIASES, *others])
             raise RequestError(f"'input_type' is {input_type[:64]!r}, but it must be one of {names}.", "input_type")
-        return self.prompt_before(next((name for name in tried if name in known), None))
+        return next((known[name] for name in tried if name in known), "")
 
     async def of_text(
         self, text: str, param: str, *, truncate: int | None, marks: bool = True, behind: Sequence[int] = ()
