@@ -124,6 +124,8 @@ test-long: $(TOOLS)
 	@$(PYTEST) -m soak -k '$(TRITON_SAMPLE)' $(TRITON)
 	@echo '==> fuzz'
 	@$(BIN)/python -m tests.fuzz.run --requests 2500 --examples 12
+	@$(BIN)/python -m tests.fuzz.run --requests 2500 --encoder modernbert
+	@$(BIN)/python -m tests.fuzz.run --requests 2500 --encoder bert-score
 	@echo '==> clients'
 	@$(BIN)/python -m tests.clients.run
 	@echo '==> a model of true size'

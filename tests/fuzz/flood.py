@@ -29,7 +29,9 @@ LEAVE_EARLY = 0.03  # so many of the mutations are left before their answer
 class Flood:
     """Sends requests, checks their answers and counts them."""
 
-    def __init__(self, server: RunningServer) -> None:
+    def __init__(self, server: RunningServer, foreign: frozenset[str] = POOLING) -> None:
+        """`foreign`: routes of tasks that the model is not served for, which refuse before they look at fields."""
+        self._foreign = foreign
         self._url, self._port = server.url, server.port
         self.problems: list[str] = []
         self.sent = 0
@@ -133,7 +135,9 @@ class Flood:
         self._seconds.append((time.monotonic() - began, where))
         self._statuses[str(answer.status_code)] += 1
         refused = case.refused and not (case.by_engine and route.path.endswith(("/render", "_tokens")))
-        param = case.param if not (case.by_engine or route.path in POOLING) else None  # this model writes texts
+        is_text = case.param == "input" and route.path in POOLING  # ids, or no text between marks: of these are vectors
+        refused = refused and not is_text
+        param = None if case.by_engine or is_text or route.path in self._foreign else case.param
         problem = problem_of(answer.status_code, answer.headers, answer.content, refused=refused, param=param)
         if problem and not _is_full(answer):
             self.problems.append(f"{where}: {problem}")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from tests.e2e.running import RunningServer, eventually
 
-CANARY = "Q: What does os.path.join do?\nA:"
 QUIET_WITHIN_S = 60.0
 SPARE = (0, 6, 6)  # processes, descriptors, threads: pools may have grown to their sizes
 MOST_NEW_SERIES = 600  # known methods times routes times statuses, seen for the first time
@@ -16,10 +15,12 @@ MOST_NEW_SERIES = 600  # known methods times routes times statuses, seen for the
 class Traces:
     """The state of one server before and after a run."""
 
-    def __init__(self, server: RunningServer) -> None:
-        self._server = server
+    def __init__(self, server: RunningServer, path: str, body: dict) -> None:
+        """`path`, `body`: a request whose answer must stay the same."""
+        self._server, self._path, self._body = server, path, body
         # What is started when it is first needed is needed now, so that it counts as having been there.
-        server.text("x", max_tokens=4, structured_outputs={"regex": "[ab]{3}"})
+        if "prompt" in body:
+            server.text("x", max_tokens=4, structured_outputs={"regex": "[ab]{3}"})
         server.client.post("/detokenize", json={"tokens": [1] * 100_000})  # large: it is read by another process
         self._text = self._canary()
         self._series = self._number_of_series()
@@ -39,7 +40,7 @@ class Traces:
             found.append(f"{error}: {self._state()}")
         text = self._canary()
         if text != self._text:
-            found.append(f"the same greedy request now gives {text!r}, before {self._text!r}")
+            found.append(f"the same request now gives {text!r}, before {self._text!r}")
         if self._server.client.get("/health").status_code != 200:
             found.append("/health is no longer 200")
         try:
@@ -52,7 +53,8 @@ class Traces:
         return found
 
     def _canary(self) -> str:
-        return self._server.text(CANARY, max_tokens=24, temperature=0)
+        answer = self._server.client.post(self._path, json=self._body).json()
+        return str(answer.get("choices") or answer["data"])
 
     def _state(self) -> dict[str, float]:
         metrics = self._server.metrics()

@@ -10,24 +10,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from workers.platform import processor
+
 _BLOCK = 512  # queries at a time, where a token attends to its neighbourhood alone
 
 
 def attend_both_ways(q: Tensor, k: Tensor, v: Tensor, lens: Sequence[int], reach: int | None, scale: float) -> Tensor:
-    """`q`, `k`, `v` [T, H, D] -> [T, H * D] of `q`'s type, computed in float32.
+    """`q`, `k`, `v` [T, H, D] -> [T, H * D] of `q`'s type.
 
     `lens`: how many of the T tokens are each text's. `reach`: to how many tokens on each side a token attends; None: to
     all. `scale`: of scores.
     """
     mixed = torch.empty_like(q)
+    # Products of 16 bits are summed in float32. Where the processor would emulate them they are made of float32.
+    dtype = q.dtype if q.device.type != "cpu" or processor.here().multiplies(_name(q.dtype)) else torch.float32
     start = 0
     for length in lens:
         text = slice(start, start + length)
         # [1, H, n, D], as torch's attention takes it
-        parts = [x[text].float().transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
+        parts = [x[text].to(dtype).transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
         mixed[text] = _of_text(*parts, reach, scale).squeeze(0).transpose(0, 1)
         start += length
     return mixed.flatten(1)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _of_text(q: Tensor, k: Tensor, v: Tensor, reach: int | None, scale: float) -> Tensor:

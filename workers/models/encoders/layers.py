@@ -64,7 +64,7 @@ class EncoderAttention:
     def __call__(self, x: Tensor, residual: Tensor, lens: Sequence[int], turns: Turns | None) -> Tensor:
         """`x`, `residual` [T, hidden] -> [T, hidden]."""
         qkv = self.qkv(x).view(len(x), 3, self.heads, self.head_dim)
-        q, k, v = qkv.unbind(1)
+        q, k, v = qkv.to(self.dtype).unbind(1)
         if turns is not None:
             turned = rotate(qkv[:, :2].flatten(1, 2).contiguous(), *turns, x.dtype)  # [T, 2 * H, D]
             q, k = turned.view(len(x), 2, self.heads, self.head_dim).unbind(1)
