@@ -341,7 +341,9 @@ def test_close_is_bounded_when_the_engine_hangs() -> None:
     async def scene() -> None:
         async with started(scenario_config(stuck_at_step=2)) as client:
             task = asyncio.create_task(collect(client, make_request(1, [1], max_tokens=60)))
-            await asyncio.sleep(0.2)
+            with pytest.raises(TimeoutError):  # it hangs once it no longer answers
+                while True:
+                    await asyncio.wait_for(client.stats(), 1.0)
             await client.close(timeout_s=0.2)
             assert client.exit_code == 5
             with pytest.raises(EngineDeadError):
@@ -429,13 +431,9 @@ def _children() -> list[int]:
 
 @pytest.mark.parametrize("mode, scenario", [("ready", {}), ("while_loading", {"load_s": 1000})])
 def test_killing_the_frontend_ends_the_engine(mode: str, scenario: dict) -> None:
-    root = str(HERE.parents[2])
-    frontend = subprocess.Popen(
-        [sys.executable, str(HERE / "fake_frontend.py"), json.dumps(scenario), mode],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": root},
-    )
+    words = [sys.executable, str(HERE / "fake_frontend.py"), json.dumps(scenario), mode]
+    env = {**os.environ, "PYTHONPATH": str(HERE.parents[2])}
+    frontend = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env)
     assert frontend.stdout is not None
     with frontend.stdout:
         pid = int(frontend.stdout.readline())
