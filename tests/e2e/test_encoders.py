@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
-from tests.e2e.running import RunningServer
+from tests.e2e.running import RunningServer, command, environment
 from tests.golden.tiny_encoders import hidden_of, load_encoder, make_encoder, score_of, write_modules
 
 pytestmark = pytest.mark.slow
@@ -128,3 +129,15 @@ def test_usage_is_what_the_counters_have_and_nothing_is_left(scoring):
     after = scoring.metrics()
     assert after["vllm:prompt_tokens_total"] - before["vllm:prompt_tokens_total"] == used
     assert after["oarlock:kv_blocks_held"] == after["vllm:num_requests_running"] == 0
+
+
+@pytest.mark.soak
+def test_a_recording_gives_the_same_bits_on_two_ranks(tmp_path):
+    path, file = make_encoder(tmp_path, "modernbert", tokenizer=True), tmp_path / "steps.rec"
+    with RunningServer(path, "--record", file) as server:
+        assert server.client.post("/v1/embeddings", json={"input": DOCUMENTS}).status_code == 200
+        assert server.stop() == 0
+    replayed = command("replay", file, "--tensor-parallel-size", 2)
+    result = subprocess.run(replayed, env=environment(), capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "bit by bit" in result.stdout and "result: the same answers" in result.stdout

@@ -4,7 +4,6 @@ The counterpart of `ModelRunner`, without KV memory, graphs, sampling or pipelin
 engine counts with: as many as its largest batch of texts can take.
 """
 
-import logging
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -32,8 +31,6 @@ from workers.worker.memory_needs import is_out_of_memory
 from workers.worker.model_runner import device_of
 from workers.worker.pending_output import Computed, PendingOutput
 from workers.worker.pooling.pooler import Pooler, no_logits
-
-logger = logging.getLogger("oarlock.runner")
 
 
 class EncoderRunner:

@@ -78,7 +78,6 @@ def encoder_preflight(config: WorkerConfig) -> WorkerConfig:
     return with_cpus(config, device).with_(
         device=device,
         dtype=dtype,
-        kv_cache_dtype=dtype,
         max_model_len=length,
         # Texts are not divided, so a step has room for the longest one.
         max_num_batched_tokens=max(config.max_num_batched_tokens, length),
@@ -121,8 +120,11 @@ def _resolve_dtype(config: WorkerConfig, device: str, spec: EncoderSpec, checkpo
         return config.dtype
     found = None if checkpoint is None else checkpoint.find(f"{spec.prefix}{spec.names.words}.weight")
     stored = "float32" if found is None else SAFETENSORS_DTYPES.get(found.entry.dtype, "float32")
-    declared = spec.dtype or stored
-    return declared if device != "cpu" or this_cpu().multiplies(declared) else "float32"
+    declared, cpu = spec.dtype or stored, this_cpu()
+    if device != "cpu" or cpu.multiplies(declared):
+        return declared
+    logger.info("event=dtype_chosen dtype=float32 reason=%r", f"{declared} products are slow here ({cpu.name})")
+    return "float32"
 
 
 def _check_memory(config: WorkerConfig, spec: EncoderSpec, dtype: str) -> None:
