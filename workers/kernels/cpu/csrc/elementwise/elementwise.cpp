@@ -3,6 +3,7 @@
 #include <type_traits>
 
 #include "elementwise/gelu.h"
+#include "elementwise/layer_norm.h"
 #include "elementwise/norm.h"
 #include "elementwise/rotary.h"
 
