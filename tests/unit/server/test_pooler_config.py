@@ -188,3 +188,49 @@ def test_texts_of_a_model_that_makes_none_are_refused(checkpoint):
     with pytest.raises(StartupError, match="BertModel"):
         PoolerConfig.load(checkpoint("BertModel"), "generate")
     assert PoolerConfig.load(checkpoint("BertModel")).kind == "mean"
+
+
+ONE_LABEL = {"id2label": {"0": "LABEL_0"}}
+
+
+@pytest.mark.parametrize(
+    ("config", "sigmoid"),
+    [
+        ({}, True),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}}, True),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, False),
+        ({"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}, False),
+    ],
+)
+def test_a_cross_encoder_scores_by_its_head(checkpoint, config, sigmoid):
+    found = PoolerConfig.load(checkpoint("XLMRobertaForSequenceClassification", config=ONE_LABEL | config))
+    assert (found.task, found.kind, found.sigmoid) == (Task.SCORE, "labels", sigmoid)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "words"),
+    [
+        ("BertForSequenceClassification", {}, "2 labels"),
+        ("BertForSequenceClassification", {"id2label": {"0": "a", "1": "b", "2": "c"}}, "3 labels"),
+        ("Qwen3ForSequenceClassification", ONE_LABEL, "of encoders alone"),
+        ("BertForSequenceClassification", ONE_LABEL | {"sentence_transformers": {"activation_fn": "x.Tanh"}}, "Tanh"),
+    ],
+)
+def test_heads_that_are_no_scores_are_refused(checkpoint, architecture, config, words):
+    with pytest.raises(StartupError, match=words):
+        PoolerConfig.load(checkpoint(architecture, config=config))
+
+
+def test_an_encoder_without_other_files_embeds_by_the_mean(checkpoint):
+    found = PoolerConfig.load(checkpoint("ModernBertModel"))
+    assert (found.task, found.kind, found.normalize) == (Task.EMBED, "mean", True)
+    with pytest.raises(StartupError, match="makes none"):
+        PoolerConfig.load(checkpoint("ModernBertModel"), "generate")
+
+
+def test_two_texts_need_a_tokenizer_that_says_how_they_stand_side_by_side(checkpoint, tokenizer):
+    pooler = PoolerConfig.load(checkpoint("BertForSequenceClassification", config=ONE_LABEL))
+    assert tokenizer.pair_marks() is not None
+    tokenizer.pair_marks = lambda: None
+    with pytest.raises(StartupError, match="side by side"):
+        pooler.loaded(tokenizer)
