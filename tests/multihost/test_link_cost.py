@@ -37,7 +37,7 @@ def test_the_benchmark_runs():
     if reason := why_not("relay"):
         pytest.skip(reason)
     short = ["--shape", "quick", "--rounds", "1", "--delays-ms", "0", "0.5", "--mbit", "100", "--concurrency", "2"]
-    command = [sys.executable, "-m", "benchmarks.link_cost", *short, "--output-tokens", "16"]
+    command = [sys.executable, "-m", "benchmarks.link_cost", *short, "--output-tokens", "64"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr
     rows = [line for line in result.stdout.splitlines() if line.startswith("| 0")]

@@ -40,6 +40,7 @@ from workers.platform.network import interface_called
 _RETRY_S = 0.5
 _CONNECT_S = 3.0
 _ANSWER_S = 5.0  # for the head's part of the handshake
+_END_S = 1.0  # for an answer to the end of what was sent
 _SILENCE_S = 10.0  # the head speaks once a second while it waits
 
 logger = logging.getLogger("oarlock.nodes")
@@ -124,7 +125,10 @@ def _shake_hands(connected: socket.socket, nodes: NodesConfig) -> Link:
                 break
             said += data
     except OSError as error:
-        raise _NotYetError(f"node 0 at {address} did not answer: {error.strerror or error}") from error
+        if isinstance(error, TimeoutError):
+            said += _answer_to_the_end(connected)
+        if not said:
+            raise _NotYetError(f"node 0 at {address} did not answer: {error.strerror or error}") from error
     if said.startswith(WRONG_SECRET):
         raise _another_secret(nodes, address)
     if said.startswith(WRONG_PROTOCOL):
@@ -144,6 +148,16 @@ def _shake_hands(connected: socket.socket, nodes: NodesConfig) -> Link:
     except HandshakeError as error:
         raise _another_secret(nodes, address) from error
     return Link(connected, keys, Peer(0, "the head", address), MAX_HELLO_BYTES)
+
+
+def _answer_to_the_end(connected: socket.socket) -> bytes:
+    """What a stranger says that waits for more, such as a web server for the end of a line, once it sees the end."""
+    try:
+        connected.shutdown(socket.SHUT_WR)
+        connected.settimeout(_END_S)
+        return connected.recv(MESSAGE_BYTES)
+    except OSError:
+        return b""
 
 
 def _missing_bytes(said: bytes) -> int:

@@ -136,6 +136,18 @@ def test_a_head_that_fails_is_asked_again(act, monkeypatch):
     assert str(link.peer) == "node 0 (host-a, 127.0.0.1)"
 
 
+def test_a_web_server_that_waits_for_the_end_of_a_line_is_known(monkeypatch):
+    """The handshake's bytes are random: a line may end among them, or not."""
+
+    def patient(connected: socket.socket) -> None:
+        until_it_hangs_up(connected)
+        connected.sendall(b"HTTP/1.0 400 Bad request syntax\r\n\r\n")
+
+    monkeypatch.setattr(joining, "_ANSWER_S", 0.1)
+    with pytest.raises(StartupError, match="is not node 0 of an Oarlock group"):
+        join(FakeHead(patient).config, FACTS, quiet)
+
+
 def test_a_head_that_starts_later_is_found():
     group = Group()
     group.listener.close()
