@@ -33,6 +33,7 @@ class Client:
     needs_encoder_servers: bool = False  # of encoders: one of vectors, one of scores
     timeout_s: float = 1200.0
     is_large: bool = False  # gigabytes: tried where it is named, and with --all
+    is_older: bool = False  # a version before the newest: likewise
     snippet: str = ""  # of `oarlock snippets`, which is run as it is printed
 
 
@@ -40,8 +41,8 @@ CLIENTS = (
     Client(
         "openai-3", "openai", "openai_sdk.py", ("openai==3.52.0",), needs_small_server=True, snippet="openai-python"
     ),
-    Client("openai-2", "openai", "openai_sdk.py", ("openai==2.54.0",), needs_small_server=True),
-    Client("openai-1", "openai", "openai_sdk.py", ("openai==1.109.1",), needs_small_server=True),
+    Client("openai-2", "openai", "openai_sdk.py", ("openai==2.54.0",), needs_small_server=True, is_older=True),
+    Client("openai-1", "openai", "openai_sdk.py", ("openai==1.109.1",), needs_small_server=True, is_older=True),
     Client("anthropic", "anthropic", "anthropic_sdk.py", ("anthropic==2.12.0",)),
     Client("litellm", "litellm", "litellm_client.py", ("litellm==1.106.2", "mcp==2.3.0"), snippet="litellm"),
     Client(

@@ -1,6 +1,6 @@
 """Real clients, each in an environment of its own, against a real server over a socket.
 
-    python -m tests.clients.run                       # all but those that take gigabytes
+    python -m tests.clients.run                       # the newest, but for those that take gigabytes
     python -m tests.clients.run --all
     python -m tests.clients.run openai-3 curl         # these
     python -m tests.clients.run --all --write-docs    # and the table in docs/clients.md
@@ -186,7 +186,7 @@ def main(arguments: list[str] | None = None) -> int:
     names = [client.name for client in CLIENTS]
     parser = argparse.ArgumentParser(prog="python -m tests.clients.run", description=__doc__.split("\n")[0])
     parser.add_argument("names", nargs="*", metavar="CLIENT", help=f"of {', '.join(names)}")
-    parser.add_argument("--all", action="store_true", help="those that take gigabytes as well")
+    parser.add_argument("--all", action="store_true", help="older versions, and those that take gigabytes, as well")
     parser.add_argument(
         "--write-docs", action="store_true", help="put the table into docs/clients.md; needs all clients"
     )
@@ -201,7 +201,7 @@ def main(arguments: list[str] | None = None) -> int:
     wanted = [
         client
         for client in CLIENTS
-        if (client.name in given.names if given.names else given.all or not client.is_large)
+        if (client.name in given.names if given.names else given.all or not (client.is_large or client.is_older))
     ]
     with tempfile.TemporaryDirectory() as directory:
         reference = Path(directory) / "reference.json"
