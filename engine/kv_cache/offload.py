@@ -27,12 +27,23 @@ class Copies:
     commands: list[tuple[Copy, int, int, bytes]] = field(default_factory=list)  # kind, block, slot, digest
     slots: list[int] = field(default_factory=list)  # pinned, once for each entry
     num_loads: int = 0  # of the commands
+    num_saves: int = 0  # of the commands
 
     def __bool__(self) -> bool:
         return bool(self.commands)
 
 
 NO_COPIES = Copies()  # of every step that has none: never changed
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """The blocks that one waiting sequence will be given. A request that loads a second time has another one."""
+
+    slots: list[int]  # pinned
+    num_left: int  # of these: not read yet
+    deadline_s: float
+    is_over: bool = False  # `take_ready` has named it
 
 
 @dataclass(slots=True)
@@ -42,17 +53,7 @@ class _Transfer:
     digest: bytes
     num_left: int  # ranks that have not reported
     failed: bool = False
-    loads: list[int] = field(default_factory=list)  # that wait for it
-
-
-@dataclass(slots=True)
-class _Load:
-    """The blocks that one waiting sequence will be given."""
-
-    slots: list[int]  # pinned
-    num_left: int  # of these: not read yet
-    deadline_s: float
-    is_over: bool = False  # `take_ready` has named it
+    loads: list[_Load] = field(default_factory=list)  # that wait for it, or did when they ended
 
 
 class KVOffload:
@@ -114,8 +115,8 @@ class KVOffload:
         """Write the content of `digest`, which a slot or `block` holds, to a file. False: no room for that now."""
         if digest in self._on_disk or digest in self._written:
             return True
-        num_saves = sum(command[0] is Copy.SAVE for command in self._next.commands) + self._num_sent
-        if self._is_full or len(self._writes) + num_saves >= self._most_writes:
+        num_saving = self._next.num_saves + self._num_sent
+        if self._is_full or len(self._writes) + num_saving >= self._most_writes:
             return False
         slot = self.host.find(digest)
         if slot is not None:
@@ -188,6 +189,7 @@ class KVOffload:
         self._next.commands[:0] = copies.commands
         self._next.slots[:0] = copies.slots
         self._next.num_loads += copies.num_loads
+        self._next.num_saves += copies.num_saves
 
     def answered(self, copies: Copies) -> None:
         """The step is over, and with it its copies between pages and slots, also where the step itself was refused."""
@@ -219,6 +221,7 @@ class KVOffload:
             self.host.pin(slot)
         self._next.commands.append((kind, block, slot, digest))
         self._next.slots.append(slot)
+        self._next.num_saves += kind is Copy.SAVE
 
     # -- loads
 
@@ -237,7 +240,7 @@ class KVOffload:
             if slot is not None:
                 self.host.pin(slot)
             else:
-                slot = self._read(digest, request_id)
+                slot = self._read(digest, load)
                 if slot is None:
                     break
                 load.num_left += 1
@@ -284,8 +287,8 @@ class KVOffload:
         computing_s = (end - first) * (self._step_cost.token_s + self._step_cost.context_s * context)
         return _FIXED_READ_S + num_reads * self.info.bytes_per_block / self.info.read_bytes_per_s < computing_s
 
-    def _read(self, digest: bytes, request_id: int) -> int | None:
-        """A slot, pinned for the request, into which ranks read the block. None when there is none."""
+    def _read(self, digest: bytes, load: _Load) -> int | None:
+        """A slot, pinned for `load`, into which ranks read the block. None when there is none."""
         slot = self._read_slot.get(digest)
         if slot is None:
             slot = None if self._is_full else self.host.take()
@@ -295,7 +298,7 @@ class KVOffload:
             self._read_slot[digest] = slot
             self._copy(Copy.READ, 0, slot, digest, pin=True)
         self.host.pin(slot)
-        self._reads[slot].loads.append(request_id)
+        self._reads[slot].loads.append(load)
         return slot
 
     # -- what ranks report
@@ -330,10 +333,8 @@ class KVOffload:
             self._stats.kv_offload_read_blocks += 1
             if self.host.find(read.digest) is None:
                 self.host.name(slot, read.digest)
-        for request_id in read.loads:
-            load = self._loads.get(request_id)
-            if load is not None and slot in load.slots:
-                load.num_left -= 1
+        for load in read.loads:
+            load.num_left -= 1
         self.host.unpin(slot)
 
     def _has_written(self, slot: int, succeeded: bool) -> None:

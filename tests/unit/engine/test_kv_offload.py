@@ -1,5 +1,7 @@
 """KV blocks beyond the pool: text is the same whatever is kept, fails or is interrupted, and no slot is lost."""
 
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
@@ -366,3 +368,62 @@ def test_copies_of_a_step_that_was_not_sent_come_first_in_the_next() -> None:
     offload.evicted(9, b"y" * 32)
     offload.give_back(copies)
     assert [(kind, block) for kind, block, _, _ in offload.take_copies().commands] == [(Copy.SAVE, 7), (Copy.SAVE, 9)]
+
+
+def digests_of(count: int) -> list[bytes]:
+    return [number.to_bytes(32, "big") for number in range(count)]
+
+
+def offload_with_files(num_slots: int, digests: list[bytes]) -> KVOffload:
+    offload = KVOffload(KVOffloadInfo(num_slots, 64, FAST), BLOCK, None, EngineStats())
+    offload.report(KVReport(Report.APPEARED, 0, digests=digests))
+    return offload
+
+
+def test_a_second_load_of_a_request_waits_for_each_of_its_reads_once() -> None:
+    """The first ended while its files were still being read: it waited too long, or its sequence was preempted."""
+    offload = offload_with_files(20, digests := digests_of(10))
+    assert offload.begin_load(7, digests, 0, 0.0)
+    copies = offload.take_copies()
+    reads = [slot for _, _, slot, _ in copies.commands]
+    offload.answered(copies)
+    offload.release(7)
+    assert offload.begin_load(7, digests, 0, 1.0)
+    assert not offload.has_copies, "the reads under way serve both"
+    for slot in reads:
+        assert not offload.take_ready(1.0)
+        offload.report(KVReport(Report.READ, 0, results=[(slot, True)]))
+    assert offload.take_ready(1.0) == [7]
+    offload.release(7)
+    offload.audit()
+    assert offload.host.num_pins == 0
+
+
+def seconds_to_load(num_blocks: int) -> float:
+    """Processor time that one load from files takes from the loop, without what ranks do."""
+    offload = offload_with_files(num_blocks, digests := digests_of(num_blocks))
+    begun = time.thread_time()
+    assert offload.begin_load(1, digests, 0, 0.0)
+    copies = offload.take_copies()
+    offload.answered(copies)
+    for _, _, slot, _ in copies.commands:
+        offload.report(KVReport(Report.READ, 0, results=[(slot, True)]))
+    assert offload.take_ready(0.0) == [1]
+    offload.release(1)
+    return time.thread_time() - begun
+
+
+def seconds_to_keep(num_blocks: int) -> float:
+    """Processor time that the end of the engine takes for so many blocks of the pool, without what ranks do."""
+    offload = offload_with_files(2 * num_blocks + 2, [])
+    begun = time.thread_time()
+    assert all(offload.keep(block, digest) for block, digest in enumerate(digests_of(num_blocks), 1))
+    return time.thread_time() - begun
+
+
+@pytest.mark.parametrize("seconds_for", [seconds_to_load, seconds_to_keep])
+def test_time_of_the_loop_grows_with_the_blocks_and_not_with_their_square(
+    seconds_for: Callable[[int], float],
+) -> None:
+    few, many = min(seconds_for(1000) for _ in range(5)), min(seconds_for(16_000) for _ in range(2))
+    assert many < 64 * few, "16 times as many blocks"
