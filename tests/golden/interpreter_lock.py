@@ -1,4 +1,6 @@
-"""Triton's interpreter for ranks that are threads: it swaps functions of `triton.language` while a kernel runs."""
+"""Triton's interpreter for ranks that are threads: it parses a kernel at its first launch, and swaps functions of
+`triton.language` while one runs. Neither may happen in two threads at once; CPython 3.11's parser fails when it does.
+"""
 
 import threading
 from typing import Any
@@ -7,13 +9,19 @@ import pytest
 
 
 def one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on a launch waits for the one of another thread, until `monkeypatch` undoes it."""
-    from triton.runtime.interpreter import GridExecutor
+    """From now on a thread that parses or runs a kernel waits for the others, until `monkeypatch` undoes it."""
+    from triton.runtime.interpreter import GridExecutor, InterpretedFunction
 
-    lock, launch = threading.Lock(), GridExecutor.__call__
+    lock = threading.RLock()  # a kernel that runs parses the functions that it calls
+    launch, rewrite = GridExecutor.__call__, InterpretedFunction.rewrite
 
-    def alone(executor: GridExecutor, *arguments: Any, **options: Any) -> None:
+    def launch_alone(executor: GridExecutor, *arguments: Any, **options: Any) -> None:
         with lock:
             launch(executor, *arguments, **options)
 
-    monkeypatch.setattr(GridExecutor, "__call__", alone)
+    def rewrite_alone(function: InterpretedFunction) -> Any:
+        with lock:
+            return rewrite(function)
+
+    monkeypatch.setattr(GridExecutor, "__call__", launch_alone)
+    monkeypatch.setattr(InterpretedFunction, "rewrite", rewrite_alone)
