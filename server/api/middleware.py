@@ -28,7 +28,8 @@ from server.serving.server_state import Phase, ServerState
 PROBES = frozenset({"/health", "/health/live", "/health/ready"})
 ALWAYS_OPEN = PROBES | {"/version"}
 METRICS = frozenset({"/metrics", "/v1/state"})  # answered in every phase, to the same clients
-ADMIN = ("/admin/", "/v1/requests/")
+ADMIN = "/admin/"
+REQUESTS = "/v1/requests/"  # what happened to one: the admin key's, unless the server is open to whoever reaches it
 # Of requests to these routes, which run on the engine, records are kept.
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", MESSAGES})
 POOLING = frozenset({"/v1/embeddings", "/pooling", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"})
@@ -49,11 +50,12 @@ class ApiMiddleware:
         admin: ApiKeys,
         hosts: AllowedHosts,
         open_metrics: bool,
+        open_requests: bool,
         page: frozenset[str],
         cors: Cors,
         access_log: AccessLog | None,
     ) -> None:
-        """`open_metrics`: `METRICS` require no key. `page`: paths of the web page, which holds no secret: it is sent at
+        """`open_metrics`: `METRICS` require no key. `open_requests`: nor does `REQUESTS`. `page`: paths of the web page, which holds no secret: it is sent at
         any time, under any name, and its requests to the API are checked like all others. `cors`: which foreign web
         pages may read answers."""
         self._access_log = access_log
@@ -66,6 +68,7 @@ class ApiMiddleware:
         self._cors = cors
         self._any_host = ALWAYS_OPEN | page
         self._open = self._any_host | (METRICS if open_metrics else set())
+        self._admin_routes = (ADMIN,) if open_requests else (ADMIN, REQUESTS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -99,7 +102,7 @@ class ApiMiddleware:
                 return
             scope["state"]["key"] = self._check(scope["path"], headers)
             if scope["path"] not in self._open | METRICS:
-                self._check_state(is_admin=scope["path"].startswith(ADMIN))
+                self._check_state(is_admin=scope["path"].startswith((ADMIN, REQUESTS)))
                 self._state.enter()
                 counted = True
                 if scope["path"] in GENERATING | POOLING and scope["method"] == "POST":
@@ -140,7 +143,7 @@ class ApiMiddleware:
         if not requires_key and path not in self._any_host and headers.get(b"host", b"") not in self._hosts:
             raise _foreign_host(headers[b"host"])
         authorization = headers.get(b"authorization", b"")
-        if path.startswith(ADMIN):
+        if path.startswith(self._admin_routes):
             self._check_admin(authorization)
             return None
         if not requires_key:

@@ -53,6 +53,16 @@ class Settings(LogSettings, SchedulingSettings, NodeSettings, DeviceSettings, Ht
         """Whether only this machine can reach the server."""
         return self.uds is not None or is_loopback(self.host)
 
+    @property
+    def opens_metrics(self) -> bool:
+        """Whether `/metrics` and `/v1/state` need no key."""
+        return self.is_local or self.open_metrics
+
+    @property
+    def opens_requests(self) -> bool:
+        """Whether `/v1/requests` needs no key: as the two above, where no keys keep clients apart."""
+        return self.opens_metrics and not self.has_api_keys and self.admin_api_key is None
+
     def published_kv_events(self) -> KvEventsConfig | None:
         """Raises `OptionError`."""
         if self.kv_events_config is None:

@@ -29,6 +29,14 @@ def _sent(stage, *requests, headers=ADMIN) -> list[httpx.Response]:
     return asyncio.run(scenario())
 
 
+def _asked(stage, path, headers=None) -> httpx.Response:
+    async def scenario() -> httpx.Response:
+        async with stage.client(headers=headers or {}) as client:
+            return await client.get(path)
+
+    return asyncio.run(scenario())
+
+
 def test_what_ended_and_what_was_refused_is_found_without_any_text(make_stage):
     stage = make_stage("a secret answer", admin_api_key="boss")
     good, wrong = _sent(
@@ -48,7 +56,48 @@ def test_it_opens_to_the_admin_key_alone(make_stage):
     request = ("one", {"prompt": "x"})
     assert _sent(stage, request, headers={})[0].status_code == 401
     assert _sent(stage, request, headers={"Authorization": "Bearer sk"})[0].status_code == 403
-    assert _sent(make_stage(), request)[0].json()["error"]["code"] == "admin_disabled"
+
+
+REBOUND = {"Host": "rebound.example.org"}
+NETWORK = {"host": "0.0.0.0", "open_metrics": True}
+
+
+@pytest.mark.parametrize(("path", "found"), [("/v1/requests/nobody", "request_not_found"), ("/v1/state", None)])
+@pytest.mark.parametrize(
+    ("settings", "headers", "refusal"),
+    [
+        ({}, {}, None),
+        ({"uds": "/tmp/oarlock.sock"}, {}, None),
+        (NETWORK, {}, None),
+        ({}, {"Authorization": "Bearer sk-whatever-clients-send"}, None),
+        ({}, REBOUND, "host_not_allowed"),
+        (NETWORK, REBOUND, "host_not_allowed"),
+        ({"allowed_hosts": ("rebound.example.org",)}, REBOUND, None),
+    ],
+)
+def test_without_keys_it_is_open_where_the_live_state_is(make_stage, path, found, settings, headers, refusal):
+    answer = _asked(make_stage(**settings), path, headers)
+    assert answer.json().get("error", {}).get("code") == (refusal or found)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"host": "0.0.0.0"}, {"api_key": ("sk",)}, {"admin_api_key": "boss"}, {"api_key": ("sk",), "uds": "/x"}]
+)
+def test_keys_and_the_network_close_it(make_stage, settings):
+    """API keys keep clients apart, also on one machine, and one who gave an admin key wants it asked for."""
+    code = "invalid_api_key" if "admin_api_key" in settings else "admin_disabled"
+    assert _asked(make_stage(**settings), "/v1/requests/nobody").json()["error"]["code"] == code
+    sent = {"Authorization": "Bearer sk"}
+    assert _asked(make_stage(**settings), "/v1/requests/nobody", headers=sent).status_code == 403
+
+
+@pytest.mark.parametrize("path", ["/admin/abort", "/admin/drain", "/admin/reset_prefix_cache"])
+def test_an_open_server_is_not_controlled_without_a_key(make_stage, path):
+    async def scenario():
+        async with make_stage().client() as client:
+            return await client.post(path, json={"all": True})
+
+    assert asyncio.run(scenario()).json()["error"]["code"] == "admin_disabled"
 
 
 def test_an_answers_own_id_finds_it_and_an_unknown_one_is_a_404(make_stage):
@@ -155,7 +204,7 @@ def test_the_command_shows_the_timeline_and_the_diagnosis(running, capsys):
     [
         (["nobody"], "boss", "None of the last 1000"),
         (["one"], "other", "not the admin key"),
-        (["one"], "", "No admin key is given"),
+        (["one"], "", "The admin key is required"),
         (["one", "--url", "http://127.0.0.1:1"], "boss", "No answer from http://127.0.0.1:1"),
         (["one", "--url", "ftp://x"], "boss", "is not the URL of a server"),
     ],

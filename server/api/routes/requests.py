@@ -1,4 +1,7 @@
-"""`GET /v1/requests/{id}`: what happened to one of the last requests. The middleware checks the admin key."""
+"""`GET /v1/requests/{id}`: what happened to one of the last requests.
+
+The middleware checks the admin key, where the server has keys or is not for this machine alone.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ _KEY = "OARLOCK_ADMIN_API_KEY"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Ask a running server what happened to one of its last thousand requests: the times of its stages, whom it "
-        "waited for, and one sentence on what would help. Needs the key of --admin-api-key; no text is shown."
+        "waited for, and one sentence on what would help. No text is shown. A server on this machine without keys tells "
+        "it to everybody here, any other wants the key of its --admin-api-key."
     )
     parser.add_argument("request_id", metavar="REQUEST_ID", help="the X-Request-Id of an answer, or its id")
     parser.add_argument(
@@ -30,15 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    key = arguments.admin_api_key or os.environ.get(_KEY)
-    if not key:
-        raise UsageError("No admin key is given.", f"Set {_KEY} to the key of the server's --admin-api-key.")
+    key = arguments.admin_api_key or os.environ.get(_KEY) or None
     answer = _ask(arguments.url.rstrip("/").removesuffix("/v1"), arguments.request_id, key)
     sys.stdout.write(json.dumps(answer, indent=1) + "\n" if arguments.json else text_of(answer))
     return 0
 
 
-def _ask(url: str, request_id: str, key: str) -> dict[str, Any]:
+def _ask(url: str, request_id: str, key: str | None) -> dict[str, Any]:
     """Raises `StartupError`."""
     from urllib.error import HTTPError, URLError
     from urllib.parse import quote
@@ -46,7 +45,8 @@ def _ask(url: str, request_id: str, key: str) -> dict[str, Any]:
 
     if not url.startswith(("http://", "https://")):
         raise UsageError(f"{url} is not the URL of a server.", "For example: --url http://127.0.0.1:8000")
-    request = Request(f"{url}/v1/requests/{quote(request_id, safe='')}", headers={"Authorization": f"Bearer {key}"})
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    request = Request(f"{url}/v1/requests/{quote(request_id, safe='')}", headers=headers)
     try:
         with urlopen(request, timeout=_TIMEOUT_S) as answer:
             return json.load(answer)

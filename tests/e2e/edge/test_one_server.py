@@ -74,7 +74,7 @@ def test_tokens_pass_at_once_and_a_client_that_leaves_is_noticed(front, client, 
 def test_refusals_are_the_servers_and_what_is_private_stays_inside(front, client, server):
     large = client.post(f"{front.url}/v1/completions", json={"prompt": "x" * (16 * 2**20)})
     assert (large.status_code, large.json()["error"]["type"]) == (413, "invalid_request_error")
-    for path in ("/metrics", "/admin/drain", "/admin/abort"):
+    for path in ("/metrics", "/admin/drain", "/admin/abort", "/v1/requests/one"):
         assert client.post(front.url + path).status_code == client.get(front.url + path).status_code == 404
     assert server.client.get("/metrics").status_code == 200
 
