@@ -16,6 +16,7 @@ spread, so that each step has its share of new blocks and of full ones:
     tell       what entered and left the prefix cache, to the thread that publishes it; with `--kv-events` alone, which
                measures each checkout without and with it
 
+    unpack     not in the sum: the part of each rank, from the slot to the arrays
     read       not in the sum: the frontend's part, from the bytes of the frame to an event for each request
 
 Figures are processor milliseconds: the median over a round's steps, then over rounds. Before each step a large array is
@@ -42,7 +43,8 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("schedule", "build", "pack", "record", "update", "encode", "tell")
-ALL = (*PARTS, "read")
+BESIDE = ("unpack", "read")  # in other processes
+ALL = (*PARTS, *BESIDE)
 BLOCK_SIZE, PROMPT, OUTPUT, VOCAB = 32, 500, 200, 32_000
 STEPS = 30
 _CACHE_BYTES = 64 << 20
@@ -98,7 +100,7 @@ def milliseconds(
     from engine.scheduler.scheduler import Scheduler
     from engine.types import Request
     from workers.config import WorkerInfo
-    from workers.protocol import StepOutput, pack_step, step_bytes
+    from workers.protocol import StepOutput, pack_step, step_bytes, unpack_step
 
     applicable = getattr(engine_core, "_as_lists", ModelRunnerOutput)  # what the engine makes of an answer
     length = longest + BLOCK_SIZE + OUTPUT
@@ -129,7 +131,8 @@ def milliseconds(
             assert step_bytes(step) <= len(buffer)
             pack_step(step, buffer)
             marks.append(time.thread_time())
-            rows = len(step.logits_indices)
+            rows = len(unpack_step(buffer).logits_indices)
+            marks.append(time.thread_time())
             answer = StepOutput(step.step_id, np.full(rows, 5, np.int32), np.ones(rows, np.uint8))
             marks.append(time.thread_time())
             record(output, now)
@@ -146,7 +149,8 @@ def milliseconds(
             assert num_events == rows
             if step.num_tokens == num_seqs == rows:
                 times = [(later - earlier) * 1e3 for earlier, later in pairwise(marks)]
-                samples.append([*times[:3], *times[4:]])  # the fourth is that of the simulated answer
+                # Behind `pack` comes `unpack`, then the simulated answer, which is none of the parts.
+                samples.append([*times[:3], *times[5:-1], times[3], times[-1]])
     return dict(zip(ALL, (statistics.median(part) for part in zip(*samples, strict=True)), strict=True))
 
 
@@ -161,11 +165,12 @@ def measure(tree: Path, num_seqs: int, longest: int, kv_events: bool) -> dict[st
 
 def table(found: dict[str, list[dict[str, float]]]) -> str:
     """Lines of Markdown: the median of each part over the rounds of each tree, and the sum of the engine's."""
-    lines = ["| checkout | " + " | ".join((*PARTS, "sum", "read")) + " |", "|---|" + "---:|" * (len(ALL) + 1)]
+    lines = ["| checkout | " + " | ".join((*PARTS, "sum", *BESIDE)) + " |", "|---|" + "---:|" * (len(ALL) + 1)]
     for name, rounds in found.items():
-        *medians, read = (statistics.median(one[part] for one in rounds) for part in ALL)
+        medians = {part: statistics.median(one[part] for one in rounds) for part in ALL}
         total = statistics.median(sum(one[part] for part in PARTS) for one in rounds)
-        lines.append(f"| {name} | " + " | ".join(f"{value:.3f}" for value in (*medians, total, read)) + " |")
+        shown = [*(medians[part] for part in PARTS), total, *(medians[part] for part in BESIDE)]
+        lines.append(f"| {name} | " + " | ".join(f"{value:.3f}" for value in shown) + " |")
     return "\n".join(lines)
 
 

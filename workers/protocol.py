@@ -1,7 +1,7 @@
-"""The layout of one step and of its output, as bytes.
+"""One step and its output, and how both become bytes.
 
-A step is a fixed header followed by flat numpy sections in one buffer, whose size follows from the limits at start, so
-that it cannot overflow. Nothing is pickled. Imports numpy, not torch. Sizes in the shapes below:
+A step is a fixed header followed by flat numpy arrays (`workers/step_layout.py`) in one buffer, whose size follows from
+the limits at start: it cannot overflow. Nothing is pickled. Imports numpy, not torch. Sizes in the shapes below:
 
     S  sequences in the step        T  query tokens in the step       N  entries of block tables that changed
     L  rows that want logits        M  logit-bias entries             K  largest number of top logprobs asked for
@@ -11,17 +11,15 @@ that it cannot overflow. Nothing is pickled. Imports numpy, not torch. Sizes in 
     Q  sequences of which vectors are wanted, not tokens                X  ids whose logits they name; values that came
 """
 
-import math
-import struct
 import zlib
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
 from workers.config import MAX_POOLED_IDS, WorkerConfig, max_pooled_values
 from workers.kv_offload import DIGEST_BYTES, MAX_COPIES
+from workers.step_layout import CHECKSUM, HEADER, HEADER_BYTES, Layout, StepShape, output_layout, step_layout
 
 MAX_LOGPROBS = 20
 MAX_BIAS_PER_ROW = 3 * 1024  # stop ids banned by min_tokens, logit_bias and bad words, a third each
@@ -33,12 +31,6 @@ NONFINITE, FINITE, ALL_BANNED = 0, 1, 2  # of `StepOutput.finite`
 LAST, MEAN, CLS, TOKEN, LOGITS, LABELS = range(6)
 NOT_POOLED = -1  # of `StepOutput.pooled_lens`
 _MAGIC = 0x4F41524C  # "OARL"
-_ALIGN = 64
-# magic, step_id, then the counts that decide every offset, a mark, and a checksum of all that stands before it
-_HEADER = struct.Struct("<IQ14Ii?")
-_CHECKSUM = struct.Struct("<I")
-_HEADER_BYTES = _HEADER.size + _CHECKSUM.size
-_ITEM_BYTES = {"<i4": 4, "<u4": 4, "<i8": 8, "<f4": 4, "|u1": 1}
 
 # defaults of the sections that few steps use
 _no_ints = partial(np.zeros, 0, "<i4")
@@ -162,132 +154,42 @@ class ProtocolError(ValueError):
     """The bytes are not a step (or an output) of this layout: a bug, or memory that something else wrote."""
 
 
-class _Counts(NamedTuple):
-    """The lengths of a step's sections, named as in the module's docstring."""
-
-    s: int = 0
-    t: int = 0
-    n: int = 0
-    rows: int = 0
-    m: int = 0
-    p: int = 0
-    h: int = 0
-    g: int = 0
-    w: int = 0
-    d: int = 0
-    f: int = 0
-    c: int = 0
-    q: int = 0
-    x: int = 0
-
-    @staticmethod
-    def of(step: StepMetadata) -> "_Counts":
-        return _Counts(
-            len(step.seq_lens),
-            len(step.token_ids),
-            len(step.table_blocks),
-            len(step.logits_indices),
-            len(step.bias_rows),
-            len(step.penalty_rows),
-            len(step.history_ids),
-            *step.mask_bits.shape,
-            len(step.num_drafts),
-            len(step.history_rows),
-            len(step.kv_copies),
-            len(step.pool_seqs),
-            len(step.pool_ids),
-        )
+def _shape_of(step: StepMetadata) -> StepShape:
+    num_masks, num_words = step.mask_bits.shape
+    return StepShape(
+        num_seqs=len(step.seq_lens),
+        num_tokens=len(step.token_ids),
+        num_table_entries=len(step.table_blocks),
+        num_rows=len(step.logits_indices),
+        num_biases=len(step.bias_rows),
+        num_penalized=len(step.penalty_rows),
+        num_history_ids=len(step.history_ids),
+        num_masks=num_masks,
+        num_mask_words=num_words,
+        num_drafting=len(step.num_drafts),
+        num_histories=len(step.history_rows),
+        num_copies=len(step.kv_copies),
+        num_pooled=len(step.pool_seqs),
+        num_pooled_values=len(step.pool_ids),
+    )
 
 
-_Sections = list[tuple[str, str, tuple[int, ...]]]  # name, dtype and shape of each, in buffer order
-
-
-def _ints(names: str, count: int, dtype: str = "<i4") -> _Sections:
-    """Sections of `count` numbers each, by the words of `names`."""
-    return [(name, dtype, (count,)) for name in names.split()]
-
-
-_floats = partial(_ints, dtype="<f4")
-
-
-def _step_sections(n: _Counts) -> _Sections:
-    return [
-        *_ints("token_ids positions", n.t),
-        ("slot_mapping", "<i8", (n.t,)),
-        *_ints("query_start_loc", n.s + 1),
-        *_ints("seq_lens rows", n.s),
-        *_ints("table_rows table_columns table_blocks", n.n),
-        *_ints("logits_indices target_ids sample_positions", n.rows),
-        *_floats("temperature top_p", n.rows),
-        *_ints("top_k", n.rows),
-        *_floats("min_p", n.rows),
-        ("seeds", "<i8", (n.rows,)),
-        *_ints("num_logprobs", n.rows),
-        *_ints("bias_rows bias_ids", n.m),
-        *_floats("bias_values", n.m),
-        *_ints("penalty_rows", n.p),
-        *_floats("repetition frequency presence", n.p),
-        *_ints("history_rows", n.f),
-        *_ints("history_starts", n.f + 1),
-        *_ints("history_ids history_counts", n.h),
-        *_ints("mask_rows", n.g),
-        ("mask_bits", "<u4", (n.g, n.w)),
-        *_ints("num_drafts", n.d),
-        *_ints("pool_seqs pool_kinds pool_lens pool_second pool_num_ids", n.q),
-        *_ints("pool_ids", n.x),
-        ("kv_copies", "<i4", (n.c, 3)),
-        ("kv_digests", "|u1", (n.c, DIGEST_BYTES)),
-    ]
-
-
-def _output_sections(n: _Counts, k: int) -> _Sections:
-    """Sections of an output; `k` is -1 without logprobs."""
-    rows = n.rows
-    sections: _Sections = [("token_ids", "<i4", (rows,)), ("finite", "|u1", (rows,))]
-    if k >= 0:
-        sections += [*_floats("logprobs", rows), *_ints("ranks", rows)]
-        sections += [("top_ids", "<i4", (rows, k)), ("top_logprobs", "<f4", (rows, k))]
-    if n.d:
-        sections.append(("num_accepted", "<i4", (n.d,)))
-    if n.q:
-        sections += [("pooled_lens", "<i4", (n.q,)), ("pooled", "<f4", (n.x,))]
-    return sections
-
-
-def _counts_of_output(output: StepOutput) -> tuple[_Counts, int]:
-    """The arguments of `_output_sections`."""
-    num_top = -1 if output.top_ids is None else output.top_ids.shape[1]
-    num_drafted = 0 if output.num_accepted is None else len(output.num_accepted)
-    rows, q, x = len(output.token_ids), len(output.pooled_lens), len(output.pooled)
-    return _Counts(rows=rows, d=num_drafted, q=q, x=x), num_top
-
-
-def _aligned(size: int) -> int:
-    return (size + _ALIGN - 1) // _ALIGN * _ALIGN
-
-
-def _size(sections: _Sections) -> int:
-    total = _aligned(_HEADER_BYTES)
-    for _, dtype, shape in sections:
-        total += _aligned(_ITEM_BYTES[dtype] * math.prod(shape))
-    return total
-
-
-def _views(buffer: memoryview, sections: _Sections, *, with_empty: bool = True) -> dict[str, np.ndarray]:
-    views = {}
-    offset = _aligned(_HEADER_BYTES)
-    for name, dtype, shape in sections:
-        count = math.prod(shape)
-        if count or with_empty:
-            views[name] = np.frombuffer(buffer, dtype, count, offset).reshape(shape)
-        offset += _aligned(_ITEM_BYTES[dtype] * count)
-    return views
+def _shape_of_output(output: StepOutput) -> tuple[StepShape, int]:
+    """The arguments of `output_layout`."""
+    shape = StepShape(
+        num_rows=len(output.token_ids),
+        num_drafting=0 if output.num_accepted is None else len(output.num_accepted),
+        num_pooled=len(output.pooled_lens),
+        num_pooled_values=len(output.pooled),
+    )
+    return shape, -1 if output.top_ids is None else output.top_ids.shape[1]
 
 
 def empty_step(step_id: int) -> StepMetadata:
     """A heartbeat: no sequence, nothing to compute."""
-    sections = {name: np.zeros(shape, dtype) for name, dtype, shape in _step_sections(_Counts())}
-    return StepMetadata(step_id, is_ahead=False, **sections)
+    layout = step_layout(StepShape())
+    zeros = layout.views(memoryview(bytes(layout.num_bytes)))
+    return StepMetadata(step_id, is_ahead=False, **{name: array.copy() for name, array in zeros.items()})
 
 
 def table_width(config: WorkerConfig) -> int:
@@ -313,25 +215,41 @@ def max_step_bytes(config: WorkerConfig) -> int:
     bias = sampled * MAX_BIAS_PER_ROW
     copies = MAX_COPIES if config.offloads_kv else 0
     entries, ids = s * table_width(config), s * MAX_POOLED_IDS
-    counts = _Counts(s, t, entries, max(s, t), bias, sampled, history, sampled, words, s, s, copies, s, ids)
-    return _size(_step_sections(counts))
+    largest = StepShape(
+        num_seqs=s,
+        num_tokens=t,
+        num_table_entries=entries,
+        num_rows=max(s, t),
+        num_biases=bias,
+        num_penalized=sampled,
+        num_history_ids=history,
+        num_masks=sampled,
+        num_mask_words=words,
+        num_drafting=s,
+        num_histories=s,
+        num_copies=copies,
+        num_pooled=s,
+        num_pooled_values=ids,
+    )
+    return step_layout(largest).num_bytes
 
 
 def max_output_bytes(config: WorkerConfig) -> int:
     """Bytes of the largest output these limits allow."""
     s, t = config.max_num_seqs, config.max_num_batched_tokens
     values = max_pooled_values(config, config.hidden_size)
-    return _size(_output_sections(_Counts(rows=max(s, t), d=s, q=s, x=values), MAX_LOGPROBS))
+    largest = StepShape(num_rows=max(s, t), num_drafting=s, num_pooled=s, num_pooled_values=values)
+    return output_layout(largest, MAX_LOGPROBS).num_bytes
 
 
 def step_bytes(step: StepMetadata) -> int:
     """Bytes that `pack_step` writes."""
-    return _size(_step_sections(_Counts.of(step)))
+    return step_layout(_shape_of(step)).num_bytes
 
 
 def output_bytes(output: StepOutput) -> int:
     """Bytes that `pack_output` writes."""
-    return _size(_output_sections(*_counts_of_output(output)))
+    return output_layout(*_shape_of_output(output)).num_bytes
 
 
 def pack_step(step: StepMetadata, buffer: memoryview, *, without_masks: bool = False) -> int:
@@ -339,60 +257,46 @@ def pack_step(step: StepMetadata, buffer: memoryview, *, without_masks: bool = F
 
     `without_masks` leaves the bytes of `mask_bits` unwritten: write them later into `unpack_step(buffer).mask_bits`.
     """
-    counts = _Counts.of(step)
-    sections = _step_sections(counts)
-    size = _size(sections)
-    if size > len(buffer):
-        raise ProtocolError(f"step {step.step_id} needs {size} bytes, the slot holds {len(buffer)}")
-    for name, view in _views(buffer, sections, with_empty=False).items():
-        if not (without_masks and name == "mask_bits"):
-            view[...] = getattr(step, name)
-    _write_header(buffer, step.step_id, counts, -1, step.is_ahead)
-    return size
+    shape = _shape_of(step)
+    layout = step_layout(shape)
+    if layout.num_bytes > len(buffer):
+        raise ProtocolError(f"step {step.step_id} needs {layout.num_bytes} bytes, the slot holds {len(buffer)}")
+    layout.write(buffer, step, without="mask_bits" if without_masks else "")
+    _write_header(buffer, step.step_id, shape, -1, step.is_ahead)
+    return layout.num_bytes
 
 
 def unpack_step(buffer: memoryview) -> StepMetadata:
     """Views of the step in `buffer`: valid until the slot is written again. Raises `ProtocolError` on foreign bytes."""
-    step_id, counts, _, is_ahead = _read_header(buffer)
-    sections = _step_sections(counts)
-    if _size(sections) > len(buffer):
-        raise ProtocolError("the header announces more than the buffer holds")
-    return StepMetadata(step_id=step_id, is_ahead=is_ahead, **_views(buffer, sections))
+    step_id, shape, _, is_ahead = _read_header(buffer)
+    layout = _fitting(step_layout(shape), buffer)
+    return StepMetadata(step_id=step_id, is_ahead=is_ahead, **layout.views(buffer))
 
 
 def mask_span(buffer: memoryview) -> tuple[int, int]:
     """Where the bytes of `mask_bits` begin and end in a packed step, of which the header is enough."""
-    _, counts, _, _ = _read_header(buffer)
-    offset = _aligned(_HEADER_BYTES)
-    for name, dtype, shape in _step_sections(counts):
-        size = _aligned(_ITEM_BYTES[dtype] * math.prod(shape))
-        if name == "mask_bits":
-            return offset, offset + size
-        offset += size
-    raise AssertionError("every step has that section")
+    _, shape, _, _ = _read_header(buffer)
+    return step_layout(shape).span("mask_bits")
 
 
 def pack_output(output: StepOutput, buffer: memoryview) -> int:
     """Write `output` into `buffer` and return the bytes used."""
-    counts, k = _counts_of_output(output)
-    sections = _output_sections(counts, k)
-    size = _size(sections)
-    if size > len(buffer):
-        raise ProtocolError(f"the answer to step {output.step_id} needs {size} bytes, the slot holds {len(buffer)}")
-    for name, view in _views(buffer, sections).items():
-        view[...] = getattr(output, name)
-    _write_header(buffer, output.step_id, counts, k, output.out_of_memory)
-    return size
+    shape, num_top = _shape_of_output(output)
+    layout = output_layout(shape, num_top)
+    if layout.num_bytes > len(buffer):
+        needed = layout.num_bytes
+        raise ProtocolError(f"the answer to step {output.step_id} needs {needed} bytes, the slot holds {len(buffer)}")
+    layout.write(buffer, output)
+    _write_header(buffer, output.step_id, shape, num_top, output.out_of_memory)
+    return layout.num_bytes
 
 
 def unpack_output(buffer: memoryview) -> StepOutput:
     """A copy of the output in `buffer`. Raises `ProtocolError` on foreign bytes."""
-    step_id, counts, k, out_of_memory = _read_header(buffer)
-    sections = _output_sections(counts, k)
-    if _size(sections) > len(buffer):
-        raise ProtocolError("the header announces more than the buffer holds")
-    views = {name: view.copy() for name, view in _views(buffer, sections).items()}
-    return StepOutput(step_id=step_id, out_of_memory=out_of_memory, **views)
+    step_id, shape, num_top, out_of_memory = _read_header(buffer)
+    layout = _fitting(output_layout(shape, num_top), buffer)
+    copies = {name: view.copy() for name, view in layout.views(buffer).items()}
+    return StepOutput(step_id=step_id, out_of_memory=out_of_memory, **copies)
 
 
 def refusal(step_id: int) -> StepOutput:
@@ -400,17 +304,23 @@ def refusal(step_id: int) -> StepOutput:
     return StepOutput(step_id, np.empty(0, np.int32), np.empty(0, np.uint8), out_of_memory=True)
 
 
-def _write_header(buffer: memoryview, step_id: int, counts: _Counts, k: int, mark: bool) -> None:
-    _HEADER.pack_into(buffer, 0, _MAGIC, step_id, *counts, k, mark)
-    _CHECKSUM.pack_into(buffer, _HEADER.size, zlib.crc32(buffer[: _HEADER.size]))
+def _fitting(layout: Layout, buffer: memoryview) -> Layout:
+    if layout.num_bytes > len(buffer):
+        raise ProtocolError("the header announces more than the buffer holds")
+    return layout
 
 
-def _read_header(buffer: memoryview) -> tuple[int, _Counts, int, bool]:
-    """The header's numbers, which decide every offset, and its mark. `ProtocolError` if the checksum is wrong."""
-    if len(buffer) < _HEADER_BYTES:
+def _write_header(buffer: memoryview, step_id: int, shape: StepShape, num_top: int, mark: bool) -> None:
+    HEADER.pack_into(buffer, 0, _MAGIC, step_id, *shape, num_top, mark)
+    CHECKSUM.pack_into(buffer, HEADER.size, zlib.crc32(buffer[: HEADER.size]))
+
+
+def _read_header(buffer: memoryview) -> tuple[int, StepShape, int, bool]:
+    """Step id, shape, largest number of top logprobs and mark. `ProtocolError` if the checksum is wrong."""
+    if len(buffer) < HEADER_BYTES:
         raise ProtocolError(f"{len(buffer)} bytes cannot hold a header")
-    (checksum,) = _CHECKSUM.unpack_from(buffer, _HEADER.size)
-    magic, step_id, *counts, k, mark = _HEADER.unpack_from(buffer, 0)
-    if magic != _MAGIC or checksum != zlib.crc32(buffer[: _HEADER.size]):
+    (checksum,) = CHECKSUM.unpack_from(buffer, HEADER.size)
+    magic, step_id, *lengths, num_top, mark = HEADER.unpack_from(buffer, 0)
+    if magic != _MAGIC or checksum != zlib.crc32(buffer[: HEADER.size]):
         raise ProtocolError("not a step of this layout: wrong magic or checksum")
-    return step_id, _Counts(*counts), k, mark
+    return step_id, StepShape(*lengths), num_top, mark

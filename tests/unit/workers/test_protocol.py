@@ -1,10 +1,13 @@
 """The step's bytes: what is packed is what every rank reads, and foreign bytes are refused."""
 
+import zlib
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from workers import step_layout
 from workers.config import WorkerConfig
 from workers.protocol import (
     MAX_BIAS_PER_ROW,
@@ -109,6 +112,30 @@ def test_a_step_survives_the_trip(
     assert read.step_id == step.step_id
     for name in StepMetadata.__slots__:
         np.testing.assert_array_equal(getattr(read, name), getattr(step, name), err_msg=name)
+
+
+def test_the_bytes_of_a_step_are_those_that_older_recordings_hold() -> None:
+    """A recording holds packed steps: with other bytes its format needs another number."""
+    rng, buffer, checksum = np.random.default_rng(5), memoryview(bytearray(1 << 16)), 0
+    for choices in (NO_CHOICES, (2, 3, 2, 5)):
+        step = random_step(rng, 5, 3, 7, 9, choices, entries=4)
+        checksum = zlib.crc32(buffer[: pack_step(step, buffer)], checksum)
+    assert checksum == 2755286153
+
+
+def test_steps_of_one_shape_share_the_offsets_of_their_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = memoryview(bytearray(1 << 16))
+    pack_step(random_step(np.random.default_rng(0), 2, 1, 3, 4, (1, 2, 2, 5)), buffer)
+    monkeypatch.setattr(step_layout, "_layout", lambda arrays: pytest.fail("offsets were computed again"))
+    again = random_step(np.random.default_rng(1), 2, 1, 3, 4, (1, 2, 2, 5))
+    pack_step(again, buffer)
+    np.testing.assert_array_equal(unpack_step(buffer).mask_bits, again.mask_bits)
+
+
+def test_offsets_are_kept_of_a_bounded_number_of_shapes() -> None:
+    for num_tokens in range(1000):
+        step_layout.step_layout(step_layout.StepShape(num_tokens=num_tokens))
+    assert step_layout.step_layout.cache_info().currsize <= 256
 
 
 def test_masks_may_follow_the_step() -> None:
