@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from server.api.constant_document import MadeOnce
 from server.api.cors import Cors
 from server.api.error_shape import answer_of
 from server.api.middleware import METRICS, PROBES, ApiMiddleware
@@ -88,7 +89,7 @@ def create_app(settings: Settings, state: ServerState, counters: HttpCounters | 
 
 def application(settings: Settings, state: ServerState, counters: HttpCounters) -> FastAPI:
     """The routes without the middleware."""
-    app = FastAPI(title="Oarlock", version=VERSION, docs_url=None, redoc_url=None, openapi_url="/openapi.json")
+    app = FastAPI(title="Oarlock", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
     app.router.redirect_slashes = False  # a redirect would trust the Host header, and have another body than our errors
     for module in (
         completions,
@@ -115,6 +116,7 @@ def application(settings: Settings, state: ServerState, counters: HttpCounters) 
     app.add_exception_handler(HTTPException, _framework_error)
     serving = OpenAIServing(settings, state, counters)
     app.state.serving = serving
+    app.state.documents = MadeOnce()
     for endpoint in (
         OpenAIServingCompletion,
         OpenAIServingChatCompletion,

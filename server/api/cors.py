@@ -1,6 +1,8 @@
-"""What browsers ask before they let the web page of another origin use this server (CORS, in the Fetch standard).
+"""Web pages of other origins: which may read answers (CORS, in the Fetch standard), and which may cause anything.
 
-Keys travel in a header that the page itself sets, never in a cookie, so no answer allows credentials.
+A browser asks before a page may read an answer, but not before a form or a request without a body is sent: so what a
+request to change something says about the page that it comes from is checked here as well. Keys travel in a header that
+the page itself sets, never in a cookie, so no answer allows credentials.
 """
 
 from __future__ import annotations
@@ -8,6 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
+from server.errors import HttpError
+
+_SAFE = frozenset({"GET", "HEAD", "OPTIONS"})  # methods that change nothing
+_OWN_PAGES = (b"same-origin", b"none")  # values of Sec-Fetch-Site; none: the user's own doing, such as an address typed
+_DEFAULT_PORTS = {b"http": b":80", b"https": b":443"}
 _METHODS = "GET, HEAD, POST"
 _EXPOSED = b"X-Request-Id, Retry-After, X-Ignored-Parameters, X-Should-Retry"
 _MAX_AGE_S = "7200"  # browsers keep the answer to a preflight no longer
@@ -50,3 +57,37 @@ class Cors:
         if len(names) <= _LONGEST_NAMES and _NAMES.fullmatch(names):  # one by one: `*` would leave out Authorization
             answer["Access-Control-Allow-Headers"] = names.decode("ascii")
         return answer
+
+    def check(self, method: str, request: Mapping[bytes, bytes]) -> None:
+        """Raise `HttpError` (403) for a request of another origin's page that is not allowed and may change something.
+
+        Programs that are no browsers send neither header, and are not meant.
+        """
+        site, origin = request.get(b"sec-fetch-site"), request.get(b"origin") or None
+        if method in _SAFE or (site is None and origin is None) or site in _OWN_PAGES:
+            return
+        if b"*" in self._origins or origin in self._origins:
+            return
+        # Browsers leave Sec-Fetch-Site out where the address is neither HTTPS nor of this machine.
+        if site is None and origin is not None and _is_own(origin, request):
+            return
+        shown = (origin or b"").decode("latin-1")[:100]
+        allowed = shown if shown not in ("", "null") else "*"
+        raise HttpError(
+            403,
+            f"A web page of another origin ({shown or 'not named'}) sent this request, and it is not allowed to. If it "
+            f"should be, start the server with --allowed-origins '{allowed}'.",
+            code="origin_not_allowed",
+        )
+
+
+def _is_own(origin: bytes, request: Mapping[bytes, bytes]) -> bool:
+    """Whether a page of this server has that origin: it names the host that was asked.
+
+    Proxies that ask under another name say in X-Forwarded-Host which one they were asked for. No foreign page can set
+    that header: a browser would first ask whether it may.
+    """
+    scheme, _, authority = origin.lower().partition(b"://")
+    default = _DEFAULT_PORTS.get(scheme, b"")
+    asked = (request.get(b"host", b""), request.get(b"x-forwarded-host", b"").partition(b",")[0])
+    return bool(authority) and authority in [name.strip().lower().removesuffix(default) for name in asked]

@@ -1,4 +1,4 @@
-"""The middleware before every route: request id, Host check, API keys, and 503 while loading or draining.
+"""The middleware before every route: request id, checks of Host and Origin, API keys, 503 while loading or draining.
 
 Plain ASGI, so it costs nothing per chunk of a stream. It authorises on the ASGI path, never on a URL made from headers.
 Deny by default: without a key only the routes named here are open.
@@ -55,9 +55,9 @@ class ApiMiddleware:
         cors: Cors,
         access_log: AccessLog | None,
     ) -> None:
-        """`open_metrics`: `METRICS` require no key. `open_requests`: nor does `REQUESTS`. `page`: paths of the web page, which holds no secret: it is sent at
-        any time, under any name, and its requests to the API are checked like all others. `cors`: which foreign web
-        pages may read answers."""
+        """`open_metrics`: `METRICS` require no key. `open_requests`: nor does `REQUESTS`. `page`: paths of the web page,
+        which holds no secret: it is sent at any time, under any name, and its requests to the API are checked like all
+        others. `cors`: which foreign web pages may ask and read answers."""
         self._access_log = access_log
         self._app = app
         self._state = state
@@ -96,11 +96,13 @@ class ApiMiddleware:
         try:
             if scope["state"].get("crowded") and scope["path"] not in PROBES:
                 raise _crowded()
+            _check_one_host(scope["headers"])
             preflight = self._cors.preflight(scope["method"], headers)
             if preflight is not None:  # a browser asks it without a key
                 await Response(status_code=204, headers=preflight)(scope, receive, send_with_id)
                 return
             scope["state"]["key"] = self._check(scope["path"], headers)
+            self._cors.check(scope["method"], headers)
             if scope["path"] not in self._open | METRICS:
                 self._check_state(is_admin=scope["path"].startswith((ADMIN, REQUESTS)))
                 self._state.enter()
@@ -188,6 +190,12 @@ def _crowded() -> HttpError:
     """The error on a connection beyond the limit, which only probes may use."""
     message = "All connections of this server are in use. Try again in a moment, or reuse one connection for more."
     return HttpError(503, message, code="too_many_connections", headers={"Connection": "close", **retry_after(1)})
+
+
+def _check_one_host(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Raises `HttpError` for two Host headers: a proxy may have checked the other one (RFC 9112, 3.2)."""
+    if sum(name == b"host" for name, _ in headers) > 1:
+        raise HttpError(400, "The request has more than one Host header. Send one.", code="invalid_host")
 
 
 def _foreign_host(header: bytes) -> HttpError:

@@ -81,7 +81,8 @@ def test_without_keys_it_is_open_where_the_live_state_is(make_stage, path, found
 
 
 @pytest.mark.parametrize(
-    "settings", [{"host": "0.0.0.0"}, {"api_key": ("sk",)}, {"admin_api_key": "boss"}, {"api_key": ("sk",), "uds": "/x"}]
+    "settings",
+    [{"host": "0.0.0.0"}, {"api_key": ("sk",)}, {"admin_api_key": "boss"}, {"api_key": ("sk",), "uds": "/x"}],
 )
 def test_keys_and_the_network_close_it(make_stage, settings):
     """API keys keep clients apart, also on one machine, and one who gave an admin key wants it asked for."""

@@ -100,6 +100,12 @@ def test_with_keys_the_host_header_is_checked_only_on_open_routes(make_stage):
     assert _get(stage, "/metrics", headers=foreign).status_code == 403
 
 
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/", "/nope"])
+def test_two_host_headers_are_refused(make_stage, path):
+    answer = _get(make_stage(api_key=("k",)), path, headers=[("Host", "localhost"), ("Host", "localhost")])
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_host")
+
+
 def test_request_ids_are_echoed_or_replaced(make_stage):
     stage = make_stage()
     assert _get(stage, "/v1/models", headers={"X-Request-Id": "a-B_c.9"}).headers["x-request-id"] == "a-B_c.9"

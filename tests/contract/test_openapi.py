@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 
@@ -11,6 +12,7 @@ import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from server.api.middleware import POOLING
+from server.api.routes import server_info
 from server.llm.pooler_config import PoolerConfig, Task
 
 
@@ -90,3 +92,17 @@ def test_the_page_of_the_api_needs_no_network(make_stage):
     for words in ("/v1/completions", "truncate_prompt_tokens", "integer, 1 to 128", "curl -s"):
         assert words in page.text
     assert json.dumps({"prompt": "Once"})[:-1] not in page.text  # escaped, as everything in the page
+
+
+def test_documents_are_made_once_and_again_for_another_model(make_stage, monkeypatch):
+    made = []
+    for name in ("page", "capabilities"):
+        make = getattr(server_info, name)
+        monkeypatch.setattr(server_info, name, lambda *given, make=make: made.append(make) or make(*given))
+    stage = make_stage()
+    paths = [("GET", path, None) for path in ("/docs", "/v1/capabilities", "/openapi.json")]
+    assert [answer.content for answer in _all(stage, paths * 3)][:3] == [a.content for a in _all(stage, paths)]
+    assert len(made) == 2
+    stage.state.async_llm = copy.copy(stage.state.async_llm)
+    _all(stage, paths)
+    assert len(made) == 4

@@ -1,5 +1,7 @@
 """How the web page is sent: its headers, its size, when it is there, and when it is not."""
 
+import base64
+import hashlib
 import re
 
 import anyio
@@ -44,12 +46,32 @@ def test_the_policy_allows_only_its_own_parts(make_stage):
     assert re.findall(foreign, page.text) == []
 
 
-def test_what_the_browser_has_is_not_sent_again(make_stage):
+def test_every_html_page_is_framed_by_none_and_runs_nothing(make_stage):
     stage = make_stage()
-    first = get(stage, "/static/style.css")
-    again = get(stage, "/static/style.css", **{"if-none-match": first.headers["etag"]})
+    paths = [path for path in ("/", *get(stage, "/openapi.json").json()["paths"]) if "{" not in path]
+    pages = {path: page for path in paths if "html" in (page := get(stage, path)).headers.get("content-type", "")}
+    assert {"/", "/docs"} <= pages.keys()
+    for path, page in pages.items():
+        policy = dict(rule.split(" ", 1) for rule in page.headers["content-security-policy"].split("; "))
+        assert policy["default-src"] == policy["frame-ancestors"] == "'none'", path
+        assert "unsafe" not in page.headers["content-security-policy"]
+        assert (page.headers["x-frame-options"], page.headers["referrer-policy"]) == ("DENY", "no-referrer")
+        assert page.headers["x-content-type-options"] == "nosniff"
+        for style in re.findall("<style>(.*?)</style>", page.text, re.DOTALL):
+            digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+            assert policy["style-src"] == f"'sha256-{digest}'"
+        assert not re.search(r"<script(?! type=\"module\" src=)|\son\w+=|\sstyle=", page.text)
+
+
+@pytest.mark.parametrize("path", ["/static/style.css", "/openapi.json", "/docs", "/v1/capabilities"])
+def test_what_the_client_has_is_not_sent_again(make_stage, path):
+    stage = make_stage()
+    first = get(stage, path)
+    again = get(stage, path, **{"if-none-match": first.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
     assert again.headers["etag"] == first.headers["etag"]
+    zipped = get(stage, path, **{"accept-encoding": "gzip"})
+    assert (zipped.headers["content-encoding"], zipped.content) == ("gzip", first.content)
     assert get(stage, "/static/app.js", **{"if-none-match": first.headers["etag"]}).status_code == 200
 
 

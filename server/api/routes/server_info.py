@@ -1,24 +1,33 @@
-"""`/v1/capabilities`, `/load`, and `/docs`, a page that needs no network."""
+"""`/v1/capabilities`, `/load`, `/openapi.json`, and `/docs`, a page that needs no network."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 
 from server.api.api_route import ErrorHandlingRoute
+from server.api.constant_document import ConstantDocument, MadeOnce, page_headers
 from server.api.openapi.capabilities import capabilities
-from server.api.openapi.docs_page import page
+from server.api.openapi.docs_page import STYLE_SOURCE, page
 from server.api.openapi.document import describe
 from server.serving.base import OpenAIServing
 
 router = APIRouter(route_class=ErrorHandlingRoute)
+_PAGE_HEADERS = page_headers({"style-src": STYLE_SOURCE, "img-src": "'self'"})
 
 
 @router.get("/v1/capabilities", openapi_extra=describe("Show capabilities", "Capabilities"))
 async def show_capabilities(request: Request) -> Response:
     """Parameters with their ranges, limits and features of this server."""
-    return JSONResponse(capabilities(request.app.openapi(), OpenAIServing.of(request)))
+    return _once(
+        request,
+        "capabilities",
+        lambda: _json(capabilities(request.app.openapi(), OpenAIServing.of(request))),
+    )
 
 
 @router.get(
@@ -52,4 +61,23 @@ async def load(request: Request) -> Response:
 
 @router.get("/docs", openapi_extra=describe("Show documentation", "", media="text/html"))
 async def docs(request: Request) -> Response:
-    return HTMLResponse(page(request.app.openapi()))
+    return _once(
+        request,
+        "docs",
+        lambda: ConstantDocument.of(page(request.app.openapi()).encode(), "text/html; charset=utf-8", _PAGE_HEADERS),
+    )
+
+
+@router.get("/openapi.json", include_in_schema=False)
+async def openapi_document(request: Request) -> Response:
+    """Every route, parameter and answer, as OpenAPI 3.1."""
+    return _once(request, "openapi", lambda: _json(request.app.openapi()))
+
+
+def _once(request: Request, name: str, make: Callable[[], ConstantDocument]) -> Response:
+    made: MadeOnce = request.app.state.documents
+    return made.get(name, OpenAIServing.of(request).state.async_llm, make).answer(request)
+
+
+def _json(value: Any) -> ConstantDocument:
+    return ConstantDocument.of(bytes(JSONResponse(value).body), "application/json")
