@@ -13,7 +13,7 @@ from engine.sampling_params import Grammar, SamplingParams
 from engine.types import Request
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.rank_threads import ThreadExecutor
-from tests.parallel.recorded_graphs import Recordings, intercept
+from tests.parallel.recorded_graphs import intercept
 from tests.parallel.test_pipeline_depth import answers
 from workers.config import WorkerConfig
 from workers.kernels.cpu import library
@@ -21,6 +21,7 @@ from workers.kernels.triton import availability
 from workers.layers import matmul
 from workers.worker.batch_invariance import InvarianceResult
 from workers.worker.cuda_graphs.assemble import capture, device_steps
+from workers.worker.cuda_graphs.graphs import CudaGraphs
 from workers.worker.model_runner import ModelRunner
 from workers.worker.rank_invariance import RankInvariance
 
@@ -44,10 +45,10 @@ class DeviceRunner(ModelRunner):
         self.rank_invariance = RankInvariance(True, "not measured")
         self._device_steps = device_steps(self.config, self.model, self.backend, self.tp, self._tables, self.pooler)
         self._device_steps.kv = self.kv
-        self.maker = Recordings()
+        maker = CudaGraphs()
         for _ in range(2):  # a start measures what graphs take, and captures them when memory has been divided
             self._device_steps.release()
-            capture(self._device_steps, self.maker, self.config, self.backend)
+            capture(self._device_steps, maker, self.config, self.backend)
 
 
 def requests_of(kinds: tuple[dict, ...], count: int, tokens: int) -> list[Request]:
@@ -69,8 +70,9 @@ def run(executor: ThreadExecutor, requests: list[Request], depth: int) -> dict:
 def test_recorded_steps_are_those_of_the_host(
     size: int, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    intercept(monkeypatch)
+    cuda = intercept(monkeypatch)
     monkeypatch.setattr(library, "why_not", lambda *_: "operations of torch can be recorded")
+    monkeypatch.setattr(matmul, "can_pack", lambda *_: False)
     model = make_tiny(tmp_path_factory.mktemp("model"), "qwen2", num_hidden_layers=1)
     config = WorkerConfig(
         str(model), device="cpu", dtype="float32", tensor_parallel_size=size, max_model_len=32, block_size=8,
@@ -79,7 +81,6 @@ def test_recorded_steps_are_those_of_the_host(
     requests = requests_of(KINDS, len(KINDS), 4)
 
     graphs = ThreadExecutor(config, DeviceRunner)
-    ranks = list(graphs.ranks)
     got = run(graphs, requests, 2)
     eager = run(ThreadExecutor(config.with_(enforce_eager=True), DeviceRunner), requests, 1)
     judge = run(ThreadExecutor(config.with_(attention_backend="reference")), requests, 1)
@@ -88,9 +89,7 @@ def test_recorded_steps_are_those_of_the_host(
         assert got[number].token_ids == answer.token_ids
         for ours, wanted in zip(got[number].logprobs, answer.logprobs, strict=True):
             assert ours.logprob == pytest.approx(wanted.logprob, abs=1e-4)
-    for rank in ranks:
-        assert isinstance(rank, DeviceRunner)
-        assert sum(graph.num_replays > 0 for graph in rank.maker.captured) > 3
+    assert sum(graph.num_replays > 0 for graph in cuda.graphs) > 3 * size
 
 
 @pytest.mark.soak
@@ -99,7 +98,7 @@ def test_padding_changes_no_bit_where_batches_must_not(
     cache: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`--batch-invariant`: three requests in graphs of four rows, and each alone in one of one row, step by step."""
-    intercept(monkeypatch)
+    cuda = intercept(monkeypatch)
     monkeypatch.setattr(library, "why_not", lambda *_: "operations of torch can be recorded")
     monkeypatch.setattr(matmul, "can_pack", lambda *_: False)
     monkeypatch.setattr(availability, "can_serve", lambda _: True)
@@ -113,8 +112,8 @@ def test_padding_changes_no_bit_where_batches_must_not(
     graphs = ThreadExecutor(config, DeviceRunner)
     (rank,) = graphs.ranks
     assert isinstance(rank, DeviceRunner) and rank.kv_spec.fixed_span is not None
+    padded = next(graph for graph in cuda.graphs if not graph.is_reset)  # the model's, of four rows
     got = run(graphs, requests, 2)
-    padded = rank.maker.captured[0]  # the model's, of four rows
     assert padded.num_replays > 0
     for request in requests:
         alone = run(ThreadExecutor(config.with_(enforce_eager=True), DeviceRunner), [request], 1)

@@ -1,8 +1,9 @@
 """Graphs of a device: work that is recorded once, and then launched whole.
 
-The work must read and write the same memory each time, and must not look at the device from the host. All ranks capture
-the same graphs in the same order, since collectives are captured with the rest; and all graphs must be gone before the
-process group is.
+The work must read and write the same memory each time, and must not look at the device from the host. A graph owns what
+was allocated while it was captured, and knows all other memory by address alone; so whatever the work refers to lives
+as long as its graph. All ranks capture the same graphs in the same order, since collectives are captured with the rest;
+and all graphs must be gone before the process group is.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,8 @@ class GraphMaker(Protocol):
     results are kept elsewhere. The largest comes first, and the others find room in what it took."""
 
     def capture(self, work: Work) -> Graph:
-        """`work` as a graph. It is done at least once before, for whatever happens only the first time."""
+        """`work` as a graph, which keeps it. It is done at least once before, for whatever happens only the first
+        time."""
 
     def release(self) -> None:
         """Destroy all graphs, and give back their memory; others may be captured afterwards."""
@@ -52,13 +54,29 @@ class Calls:
         """A call holds nothing of a device."""
 
 
+class CudaGraph:
+    """One of CUDA's graphs, beside the work whose memory it reads and writes."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, work: Work) -> None:
+        self._graph = graph
+        self._work: Work | None = work
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+    def reset(self) -> None:
+        """Destroy the graph, which no longer runs, and only then let go of the work's memory."""
+        self._graph.reset()
+        self._work = None
+
+
 class CudaGraphs:
     """CUDA's graphs, in one pool of memory and on one stream."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
-        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._graphs: list[CudaGraph] = []
 
     def capture(self, work: Work) -> Graph:
         current = torch.cuda.current_stream()
@@ -70,8 +88,8 @@ class CudaGraphs:
         # NCCL's own thread may use the device meanwhile, which the default mode of capturing takes for an error.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             work()
-        self._graphs.append(graph)
-        return graph
+        self._graphs.append(CudaGraph(graph, work))
+        return self._graphs[-1]
 
     def release(self) -> None:
         torch.cuda.synchronize()
