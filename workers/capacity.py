@@ -30,6 +30,7 @@ from workers.worker.kv_cache_size import (
     RESERVED_BLOCKS,
     KVRoom,
     blocks_that_fit,
+    fitted_length,
     kv_shape,
     room_given,
     room_on_device,
@@ -180,7 +181,8 @@ def _held(config: WorkerConfig, shape: KVShape, room: KVRoom, short: int) -> Cap
         )
         return Capacity(config, shape, 0, refusal, short + (0 if config.kv_cache_bytes else least))
     try:
-        return Capacity(config, shape, blocks_that_fit(shape, config, room))
+        blocks = blocks_that_fit(shape, config, room)
+        return Capacity(config.with_(max_model_len=fitted_length(config, blocks)), shape, blocks)
     except StartupError as error:
         return Capacity(config, shape, 0, error, least - room.available)
 

@@ -44,6 +44,7 @@ class WorkerConfig:
     tie_word_embeddings: bool | None = None  # None: as config.json says, unless the stored head is another matrix
     seed: int = 0  # of dummy weights only; sampling seeds come with each request
     max_model_len: int | None = None  # tokens; None: what the model was trained for
+    fit_model_len: bool = False  # whether it may be lowered to what the KV memory holds
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     num_speculative_tokens: int = 0  # drafts that may follow the newest token of a sequence in a step

@@ -19,6 +19,7 @@ from server.chat.tool_parsers.harmony import HARMONY, TURN
 from server.chat.tool_parsers.registry import choose
 from server.protocol.chat_completion import ChatRequest
 from server.protocol.chat_messages import ChatMessage
+from server.tokenizer.chat_template import text_parts
 from server.tokenizer.tokenizer import Tokenizer
 
 _CUT_HERE = "\ue0c7\ue0f1\ue0c7"  # added to a message to be continued: the prompt ends there (private use area)
@@ -74,6 +75,8 @@ def _render(tokenizer: Tokenizer, request: ChatRequest, tool_format: ToolFormat,
         messages, tools = tool_format.write_into_messages(messages, tools, *takes), None
     if request.continue_final_message:
         messages[-1] = {**messages[-1], "content": messages[-1]["content"] + _CUT_HERE}
+    if template.reads_parts:
+        messages = _in_parts(messages, request.messages)
     variables = _variables(request, template.source)
     size = _size([messages, tools, variables])
     text = template.render(messages, request.opens_answer, 4 * size + _MAX_ADDED, tools=tools, variables=variables)
@@ -163,6 +166,18 @@ def _messages(given: list[ChatMessage], tool_format: ToolFormat, has_developer: 
             written["tool_call_id"] = _short(message.tool_call_id) if short_ids else message.tool_call_id
         messages.append(written)
     return messages
+
+
+def _in_parts(written: list[dict[str, Any]], given: list[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages with their contents as lists of parts: the caller's own where the texts are still theirs."""
+    sources = given if len(given) == len(written) else [None] * len(written)
+    found = []
+    for message, source in zip(written, sources, strict=True):
+        texts = [message["content"]] if message["content"] else []
+        if source is not None and isinstance(source.content, list) and source.text == message["content"]:
+            texts = [part.text or part.refusal for part in source.content]
+        found.append({**message, "content": text_parts(*texts)})
+    return found
 
 
 def _arguments(text: str, as_text: bool) -> Any:

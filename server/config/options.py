@@ -13,8 +13,8 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class OptionError(ValueError):
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_COUNTS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _JSON_NAMES: dict[type, str] = {str: "string", int: "integer", float: "number", bool: "boolean"}
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
@@ -54,6 +55,10 @@ class Option:
     choices: tuple[str, ...] = ()
     short: str | None = None
     is_bytes: bool = False  # accepts 512MiB, 2GiB, 4096
+    is_count: bool = False  # accepts 16k, 16K, 16384
+    aliases: Mapping[str, Any] = field(default_factory=dict)  # other words for a value, as other servers have them
+    unset: str = ""  # the word where it is not given, if not as `unset_text` says
+    special: tuple[int, ...] = ()  # numbers out of range that mean something of their own
     is_json: bool = False  # text that is a JSON object, or a table of TOML
     secret: bool = False  # never printed
     positional: bool = False
@@ -78,9 +83,15 @@ class Option:
         return "size" if self.is_bytes else "object" if self.is_json else _JSON_NAMES[self.kind]
 
     @property
+    def unset_text(self) -> str:
+        """The word for a value that is not given: something is decided for it, or there is none."""
+        is_decided = self.optional and (self.positional or self.kind is not str)
+        return self.unset or ("automatic" if is_decided else "none")
+
+    @property
     def default_text(self) -> str:
         if self.default is None or self.default == ():
-            return "automatic" if self.optional and (self.positional or self.kind is not str) else "none"
+            return self.unset_text
         return str(self.default).lower() if self.kind is bool else str(self.default)
 
     def from_text(self, text: str) -> Any:
@@ -101,7 +112,7 @@ class Option:
             if not all(isinstance(item, self.kind) for item in items):
                 raise self._wrong(value, f"of type {self.type_name}")
             return self.check(tuple(self._not_blank(items)))
-        if self.is_bytes and isinstance(value, str):
+        if (self.is_bytes or self.is_count) and isinstance(value, str):
             return self.check(self._scalar(value))
         if self.is_json and isinstance(value, dict):
             return json.dumps(value)
@@ -112,11 +123,13 @@ class Option:
         return self.check(value)
 
     def check(self, value: Any) -> Any:
-        """`value` if it is within range, else an `OptionError` that names the limit."""
-        if value is None:
-            if not self.optional:
+        """`value`, or what it is another word for, if within range; else an `OptionError` that names the limit."""
+        if isinstance(value, str):
+            value = self.aliases.get(value, value)
+        if value is None or (not self.many and value in self.special):
+            if value is None and not self.optional:
                 raise self._wrong(value, "set")
-            return None
+            return value
         for item in value if self.many else (value,):
             if self.choices and item not in self.choices:
                 near = difflib.get_close_matches(str(item), self.choices, 1)
@@ -142,16 +155,21 @@ class Option:
         return values
 
     def _scalar(self, text: str) -> Any:
+        if text.lower() in self.aliases:
+            return self.aliases[text.lower()]
         if self.optional and text.lower() in ("auto", "none") and not self.choices:
             return None
         try:
             if self.is_bytes:
                 return parse_size(text)
+            if self.is_count:
+                return parse_count(text)
             if self.kind is bool:
                 return _parse_bool(text)
             return self.kind(text)
         except ValueError:
-            raise self._wrong(text, f"of type {self.type_name}") from None
+            wanted = "a whole number, such as 16000, 16k for the same or 16K for 16384"
+            raise self._wrong(text, wanted if self.is_count else f"of type {self.type_name}") from None
 
     def _wrong(self, value: Any, wanted: str) -> OptionError:
         shown = "…" if self.secret else repr(value)[:80]
@@ -210,6 +228,19 @@ def parse_size(text: str) -> int:
     if match is None or match[2].upper() not in _UNITS:
         raise ValueError(text)
     return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def parse_count(text: str) -> int:
+    """A number as vLLM writes it: `16k` is 16,000, `16K` 16,384 and `1.5k` 1,500; a binary unit takes no fraction."""
+    match = re.fullmatch(r"(\d+)(\.\d+)?([kmgtKMGT])", text.strip())
+    if match is None:
+        return int(text)
+    whole, fraction, unit = match.groups()
+    if fraction is None:
+        return int(whole) * _COUNTS[unit]
+    if unit.isupper():
+        raise ValueError(text)
+    return int(float(whole + fraction) * _COUNTS[unit])
 
 
 def format_size(size: int) -> str:

@@ -16,7 +16,7 @@ from server.config.allowed_hosts import is_loopback
 from server.config.groups.devices import DeviceSettings
 from server.config.groups.http import HttpSettings
 from server.config.groups.logs import LogSettings
-from server.config.groups.model import ModelSettings
+from server.config.groups.model import FITTING, ModelSettings
 from server.config.groups.nodes import NodeSettings
 from server.config.groups.scheduling import SchedulingSettings
 from server.config.option_checks import (
@@ -98,7 +98,8 @@ class Settings(LogSettings, SchedulingSettings, NodeSettings, DeviceSettings, Ht
             load_format=self.load_format,
             check_weights=self.check_weights,
             seed=self.seed,
-            max_model_len=self.max_model_len,
+            max_model_len=None if self.max_model_len == FITTING else self.max_model_len,
+            fit_model_len=self.max_model_len == FITTING,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens or max(MAX_NUM_BATCHED_TOKENS, self.max_num_seqs),
             num_speculative_tokens=0 if drafts is None else drafts.num_speculative_tokens,
@@ -184,8 +185,8 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
     for name, value in values.items():
         if name not in OPTIONS:
             raise unknown_name("option", name, OPTIONS)
-        checked[name] = json.dumps(value) if OPTIONS[name].is_json and isinstance(value, dict) else value
-        OPTIONS[name].check(checked[name])
+        described = OPTIONS[name]
+        checked[name] = described.check(json.dumps(value) if described.is_json and isinstance(value, dict) else value)
     settings = Settings(**checked)
     check_allowed_hosts(settings.allowed_hosts)
     check_allowed_origins(settings.allowed_origins)

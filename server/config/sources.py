@@ -99,7 +99,7 @@ def as_table(loaded: LoadedSettings) -> list[tuple[str, str, str]]:
         if described.secret and value:
             shown = f"({len(value) if described.many else 1} hidden)"
         elif value is None or value == ():
-            shown = "automatic"
+            shown = described.unset_text
         elif isinstance(value, tuple):
             shown = ", ".join(value)
         else:

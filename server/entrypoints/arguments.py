@@ -6,7 +6,7 @@ A mistake is one line of cause and one of fix, without a page of usage.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NoReturn
 
 from engine.errors import StartupError
@@ -27,10 +27,15 @@ class UsageError(Exception):
         self.fix = fix
 
 
+# The command line with our own flags, and a note for each of another server's that asks for what happens anyway.
+Rewrite = Callable[[Sequence[str]], tuple[list[str], list[str]]]
+
+
 class Parser(argparse.ArgumentParser):
     """Raises `UsageError` where argparse would print usage and exit."""
 
-    takes_settings = False  # and so flags of vLLM as well
+    takes_settings = False
+    rewrite: Rewrite | None = None  # takes other servers' flags out of the command line
     help_with_unknown: str | None = None  # the fix where a flag or argument is unknown, if there is a usual mistake
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -56,15 +61,10 @@ def parse(parser: Parser, command: Parser | None, words: list[str]) -> argparse.
     """Parse the whole command line, of which `command` parses a part. Raises `UsageError` and `OptionError`."""
     if command is None:
         return parser.parse_args(words)
-    if not command.takes_settings:
-        parsed, unknown = parser.parse_known_args(words)
-        if unknown:
-            raise _unknown_flag(command, unknown[0])
-        return parsed
-    words, notes = vllm_flags.take_out(words)
+    words, notes = (words, []) if command.rewrite is None else command.rewrite(words)
     parsed, unknown = parser.parse_known_args(words)
     if unknown:
-        raise _unknown_setting(command, unknown[0])
+        raise (_unknown_setting if command.takes_settings else _unknown_flag)(command, unknown[0])
     parsed.notes = notes
     return parsed
 
@@ -72,7 +72,7 @@ def parse(parser: Parser, command: Parser | None, words: list[str]) -> argparse.
 def add_settings(parser: argparse.ArgumentParser, *, positional: bool, without: Container[str] = frozenset()) -> None:
     """Add `--config` and a flag for every option not in `without`. `positional`: MODEL is given without a flag."""
     assert isinstance(parser, Parser)
-    parser.takes_settings = True
+    parser.takes_settings, parser.rewrite = True, vllm_flags.take_out
     parser.add_argument("--config", metavar="FILE.toml", help=_CONFIG_HELP)
     groups: dict[str, Any] = {}
     for described in OPTIONS.values():

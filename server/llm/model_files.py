@@ -19,7 +19,7 @@ class ModelFiles:
     model: str  # directory
     tokenizer: str | None  # directory; None: the model's
     chat_template: str | None  # file; None: that of the tokenizer
-    parsers: Mapping[str, str]  # those of answers that the operator chose
+    parsers: Mapping[str, str]  # what the operator chose of how chats are written and answers read
 
     def load_tokenizer(self) -> Tokenizer:
         """Raises `StartupError`."""
@@ -31,6 +31,7 @@ async def find_files(settings: Settings, on_progress: OnDetailedProgress) -> Mod
     if settings.chat_template is not None:
         read_template(settings.chat_template)
     tokenizer = await resolve_tokenizer(settings, on_progress)
-    named = {"tool_call_parser": settings.tool_call_parser, "reasoning_parser": settings.reasoning_parser}
+    options = ("tool_call_parser", "reasoning_parser", "chat_template_content_format")
+    named = {option: getattr(settings, option) for option in options}
     parsers = {option: name for option, name in named.items() if name != "auto"}
     return ModelFiles(await resolve(settings, on_progress, tokenizer), tokenizer, settings.chat_template, parsers)

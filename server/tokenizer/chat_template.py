@@ -37,7 +37,8 @@ class ChatTemplate:
         max_seconds: float = MAX_SECONDS,
         parsers: Mapping[str, str] | None = None,
     ) -> None:
-        """`parsers`: the operator's `tool_call_parser` and `reasoning_parser`; without: found out from the source."""
+        """`parsers`: the operator's `tool_call_parser`, `reasoning_parser` and `chat_template_content_format`; without:
+        found out from the source."""
         self.parsers = dict(parsers or {})
         sources = {"default": source} if isinstance(source, str) else dict(source or {})
         self._names = names
@@ -73,30 +74,40 @@ class ChatTemplate:
         return bool(self._templates)
 
     @cached_property
+    def reads_parts(self) -> bool:
+        """Whether contents of messages are lists of parts: as the operator says, else where it writes parts alone."""
+        asked = self.parsers.get("chat_template_content_format")
+        if asked is not None:
+            return asked == "openai"
+        return not self._writes("user", as_parts=False) and self._writes("user", as_parts=True)
+
+    @cached_property
     def takes_system(self) -> bool:
         """Whether messages of the role `system` are written: some templates refuse them, some drop them silently."""
-        return self._writes("system", "user")
+        return self._writes("system", "user", as_parts=self.reads_parts)
 
     @cached_property
     def takes_runs(self) -> bool:
         """Whether turns of one role may follow each other."""
-        return self._writes("user", "user", "assistant", "assistant", "user")
+        return self._writes("user", "user", "assistant", "assistant", "user", as_parts=self.reads_parts)
 
     @cached_property
     def takes_pairs(self) -> bool:
         """Whether it is a template for rerankers, which names the roles of a query and a document. One that writes any
         role is none."""
         named = all(re.search(rf"""['"]{role}['"]""", self.source) for role in _PAIR)
-        return named and self._writes(*_PAIR)
+        return named and self._writes(*_PAIR, as_parts=False)
 
-    def _writes(self, *roles: str) -> bool:
+    def _writes(self, *roles: str, as_parts: bool) -> bool:
         """Whether turns of these roles are accepted and all of them written."""
-        turns = [{"role": role, "content": f"turn{number}"} for number, role in enumerate(roles)]
+        texts = [f"turn{number}" for number in range(len(roles))]
+        contents = [text_parts(text) if as_parts else text for text in texts]
+        turns = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
         try:
-            text = self.render(turns, True, _MAX_TRIAL)
+            written = self.render(turns, True, _MAX_TRIAL)
         except RequestError:
             return False
-        return all(turn["content"] in text for turn in turns)
+        return all(text in written for text in texts)
 
     def render(
         self,
@@ -136,6 +147,11 @@ class ChatTemplate:
         except Exception as error:  # the template is foreign code: any error in it is about this input
             message = f"The chat template fails on these messages ({type(error).__name__})."
             raise RequestError(message, "messages") from None
+
+
+def text_parts(*texts: str) -> list[dict[str, str]]:
+    """A message's content as OpenAI's list of parts."""
+    return [{"type": "text", "text": text} for text in texts]
 
 
 def read_template(file: str | Path) -> str:

@@ -128,6 +128,19 @@ def test_the_whole_command_with_its_files(ours, tmp_path, capsys):
     assert {row["ratio"] for row in rows} <= {1, None}
 
 
+def test_a_command_line_of_vllm_bench_runs_as_it_is(ours, tmp_path, capsys):
+    line = (
+        f"--backend openai-chat --endpoint /v1/chat/completions --base-url {ours.url} --dataset-name random "
+        "--random-input-len 40 --random-output-len 4 --num-prompts 6 --max-concurrency 2 --request-rate inf --seed 1 "
+        f"--ignore-eos --percentile-metrics ttft,tpot --save-result --result-dir {tmp_path} --result-filename r.json"
+    )
+    assert main(["bench", "serve", *line.split()]) == 0
+    printed = capsys.readouterr()
+    assert "6 completed, 0 failed" in printed.out and "note: --save-result: " in printed.err
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert {(each["input_tokens"], each["output_tokens"]) for each in found["requests"]} == {(40, 4)}
+
+
 # ---------------------------------------------------------------------- one that fails
 class Failing:
     """A server on a loopback port: `/v1/models` is right, and `answer(socket, number)` does the rest."""

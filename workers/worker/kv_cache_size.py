@@ -88,7 +88,8 @@ def kv_shape(config: WorkerConfig, spec: DecoderSpec, stage: int = 0) -> KVShape
 
 
 def blocks_that_fit(spec: KVShape, config: WorkerConfig, room: KVRoom) -> int:
-    """Blocks to allocate, the null block included: at least one full sequence's, else `StartupError` (exit code 4).
+    """Blocks to allocate, the null block included: at least one full sequence's, or any at all where its length is
+    fitted to them, else `StartupError` (exit code 4).
 
     Of measured host memory at most what `max_num_seqs` full sequences can use is taken. A given size and device memory
     are used whole, because spare blocks keep cached prefixes for later requests.
@@ -96,12 +97,21 @@ def blocks_that_fit(spec: KVShape, config: WorkerConfig, room: KVRoom) -> int:
     assert config.max_model_len is not None, "preflight resolves the context length"
     per_sequence = -(-config.max_model_len // spec.block_size)
     fitting = room.available // spec.bytes_per_block
-    if fitting < per_sequence + RESERVED_BLOCKS:
+    least = 1 if config.fit_model_len else per_sequence
+    if fitting < least + RESERVED_BLOCKS:
         raise _too_small(spec, config, room, per_sequence)
     blocks = fitting - RESERVED_BLOCKS + 1
     if config.kv_cache_bytes is None and config.device != "cuda":
         blocks = min(blocks, config.max_num_seqs * per_sequence + 1)
     return blocks
+
+
+def fitted_length(config: WorkerConfig, num_blocks: int) -> int:
+    """The longest sequence of a pool of `num_blocks`, the null block included, where it may be shorter than asked."""
+    assert config.max_model_len is not None, "preflight resolves the context length"
+    if not config.fit_model_len:
+        return config.max_model_len
+    return min(config.max_model_len, (num_blocks - 1) * config.block_size)
 
 
 def check_given_size(config: WorkerConfig, spec: DecoderSpec) -> None:

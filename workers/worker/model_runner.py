@@ -48,7 +48,7 @@ from workers.worker.cuda_graphs.assemble import bytes_of_graphs, capture, device
 from workers.worker.cuda_graphs.device_steps import DeviceSteps
 from workers.worker.cuda_graphs.graphs import Calls, CudaGraphs, GraphMaker
 from workers.worker.cuda_graphs.inputs import with_sampled
-from workers.worker.kv_cache_size import RESERVED_BLOCKS, blocks_that_fit, room_for_kv
+from workers.worker.kv_cache_size import RESERVED_BLOCKS, blocks_that_fit, fitted_length, room_for_kv
 from workers.worker.kv_offload.rank_offload import RankOffload
 from workers.worker.memory.meter import MemoryMeter, free_bytes, meter_of
 from workers.worker.memory.rank_weights import rank_weight_bytes
@@ -269,7 +269,7 @@ class ModelRunner:
         return WorkerInfo(
             num_blocks=num_blocks,
             block_size=config.block_size,
-            max_model_len=config.max_model_len,
+            max_model_len=fitted_length(config, num_blocks),
             vocab_size=self.spec.vocab_size,
             tensor_parallel_size=self.tp.size,
             pipeline_parallel_size=self.stage.size,

@@ -142,6 +142,7 @@ class HttpSettings:
     )
     request_timeout: float | None = option(
         None,
+        unset="none",
         group=_GROUP,
         example="600",
         minimum=0.001,

@@ -45,6 +45,7 @@ REASONING_PARSERS = (
     "gemma4",
     "openai_gptoss",
 )
+FITTING = -1  # of max_model_len: as vLLM's `auto`
 _GROUP = "Model"
 
 
@@ -80,6 +81,14 @@ class ModelSettings:
         example="template.jinja",
         help="file with a chat template in Jinja (default: that of the tokenizer)",
     )
+    chat_template_content_format: str = option(
+        "auto",
+        group=_GROUP,
+        example="openai",
+        choices=("auto", "string", "openai"),
+        help="what the chat template reads as a message's content: string, one text; openai, a list of parts; auto: "
+        "one text, unless the template writes parts alone",
+    )
     tool_call_parser: str = option(
         "auto",
         group=_GROUP,
@@ -106,7 +115,9 @@ class ModelSettings:
         group=_GROUP,
         example="bfloat16",
         choices=("auto", "bfloat16", "float16", "float32"),
-        help="type of weights and activations; auto: the checkpoint's own, or float32 where a CPU would emulate it",
+        aliases={"half": "float16", "float": "float32"},
+        help="type of weights and activations; auto: the checkpoint's own, or float32 where a CPU would emulate it; "
+        "half and float are float16 and float32",
     )
     quantization: str = option(
         "none",
@@ -160,5 +171,9 @@ class ModelSettings:
         example="4096",
         minimum=2,
         maximum=2**24,
-        help="longest prompt plus answer in tokens (default: what the model was trained for)",
+        is_count=True,
+        aliases={"auto": FITTING},
+        special=(FITTING,),
+        help="longest prompt plus answer in tokens; 16k is 16,000, 16K 16,384; auto or -1: as many of the default as "
+        "the KV memory holds (default: what the model was trained for)",
     )

@@ -23,6 +23,7 @@ class SchedulingSettings:
         example="4096",
         minimum=16,
         maximum=2**20,
+        is_count=True,
         help="tokens of one step, prompts included; without it 2048, or fewer where such a step is measured to take "
         "more than 3 seconds",
     )
@@ -63,6 +64,7 @@ class SchedulingSettings:
     )
     kv_offload_memory: int | None = option(
         None,
+        unset="none",
         group=_GROUP,
         example="8GiB",
         is_bytes=True,

@@ -56,6 +56,21 @@ def test_calls_are_given_as_templates_expect_them():
     assert "tool_calls" not in lines[0]
 
 
+PARTS = "{% for m in messages %}{% for part in m.content %}<{{ part.text }}>{% endfor %}{% endfor %}{# role #}"
+
+
+def test_contents_are_lists_of_parts_where_the_template_writes_those_alone_or_the_operator_says_so():
+    turns = [{"role": "user", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": t} for t in "bc"]}]
+    chosen = [{"chat_template_content_format": name} for name in ("string", "openai")]
+    assert _prompt(PARTS, turns)[0] == "<a><b><c>"
+    assert _prompt(PARTS, turns, chosen[0])[0] == "<><><>"  # jinja walks through the characters of a text
+    assert '"content": "bc"' in _prompt(DUMP, turns)[0]
+    text = _prompt(DUMP, turns, chosen[1])[0]
+    assert '"content": [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]' in text
+    turns[1] = {"role": "assistant", "content": "c"}
+    assert _prompt(PARTS, turns, continue_final_message=True, add_generation_prompt=False)[0] == "<a><c"
+
+
 def test_no_tools_and_tools_that_must_not_be_called_are_not_shown():
     assert _prompt(DUMP, TURNS[:1])[0].endswith("tools=null")
     assert _prompt(DUMP, TURNS[:1], tools=[])[0].endswith("tools=null")

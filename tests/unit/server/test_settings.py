@@ -92,6 +92,12 @@ def test_a_secret_is_never_shown(tmp_path):
     assert "hunter" not in caught.value.cause
 
 
+def test_help_and_the_shown_settings_have_one_word_for_what_is_not_given():
+    shown = {name: value for name, value, _ in as_table(load_settings({}, {}))}
+    assert shown == {name: described.default_text for name, described in OPTIONS.items()}
+    assert (shown["chat_template"], shown["request_timeout"], shown["max_model_len"]) == ("none", "none", "automatic")
+
+
 def test_lists_and_sizes_from_every_source(tmp_path):
     path = _file(tmp_path, 'served_model_name = ["a", "b"]\nkv_cache_memory = "512MiB"\nmax_body_size = 4096\n')
     settings = load_settings({}, {"OARLOCK_KV_CACHE_MEMORY": "2GiB"}, path).settings
@@ -110,6 +116,34 @@ def test_sizes(text, size):
 def test_what_is_not_a_size(text):
     with pytest.raises(ValueError):
         parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("16k", 16_000), ("16K", 16_384), ("25.6k", 25_600), ("1m", 10**6), ("8M", 2**23), ("4096", 4096), ("auto", -1),
+     ("-1", -1), ("AUTO", -1)],
+)  # fmt: skip
+def test_lengths_are_written_as_vllm_writes_them(tmp_path, text, tokens):
+    assert OPTIONS["max_model_len"].from_text(text) == tokens
+    found = load_settings({}, {}, _file(tmp_path, f'max_model_len = "{text}"')).settings
+    assert found.max_model_len == tokens
+    worker = found.engine_config("/m").worker
+    assert (worker.max_model_len, worker.fit_model_len) == ((None, True) if tokens == -1 else (tokens, False))
+
+
+@pytest.mark.parametrize("text", ["16.5K", "1e3", "k", "16 k", "-2", "1", "none of it", "16kk", "16,000", "17000000"])
+def test_what_is_no_length(text):
+    with pytest.raises(OptionError, match="--max-model-len is"):
+        OPTIONS["max_model_len"].from_text(text)
+
+
+def test_types_have_the_names_that_vllm_gives_them_too(tmp_path):
+    assert load_settings({}, {}, _file(tmp_path, 'dtype = "half"')).settings.dtype == "float16"
+    assert load_settings({}, {"OARLOCK_DTYPE": "float"}, None).settings.dtype == "float32"
+    assert make_settings({"dtype": "half", "max_model_len": -1}).dtype == "float16"
+    assert OPTIONS["max_num_batched_tokens"].from_text("8k") == 8000
+    with pytest.raises(OptionError):
+        OPTIONS["max_num_batched_tokens"].from_text("-1")
 
 
 def test_sizes_are_printed_for_people():
@@ -152,6 +186,7 @@ SERVER_OPTIONS = {
     "otlp_traces_endpoint",
     "tokenizer",
     "chat_template",
+    "chat_template_content_format",
     "tool_call_parser",
     "reasoning_parser",
     "uds",

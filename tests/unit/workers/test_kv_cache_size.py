@@ -79,6 +79,16 @@ def test_too_little_memory_is_refused_with_arithmetic_and_a_fix_that_works(chang
     assert kv_cache.blocks_that_fit(spec.shape, config(max_model_len=shorter), room(10 * spec.bytes_per_block)) >= 2
 
 
+def test_a_length_that_may_be_fitted_takes_what_there_is():
+    fitted = config(fit_model_len=True)
+    blocks = kv_cache.blocks_that_fit(QWEN.shape, fitted, room(10 * QWEN.bytes_per_block))
+    assert blocks == 10 - kv_cache.RESERVED_BLOCKS + 1
+    assert kv_cache.fitted_length(fitted, blocks) == 8 * fitted.block_size
+    assert kv_cache.fitted_length(fitted, 10**6) == kv_cache.fitted_length(config(), blocks) == 4096
+    with pytest.raises(StartupError, match="Not enough KV memory"):
+        kv_cache.blocks_that_fit(QWEN.shape, fitted, room(2 * QWEN.bytes_per_block))
+
+
 def test_explicit_size_wins_and_ranks_share_the_host(monkeypatch):
     def available(**changes) -> int:
         return kv_cache.room_for_kv(config(**changes), None, 1 << 30).available

@@ -23,18 +23,28 @@ Round = Callable[[float, int, int], dict[str, float]]  # seconds, tokens in, tok
 def add_arguments(
     parser: argparse.ArgumentParser, *, prompts: str, count: int, input_tokens: int, output_tokens: int, rounds: int
 ) -> None:
-    """`prompts`: the flag for how many there are in a round."""
+    """`prompts`: the flag for how many there are in a round. Flags have the names of `vllm bench` too."""
     group = parser.add_argument_group("measurement")
+    names = (prompts, "--num-prompts") if prompts == "--num-requests" else (prompts,)
     group.add_argument(
-        prompts, dest="prompts", type=numbers.whole(1), default=count, metavar="N", help=f"per round (default {count})"
+        *names, dest="prompts", type=numbers.whole(1), default=count, metavar="N", help=f"per round (default {count})"
     )
-    for flag, default in (("--input-tokens", input_tokens), ("--output-tokens", output_tokens)):
-        group.add_argument(flag, type=numbers.whole(1), default=default, metavar="N", help=f"default {default}")
+    for flag, alias, default in (
+        ("--input-tokens", "--input-len", input_tokens),
+        ("--output-tokens", "--output-len", output_tokens),
+    ):
+        group.add_argument(flag, alias, type=numbers.whole(1), default=default, metavar="N", help=f"default {default}")
     group.add_argument(
-        "--rounds", type=numbers.whole(1), default=rounds, metavar="N", help=f"each with new prompts (default {rounds})"
+        "--rounds", "--num-iters", type=numbers.whole(1), default=rounds, metavar="N",
+        help=f"each with new prompts (default {rounds})",
+    )  # fmt: skip
+    group.add_argument(
+        "--warmup", "--num-iters-warmup", type=numbers.whole(0), default=1, metavar="N",
+        help="rounds not counted (default 1)",
+    )  # fmt: skip
+    group.add_argument(
+        "--output", "--output-json", type=Path, metavar="FILE.json", help="every round, for `bench compare`"
     )
-    group.add_argument("--warmup", type=numbers.whole(0), default=1, metavar="N", help="rounds not counted (default 1)")
-    group.add_argument("--output", type=Path, metavar="FILE.json", help="every round, for `bench compare`")
     add_settings(parser, positional=True, without=_UNUSED)
 
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from server.entrypoints.arguments import UsageError
-from server.entrypoints.commands.bench import numbers
+from server.entrypoints.arguments import Parser, UsageError
+from server.entrypoints.commands.bench import numbers, vllm_names
 
 if TYPE_CHECKING:  # what measures is imported when it runs: help is quick
     from server.bench.metrics import Sample
     from server.bench.plan import ServePlan
 
 HELP = "drive any OpenAI-compatible server and measure what its clients see"
+_URL = "http://127.0.0.1:8000"
 _WORKLOADS = ("random", "shared-prefix", "multi-turn", "trace")
 _ENDPOINTS = ("completions", "chat")
 _FORMS = ("auto", "ids", "text")
@@ -39,13 +41,18 @@ The server's key, if it wants one, is read from the environment: OPENAI_API_KEY.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EXIT_CODES
-    parser.add_argument("url", metavar="URL", help="such as http://127.0.0.1:8000")
+    assert isinstance(parser, Parser)
+    parser.rewrite = vllm_names.take_out
+    parser.add_argument("url", metavar="URL", nargs="?", default=_URL, help=f"of the server (default {_URL})")
     parser.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
     parser.add_argument("--endpoint", choices=_ENDPOINTS, default=_ENDPOINTS[0], help="default completions")
     _add_load(parser)
     _add_prompts(parser)
     group = parser.add_argument_group("requests")
-    group.add_argument("--no-ignore-eos", action="store_true", help="let answers end early; the field is left out")
+    group.add_argument(
+        "--ignore-eos", action=argparse.BooleanOptionalAction, default=True,
+        help="ask for every token of the answer (default); with --no- answers may end early, and the field is left out",
+    )  # fmt: skip
     group.add_argument("--extra-body", metavar="JSON", help="more fields of every request, as a JSON object")
     group.add_argument("--timeout", type=numbers.finite, default=600.0, metavar="S", help="per request (default 600)")
     group.add_argument(
@@ -60,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--output", type=Path, metavar="FILE.json", help="figures and every request, for `bench compare`"
     )
+    group.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
     group.add_argument("--html", type=Path, metavar="FILE.html", help="one page with charts, which loads nothing")
 
 
@@ -115,12 +123,14 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     plan = make_plan(arguments)
+    for note in arguments.notes:
+        sys.stderr.write(f"note: {note}\n")
     from server.bench.report import table
     from server.bench.report.html import as_html
     from server.bench.result import write, write_text
     from server.bench.serve import measure
 
-    with _Bar(plan) as bar:
+    with _Bar(plan, arguments.disable_tqdm) as bar:
         result = measure(plan, bar.add)
     print(table.as_text(result))
     if arguments.output is not None:
@@ -135,12 +145,12 @@ def run(arguments: argparse.Namespace) -> int:
 class _Bar:
     """A progress bar on standard error, if that is a terminal."""
 
-    def __init__(self, plan: ServePlan) -> None:
+    def __init__(self, plan: ServePlan, is_off: bool) -> None:
         from tqdm import tqdm
 
         schedule = plan.make_schedule()
         count = schedule.count if schedule.times_s is None else len(schedule.times_s)
-        self._bar = tqdm(total=count and count * plan.turns_each, unit=" requests", disable=None, leave=False)
+        self._bar = tqdm(total=count and count * plan.turns_each, unit=" requests", disable=is_off or None, leave=False)
         self._failed = 0
 
     def add(self, sample: Sample) -> None:
@@ -176,7 +186,7 @@ def make_plan(arguments: argparse.Namespace) -> ServePlan:
         if (value := getattr(arguments, name)) is not None:
             values[name] = value
     values |= {
-        "ignore_eos": not arguments.no_ignore_eos,
+        "ignore_eos": arguments.ignore_eos,
         "extra_body": _extra(arguments.extra_body),
         "goodput": _slo(arguments.goodput),
         "ramp": None if arguments.ramp is None else _ramp(arguments.ramp),

@@ -8,7 +8,7 @@ import pytest
 
 from server.entrypoints.arguments import Parser
 from server.entrypoints.cli import main
-from server.entrypoints.commands.bench import serve
+from server.entrypoints.commands.bench import serve, vllm_names
 
 URL = "http://127.0.0.1:9"
 
@@ -19,7 +19,6 @@ URL = "http://127.0.0.1:9"
         ([], 2, "needs a measure", "serve, throughput, latency, compare"),
         (["serv"], 2, "oarlock bench serv", "oarlock bench serve"),
         (["xyz"], 2, "oarlock bench xyz", "throughput"),
-        (["serve"], 2, "URL", "--help"),
         (["serve", URL, "--concurency", "4"], 2, "--concurency", "--concurrency"),
         (["serve", URL, "--concurrency", "0"], 2, "--concurrency: 0 is out of range: it has to be from 1", "--help"),
         (["serve", URL, "--concurrency", "x"], 2, "--concurrency: 'x' is not a whole number", "--help"),
@@ -49,6 +48,39 @@ URL = "http://127.0.0.1:9"
         (["serve", URL, "--extra-body", "[1]"], 2, "not a JSON object", '{"top_k": 5}'),
         (["serve", "127.0.0.1:8000"], 2, "URL is '127.0.0.1:8000'", "http://127.0.0.1:8000"),
         (["serve", URL, "--vocab-size", "3"], 2, "--vocab-size: 3 is out of range", "--help"),
+        (
+            ["serve", "--dataset-name", "sharegpt", "--dataset-path", "f"],
+            2,
+            "--dataset-path, a flag of vllm",
+            "--trace",
+        ),
+        (["serve", "--dataset-name", "sonnet"], 2, "--dataset-name sonnet", "--workload random"),
+        (["serve", "--backend", "tgi"], 2, "--backend tgi", "vllm, openai"),
+        (
+            ["serve", "--backend", "openai", "--endpoint", "/v1/chat/completions"],
+            2,
+            "--backend openai does",
+            "--endpoint",
+        ),
+        (["serve", "--endpoint", "/v1/embeddings"], 2, "--endpoint /v1/embeddings", "/v1/completions"),
+        (
+            ["serve", "--max-concurrency", "4", "--request-rate", "2"],
+            2,
+            "--max-concurrency does not go with",
+            "Leave out",
+        ),
+        (["serve", "--max_concurrency=0"], 2, "--concurrency: 0 is out of range", "--help"),
+        (["serve", "--base-url", "http://a", "--host", "b"], 2, "named 2 times: http://b:8000, http://a", "Keep one"),
+        (["serve", "--base-url", "a:8000"], 2, "URL is 'a:8000'", "http://127.0.0.1:8000"),
+        (["serve", "--percentile-metrics", "ttft,x"], 2, "--percentile-metrics x", "ttft, tpot, itl, e2el"),
+        (["serve", "--metric-percentiles", "99.9"], 2, "--metric-percentiles 99.9", "50, 90, 99"),
+        (["serve", "--result-dir", "d"], 2, "--result-dir", "--save-result"),
+        (["serve", "--save-result", "--result-dir", "/dev/null/x"], 2, "--result-dir /dev/null/x", "another folder"),
+        (["serve", "--ramp-up-strategy", "exponential"], 2, "exponential", "--ramp R1:R2"),
+        (["serve", "--ramp-up-strategy", "linear"], 2, "--ramp :: ", "--ramp 1:10"),
+        (["serve", "--plot-timeline"], 2, "--plot-timeline, a flag of vllm bench", "--html"),
+        (["serve", "--temperature", "warm"], 2, "--temperature is 'warm'", "number"),
+        (["serve", "--num-prompts"], 2, "--num-prompts needs a value", "behind"),
         (["throughput", "a", "b"], 2, "Unexpected argument: b", "One MODEL"),
         (["throughput", "--num-request", "5"], 2, "--num-request", "--num-requests"),
         (["throughput", "--port", "5"], 2, "--port", "--help"),
@@ -89,11 +121,59 @@ def test_flags_become_a_plan():
     assert (plan.workload, plan.num_prefixes, plan.prefix_tokens, plan.concurrency) == ("shared-prefix", 3, 256, 7)
 
 
+def plan_of_vllm(*arguments):
+    parser = Parser()
+    serve.add_arguments(parser)
+    words, notes = vllm_names.take_out(arguments)
+    parsed = parser.parse_args(words)
+    return serve.make_plan(parsed), notes, parsed.output
+
+
+def test_flags_of_vllm_bench_become_a_plan(tmp_path):
+    line = (
+        "--backend vllm --model Qwen/Qwen3-0.6B --base-url http://h:9 --endpoint /v1/completions --dataset-name random "
+        "--random-input-len 1024 --random-output-len 128 --random-range-ratio 0.2 --num-prompts 200 --request-rate inf "
+        "--max-concurrency 16 --burstiness 1.0 --ignore-eos --seed 7 --percentile-metrics ttft,tpot,itl,e2el "
+        "--metric-percentiles 50,99 --num-warmups 3 --temperature 0.5 --top-k 5 --goodput ttft:500 "
+        f"--extra-body {{}} --tokenizer x --trust-remote-code --disable-tqdm --save-result --result-dir {tmp_path}/a"
+    )
+    plan, notes, output = plan_of_vllm(*line.split())
+    assert (plan.url, plan.model, plan.endpoint) == ("http://h:9", "Qwen/Qwen3-0.6B", "completions")
+    assert (plan.input_tokens, plan.output_tokens, plan.length_spread, plan.num_requests) == (1024, 128, 0.2, 200)
+    assert (plan.concurrency, plan.request_rate, plan.seed, plan.warmup, plan.ignore_eos) == (16, None, 7, 3, True)
+    assert (plan.extra_body, plan.goodput) == ({"temperature": 0.5, "top_k": 5}, {"ttft": 500})
+    assert output.parent == tmp_path / "a" and output.parent.is_dir()
+    assert output.name.startswith("vllm-infqps-concurrency16-Qwen3-0.6B-")
+    assert [note.split(":")[0] for note in notes] == [
+        "--burstiness", "--tokenizer", "--trust-remote-code", "--percentile-metrics", "--metric-percentiles",
+        "--save-result",
+    ]  # fmt: skip
+
+
+def test_other_forms_of_vllm_bench_become_a_plan():
+    plan, notes, _ = plan_of_vllm("--host", "::1", "--port=81", "--backend", "openai-chat", "--request_rate", "4")
+    assert (plan.url, plan.endpoint, plan.request_rate, notes) == ("http://[::1]:81", "chat", 4, [])
+    plan, _, output = plan_of_vllm("--random-prefix-len", "32", "--served-model-name", "s", "--model", "m")
+    assert (plan.url, plan.workload, plan.prefix_tokens, plan.model, output) == (
+        "http://127.0.0.1:8000", "shared-prefix", 32, "s", None,
+    )  # fmt: skip
+    line = "--dataset-name prefix_repetition --prefix-repetition-num-prefixes 5 --prefix-repetition-suffix-len 9"
+    plan, _, _ = plan_of_vllm(*line.split())
+    assert (plan.workload, plan.num_prefixes, plan.input_tokens) == ("shared-prefix", 5, 9)
+    plan, _, _ = plan_of_vllm(*["--ramp-up-strategy", "linear", "--ramp-up-start-rps", "1", "--ramp-up-end-rps", "9"])
+    assert plan.ramp == (1, 9)
+    plan, _, _ = plan_of_vllm("--endpoint", "chat", "--logprobs", "2", "--extra-body", '{"top_k": 1}', "--top-k", "3")
+    assert plan.extra_body == {"logprobs": True, "top_logprobs": 2, "top_k": 1}
+    _, _, output = plan_of_vllm("--save-result", "--result-filename", "r.json")
+    assert str(output) == "r.json"
+
+
 def test_the_choices_of_the_command_line_are_those_of_the_code():
     from server.bench.client.server_probe import FORMS
-    from server.bench.metrics import SLO_METRICS
+    from server.bench.metrics import LATENCIES, PERCENTILES, SLO_METRICS
     from server.bench.workload.workload import NAMES
 
+    assert (vllm_names.PERCENTILES, vllm_names.METRICS) == (PERCENTILES, LATENCIES)
     assert (serve._WORKLOADS, serve._FORMS, serve._SLO) == (NAMES, FORMS, SLO_METRICS)
 
 
