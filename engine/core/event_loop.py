@@ -189,7 +189,7 @@ class EngineLoop:
     def _count_pending(self) -> None:
         manager = self._structured_output
         if manager is not None:
-            self.scheduler.set_pending(manager.num_pending, manager.num_pending_tokens)
+            self.scheduler.set_pending(manager.pending_by_client)
 
     @contextmanager
     def _refusing(self, request_id: int) -> Generator[None]:
@@ -222,7 +222,7 @@ class EngineLoop:
         """Add the requests whose grammars are ready, in the order of their arrival, or refuse them."""
         if self._structured_output is None:
             return
-        for outcome in self._structured_output.poll():
+        for outcome in self._structured_output.poll(self._clock()):
             with self._refusing(outcome.request.request_id):
                 if outcome.error is not None:
                     self.scheduler.stats.num_rejected += isinstance(outcome.error, RequestError)

@@ -5,9 +5,10 @@ Knows order and counts. Does not know blocks, rows or steps.
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from heapq import heapify, heappop, heappush
 from itertools import islice
+from typing import NamedTuple
 
 from engine.errors import QueueFullError
 from engine.scheduler.client_shares import ClientShares
@@ -20,6 +21,13 @@ def _key(seq: Sequence) -> tuple[float, int]:
     return seq.key
 
 
+class Pending(NamedTuple):
+    """Accepted requests of one client that are not in the queue yet, because their grammars are being compiled."""
+
+    num_requests: int
+    num_tokens: int  # of their prompts
+
+
 class RequestQueue:
     """Sequences bounded by requests and by prompt tokens. Clients take turns by their shares; of one client, sequences
     are in the order of their keys."""
@@ -28,9 +36,7 @@ class RequestQueue:
         self.max_requests = max_requests
         self.max_tokens = max_tokens
         self.num_tokens = 0  # of prompts
-        # Accepted requests that are not in the queue yet, because their grammar is being compiled: they count as well.
-        self.num_pending = 0
-        self.num_pending_tokens = 0
+        self.pending: Mapping[str, Pending] = {}  # of each client that has some; they count as waiting
         self._shares = ClientShares()
         self._seqs: dict[str, list[Sequence]] = {}  # of each client that waits
         self._admitted_s: deque[float] = deque(maxlen=64)  # when the last ones were admitted
@@ -69,6 +75,16 @@ class RequestQueue:
         """Those that wait."""
         return self._seqs.keys()
 
+    @property
+    def num_pending(self) -> int:
+        """Requests of all clients that are pending."""
+        return sum(one.num_requests for one in self.pending.values())
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Prompt tokens of all requests that are pending."""
+        return sum(one.num_tokens for one in self.pending.values())
+
     def time_of(self, client: str) -> float:
         """What `client` has been given so far, in work; the one with the least is next."""
         return self._shares.time_of(client)
@@ -79,16 +95,17 @@ class RequestQueue:
         A client that has less than its share of the queue is not refused: others may have filled it before.
         `num_free_rows` is how many can run at once.
         """
-        own, clients = self._seqs.get(client, ()), len(self._seqs.keys() | {client})
+        own, own_pending = self._seqs.get(client, ()), self.pending.get(client, Pending(0, 0))
+        clients = len(self._seqs.keys() | self.pending.keys() | {client})
         num_waiting = len(self) + self.num_pending
         num_waiting_tokens = self.num_tokens + self.num_pending_tokens
-        is_small = clients > 1 and len(own) + self.num_pending < self.max_requests // clients
+        is_small = clients > 1 and len(own) + own_pending.num_requests < self.max_requests // clients
         if num_waiting >= self.max_requests + num_free_rows and not is_small:
             raise QueueFullError(
                 f"{num_waiting} requests are waiting already (at most {self.max_requests} may). Retry later.",
                 self._retry_after_s(now),
             )
-        own_tokens = sum(seq.num_prompt_tokens for seq in own) + self.num_pending_tokens if is_small else 0
+        own_tokens = sum(seq.num_prompt_tokens for seq in own) + own_pending.num_tokens if is_small else 0
         is_short = is_small and own_tokens + num_tokens <= self.max_tokens // clients
         # An empty queue takes any prompt: one that is longer than the limit could otherwise never be served.
         if num_waiting and num_waiting_tokens + num_tokens > self.max_tokens and not is_short:

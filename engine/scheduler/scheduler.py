@@ -25,7 +25,7 @@ from engine.scheduler.output import ModelRunnerOutput, ScheduledTokens, Schedule
 from engine.scheduler.preemption import choose_over_share, choose_victim, may_be_passed, reserved_blocks
 from engine.scheduler.prefill_order import admit_in_order, has_room_for_text, num_tokens_left, share_among_prompts
 from engine.scheduler.refused_steps import RefusedSteps, undo, withdraw
-from engine.scheduler.request_queue import RequestQueue
+from engine.scheduler.request_queue import Pending, RequestQueue
 from engine.scheduler.sequence import GrammarMatcherProtocol, Sequence, Status
 from engine.scheduler.tracing.request_traces import RequestTraces
 from engine.scheduler.window_blocks import allocate_within_window, free_out_of_window
@@ -121,9 +121,9 @@ class Scheduler:
         self._waiting.push(seq)
         request_stats.record_arrival(self.stats, seq)
 
-    def set_pending(self, num_requests: int, num_tokens: int) -> None:
-        """How many accepted requests, with how many prompt tokens, are not added yet: they count as waiting."""
-        self._waiting.num_pending, self._waiting.num_pending_tokens = num_requests, num_tokens
+    def set_pending(self, pending: Mapping[str, tuple[int, int]]) -> None:
+        """How many accepted requests of each client, with how many prompt tokens, are not added yet: they wait too."""
+        self._waiting.pending = {client: Pending(*counts) for client, counts in pending.items()}
 
     def check(self, request: Request, now: float) -> None:
         """Raise what `add` raises."""

@@ -1,7 +1,7 @@
-"""Grammars that wait to be compiled: a bounded queue, without those that no request needs any more.
+"""Grammars that wait to be compiled: a bounded queue in which clients take turns, without those that no request needs.
 
-The engine's loop puts and withdraws, compiler threads take. Knows grammars and counts. Does not know requests or
-compilers.
+The engine's loop puts and withdraws, compiler threads take. Knows grammars, counts and names of clients. Does not know
+requests or compilers.
 """
 
 import threading
@@ -24,12 +24,15 @@ def key_of(grammar: Grammar) -> Key:
 
 
 class CompileJobs:
-    """Grammars in the order in which they were put."""
+    """Clients take turns; of one client, grammars are in the order in which they were put."""
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
         self._changed = threading.Condition()
-        self._jobs: OrderedDict[Key, Grammar] = OrderedDict()
+        self._jobs: dict[Key, Grammar] = {}
+        # The jobs of each client, the client whose turn is next in front. A grammar that several asked for is a job of
+        # each, and taken with the first turn.
+        self._turns: OrderedDict[str, dict[Key, None]] = OrderedDict()
         self._num_characters = 0
         self._mean_s = 0.0  # seconds of one compilation, moving average
         self._is_closed = False
@@ -37,28 +40,44 @@ class CompileJobs:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def check(self, grammar: Grammar) -> None:
-        """Raise `QueueFullError` unless `grammar` may wait. An empty queue takes any."""
-        waiting, characters = len(self._jobs), self._num_characters + len(grammar.text)
-        if waiting >= MAX_JOBS or (waiting and characters > MAX_CHARACTERS):
+    def check(self, grammar: Grammar, client: str) -> None:
+        """Raise `QueueFullError` unless `grammar` may wait. An empty queue takes any.
+
+        A client that has less than its share of the queue is not refused: others may have filled it before.
+        """
+        with self._changed:
+            own, clients = list(self._turns.get(client, ())), len(self._turns.keys() | {client})
+            waiting, characters = len(self._jobs), self._num_characters + len(grammar.text)
+        is_small = clients > 1 and len(own) < MAX_JOBS // clients
+        own_characters = sum(len(text) for _, text in own) + len(grammar.text)
+        is_short = is_small and own_characters <= MAX_CHARACTERS // clients
+        if (waiting >= MAX_JOBS and not is_small) or (waiting and characters > MAX_CHARACTERS and not is_short):
             raise QueueFullError(
                 f"{waiting} grammars wait to be compiled already (at most {MAX_JOBS} may, and {MAX_CHARACTERS} "
                 "characters of them). Retry later.",
                 min(_MAX_RETRY_S, max(_MIN_RETRY_S, waiting / 2 * self._mean_s / self._num_threads)),
             )
 
-    def put(self, grammar: Grammar) -> None:
+    def put(self, grammar: Grammar, client: str) -> None:
+        """Queue `grammar` for a turn of `client`."""
+        key = key_of(grammar)
         with self._changed:
-            self._jobs[key_of(grammar)] = grammar
-            self._num_characters += len(grammar.text)
-            self._changed.notify()
+            if key not in self._jobs:
+                self._jobs[key] = grammar
+                self._num_characters += len(grammar.text)
+                self._changed.notify()
+            self._turns.setdefault(client, {})[key] = None
+
+    def share(self, key: Key, client: str) -> None:
+        """Another client needs a grammar that was put: its turn may come sooner. Nothing if a thread has taken it."""
+        with self._changed:
+            if key in self._jobs:
+                self._turns.setdefault(client, {})[key] = None
 
     def withdraw(self, key: Key) -> bool:
         """Remove a grammar that no request needs any more. False: a thread has taken it already."""
         with self._changed:
-            grammar = self._jobs.pop(key, None)
-            self._num_characters -= 0 if grammar is None else len(grammar.text)
-        return grammar is not None
+            return self._remove(key) is not None
 
     def get(self) -> Grammar | None:
         """Wait for the next grammar; None after `close`. For compiler threads."""
@@ -66,9 +85,20 @@ class CompileJobs:
             self._changed.wait_for(lambda: self._jobs or self._is_closed)
             if self._is_closed:
                 return None
-            _, grammar = self._jobs.popitem(last=False)
+            client, jobs = next(iter(self._turns.items()))
+            self._turns.move_to_end(client)
+            return self._remove(next(iter(jobs)))
+
+    def _remove(self, key: Key) -> Grammar | None:
+        """Take a job from all that asked for it."""
+        grammar = self._jobs.pop(key, None)
+        if grammar is not None:
             self._num_characters -= len(grammar.text)
-            return grammar
+            for client, jobs in list(self._turns.items()):
+                jobs.pop(key, None)
+                if not jobs:
+                    del self._turns[client]
+        return grammar
 
     def record_seconds(self, seconds: float) -> None:
         """How long one compilation took."""

@@ -4,21 +4,26 @@
     threads    let the sandbox check that the grammar is safe, then compile it for the engine
     loop       is woken through `fileno`, and `poll`s the requests that are ready or refused
 
-Requests with the same grammar share one compilation. Compiled grammars are kept, and so are the reasons of refusals. A
+Requests with the same grammar share one compilation, and clients take turns. Compiled grammars are kept, and so are the
+reasons of refusals, so that a grammar which takes too long costs a thread its time once and not with each request. A
 grammar that no request needs any more is not compiled, unless a thread has begun with it. Does not know the scheduler,
 steps or frames.
 """
 
 import contextlib
+import hashlib
 import logging
+import math
 import os
 import queue
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
+from typing import NamedTuple
 
 from engine.errors import INTERNAL, EngineError, RequestError, UnavailableError
 from engine.sampling_params import Grammar
@@ -35,6 +40,8 @@ logger = logging.getLogger("oarlock.engine")
 NUM_THREADS = 2  # each with a connection of its own to the sandbox
 MAX_KEPT = 64
 MAX_KEPT_CHARACTERS = 4 << 20
+MAX_REFUSED = 1024  # of which the reason is kept, each with a digest instead of its text: under 1 MiB in all
+TOO_LONG_KEPT_S = 300.0  # then it is tried again: the machine may have been slow
 LOST = "The process that tries grammars could not be kept alive; the cause is in the server's log. Retry later."
 _STACK_BYTES = 16 << 20
 
@@ -70,6 +77,13 @@ class _Pending:
     arrival_s: float
 
 
+class _Refused(NamedTuple):
+    """What is wrong with a grammar, and until when it is not tried again."""
+
+    reason: str
+    until_s: float
+
+
 class StructuredOutputManager:
     """All methods belong to the engine's loop, and none of them but `fill_masks` blocks."""
 
@@ -78,10 +92,11 @@ class StructuredOutputManager:
         self._compiler = compiler
         self._missing = missing
         self._sandbox = CompileSandbox(tokenizer_file, NUM_THREADS)
-        self._kept: OrderedDict[Key, Compiled | str] = OrderedDict()  # compiled, or what is wrong with it
+        self._kept: OrderedDict[Key, Compiled] = OrderedDict()
         self._kept_characters = 0
+        self._refused: OrderedDict[bytes, _Refused] = OrderedDict()  # by digest
         self._pending: dict[int, _Pending] = {}
-        self._num_pending_tokens = 0
+        self._pending_by_client: dict[str, tuple[int, int]] = {}
         self._waiting: dict[Key, dict[int, None]] = {}  # request ids by grammar, queued or being compiled
         self._jobs = CompileJobs(NUM_THREADS)
         self._done: queue.SimpleQueue[tuple[Grammar, _Result]] = queue.SimpleQueue()
@@ -114,9 +129,9 @@ class StructuredOutputManager:
         return len(self._pending)
 
     @property
-    def num_pending_tokens(self) -> int:
-        """Prompt tokens of the pending requests."""
-        return self._num_pending_tokens
+    def pending_by_client(self) -> Mapping[str, tuple[int, int]]:
+        """Pending requests of each client that has some, and their prompt tokens."""
+        return self._pending_by_client
 
     def submit(self, request: Request, now: float) -> GrammarMatcher | None:
         """The matcher of a request whose grammar is known. None: it is pending, and `poll` returns its outcome.
@@ -129,18 +144,19 @@ class StructuredOutputManager:
         if request.request_id in self._pending:
             raise RequestError(f"Request id {request.request_id} is in use.", "request_id")
         key = key_of(grammar)
-        known = self._kept.get(key)
-        if known is None:
-            if key not in self._waiting and not request.has_place:
-                self._jobs.check(grammar)
-            self._add_pending(request, key, now)
-            return None
-        self._kept.move_to_end(key)
-        if isinstance(known, str):
-            raise _refusal(grammar, known)
-        return self._matcher(request, known)
+        compiled = self._kept.get(key)
+        if compiled is not None:
+            self._kept.move_to_end(key)
+            return self._matcher(request, compiled)
+        if key not in self._waiting:
+            if (reason := self._known_reason(key, now)) is not None:
+                raise _refusal(grammar, reason)
+            if not request.has_place:
+                self._jobs.check(grammar, request.client)
+        self._add_pending(request, key, now)
+        return None
 
-    def poll(self) -> list[Outcome]:
+    def poll(self, now: float) -> list[Outcome]:
         """Outcomes of pending requests, in the order in which their grammars were done."""
         if not self._threads:
             return []
@@ -150,9 +166,10 @@ class StructuredOutputManager:
         while not self._done.empty():
             grammar, result = self._done.get()
             key = key_of(grammar)
-            # These may have other causes than the grammar: the next request with it tries again.
-            if result != TOO_LONG and not isinstance(result, _Failure):
+            if isinstance(result, Compiled):
                 self._keep(key, result)
+            elif isinstance(result, str):
+                self._keep_reason(key, _Refused(result, now + TOO_LONG_KEPT_S if result == TOO_LONG else math.inf))
             for request_id in self._waiting.pop(key):
                 outcomes.append(self._outcome(self._remove_pending(request_id), result))
         return outcomes
@@ -187,18 +204,25 @@ class StructuredOutputManager:
 
     def _add_pending(self, request: Request, key: Key, now: float) -> None:
         self._pending[request.request_id] = _Pending(request, now)
-        self._num_pending_tokens += len(request.prompt_token_ids)
+        self._count_pending(request, 1)
         if key in self._waiting:
             self._waiting[key][request.request_id] = None
+            self._jobs.share(key, request.client)
             return
         self._waiting[key] = {request.request_id: None}
         self._start_threads()
-        self._jobs.put(_grammar(request))
+        self._jobs.put(_grammar(request), request.client)
 
     def _remove_pending(self, request_id: int) -> _Pending:
         pending = self._pending.pop(request_id)
-        self._num_pending_tokens -= len(pending.request.prompt_token_ids)
+        self._count_pending(pending.request, -1)
         return pending
+
+    def _count_pending(self, request: Request, sign: int) -> None:
+        num_requests, num_tokens = self._pending_by_client.pop(request.client, (0, 0))
+        if num_requests + sign:
+            counts = num_requests + sign, num_tokens + sign * len(request.prompt_token_ids)
+            self._pending_by_client[request.client] = counts
 
     def _outcome(self, pending: _Pending, result: _Result) -> Outcome:
         request = pending.request
@@ -213,12 +237,26 @@ class StructuredOutputManager:
         params = request.params
         return GrammarMatcher(self._compiler, compiled, (*params.eos_token_ids, *params.stop_token_ids))
 
-    def _keep(self, key: Key, result: Compiled | str) -> None:
-        self._kept[key] = result
+    def _keep(self, key: Key, compiled: Compiled) -> None:
+        self._kept[key] = compiled
         self._kept_characters += len(key[1])
         while len(self._kept) > MAX_KEPT or self._kept_characters > MAX_KEPT_CHARACTERS:
             (_, text), _ = self._kept.popitem(last=False)
             self._kept_characters -= len(text)
+
+    def _keep_reason(self, key: Key, refused: _Refused) -> None:
+        self._refused[_digest(key)] = refused
+        while len(self._refused) > MAX_REFUSED:
+            self._refused.popitem(last=False)
+
+    def _known_reason(self, key: Key, now: float) -> str | None:
+        """Why a grammar was refused before; None: it was not, or so long ago that it is tried again."""
+        digest = _digest(key)
+        refused = self._refused.get(digest)
+        if refused is None or now >= refused.until_s:
+            return None
+        self._refused.move_to_end(digest)
+        return refused.reason
 
     # -- in the threads
 
@@ -267,6 +305,11 @@ def _grammar(request: Request) -> Grammar:
     grammar = request.params.grammar
     assert grammar is not None, "the request has no grammar"
     return grammar
+
+
+def _digest(key: Key) -> bytes:
+    kind, text = key
+    return hashlib.blake2b(f"{kind}\0{text}".encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def _refusal(grammar: Grammar, problem: str) -> RequestError:

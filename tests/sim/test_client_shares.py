@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig, WorkerConfig
+from engine.sampling_params import Grammar
 from engine.simulation.cost_model import CostModel
 from engine.simulation.simulator import SimulationConfig, Watch, simulate
 from engine.simulation.trace import Arrival
+from engine.structured_output.compile_jobs import CompileJobs
 
 BLOCK = 32
 SEQS = 16
@@ -103,3 +105,34 @@ def test_a_full_queue_takes_those_who_have_less_than_their_share_of_it() -> None
     assert report.num_finished == 64 + SEQS + 32  # of a queue of 64, each has a half
     assert report.num_rejected == 540 - report.num_finished
     assert report.num_errors == 0
+
+
+def compile_times_s(jobs: list[tuple[float, str, float]], num_threads: int) -> dict[str, list[float]]:
+    """Seconds from asking for a grammar to its end, of each client, where threads in virtual time take them.
+
+    `jobs`: (when it is asked for, client, seconds that it takes), in the order of their times.
+    """
+    queue, asked = CompileJobs(num_threads), {}
+    left, free_at, found = list(jobs), [0.0] * num_threads, {client: [] for _, client, _ in jobs}
+    while left or len(queue):
+        now = max(min(free_at), 0.0 if len(queue) else left[0][0])
+        while left and left[0][0] <= now:
+            at, client, seconds = left.pop(0)
+            grammar = Grammar("regex", str(len(asked)))
+            asked[grammar.text] = at, client, seconds
+            queue.put(grammar, client)
+        taken = queue.get()
+        assert taken is not None
+        at, client, seconds = asked[taken.text]
+        thread = free_at.index(min(free_at))
+        free_at[thread] = now + seconds
+        found[client].append(free_at[thread] - at)
+    return found
+
+
+def test_slow_grammars_of_one_client_delay_those_of_another_by_one_of_them() -> None:
+    slow = [(0.0, "loud", 2.0)] * 100
+    quick = [(float(second), "quiet", 0.01) for second in range(5, 90, 5)]
+    found = compile_times_s(sorted(slow + quick), num_threads=2)
+    assert max(found["quiet"]) <= 2.02 and len(found["quiet"]) == 17
+    assert max(found["loud"]) <= 102.0, "the other's take no more than their own time"

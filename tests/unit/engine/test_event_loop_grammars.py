@@ -33,12 +33,11 @@ class FakeManager:
         return self.read
 
     @property
-    def num_pending(self) -> int:
-        return len(self.pending)
-
-    @property
-    def num_pending_tokens(self) -> int:
-        return sum(len(request.prompt_token_ids) for request, _ in self.pending.values())
+    def pending_by_client(self) -> dict[str, tuple[int, int]]:
+        clients: dict[str, list[int]] = {}
+        for request, _ in self.pending.values():
+            clients.setdefault(request.client, []).append(len(request.prompt_token_ids))
+        return {client: (len(lengths), sum(lengths)) for client, lengths in clients.items()}
 
     def submit(self, request, now):
         if request.params.grammar.text == "0":
@@ -55,7 +54,7 @@ class FakeManager:
         self.pending = {}
         os.write(self.write, b"g")
 
-    def poll(self):
+    def poll(self, now):
         done, self.done = self.done, []
         return done
 
@@ -224,6 +223,18 @@ def test_requests_that_wait_for_grammars_count_in_the_queue():
     harness.manager.compile()
     harness.run()
     assert sorted(harness.events) == [1, 2, 3, 4, 5] and sorted(harness.refused) == [6, 7, 8]
+
+
+def test_requests_of_one_client_that_wait_for_grammars_lock_no_other_client_out():
+    harness = Harness(max_num_seqs=2, max_waiting_requests=8, max_waiting_tokens=40)
+    harness.ask(*(bound(number, client="a") for number in range(1, 41)))
+    assert sorted(harness.refused) == list(range(11, 41)), "two rows and eight places"
+    plain = make_request(41, [1, 2], max_tokens=4, client="b")
+    harness.ask(plain, *(bound(number, client="b") for number in range(42, 50)))
+    assert harness.tokens(41) == expected_tokens(plain)
+    assert sorted(number for number in harness.refused if number > 41) == [45, 46, 47, 48, 49], "half of the places"
+    harness.ask(bound(50, client="a"))
+    assert isinstance(harness.refused[50], QueueFullError)
 
 
 def test_prompts_of_requests_that_wait_for_grammars_count_as_waiting_tokens():

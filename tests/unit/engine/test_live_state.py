@@ -110,6 +110,6 @@ def test_step_times_cost_little_memory_and_no_more_with_more_steps() -> None:
 
 def test_a_request_with_a_grammar_that_is_compiled_counts_as_waiting() -> None:
     driver = Driver(make_config())
-    driver.scheduler.set_pending(3, 30)
+    driver.scheduler.set_pending({"a": (2, 20), "b": (1, 10)})
     driver.add(replace(make_request(1, [1, 2]), priority=1))
     assert live_state(driver.scheduler, StepLog(), driver.now)["waiting"] == 4

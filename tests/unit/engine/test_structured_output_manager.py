@@ -18,7 +18,8 @@ from engine.sampling_params import Grammar
 from engine.structured_output import compile_jobs, sandbox, sandbox_client
 from engine.structured_output import manager as manager_module
 from engine.structured_output.compiler import GrammarError
-from engine.structured_output.manager import Outcome, StructuredOutputManager
+from engine.structured_output.manager import TOO_LONG_KEPT_S, Outcome, StructuredOutputManager
+from engine.structured_output.sandbox import TOO_LONG
 
 CHAIN = "\n".join(["start: r0", *(f"r{i}: r{i + 1}" for i in range(4000)), 'r4000: "a"'])  # ends any stack
 ENDLESS = json.dumps({"type": "integer", "multipleOf": 999_983})  # seconds of work in a few bytes
@@ -46,7 +47,7 @@ def outcomes(manager, count: int) -> dict[int, Outcome]:
     found: dict[int, Outcome] = {}
     while len(found) < count:
         assert select.select([manager], [], [], 30)[0], "no outcome"
-        found |= {outcome.request.request_id: outcome for outcome in manager.poll()}
+        found |= {outcome.request.request_id: outcome for outcome in manager.poll(0.0)}
     assert not select.select([manager], [], [], 0.05)[0], "still readable"
     return found
 
@@ -89,16 +90,30 @@ def test_a_hostile_grammar_is_refused_alone(manager, kind, text, reason):
     assert found[2].error is None
 
 
-def test_refusals_are_kept_but_not_timeouts(manager):
-    for text, is_kept in (("[", True), (CHAIN, True)):
-        kind = "regex" if text == "[" else "lark"
-        if manager._kept.get((kind, text)) is None:
-            manager.submit(asked(1, kind, text), 0.0)
-            outcomes(manager, 1)
-        with pytest.raises(RequestError):
-            manager.submit(asked(2, kind, text), 0.0)
-        assert ((kind, text) in manager._kept) is is_kept
-    assert ("json_schema", ENDLESS) not in manager._kept
+def test_a_grammar_that_takes_too_long_is_refused_at_once_until_it_is_tried_again(manager, monkeypatch):
+    tried = []
+    monkeypatch.setattr(manager._sandbox, "check", lambda number, grammar: tried.append(grammar.text) or TOO_LONG)
+    manager.submit(asked(1, "regex", "slow(a|b)"), 0.0)
+    assert outcomes(manager, 1)[1].error.message.endswith(f"{TOO_LONG}.")
+    for number in (2, 3):
+        with pytest.raises(RequestError, match=TOO_LONG):
+            manager.submit(asked(number, "regex", "slow(a|b)"), TOO_LONG_KEPT_S - 1)
+    assert tried == ["slow(a|b)"] and manager.num_pending == 0
+    assert manager.submit(asked(4, "regex", "slow(a|b)"), TOO_LONG_KEPT_S) is None, "the machine may have been slow"
+    outcomes(manager, 1)
+    assert tried == ["slow(a|b)"] * 2
+
+
+def test_refusals_are_kept_within_a_bound_and_take_no_place_of_compiled_grammars(manager, monkeypatch):
+    monkeypatch.setattr(manager_module, "MAX_REFUSED", 3)
+    manager.submit(asked(1, "regex", "wanted(a|b)"), 0.0)
+    outcomes(manager, 1)
+    monkeypatch.setattr(manager._sandbox, "check", lambda number, grammar: "it is wrong")
+    for number in range(2, 100):
+        manager.submit(asked(number, "regex", f"{number}["), 0.0)
+    outcomes(manager, 98)
+    assert len(manager._refused) == 3
+    assert manager.submit(asked(1, "regex", "wanted(a|b)"), 0.0) is not None
 
 
 def test_an_abort_during_compilation_leaves_nothing_behind(manager):
@@ -144,7 +159,7 @@ def rest(manager) -> set[int]:
     found = set()
     while manager._waiting:
         assert select.select([manager], [], [], 30)[0], "no outcome"
-        found |= {outcome.request.request_id for outcome in manager.poll()}
+        found |= {outcome.request.request_id for outcome in manager.poll(0.0)}
     return found
 
 
@@ -180,20 +195,39 @@ def test_a_full_queue_of_grammars_refuses_at_once(slow_manager, monkeypatch):
     slow_manager.submit(asked(7, "regex", "5x"), 0.0)  # no job of its own
     slow_manager.submit(replace(asked(8, "regex", "8x"), has_place=True), 0.0)
     slow_manager.abort_all()
-    assert (len(slow_manager._jobs), slow_manager.num_pending, slow_manager.num_pending_tokens) == (0, 0, 0)
+    assert (len(slow_manager._jobs), slow_manager.num_pending, slow_manager.pending_by_client) == (0, 0, {})
     monkeypatch.setattr(compile_jobs, "MAX_CHARACTERS", 10)
     slow_manager.submit(asked(9, "regex", "a" * 100), 0.0)
     with pytest.raises(QueueFullError, match="10 characters"):
         slow_manager.submit(asked(10, "regex", "b"), 0.0)
 
 
-def test_prompt_tokens_of_pending_requests_are_counted(slow_manager):
-    assert slow_manager.num_pending_tokens == 4
+def test_pending_requests_are_counted_by_client(slow_manager):
+    slow_manager.submit(replace(asked(3, "regex", "3x"), client="b"), 0.0)
+    assert slow_manager.pending_by_client == {"": (2, 4), "b": (1, 2)}
     slow_manager.abort(1)
-    assert slow_manager.num_pending_tokens == 2
+    slow_manager.abort(3)
+    assert slow_manager.pending_by_client == {"": (1, 2)}
     slow_manager._sandbox.go_on.set()
     rest(slow_manager)
-    assert slow_manager.num_pending_tokens == 0
+    assert slow_manager.pending_by_client == {}
+
+
+def test_clients_take_turns_at_the_compiler_and_each_has_a_share_of_its_queue(slow_manager, monkeypatch):
+    """One has asked for many grammars before the other comes."""
+    monkeypatch.setattr(compile_jobs, "MAX_JOBS", 6)
+    many = [replace(asked(number, "regex", f"{number}x"), client="many") for number in range(3, 9)]
+    for request in many:
+        slow_manager.submit(request, 0.0)
+    with pytest.raises(QueueFullError):
+        slow_manager.submit(replace(many[0], request_id=9, params=asked(9, "regex", "9x").params), 0.0)
+    for number, text in ((10, "10x"), (11, "11x"), (12, "8x")):  # the last one waits behind all of the other client
+        slow_manager.submit(replace(asked(number, "regex", text), client="few"), 0.0)
+    slow_manager._sandbox.go_on.set()
+    assert rest(slow_manager) == {*range(1, 9), 10, 11, 12}
+    begun = slow_manager._sandbox.asked
+    assert sorted(begun[2:4]) == ["10x", "3x"] and len(begun) == 10
+    assert begun.index("11x") < begun.index("5x") and begun.index("8x") < begun.index("6x")
 
 
 def test_a_lost_sandbox_is_started_again(manager):
@@ -254,7 +288,7 @@ def test_a_model_without_readable_tokens_is_served_without_grammars(tmp_path):
     manager = StructuredOutputManager.open(str(tmp_path))
     with pytest.raises(RequestError, match=r"tokenizer\.json") as refusal:
         manager.submit(asked(1, "regex", "a"), 0.0)
-    assert refusal.value.param == "guided_regex" and manager.poll() == []
+    assert refusal.value.param == "guided_regex" and manager.poll(0.0) == []
     manager.close()
 
 
