@@ -98,7 +98,7 @@ WITH_PROCESSES := tests/parallel tests/e2e tests/load tests/benchmarks tests/mul
 
 check: lint
 	@echo '==> pytest, without what starts servers or ranks'
-	@$(PYTEST) -q -m 'not slow and not soak' $(filter-out $(WITH_PROCESSES),$(wildcard tests/*))
+	@$(PYTEST) -q -m 'not slow and not soak and not product' $(filter-out $(WITH_PROCESSES),$(wildcard tests/*))
 
 test: lint
 	@echo '==> pytest'
@@ -118,6 +118,8 @@ TRITON_SAMPLE := (fit_every and model) or launches or random_batches or lost_sho
 test-long: $(TOOLS)
 	@echo '==> soak'
 	@$(PYTEST) -n 3 -m soak tests/e2e tests/load tests/benchmarks/test_benchmarks.py $(addprefix tests/unit/workers/test_,verify_stored.py kernels_build.py) tests/parallel tests/multihost tests/sim
+	@echo '==> the kernels: combinations of parameters beyond those of make test'
+	@$(PYTEST) -q -m product tests/unit/workers
 	@echo '==> the kernels of 64-bit ARM, emulated'
 	@$(PYTEST) -m soak -k '$(ARM_SAMPLE)' $(addprefix tests/unit/workers/test_,kernels_simd.py kernels_elementwise.py attention.py layers_matmul.py int8.py grouped.py fp8.py)
 	@echo '==> the kernels for CUDA: compiled ahead, and sampling in the interpreter'

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
+from tests.covering_set import covering_set
+
 # Triton reads this when it is imported, which some libraries do: without a device, kernels are interpreted.
 if not Path("/dev/nvidia0").exists():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -22,6 +24,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TESTS = Path(__file__).parent
+# Parameters and fixtures of tests that run at every level of instruction set.
+LEVELS = {"level", "form", "backend", "linear"}
 SHARED_SERVERS = re.compile(r"\b(tp1|tp2)\b")  # fixtures of tests/e2e that live as long as a worker
 
 
@@ -57,6 +61,28 @@ def pytest_collection(session: pytest.Session) -> None:
         if any(path.is_relative_to(Path(argument).absolute()) for argument in session.config.args):
             with contextlib.suppress(Exception, pytest.skip.Exception):  # pytest will import it again, and report
                 importlib.import_module(".".join(path.relative_to(TESTS.parent).with_suffix("").parts))
+
+
+def _key(value: object) -> str:
+    """Text that is the same for equal values. Classes made for each level have one name, so those go by identity."""
+    return f"{value!r} {id(value)}" if callable(value) else repr(value)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as `product` the combinations beyond a covering set of each test that runs at every level of kernels."""
+    tests: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        if LEVELS & parameters.keys() and not item.get_closest_marker("soak"):
+            tests.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for combinations in tests.values():
+        runs_here = [not any(mark.args[:1] == (True,) for mark in item.iter_markers("skipif")) for item in combinations]
+        cases = [{name: _key(value) for name, value in item.callspec.params.items()} for item in combinations]
+        chosen = covering_set(cases, runs_here)
+        for index, item in enumerate(combinations):
+            if index not in chosen:
+                item.add_marker("product")
 
 
 @pytest.fixture(autouse=True)
