@@ -55,9 +55,9 @@ class ApiMiddleware:
         cors: Cors,
         access_log: AccessLog | None,
     ) -> None:
-        """`open_metrics`: `METRICS` require no key. `open_requests`: nor does `REQUESTS`. `page`: paths of the web page,
-        which holds no secret: it is sent at any time, under any name, and its requests to the API are checked like all
-        others. `cors`: which foreign web pages may ask and read answers."""
+        """`open_metrics`: `METRICS` require no key. `open_requests`: nor does `REQUESTS`. `page`: paths of the web
+        page, which holds no secret: it is sent at any time, under any name, and its requests to the API are checked
+        like all others. `cors`: which foreign web pages may ask and read answers."""
         self._access_log = access_log
         self._app = app
         self._state = state

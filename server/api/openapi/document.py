@@ -48,8 +48,8 @@ _ABOUT = (
 _ERRORS = {
     "400": "The request is wrong; `param` names the field.",
     "401": "No API key, or a wrong one.",
-    "403": "The Host header is not a name of this server, a web page of an origin that is not allowed asks, or the admin "
-    "key is missing on a route that wants it.",
+    "403": "The Host header is not a name of this server, a web page of an origin that is not allowed asks, or the "
+    "admin key is missing on a route that wants it.",
     "404": "There is no such route or model.",
     "408": "The time limit passed before anything was generated, or the body came too slowly.",
     "413": "The body is too large.",

@@ -68,15 +68,15 @@ class HttpSettings:
         group=_GROUP,
         example="KEY",
         secret=True,
-        help="key of the /admin routes and of /v1/requests, and of nothing else; without one /admin is closed; better in "
-        "OARLOCK_ADMIN_API_KEY",
+        help="key of the /admin routes and of /v1/requests, and of nothing else; without one /admin is closed; better "
+        "in OARLOCK_ADMIN_API_KEY",
     )
     open_metrics: bool = option(
         False,
         group=_GROUP,
         example="",
-        help="answer /metrics and /v1/state without a key beyond loopback, too: for routers that have none; without any "
-        "keys also /v1/requests",
+        help="answer /metrics and /v1/state without a key beyond loopback, too: for routers that have none; without "
+        "any keys also /v1/requests",
     )
     web_page: bool = option(
         True, group=_GROUP, example="", help="serve a web page at /: chat, the live state, and the model's card"

@@ -19,8 +19,8 @@ _KEY = "OARLOCK_ADMIN_API_KEY"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Ask a running server what happened to one of its last thousand requests: the times of its stages, whom it "
-        "waited for, and one sentence on what would help. No text is shown. A server on this machine without keys tells "
-        "it to everybody here, any other wants the key of its --admin-api-key."
+        "waited for, and one sentence on what would help. No text is shown. A server on this machine without keys "
+        "tells it to everybody here, any other wants the key of its --admin-api-key."
     )
     parser.add_argument("request_id", metavar="REQUEST_ID", help="the X-Request-Id of an answer, or its id")
     parser.add_argument(
