@@ -56,6 +56,7 @@ from workers.worker.memory.step_memory import StepMemory, largest_step
 from workers.worker.memory_needs import MAX_LOGITS_ROWS, is_out_of_memory, out_of_memory, weight_bytes_of_node
 from workers.worker.pending_output import Computed, PendingOutput
 from workers.worker.pooling.pooler import Pooler
+from workers.worker.rank_device import use_device
 from workers.worker.rank_invariance import check_rank_invariance
 from workers.worker.step_timing import null_step, time_steps
 
@@ -78,10 +79,8 @@ class ModelRunner:
         self.tp = tp
         self.stage = stage = stage or PipelineStage.solo()
         self.answers = stage.is_last and tp.rank == 0
-        self.device = device_of(config, (stage.number * tp.size + tp.rank) % config.ranks_per_node)
+        self.device = use_device(config, (stage.number * tp.size + tp.rank) % config.ranks_per_node)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
         self.spec = read_spec(config.model_path, config.max_model_len, tied=config.tie_word_embeddings)
         self.layers = layers_of_stage(self.spec.num_layers, stage.number, stage.size)
         directory = Path(config.model_path)
@@ -394,12 +393,3 @@ class ModelRunner:
         output = concatenate_outputs([part for part in parts if part is not None])
         output.num_accepted = None if accepted is None else accepted.cpu().numpy()
         return output
-
-
-def device_of(config: WorkerConfig, rank: int) -> torch.device:
-    """The device of `rank`, its place among the replica's ranks of this host: its own GPU, one that it shares, or the
-    CPU."""
-    if config.device != "cuda":
-        return torch.device("cpu")
-    place = config.first_on_host + rank
-    return torch.device("cuda", place % torch.cuda.device_count() if config.share_device else place)

@@ -31,9 +31,15 @@ class Computed:
 class AnsweringThread:
     """Waits for outputs in the order of their steps, and sends each as soon as it is there. It does not spin."""
 
-    def __init__(self, send: Callable[[StepOutput], None], on_failure: Callable[[int, Exception], None]) -> None:
-        """`on_failure` gets the number of the step that failed and why; nothing is sent afterwards."""
-        self._send, self._on_failure = send, on_failure
+    def __init__(
+        self,
+        send: Callable[[StepOutput], None],
+        on_failure: Callable[[int, Exception], None],
+        begin: Callable[[], object],
+    ) -> None:
+        """`on_failure` gets the number of the step that failed and why; nothing is sent afterwards. `begin`: what the
+        thread does before it waits for a device."""
+        self._send, self._on_failure, self._begin = send, on_failure, begin
         self._steps: queue.SimpleQueue[tuple[int, PendingOutput] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="answers", daemon=True)
         self._thread.start()
@@ -47,6 +53,7 @@ class AnsweringThread:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        self._begin()
         while (item := self._steps.get()) is not None:
             step_id, pending = item
             try:

@@ -130,15 +130,16 @@ def main(argv: list[str]) -> int:
 
 
 def join(arguments: RankArguments) -> RankGroups:
-    """This rank's groups, once all ranks are there. First puts this process on its CPUs."""
+    """This rank's groups, once all ranks are there. First puts this process on its CPUs and its device: on a CUDA
+    device the ranks try sums as they join."""
     # Imported late: a parent that is already gone should be noticed before.
     from workers.distributed.rank_groups import join_groups
-    from workers.worker.model_runner import device_of
+    from workers.worker.rank_device import use_device
 
     use_cpus(arguments.config, arguments.local_rank)
     return join_groups(
         arguments.rendezvous,
-        device_of(arguments.config, arguments.local_rank),
+        use_device(arguments.config, arguments.local_rank),
         share_device=arguments.config.share_device,
         in_order=arguments.config.batch_invariant,
     )
@@ -182,6 +183,7 @@ def serve(arguments: RankArguments, control: Control, runner: ModelRunner | Enco
     waits for the outputs.
     """
     from workers.worker.memory.step_guard import StepGuard  # imports torch
+    from workers.worker.rank_device import use_device
 
     rings = RankRings(**arguments.extra)
     steps = RingReader(rings.step_memory_fd, rings.step_wake_fd, arguments.local_rank, RingLayout(**rings.step_layout))
@@ -190,7 +192,8 @@ def serve(arguments: RankArguments, control: Control, runner: ModelRunner | Enco
         answers = RingWriter(rings.output_memory_fd, [rings.output_wake_fd], RingLayout(**rings.output_layout))
     later = None
     if answers is not None and runner.runs_ahead:
-        later = AnsweringThread(partial(_send, answers), partial(_report, control))
+        begin_thread = partial(use_device, runner.config, arguments.local_rank)
+        later = AnsweringThread(partial(_send, answers), partial(_report, control), begin_thread)
     await_masks = partial(steps.wait_for_rest, runner.config.step_timeout_s)
     if runner.kv_offload is not None:
         assert rings.kv_report_fd is not None

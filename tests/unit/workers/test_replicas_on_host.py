@@ -15,8 +15,8 @@ from workers.preflight import check_without_weights, preflight
 from workers.worker import kv_cache_size, memory_needs
 from workers.worker.cpu_affinity import check_affinity, with_cpus
 from workers.worker.memory_needs import weight_bytes_of_node
-from workers.worker.model_runner import device_of
 from workers.worker.preflight import devices
+from workers.worker.rank_device import device_of
 
 
 @pytest.fixture

@@ -28,9 +28,9 @@ from workers.weights.weight_source import weight_source
 from workers.worker.encoder.memory import step_bytes
 from workers.worker.encoder.trial import check_alone_and_in_company, check_sums_of_ranks
 from workers.worker.memory_needs import is_out_of_memory
-from workers.worker.model_runner import device_of
 from workers.worker.pending_output import Computed, PendingOutput
 from workers.worker.pooling.pooler import Pooler, no_logits
+from workers.worker.rank_device import use_device
 
 
 class EncoderRunner:
@@ -43,10 +43,8 @@ class EncoderRunner:
         """`config` must be resolved (see `workers.preflight`), and `use_cpus` have been called."""
         self.config = config
         self.tp = tp
-        self.device = device_of(config, tp.rank % config.ranks_per_node)
+        self.device = use_device(config, tp.rank % config.ranks_per_node)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
         self._checkpoint = None if config.load_format == "dummy" else open_checkpoint(Path(config.model_path))
         self.spec = read_encoder(config.model_path, self._checkpoint)
         self._num_blocks, self._load_seconds = 0, 0.0
