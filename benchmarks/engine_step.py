@@ -76,13 +76,19 @@ def recorder(scheduler: Any, engine_core: Any) -> Callable[[Any, float], None]:
     """What the engine notes of each step before its answer is applied; in a checkout that notes nothing, nothing."""
     if not hasattr(scheduler, "traces"):
         return lambda output, now: None
-    log, steps, stats = engine_core.StepLog(), scheduler.traces.steps, scheduler.stats
+    steps, stats, rank_ns = scheduler.traces.steps, scheduler.stats, (10_000_000, 10_000_000)
 
     def record(output: Any, now: float) -> None:
-        log.observe(now, 0.01, output.num_prompt_tokens, stats.generation_tokens, (10_000_000, 10_000_000))
+        steps.observe(now, 0.01, output.num_seqs, output.num_prompt_tokens, stats.generation_tokens, rank_ns)
+
+    def record_twice(output: Any, now: float) -> None:
+        log.observe(now, 0.01, output.num_prompt_tokens, stats.generation_tokens, rank_ns)
         steps.add(now, 0.01, output.num_seqs, output.num_prompt_tokens)
 
-    return record
+    if not hasattr(engine_core, "StepLog"):
+        return record
+    log = engine_core.StepLog()  # of checkouts that noted each step in two places
+    return record_twice
 
 
 def milliseconds(

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.config import EngineConfig
-from engine.core.step_log import StepLog
-from engine.core.step_times import StepTimes
 from engine.errors import INTERNAL, WorkerError
 from engine.input_batch.grammar_bitmask import FillMasks, GrammarBitmask, fill_one_by_one
 from engine.input_batch.input_batch import BuiltStep, InputBatch
@@ -57,8 +55,6 @@ class EngineCore:
             block_size=info.block_size,
             vocab_size=info.vocab_size,
         )
-        self._step_times = StepTimes(info.step_cost, config.max_step_s, config.num_micro_batches)
-        self.step_log = StepLog()
         self._clock = clock
         self._events: list[TokenEvent] = []
         depth = config.pipeline_depth or executor.best_in_flight
@@ -95,9 +91,7 @@ class EngineCore:
         assert not self.is_full
         self.send_masks()
         now = self._clock()
-        output = self.scheduler.schedule(
-            now, ahead=self.num_in_flight > 0, most_prompt_tokens=self._step_times.most_prompt_tokens
-        )
+        output = self.scheduler.schedule(now, ahead=self.num_in_flight > 0)
         built = None if output is None else self._build(output, now)
         if output is None or built is None:
             return None
@@ -129,17 +123,11 @@ class EngineCore:
         return self.scheduler.update_from_output(output, ModelRunnerOutput(answer), now)
 
     def _observe(self, output: SchedulerOutput, begun_s: float, seconds: float) -> None:
-        stats = self.scheduler.stats
-        stats.step_time_s.observe(seconds)
-        self.step_log.observe(
-            begun_s, seconds, output.num_prompt_tokens, stats.generation_tokens, self.executor.step_times_ns
-        )
-        traces = self.scheduler.traces
-        traces.steps.add(begun_s, seconds, output.num_seqs, output.num_prompt_tokens)
-        num_rows = output.num_decodes + output.num_drafts
-        self._step_times.observe(num_rows, output.num_prompt_tokens, seconds)
-        if self.scheduler.drafter is not None and not output.num_prompt_tokens:
-            self.scheduler.drafter.costs.observe(num_rows, seconds)
+        scheduler, num_prompt_tokens = self.scheduler, output.num_prompt_tokens
+        num_before, rank_ns = scheduler.stats.generation_tokens, self.executor.step_times_ns
+        scheduler.stats.step_time_s.observe(seconds)
+        scheduler.traces.steps.observe(begun_s, seconds, output.num_seqs, num_prompt_tokens, num_before, rank_ns)
+        scheduler.step_costs.observe(output.num_decodes + output.num_drafts, num_prompt_tokens, seconds)
 
     def _take_back(self, output: SchedulerOutput) -> TokenEvents:
         """The ranks have refused `output`, and so those that were sent ahead behind it."""

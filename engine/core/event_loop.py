@@ -295,7 +295,7 @@ class EngineLoop:
         """Answer those who asked for the live state: while the ranks compute, since it takes part of a millisecond."""
         if self._state_asked:
             self._count_pending()
-            state = live_state(self.scheduler, self.engine_core.step_log, self._clock())
+            state = live_state(self.scheduler, self._clock())
             for number in self._state_asked:
                 self._frame_socket.send(questions.state(number, state))
             self._state_asked.clear()

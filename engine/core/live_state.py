@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from itertools import chain, groupby, islice
 
-from engine.core.step_log import StepLog
 from engine.scheduler.kv_cache_manager import KVCacheManager
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import Sequence, Status
@@ -13,9 +12,9 @@ MAX_CELLS = 4096
 MAX_SLOWEST = 20
 
 
-def live_state(scheduler: Scheduler, steps: StepLog, now: float) -> EngineState:
+def live_state(scheduler: Scheduler, now: float) -> EngineState:
     """The state between two steps. `now`: the engine's clock."""
-    stats = scheduler.refresh_gauges()
+    stats, steps = scheduler.refresh_gauges(), scheduler.traces.steps
     return EngineState(
         running=stats.num_requests_running,
         waiting=stats.num_requests_waiting,

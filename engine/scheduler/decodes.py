@@ -60,6 +60,12 @@ def may_preempt(columns: RunningColumns, rows: np.ndarray, num_available_blocks:
     return int(may_need.sum()) > num_available_blocks
 
 
+def any_behind(columns: RunningColumns) -> bool:
+    """Whether a prompt is under way: some running sequence has more than its newest token to compute."""
+    rows = columns.order
+    return bool((columns.num_tokens[rows] > columns.num_computed[rows] + 1).any())
+
+
 def schedule_decodes(
     columns: RunningColumns,
     rows: np.ndarray,

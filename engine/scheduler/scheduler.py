@@ -1,4 +1,4 @@
-"""Who runs next: one token budget per step, shared by decodes, prefills under way and waiting sequences.
+"""Decides who runs next: one token budget per step, shared by decodes, drafts, prefills under way and the queue.
 
 A sequence has known tokens and computed tokens; each step gives it some number of tokens to catch up. Chunked prefill,
 decoding, prefix hits and recomputation after preemption are then the same case, and there are no phases.
@@ -8,7 +8,7 @@ tensors, devices, processes or text.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -27,6 +27,7 @@ from engine.scheduler.prefill_order import admit_in_order, has_room_for_text, nu
 from engine.scheduler.refused_steps import RefusedSteps, undo, withdraw
 from engine.scheduler.request_queue import Pending, RequestQueue
 from engine.scheduler.sequence import GrammarMatcherProtocol, Sequence, Status
+from engine.scheduler.step_cost import StepBudget, StepCosts
 from engine.scheduler.tracing.request_traces import RequestTraces
 from engine.scheduler.window_blocks import allocate_within_window, free_out_of_window
 from engine.spec_decode.drafter import Drafter
@@ -70,16 +71,11 @@ class Scheduler:
         self.kv_cache_manager.offload = self.kv_offload if self.kv_offload.is_on else None
         self._loading = LoadingSequences(self.kv_offload, self._waiting, self.kv_cache_manager.missing_hashes)
         self._columns = RunningColumns(self.max_num_seqs, info.block_size, caches_blocks=caches_blocks)
-        self.drafter = None if config.speculative is None else Drafter(config.speculative, info.step_cost)
-        self._answers = Answers(
-            self._columns,
-            self.kv_cache_manager,
-            self._waiting,
-            self.stats,
-            self._finish,
-            self.fail,
-            self._fail_after_exception,
-        )
+        self.step_costs = StepCosts(info.step_cost)
+        self._budget = StepBudget(self.step_costs, config.max_step_s, config.num_micro_batches)
+        self.drafter = None if config.speculative is None else Drafter(config.speculative, self.step_costs)
+        ends = self._finish, self.fail, self._fail_after_exception
+        self._answers = Answers(self._columns, self.kv_cache_manager, self._waiting, self.stats, *ends)
         self._events: list[TokenEvent] = []  # terminal events that `update_from_output` did not return
         self._num_arrivals = 0
         self._step_id = 0
@@ -166,17 +162,14 @@ class Scheduler:
 
     # -- one step
 
-    def schedule(
-        self, now: float, *, ahead: bool = False, most_prompt_tokens: Callable[[int, int, int], int] | None = None
-    ) -> SchedulerOutput | None:
+    def schedule(self, now: float, *, ahead: bool = False) -> SchedulerOutput | None:
         """Decide the next step: decodes first, then prefills under way, then the queue. None when nothing can run, or
-        when with `ahead`, which says that the answer to the step before is still to come, it must come first.
-        `most_prompt_tokens(decodes, budget, left)` may lower the tokens beside so many decodes, of all `left`."""
+        when with `ahead`, which says that the answer to the step before is still to come, it must come first."""
         self.traces.now_s = now
         self._loading.follow(now)
         most = self.refused_steps.most_tokens or self.max_num_batched_tokens
         is_short = most < self.max_num_batched_tokens  # of memory: nothing is drafted, and no step sent ahead
-        drafter, most_drafts = None if is_short else self.drafter, most - len(self._running)
+        drafter, most_drafts = None if is_short else self.drafter, self._most_drafts(most - len(self._running))
         if ahead and (is_short or (self._num_parts == 1 and self._must_wait(most_drafts))):
             return None
         shared = self._running, self._waiting, self.max_num_seqs, self.kv_cache_manager
@@ -203,9 +196,8 @@ class Scheduler:
         output.num_decodes = output.num_seqs
         output.num_drafts = sum(len(item.drafts) for item in output.scheduled)
         num_rows = output.num_decodes + output.num_drafts
-        whole = most - num_rows  # tokens
-        if most_prompt_tokens is not None:
-            whole = most_prompt_tokens(max(num_rows, share), whole, num_tokens_left(behind, self._waiting))
+        num_left = num_tokens_left(behind, self._waiting)
+        whole = self._budget.prompt_tokens(max(num_rows, share), most - num_rows, num_left)
         run = partial(self._schedule_prompt, output, now)
         budget = share_among_prompts(behind, self._waiting, whole, run)
         # A sequence that was just preempted must not get back at once the blocks that it gave up.
@@ -270,6 +262,13 @@ class Scheduler:
         if not output.num_seqs:
             self.refused_steps.drop(output)
             self.kv_offload.give_back(output.kv_copies)
+
+    def _most_drafts(self, room: int) -> int:
+        """Drafts for which a step has place, that has `room` tokens beside those of running sequences."""
+        if self.drafter is None:
+            return 0
+        beside_prompts = bool(self._free_rows and len(self._waiting)) or decodes.any_behind(self._columns)
+        return self._budget.drafts(len(self._running), room, beside_prompts=beside_prompts)
 
     def _must_wait(self, most_drafts: int) -> bool:
         """Whether a step can be scheduled only when the tokens of the one in flight are known."""

@@ -9,12 +9,10 @@ Knows token ids and the times of steps; does not know requests, blocks or why a 
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from engine.config import SpeculativeConfig
 from engine.spec_decode.ngram_index import NgramIndex
-from engine.spec_decode.row_costs import RowCosts
-from workers.step_cost import StepCost
 
 _FIRST_RATE = 0.6  # of a sequence of which nothing was drafted: it begins with about 4 drafts where rows cost little
 _WEIGHT = 0.2  # of the last draft in a sequence's rate
@@ -55,13 +53,20 @@ class Candidate(NamedTuple):
     room: int  # for so many drafts
 
 
-class Drafter:
-    """Chooses the drafts of a step. `costs` is to be told of steps that ran."""
+class RowCosts(Protocol):
+    """What steps take, as far as drafts depend on it."""
 
-    def __init__(self, config: SpeculativeConfig, cost: StepCost | None) -> None:
-        """`cost` of the ranks' steps; None: not measured."""
+    def step_and_row_s(self, num_rows: int) -> tuple[float, float]:
+        """Seconds of a step of so many rows, and what one row more adds."""
+        ...
+
+
+class Drafter:
+    """Chooses the drafts of a step."""
+
+    def __init__(self, config: SpeculativeConfig, costs: RowCosts) -> None:
         self.config = config
-        self.costs = RowCosts(cost)
+        self._costs = costs
 
     def new_state(self) -> DraftState:
         """Of a sequence of which nothing was drafted."""
@@ -69,7 +74,7 @@ class Drafter:
 
     def may_pay(self, num_seqs: int) -> bool:
         """Whether any draft can be worth its row in a step with a row for each of `num_seqs` sequences."""
-        step_s, row_s = self.costs.step_and_row_s(num_seqs)
+        step_s, row_s = self._costs.step_and_row_s(num_seqs)
         return _is_worth(1.0, row_s, step_s, num_seqs)
 
     def choose(self, candidates: Sequence[Candidate], num_seqs: int, most: int) -> list[list[int]]:
@@ -79,7 +84,7 @@ class Drafter:
         Changes nothing but what is remembered of the texts: it may be called again for the same step.
         """
         drafts: list[list[int]] = [[] for _ in candidates]
-        step_s, row_s = self.costs.step_and_row_s(num_seqs)
+        step_s, row_s = self._costs.step_and_row_s(num_seqs)
         offers: list[tuple[float, int]] = []  # (worth of one more draft, negative; its candidate)
         for place, (state, token_ids, room) in enumerate(candidates):
             worth = rate = state.rate_at(len(token_ids))

@@ -1,6 +1,6 @@
 """What happened to each request, those that have ended lately included: times, counts and ids, never tokens.
 
-Bounded for each request, and so for all. Costs a step nothing but a few sums (`step_sums.py`).
+Bounded for each request, and so for all. Costs a step nothing but a few sums (`step_log.py`).
 """
 
 from collections import OrderedDict
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Protocol
 
-from engine.scheduler.tracing.step_sums import Stall, StepSums, between
+from engine.scheduler.tracing.step_log import Stall, StepLog, between
 from engine.stats import Chunk, DecodeSteps, Preemption, RequestHistory, StallState
 from engine.types import FinishReason
 
@@ -16,7 +16,7 @@ MAX_ENDED = 1000
 _MAX_AHEAD, _MAX_CHUNKS, _MAX_PREEMPTIONS, _MAX_STALLS = 5, 32, 16, 16
 
 
-_NO_STEPS = StepSums()
+_NO_STEPS = StepLog()
 
 
 class HasRequestId(Protocol):
@@ -183,7 +183,7 @@ class RequestTraces:
     """Those of one scheduler."""
 
     def __init__(self) -> None:
-        self.steps = StepSums()
+        self.steps = StepLog()
         self.now_s = 0.0  # of the step that is being decided
         self._ended: OrderedDict[int, RequestTrace] = OrderedDict()
 

@@ -16,7 +16,7 @@ from engine.config import SpeculativeConfig
 from engine.scheduler.kv_cache_manager import KVCacheManager
 from engine.simulation.fleet.requests import TOKEN
 from engine.simulation.roofline import StepLoad, StepTime
-from engine.spec_decode.drafter import Candidate, Drafter
+from engine.spec_decode.drafter import Candidate, Drafter, RowCosts
 
 _NO_LOOKUP = SpeculativeConfig(num_speculative_tokens=1, prompt_lookup_max=1, prompt_lookup_min=1)
 
@@ -24,8 +24,8 @@ _NO_LOOKUP = SpeculativeConfig(num_speculative_tokens=1, prompt_lookup_max=1, pr
 class Leap(Drafter):
     """In place of the scheduler's drafter. Drafts only while `is_allowed`, by callers that know that nothing waits."""
 
-    def __init__(self, time: StepTime, manager: KVCacheManager) -> None:
-        super().__init__(_NO_LOOKUP, None)
+    def __init__(self, time: StepTime, manager: KVCacheManager, costs: RowCosts) -> None:
+        super().__init__(_NO_LOOKUP, costs)
         self._time, self._manager = time, manager
         self.is_allowed = False
         self.steps_s = np.zeros(0)  # float64 [steps]   of those that `choose` has drafted for

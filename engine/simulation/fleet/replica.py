@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.core.step_times import StepTimes
 from engine.data_parallel.choice import Load
 from engine.errors import QueueFullError, RequestError
 from engine.kv_cache.events import BlockEventLog
 from engine.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.step_cost import REMEMBERED
 from engine.simulation.fleet.leap import Leap
 from engine.simulation.fleet.records import Records
 from engine.simulation.fleet.requests import TOKEN
@@ -24,8 +24,6 @@ from engine.simulation.roofline import StepLoad, StepTime
 from engine.types import Request
 from workers.config import WorkerInfo
 from workers.protocol import FINITE, StepOutput
-
-_OBSERVED = 9  # of the steps of a leap: as many as are remembered
 
 
 @dataclass(slots=True)
@@ -49,8 +47,7 @@ class Replica:
     ) -> None:
         self.scheduler = Scheduler(config, info)
         self._time, self._records = time, records
-        self._times = StepTimes(info.step_cost, config.max_step_s)
-        self._leap = Leap(time, self.scheduler.kv_cache_manager)
+        self._leap = Leap(time, self.scheduler.kv_cache_manager, self.scheduler.step_costs)
         self._leaps = leaps
         self.scheduler.drafter = self._leap
         self._in_flight: _InFlight | None = None
@@ -106,7 +103,7 @@ class Replica:
         """Schedule the next step at the end of the last one."""
         self._leap.is_allowed = self._leaps and self._is_steady
         self._count_waiting(self._now_s)
-        output = self.scheduler.schedule(self._now_s, most_prompt_tokens=self._times.most_prompt_tokens)
+        output = self.scheduler.schedule(self._now_s)
         if output is None:
             return False
         steps_s = self._leap.steps_s if output.num_drafts else np.array([self._time.seconds(load_of(output))])
@@ -126,8 +123,10 @@ class Replica:
         self._in_flight, self._now_s = None, step.at_s
         self.busy_s += step.at_s - step.begun_s
         steps_s = np.diff(ends_s, prepend=step.begun_s)
-        for seconds in steps_s[-_OBSERVED:].tolist():
-            self._times.observe(output.num_decodes, output.num_prompt_tokens, seconds)
+        num_before = max(0, len(steps_s) - REMEMBERED)  # of a leap only the last ones are told
+        for seconds in steps_s[num_before:].tolist():
+            self.scheduler.step_costs.observe(output.num_decodes, output.num_prompt_tokens, seconds, num_before)
+            num_before = 0
         events = self.scheduler.update_from_output(output, ModelRunnerOutput(answer), self._now_s)
         failed = self.scheduler.take_events()
         num_ended = self._records.tokens(events, ends_s) + self._records.ended(failed, self._now_s)

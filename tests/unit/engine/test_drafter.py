@@ -6,6 +6,7 @@ import random
 import pytest
 
 from engine.config import SpeculativeConfig
+from engine.scheduler.step_cost import StepCosts
 from engine.spec_decode import drafter as module
 from engine.spec_decode.drafter import Candidate, Drafter, DraftState
 from workers.step_cost import StepCost
@@ -26,7 +27,7 @@ def one(drafter: Drafter, state: DraftState, length: int = 30, *, room: int = 99
 
 
 def test_drafts_grow_while_they_are_right_and_end_when_they_are_not():
-    drafter, state = Drafter(CONFIG, CHEAP_ROWS), DraftState(CONFIG)
+    drafter, state = Drafter(CONFIG, StepCosts(CHEAP_ROWS)), DraftState(CONFIG)
     first = one(drafter, state)
     assert 3 <= len(first) <= 5
     for _ in range(3):
@@ -40,7 +41,7 @@ def test_drafts_grow_while_they_are_right_and_end_when_they_are_not():
 
 
 def test_a_sequence_is_tried_again_later_and_believed_only_if_a_draft_is_right():
-    drafter, state = Drafter(CONFIG, CHEAP_ROWS), state_of(0.01)
+    drafter, state = Drafter(CONFIG, StepCosts(CHEAP_ROWS)), state_of(0.01)
     state.record(100, 1, 0)
     assert one(drafter, state, 227) == []
     drafts = one(drafter, state, 228)
@@ -53,12 +54,13 @@ def test_a_sequence_is_tried_again_later_and_believed_only_if_a_draft_is_right()
 
 def test_with_many_sequences_or_dear_rows_there_are_no_drafts():
     sure = state_of(1.0)
-    assert one(Drafter(CONFIG, CHEAP_ROWS), sure) and one(Drafter(CONFIG, None), sure)
-    dear = Drafter(CONFIG, None)
+    assert one(Drafter(CONFIG, StepCosts(CHEAP_ROWS)), sure) and one(Drafter(CONFIG, StepCosts(None)), sure)
+    costs = StepCosts(None)
+    dear = Drafter(CONFIG, costs)
     for rows in [1, 2, 5] * 10:
-        dear.costs.observe(rows, rows * 0.01)
+        costs.observe(rows, 0, rows * 0.01)
     assert not dear.may_pay(1) and not one(dear, sure)
-    drafter = Drafter(CONFIG, CHEAP_ROWS)
+    drafter = Drafter(CONFIG, StepCosts(CHEAP_ROWS))
     assert [drafter.may_pay(count) for count in (1, 16, 64, 256)] == [True, True, True, False]
     assert not one(drafter, sure, num_seqs=256)
     assert not one(drafter, state_of(0.6), num_seqs=64) and one(drafter, state_of(0.6), num_seqs=16)
@@ -66,7 +68,7 @@ def test_with_many_sequences_or_dear_rows_there_are_no_drafts():
 
 @pytest.mark.parametrize("room", [0, 1, 5])
 def test_there_are_no_more_drafts_than_there_is_room_for(room: int):
-    assert len(one(Drafter(CONFIG, CHEAP_ROWS), state_of(1.0), room=room)) == room
+    assert len(one(Drafter(CONFIG, StepCosts(CHEAP_ROWS)), state_of(1.0), room=room)) == room
 
 
 def test_the_choice_is_the_best_of_all():
@@ -78,7 +80,7 @@ def test_the_choice_is_the_best_of_all():
             num_seqs, most = draw.randint(3, 9), draw.randint(1, 4)
             cost = StepCost(draw.uniform(0.3, 1), draw.choice([0.01, 0.02, 0.04]), 0.0, 0.0)
             rates = [draw.random() for _ in range(3)]
-            drafter = Drafter(SpeculativeConfig(most, 3, 1), cost)
+            drafter = Drafter(SpeculativeConfig(most, 3, 1), StepCosts(cost))
 
             def speed(counts, rates=rates, num_seqs=num_seqs, cost=cost):
                 right = sum(
@@ -95,7 +97,7 @@ def test_the_choice_is_the_best_of_all():
 
 
 def test_a_limit_for_all_leaves_the_drafts_that_are_worth_most():
-    drafter = Drafter(CONFIG, CHEAP_ROWS)
+    drafter = Drafter(CONFIG, StepCosts(CHEAP_ROWS))
     candidates = [Candidate(state_of(rate), LOOP, 99) for rate in (0.5, 0.9)]
     assert [len(some) for some in drafter.choose(candidates, 2, 3)] == [0, 3]
     assert drafter.choose(candidates, 2, 0) == [[], []]

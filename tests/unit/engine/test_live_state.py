@@ -7,8 +7,8 @@ import pytest
 from engine_fakes import Driver, make_config, make_request
 
 from engine.core.live_state import MAX_CELLS, MAX_SLOWEST, live_state, run_lengths
-from engine.core.step_log import StepLog
 from engine.scheduler.kv_cache_manager import KVCacheManager
+from engine.scheduler.tracing.step_log import StepLog
 
 
 def _states(text: str) -> str:
@@ -35,7 +35,7 @@ def test_the_map_says_of_each_block_what_the_pool_counts() -> None:
     driver.add(make_request(2, range(40, 50), max_tokens=20))
     for _ in range(3):
         driver.step()
-    kv = live_state(driver.scheduler, StepLog(), driver.now)["kv"]
+    kv = live_state(driver.scheduler, driver.now)["kv"]
     cells = _states(kv["map"])
     assert (len(cells), kv["cells_of"], kv["total"]) == (32, 1, 32)
     assert (cells.count("h"), cells.count("c"), cells.count("f")) == (kv["held"], kv["cached"], kv["free"])
@@ -63,7 +63,7 @@ def test_requests_are_shown_the_oldest_first_and_not_all() -> None:
     driver.step()
     driver.step()
     driver.abort(2)
-    found = live_state(driver.scheduler, StepLog(), driver.now)
+    found = live_state(driver.scheduler, driver.now)
     shown = found["slowest"]
     assert [one["request_id"] for one in shown] == [1, *range(3, 3 + MAX_SLOWEST - 1)]
     assert [one["state"] for one in shown[:4]] == ["running"] * 3 + ["waiting"]
@@ -76,7 +76,7 @@ def test_step_times_are_of_the_last_steps() -> None:
     log = StepLog()
     assert log.times() == {"count": 0, "last_ms": 0.0, "median_ms": 0.0, "p99_ms": 0.0, "ranks": []}
     for step in range(600):
-        log.observe(step * 0.1, 5.0 if step < 88 else 0.01 + (step == 599) * 0.03, 0, 0, [9_000_000, 7_000_000])
+        log.observe(step * 0.1, 5.0 if step < 88 else 0.01 + (step == 599) * 0.03, 1, 0, 0, [9_000_000, 7_000_000])
     times = log.times()
     assert (times["count"], times["last_ms"], times["median_ms"]) == (600, 40.0, 10.0)
     assert times["p99_ms"] <= 40.0, "steps that are long gone do not count"
@@ -90,20 +90,20 @@ def test_rates_are_over_the_last_ten_seconds_and_begin_again_after_a_pause() -> 
     log = StepLog()
     assert log.token_rates(5.0, 0) == {"prompt": 0.0, "generation": 0.0}
     for step in range(300):  # 30 s, ten steps a second, each with 4 tokens of prompts and 2 sampled ones
-        log.observe(step * 0.1, 0.1, 4, 2 * step, ())
+        log.observe(step * 0.1, 0.1, 2, 4, 2 * step)
     rates = log.token_rates(30.0, 600)
     assert rates["prompt"] == pytest.approx(40.0, rel=0.02)
     assert rates["generation"] == pytest.approx(20.0, rel=0.02)
     assert log.token_rates(60.0, 600) == {"prompt": 0.0, "generation": 0.0}
-    log.observe(100.0, 0.1, 0, 600, ())
-    log.observe(103.9, 0.1, 0, 601, ())
+    log.observe(100.0, 0.1, 2, 0, 600)
+    log.observe(103.9, 0.1, 2, 0, 601)
     assert log.token_rates(104.0, 640)["generation"] == pytest.approx(10.0), "the pause does not count"
 
 
 def test_step_times_cost_little_memory_and_no_more_with_more_steps() -> None:
     log = StepLog()
     for step in range(5000):
-        log.observe(step * 1.0, 0.1, 1, step, (1, 2))
+        log.observe(step * 1.0, 0.1, 2, 1, step, (1, 2))
     assert len(log._marks) <= 13
     assert isinstance(log._seconds, np.ndarray) and len(log._seconds) == len(log._rank_ns) == 512
 
@@ -112,4 +112,4 @@ def test_a_request_with_a_grammar_that_is_compiled_counts_as_waiting() -> None:
     driver = Driver(make_config())
     driver.scheduler.set_pending({"a": (2, 20), "b": (1, 10)})
     driver.add(replace(make_request(1, [1, 2]), priority=1))
-    assert live_state(driver.scheduler, StepLog(), driver.now)["waiting"] == 4
+    assert live_state(driver.scheduler, driver.now)["waiting"] == 4

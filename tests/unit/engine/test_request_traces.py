@@ -5,7 +5,7 @@ from engine_fakes import Driver, make_config, make_request
 
 from engine.core.live_state import history
 from engine.scheduler.tracing.request_traces import _MAX_CHUNKS, MAX_ENDED
-from engine.scheduler.tracing.step_sums import Stall, StepSums, between
+from engine.scheduler.tracing.step_log import Stall, StepLog, between
 from engine.stats import RequestHistory
 
 
@@ -93,28 +93,28 @@ def test_open_requests_are_shown_too_and_of_those_that_ended_the_last_thousand()
 
 
 def test_what_a_request_has_met_of_the_steps_is_the_difference_of_two_readings() -> None:
-    steps = StepSums()
-    steps.add(0.0, 0.01, 9, 500)
+    steps = StepLog()
+    steps.observe(0.0, 0.01, 9, 500)
     first = steps.read()
     for _ in range(3):
-        steps.add(1.0, 0.02, 1, 0)
-    steps.add(2.0, 0.04, 5, 30)
+        steps.observe(1.0, 0.02, 1, 0)
+    steps.observe(2.0, 0.04, 5, 30)
     num_steps, sequences, prompt_tokens, seconds, sizes = between(first, steps.read())
     assert (num_steps, sequences, prompt_tokens) == (4, 8, 30)
     assert seconds == pytest.approx(0.1)
     assert sizes == {"1": 3, "4-7": 1}
-    steps.add(3.0, 0.01, 1 << 20, 0)
+    steps.observe(3.0, 0.01, 1 << 20, 0)
     assert between(first, steps.read())[4]["32768 or more"] == 1
 
 
 def test_stalls_are_long_steps_and_pauses_as_far_as_a_request_has_met_them() -> None:
-    steps = StepSums()
+    steps = StepLog()
     for step in range(20):
-        steps.add(step * 0.02, 0.02, 4, 0)
+        steps.observe(step * 0.02, 0.02, 4, 0)
     assert not steps.stalls
-    steps.add(0.4, 1.0, 4, 700)  # a long step
-    steps.add(1.41, 0.02, 4, 0)
-    steps.add(3.43, 0.02, 4, 0)  # two seconds after the one before
+    steps.observe(0.4, 1.0, 4, 700)  # a long step
+    steps.observe(1.41, 0.02, 4, 0)
+    steps.observe(3.43, 0.02, 4, 0)  # two seconds after the one before
     assert [(stall.kind, round(stall.seconds, 3)) for stall in steps.stalls] == [("step", 1.0), ("pause", 2.0)]
     assert [stall.kind for stall in steps.stalls_since(0.0, 8)] == ["step", "pause"]
     (late,) = steps.stalls_since(2.43, 8)
@@ -126,7 +126,7 @@ def test_stalls_are_long_steps_and_pauses_as_far_as_a_request_has_met_them() -> 
 
 
 def test_a_pause_of_an_idle_engine_is_nobodys_stall() -> None:
-    steps = StepSums()
-    steps.add(0.0, 0.02, 1, 0)
-    steps.add(500.0, 0.02, 1, 0)
+    steps = StepLog()
+    steps.observe(0.0, 0.02, 1, 0)
+    steps.observe(500.0, 0.02, 1, 0)
     assert steps.stalls_since(499.99, 8) == []

@@ -14,6 +14,7 @@ from test_pipeline_depth import KINDS, Scene, answer, make_scene, run_scene
 from engine.config import SpeculativeConfig
 from engine.sampling_params import Grammar
 from engine.scheduler.output import SchedulerOutput
+from engine.scheduler.step_cost import StepCosts
 from engine.spec_decode.drafter import Candidate, Drafter
 from engine.types import FinishReason, Request
 
@@ -24,7 +25,7 @@ class Guesses(Drafter):
     """Drafts what a request got without drafts, with mistakes."""
 
     def __init__(self, texts: list[list[int]], seed: int = 0, mistakes: float = 0.3) -> None:
-        super().__init__(CONFIG, None)
+        super().__init__(CONFIG, StepCosts(None))
         self._texts = texts  # whole: prompt and answer
         self._seed = seed
         self._mistakes = mistakes

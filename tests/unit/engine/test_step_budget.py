@@ -1,0 +1,160 @@
+"""The division of a step among drafts and prompts, and what steps cost, learnt from those that ran."""
+
+import random
+
+import pytest
+
+from engine.scheduler.step_cost import FEWEST_TOKENS, RATIO, StepBudget, StepCosts
+from workers.step_cost import StepCost
+
+COST = StepCost(fixed_s=0.02, token_s=0.001, context_s=0.0, logits_s=0.0)
+MEASURED = StepCost(fixed_s=0.03, token_s=0.0008, context_s=1.0, logits_s=0.0002)
+
+
+def budget_of(cost: StepCost | None, max_step_s: float | None, num_stages: int = 1) -> StepBudget:
+    return StepBudget(StepCosts(cost), max_step_s, num_stages)
+
+
+def test_without_answers_a_step_may_be_of_any_size() -> None:
+    assert budget_of(COST, 0.001).prompt_tokens(0, 2048, 10_000) == 2048
+
+
+def test_before_any_step_the_measured_cost_decides() -> None:
+    decodes_s = COST.seconds(8, context=0)
+    assert budget_of(COST, None).prompt_tokens(8, 2048, 10_000) == int((RATIO - 1) * decodes_s / COST.token_s)
+    assert budget_of(COST, 0.128).prompt_tokens(8, 2048, 10_000) == 100
+    assert budget_of(COST, 0.128).prompt_tokens(8, 50, 10_000) == 50
+
+
+def test_without_any_measurement_there_is_no_limit() -> None:
+    costs = StepCosts(None)
+    budget = StepBudget(costs, None, 1)
+    assert budget.prompt_tokens(8, 2048, 10_000) == 2048
+    costs.observe(8, 0, 0.02)
+    assert budget.prompt_tokens(8, 2048, 10_000) == 2048  # what a prompt's token takes is not known
+    costs.observe(8, 1000, 1.02)
+    assert budget.prompt_tokens(8, 2048, 10_000) == int((RATIO * 0.02 - 0.02) / 0.001)
+
+
+def test_steps_that_ran_count_more_than_the_start() -> None:
+    costs = StepCosts(COST)
+    budget = StepBudget(costs, 0.25, 1)
+    for _ in range(20):
+        costs.observe(4, 0, 0.05)
+        costs.observe(4, 100, 0.25)
+    assert budget.prompt_tokens(4, 2048, 10_000) == 100
+    assert FEWEST_TOKENS < budget.prompt_tokens(64, 2048, 10_000) < 100, "more rows take longer"
+
+
+def test_one_slow_step_changes_little() -> None:
+    costs = StepCosts(None)
+    budget = StepBudget(costs, 0.1, 1)
+    for _ in range(9):
+        costs.observe(4, 0, 0.02)
+        costs.observe(4, 80, 0.1)
+    costs.observe(4, 0, 3.0)
+    costs.observe(4, 80, 5.0)
+    assert budget.prompt_tokens(4, 2048, 10_000) == 80
+
+
+def test_prompts_always_go_on() -> None:
+    assert budget_of(COST, 0.0001).prompt_tokens(8, 2048, 10_000) == FEWEST_TOKENS
+    assert budget_of(COST, 0.0001).prompt_tokens(8, 3, 10_000) == 3
+
+
+def test_drafts_leave_half_of_the_tokens_and_of_a_limited_time_to_prompts() -> None:
+    budget = budget_of(COST, None)
+    assert budget.drafts(15, 113, beside_prompts=False) == 113
+    assert budget.drafts(15, 113, beside_prompts=True) == 56
+    assert budget.drafts(15, 1, beside_prompts=True) == 0
+    limited = budget_of(COST, 0.1351)  # 0.1 more than a step of 15 rows
+    assert limited.drafts(15, 1000, beside_prompts=True) == 50
+    assert limited.prompt_tokens(15 + 50, 1000, 10_000) == 50
+    assert budget_of(COST, 0.001).drafts(15, 1000, beside_prompts=True) == 0
+
+
+def through_stages(parts: list[int], num_stages: int, cost: StepCost) -> float:
+    """Seconds until the last of these steps has left the last of equal stages, by going through them one by one."""
+    free_s = [0.0] * num_stages
+    for tokens in parts:
+        ready_s = 0.0
+        for stage in range(num_stages):
+            ready_s = free_s[stage] = max(ready_s, free_s[stage]) + (cost.fixed_s + cost.token_s * tokens) / num_stages
+    return free_s[-1]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 17, 64, 128, 500, 1024, 5000])
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+@pytest.mark.parametrize("token_s", [1e-5, 1e-3, 4e-3])
+def test_a_prompt_is_divided_so_that_all_stages_compute(num_tokens: int, num_stages: int, token_s: float) -> None:
+    """As well as by the best number of equal parts, which is tried."""
+    cost = StepCost(fixed_s=0.04, token_s=token_s, context_s=0.0, logits_s=0.0)
+    budget = budget_of(cost, None, num_stages)
+    parts, left = [], num_tokens
+    while left:
+        parts.append(min(left, budget.prompt_tokens(0, 2048, left)))
+        left -= parts[-1]
+    tried = [
+        [num_tokens * (part + 1) // count - num_tokens * part // count for part in range(count)]
+        for count in range(-(-num_tokens // 2048), max(1, num_tokens // FEWEST_TOKENS) + 1)
+    ]
+    best_s = min(through_stages(some, num_stages, cost) for some in tried)
+    assert through_stages(parts, num_stages, cost) <= 1.06 * best_s
+    assert len(parts) == len(tried[0]) or num_stages > 1, "one stage gains nothing"
+
+
+def test_behind_many_prompts_parts_are_larger() -> None:
+    """Each step reads all weights: they are divided as one."""
+    budget = budget_of(COST, None, 2)
+    assert budget.prompt_tokens(0, 2048, 128) < budget.prompt_tokens(0, 2048, 2000) / 2
+
+
+def test_before_any_step_the_measured_cost_of_a_row_decides():
+    step_s, row_s = StepCosts(MEASURED).step_and_row_s(4)
+    assert (step_s, row_s) == pytest.approx((0.034, 0.001))
+
+
+def test_a_cost_that_was_measured_too_high_is_not_believed():
+    """On a busy machine a step of 16 tokens may take as long as 16 steps."""
+    step_s, row_s = StepCosts(StepCost(fixed_s=0.0, token_s=0.026, context_s=0.0, logits_s=0.0)).step_and_row_s(1)
+    assert row_s <= step_s / 8
+
+
+@pytest.mark.parametrize("measured", [None, MEASURED])
+@pytest.mark.parametrize("true_row_s", [0.0001, 0.001, 0.01])
+def test_steps_that_ran_decide(measured: StepCost | None, true_row_s: float):
+    costs, draw = StepCosts(measured), random.Random(3)
+    for number in range(40):
+        rows = 2 + draw.choice([0, 0, 3, 5])
+        slow = 3.0 if number % 9 == 0 else 1.0  # something else ran on the machine
+        costs.observe(rows, 0, slow * (0.02 + rows * true_row_s))
+    step_s, row_s = costs.step_and_row_s(2)
+    assert step_s == pytest.approx(0.02 + 2 * true_row_s, rel=0.15)
+    assert row_s == pytest.approx(max(true_row_s, step_s / 128), rel=0.15)
+
+
+def test_steps_of_other_sizes_are_remembered_beside_the_last_ones():
+    """A batch that shrinks and grows again takes what it took."""
+    costs = StepCosts(None)
+    for rows in [*[100] * 20, *[2] * 40]:
+        costs.observe(rows, 0, 0.02 + rows * 0.001)
+    assert costs.seconds(100) == pytest.approx(0.12) and costs.seconds(2) == pytest.approx(0.022)
+    assert costs.seconds(90) == pytest.approx(0.11)
+
+
+def test_what_was_learnt_holds_for_long_without_other_steps_but_not_for_ever():
+    costs = StepCosts(None)
+    for rows in [1, 6] * 10:
+        costs.observe(rows, 0, rows * 0.01)
+    for _ in range(400):
+        costs.observe(1, 0, 0.01)
+    assert costs.step_and_row_s(1)[1] == pytest.approx(0.01)
+    for _ in range(400):
+        costs.observe(1, 0, 0.01)
+    assert costs.step_and_row_s(1)[1] < 0.002
+
+
+def test_the_first_steps_tell_how_long_a_step_is():
+    costs = StepCosts(MEASURED)
+    costs.observe(4, 0, 0.34)
+    assert costs.step_and_row_s(4) == pytest.approx((0.34, 0.01))
