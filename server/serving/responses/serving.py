@@ -70,7 +70,7 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
 
     def read_stored(self, request: Request, response_id: str) -> Response:
         """A stored response. Raises `HttpError` (404), also for one of another key."""
-        return _json(self._stored(request, response_id).response)
+        return Response(self._stored(request, response_id).response, media_type="application/json")
 
     def input_items(self, request: Request, response_id: str) -> Response:
         """The items that a stored response was the answer to, the newest first."""

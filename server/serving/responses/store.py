@@ -1,40 +1,69 @@
 """Responses that were answered lately, for `previous_response_id`: in memory, bounded in bytes, the oldest go first.
 
-A response belongs to the API key that asked for it: no other key finds it.
+A response belongs to the API key that asked for it: no other key finds it. Everything is kept as JSON, so that its size
+is known, and without what no later request reads.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic_core import from_json
+
 from server.json_text import dumps
+from server.protocol.base import StrictModel
 from server.protocol.responses.items import (
     FunctionCallItem,
     FunctionCallOutputItem,
     MessageItem,
     ReasoningItem,
-    text_of,
+    ThoughtPart,
 )
 from server.serving.responses.translate import Item
 
-_OF_ITEM = 512  # bytes of an item beside its text, about
-_TYPES = {"message": MessageItem, "function_call": FunctionCallItem, "reasoning": ReasoningItem}
+# Bytes beside the JSON itself: of a response its id, its object and its place in the store; of an item its id's.
+_OF_RESPONSE, _OF_ITEM = 1536, 640
+_UNREAD = frozenset(
+    {
+        "annotations",
+        "logprobs",
+        "encrypted_content",
+        # Only values that mean nothing pass.
+        "prompt_cache_breakpoint",
+        "caller",
+        "namespace",
+        "async_",
+    }
+)
+_TYPES = {
+    "message": MessageItem,
+    "function_call": FunctionCallItem,
+    "function_call_output": FunctionCallOutputItem,
+    "reasoning": ReasoningItem,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
     """A response, and the conversation before it."""
 
-    response: dict[str, Any]
-    input: tuple[Item, ...]
+    response: bytes  # JSON, as it was answered
+    before: bytes  # JSON: the list of the items that it was the answer to
+    output: dict[str, bytes]  # JSON of each of its own items, by id
     size: int
 
     @property
-    def conversation(self) -> tuple[Item, ...]:
-        """What a next request goes on from: instructions are not part of it."""
-        return (*self.input, *items_of(self.response))
+    def input(self) -> list[Item]:
+        """The items that it was the answer to; instructions are not part of them."""
+        return [_parsed(item) for item in from_json(self.before)]
+
+    @property
+    def conversation(self) -> list[Item]:
+        """The items that a next request goes on from."""
+        return [*self.input, *(_parsed(from_json(item)) for item in self.output.values())]
 
 
 class ResponseStore:
@@ -53,20 +82,23 @@ class ResponseStore:
 
     @property
     def num_bytes(self) -> int:
-        """What is stored, about."""
+        """What is stored takes so many at most."""
         return self._bytes
 
     def __len__(self) -> int:
         return len(self._stored)
 
-    def put(self, owner: str, response: dict[str, Any], items: tuple[Item, ...]) -> None:
+    def put(self, owner: str, response: dict[str, Any], items: Iterable[Item]) -> None:
         """Keep a response whose conversation before it was `items`. One that is larger than the store is not kept."""
-        size = len(dumps(response)) + sum(map(_size, items))
+        written = _written(response)
+        before = _written(list(map(_kept, items)))
+        output = {item["id"]: _written(_kept(_parsed(item))) for item in response["output"]}
+        size = _OF_RESPONSE + len(written) + len(before) + sum(_OF_ITEM + len(item) for item in output.values())
         if size > self._max_bytes:
             return
         self.delete(owner, response["id"])
-        self._stored[owner, response["id"]] = StoredResponse(response, items, size)
-        self._items |= {(owner, item["id"]): response["id"] for item in response["output"]}
+        self._stored[owner, response["id"]] = StoredResponse(written, before, output, size)
+        self._items |= {(owner, item_id): response["id"] for item_id in output}
         self._bytes += size
         while self._bytes > self._max_bytes:
             self.delete(*next(iter(self._stored)))
@@ -81,30 +113,32 @@ class ResponseStore:
     def item(self, owner: str, item_id: str) -> Item | None:
         """An output item of a stored response."""
         found = self.get(owner, self._items.get((owner, item_id), ""))
-        if found is None:
-            return None
-        return next((item for item in items_of(found.response) if item.id == item_id), None)
+        return None if found is None else _parsed(from_json(found.output[item_id]))
 
     def delete(self, owner: str, response_id: str) -> bool:
         """Whether it was there."""
         found = self._stored.pop((owner, response_id), None)
         if found is None:
             return False
-        for item in found.response["output"]:
-            self._items.pop((owner, item["id"]), None)
+        for item_id in found.output:
+            self._items.pop((owner, item_id), None)
         self._bytes -= found.size
         return True
 
 
-def _size(item: Item) -> int:
-    """Bytes of an item in memory, about; one that several responses share counts with each of them."""
-    if isinstance(item, FunctionCallItem):
-        return _OF_ITEM + len(item.arguments)
-    if isinstance(item, ReasoningItem):
-        return _OF_ITEM + len(item.text)
-    return _OF_ITEM + len(text_of(item.output if isinstance(item, FunctionCallOutputItem) else item.content))
+def _kept(value: Any) -> Any:
+    """What later requests may read of an item, for JSON."""
+    if isinstance(value, ReasoningItem) and not value.content and value.encrypted_content is not None:
+        value = value.model_copy(update={"content": [ThoughtPart(type="reasoning_text", text=value.text)]})
+    if isinstance(value, StrictModel):
+        members = ((name, getattr(value, name)) for name in type(value).model_fields if name not in _UNREAD)
+        return {name: _kept(member) for name, member in members if member is not None}
+    return list(map(_kept, value)) if isinstance(value, list) else value
 
 
-def items_of(response: dict[str, Any]) -> list[MessageItem | FunctionCallItem | ReasoningItem]:
-    """The output of a response as items of a next request."""
-    return [_TYPES[item["type"]].model_validate(item, strict=False) for item in response["output"]]
+def _written(value: Any) -> bytes:
+    return dumps(value).encode("utf-8", "replace")
+
+
+def _parsed(item: dict[str, Any]) -> Item:
+    return _TYPES[item.get("type", "message")].model_validate(item, strict=False)
