@@ -60,9 +60,9 @@ def create_app(settings: Settings, state: ServerState, counters: HttpCounters | 
     counters = counters or HttpCounters()
     app = application(settings, state, counters)
     counters.routes = frozenset(path for path in app.openapi()["paths"] if "{" not in path)
-    if settings.batch_dir is not None:
-        open_batches(settings, state, counters, app.state)
     keys = load_keys(settings.api_key, settings.api_key_file)
+    if settings.batch_dir is not None:
+        open_batches(settings, state, counters, keys, app.state)
     admin_key = load_admin_key(settings.admin_api_key, keys)
     if settings.otlp_traces_endpoint is not None:
         from server.serving.explain.tracing import RequestTracer  # of the extra otel

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,8 +33,11 @@ class ApiKeys:
     def __init__(self, keys: Iterable[tuple[str, str]]) -> None:
         self._keys = [Key(label, hashlib.sha256(key.encode()).digest()) for label, key in keys]
 
-    def __bool__(self) -> bool:
-        return bool(self._keys)
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._keys)
 
     def find(self, authorization: bytes) -> Key | None:
         """The key in an `Authorization` header, found in constant time."""

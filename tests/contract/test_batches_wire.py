@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import hashlib
 import os
 import re
+import threading
 
 import httpx
 import openai
@@ -14,6 +16,7 @@ from openai.types import Batch
 
 from engine.errors import EngineDeadError
 from server.llm.pooler_config import PoolerConfig, Task
+from server.protocol.batches.request_line import read_line
 from tests.contract.batch_server import BODIES, CHAT, COMPLETION, RESPONSE, jsonl, request_line, serving
 from tests.contract.conftest import wait_for
 
@@ -74,6 +77,7 @@ def test_what_is_wrong_with_the_file_is_told_by_line(serve):
         "missing_member": (jsonl([request_line("a"), {"custom_id": "b"}]), 2),
         "duplicate_custom_id": (jsonl([request_line("a"), request_line("a")]), 2),
         "mismatched_url": (jsonl([request_line("a", CHAT)]), 1),
+        "custom_id_too_long": (jsonl([request_line("a"), request_line("a" * 513)]), 2),
         "invalid_url": (jsonl([request_line("a") | {"url": "/v1/images"}]), 1),
         "line_too_long": (jsonl([request_line("a", prompt="x" * 2048)]), 1),
         "empty_file": (b"\n\n", None),
@@ -241,7 +245,7 @@ def test_the_size_of_the_directory_is_limited(serve):
     server.upload(b"x" * 2**19)
     with pytest.raises(openai.APIStatusError, match="raise --batch-dir-size") as refused:
         server.upload(b"x" * (2**19 + 1))
-    assert refused.value.status_code == 413 and server.runner.files.directory.num_bytes == 2**19
+    assert refused.value.status_code == 413 and server.runner.files.directory.bytes.total == 2**19
     server.upload(b"x" * (2**19 - 1000))
     (file,) = [server.upload(jsonl([request_line(f"r{number}") for number in range(5)]))]
     batch = server.client.batches.create(input_file_id=file.id, endpoint=COMPLETION, completion_window="24h")
@@ -336,6 +340,114 @@ def test_files_and_batches_belong_to_their_key(serve):
             call()
     assert not list(two.files.list()) and not list(two.batches.list()) and len(list(one.files.list())) == 2
     assert {request.client for request in server.stage.engine.requests} == {"key-1"}
+
+
+def test_a_key_has_its_files_after_a_restart_and_the_disk_does_not_name_it(serve, tmp_path):
+    server = serve(api_key=("one", "two"))
+    server.client = server.client.with_options(api_key="one")
+    batch = server.ended(server.batch([request_line("a")]))
+    server.stop()
+    again = serve(api_key=("new", "two", "one"))
+    again.client = again.client.with_options(api_key="one")
+    assert again.client.batches.retrieve(batch.id) == batch and len(list(again.client.files.list())) == 2
+    with pytest.raises(openai.NotFoundError):
+        again.client.with_options(api_key="two").batches.retrieve(batch.id)
+    again.ended(again.batch([request_line("a")]))
+    assert {request.client for request in again.stage.engine.requests} == {"key-3"}, "its label is that of today"
+    kept = [path for path in (tmp_path / "batches").rglob("*") if path.is_file()]
+    assert len(kept) > 6 and {path.stat().st_mode & 0o777 for path in kept} == {0o600}
+    digest = hashlib.sha256(b"one").hexdigest()[:16].encode()
+    assert not [path for path in kept if digest in path.read_bytes()]
+
+
+def test_a_key_leaves_batches_files_and_bytes_to_others(serve, monkeypatch):
+    monkeypatch.setattr("server.serving.batches.runner.MAX_OPEN", 8)
+    monkeypatch.setattr("server.serving.batches.files.MAX_FILES", 8)
+    server = serve(api_key=("one", "two"), batch_dir_size=2**20, pause_after=0)
+    one, two = (server.client.with_options(api_key=key) for key in ("one", "two"))
+    server.client = one
+    batches = [server.batch([request_line("a")]) for _ in range(3)]
+    file = server.upload([request_line("b")])
+
+    def create(client, file_id):
+        return client.batches.create(input_file_id=file_id, endpoint=COMPLETION, completion_window="24h")
+
+    batches.append(create(one, file.id))
+    with pytest.raises(openai.RateLimitError, match="4 of them yours; at most 8 may be") as refused:
+        create(one, file.id)
+    assert refused.value.code == "too_many_batches" and refused.value.response.headers["retry-after"] == "60"
+    with pytest.raises(openai.BadRequestError, match="Delete those that are not needed") as refused:
+        server.upload([request_line("c")])
+    assert refused.value.code == "too_many_files" and refused.value.param == "file"
+    server.client = two
+    batches.append(server.batch([request_line("a")]))
+    with pytest.raises(openai.APIStatusError, match="may hold as much as it leaves free") as refused:
+        server.upload(b"x" * 2**19)
+    assert refused.value.status_code == 413 and refused.value.param == "file"
+    server.stage.engine.pause_after = None
+    server._loop.call_soon_threadsafe(server.stage.engine.resume.set)
+    for number, batch in enumerate(batches):
+        server.client = two if number == 4 else one
+        assert server.ended(batch).status == "completed"
+
+
+def test_batches_of_a_key_do_not_hold_up_those_of_another(serve):
+    server = serve(api_key=("one", "two"))
+    generate, held = server.stage.engine.generate, asyncio.Event()
+
+    async def holds_one_key(request):
+        if request.client == "key-1":
+            await held.wait()
+        async for event in generate(request):
+            yield event
+
+    server.stage.engine.generate = holds_one_key
+    one, two = (server.client.with_options(api_key=key) for key in ("one", "two"))
+    server.client = one
+    batches = [server.batch([request_line("a")]) for _ in range(6)]
+    wait_for(lambda: server.runner.by_status()["in_progress"] == 4)
+    server.client = two
+    assert server.ended(server.batch([request_line("a")])).status == "completed"
+    server.client = one
+    server._loop.call_soon_threadsafe(held.set)
+    assert {server.ended(batch).status for batch in batches} == {"completed"}
+
+
+def test_cancelled_batches_read_one_file_at_a_time(serve, monkeypatch):
+    server = serve(pause_after=1)
+    opened, entered, go_on = server.runner._opened, [], threading.Event()
+
+    def held(job):
+        entered.append(job)
+        go_on.wait(60)
+        return opened(job)
+
+    monkeypatch.setattr(server.runner, "_opened", held)
+    batches = [server.batch([request_line("a")]) for _ in range(6)]
+    for batch in batches:
+        server.client.batches.cancel(batch.id)
+    httpx.get(f"{server.url}/v1/batches")
+    wait_for(lambda: entered)
+    assert len(entered) == 1
+    go_on.set()
+    for batch in batches:
+        assert server.ended(batch).status == "cancelled"
+
+
+def test_long_lines_are_read_beside_the_server(serve, monkeypatch):
+    parsed_here = []
+
+    def recorded(line, *where):
+        parsed_here.append(len(line))
+        return read_line(line, *where)
+
+    monkeypatch.setattr("server.protocol.large_body.reader.read_line", recorded)
+    server = serve()
+    lines = [request_line("long", prompt="x", max_tokens=1, junk=[[]] * 100_000), request_line("short")]
+    batch = server.ended(server.batch(lines))
+    assert batch.request_counts.model_dump() == {"total": 2, "completed": 2, "failed": 0}
+    assert parsed_here and max(parsed_here) < 1000
+    assert server.stage.state.large_bodies._process is None, "others do not wait for the lines of batches"
 
 
 def test_what_was_lost_is_tried_again(serve, monkeypatch):

@@ -41,7 +41,7 @@ def test_files_are_kept_listed_read_and_deleted(serve, tmp_path):
     with pytest.raises(openai.NotFoundError):
         server.client.files.retrieve(files[0].id)
     outside = [path for path in tmp_path.rglob("*") if path.is_file() and tmp_path / "batches" not in path.parents]
-    assert not outside and server.runner.files.directory.num_bytes == sum(map(len, contents[1:]))
+    assert not outside and server.runner.files.directory.bytes.total == sum(map(len, contents[1:]))
     for name in ("..", "lock", "../lock", "file-" + "0" * 24, "%2e%2e%2flock"):
         answer = httpx.get(f"{server.url}/v1/files/{name}/content")
         assert answer.status_code == 404, name

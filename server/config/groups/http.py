@@ -104,8 +104,8 @@ class HttpSettings:
         is_bytes=True,
         minimum=0,
         maximum=2**36,
-        help="memory for the responses of /v1/responses that previous_response_id goes on from, the oldest dropped "
-        "first; 0: none is kept",
+        help="memory for the responses of /v1/responses that previous_response_id goes on from, all that they take "
+        "counted, the oldest dropped first; 0: none is kept",
     )
     batch_dir: str | None = option(
         None,
@@ -120,7 +120,8 @@ class HttpSettings:
         is_bytes=True,
         minimum=2**20,
         maximum=2**50,
-        help="what the files of --batch-dir may hold together; more is refused (413), and a batch ends as failed",
+        help="what the files of --batch-dir may hold together; more is refused (413), and a batch ends as failed; of "
+        "several API keys each may hold as much as it leaves free",
     )
     strict_parameters: bool = option(
         False,

@@ -13,7 +13,8 @@ from server.entrypoints.arguments import add_settings, given_settings, loaded_se
 
 if TYPE_CHECKING:
     from server.config.settings import Settings
-    from server.serving.batches.batch_file import AnswerFile, RequestFile
+    from server.serving.batches.answer_file import AnswerFile
+    from server.serving.batches.request_file import RequestFile
 
 HELP = "answer a file of requests in OpenAI's batch format"
 # Options of the server that say how requests are read, so that they hold here too.
@@ -51,19 +52,22 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stderr.write(f"note: {note}\n")
     import asyncio
 
-    from server.serving.batches.batch_file import AnswerFile, RequestFile  # before a model is loaded
+    # Before a model is loaded.
+    from server.serving.batches.answer_file import AnswerFile
+    from server.serving.batches.request_file import RequestFile
 
     requests = RequestFile(arguments.requests)
     answers = AnswerFile(arguments.answers, requests)
     try:
-        if answers.done or answers.num_dropped:
+        if answers.num_done or answers.num_dropped:
             again = f", and {answers.num_dropped} are tried again" if answers.num_dropped else ""
-            sys.stderr.write(f"{len(answers.done)} of {len(requests)} requests are answered already{again}\n")
-        if len(answers.done) < len(requests):
+            sys.stderr.write(f"{answers.num_done} of {len(requests)} requests are answered already{again}\n")
+        if answers.num_done < len(requests):
             asyncio.run(_answer_all(settings, requests, answers))
-        print(f"{len(answers.done)} of {len(requests)} requests answered, {answers.num_failed} with an error")
+        print(f"{answers.num_done} of {len(requests)} requests answered, {answers.num_failed} with an error")
     finally:
         answers.close()
+        requests.close()
     return 1 if answers.num_failed else 0
 
 

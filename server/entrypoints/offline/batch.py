@@ -10,8 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from engine.errors import EngineDeadError, StartupError
 from server.config.hub.transfer_rate import in_words
 from server.entrypoints.offline.offline_engine import OfflineEngine
-from server.serving.batches.batch_file import AnswerFile, RequestFile
+from server.serving.batches.answer_file import AnswerFile
 from server.serving.batches.batch_run import BatchRun
+from server.serving.batches.fair_turns import FairTurns, KeyTurns
+from server.serving.batches.request_file import RequestFile
 
 _REPORT_S = 1.0
 _EXIT_WORKER_DIED = 5
@@ -23,17 +25,18 @@ async def answer_all(engine: OfflineEngine, requests: RequestFile, answers: Answ
     progress = asyncio.create_task(_report(engine, requests, answers, report))
     try:
         with ThreadPoolExecutor(1, "batch") as disk:
-            run = BatchRun(engine.endpoints.answer, requests, answers, disk, num_at_once=engine.num_at_once)
+            turns = KeyTurns(FairTurns(engine.num_at_once), None)
+            run = BatchRun(engine.endpoints.answer, requests, answers, disk, turns)
             await run.run()
     except EngineDeadError as error:
         raise StartupError(
-            f"The engine has stopped: {error}. {len(answers.done)} of {len(requests)} requests are answered.",
+            f"The engine has stopped: {error}. {answers.num_done} of {len(requests)} requests are answered.",
             "The lines above say why, if any. The same command goes on where this stopped.",
             _EXIT_WORKER_DIED,
         ) from None
     except OSError as error:
         raise StartupError(
-            f"The answers cannot be written: {error.strerror}. {len(answers.done)} of {len(requests)} requests are "
+            f"The answers cannot be written: {error.strerror}. {answers.num_done} of {len(requests)} requests are "
             "answered.",
             "Make room; the same command goes on where this stopped.",
         ) from None
@@ -42,10 +45,10 @@ async def answer_all(engine: OfflineEngine, requests: RequestFile, answers: Answ
 
 
 async def _report(engine: OfflineEngine, requests: RequestFile, answers: AnswerFile, report: Report) -> None:
-    begun, done_before = time.monotonic(), len(answers.done)
+    begun, done_before = time.monotonic(), answers.num_done
     while True:
         await asyncio.sleep(_REPORT_S)
-        done, total = len(answers.done), len(requests)
+        done, total = answers.num_done, len(requests)
         took = time.monotonic() - begun
         words = f"{done} of {total} requests"
         if answers.num_failed:

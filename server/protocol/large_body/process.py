@@ -1,7 +1,8 @@
 """The process that reads large bodies: `python -m server.protocol.large_body.process --fd N`, started by `reader.py`.
 
-It returns an error, or the checked body: unknown fields left out, long texts and lists of ids as bytes behind it. The
-time and memory that a body takes do not affect the server. The end of the socket ends the process.
+It returns an error, or the checked body: unknown fields left out, long texts and lists of ids as bytes behind it. Of a
+line of a batch it returns the members, and the text of its body, which is sent again to be read. The time and memory
+that a body takes do not affect the server. The end of the socket ends the process.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from engine.errors import RequestError
 from server.protocol.admin import AbortRequest
 from server.protocol.base import StrictModel
 from server.protocol.batches.request import CreateBatchRequest
+from server.protocol.batches.request_line import WrongBatchError, read_line
 from server.protocol.chat_completion import ChatRequest
 from server.protocol.completion import CompletionRequest
 from server.protocol.large_body.detached import Leaf, detach
@@ -75,9 +77,14 @@ def main(argv: Sequence[str]) -> int:
             _limit_memory(header["size"])
             body = stream.read(header["size"])
             try:
-                _read(stream, [SCHEMAS[name] for name in header["schemas"]], body, header["strict"])
+                if "line" in header:
+                    _read_line(stream, body, header["line"], header["name"])
+                else:
+                    _read(stream, [SCHEMAS[name] for name in header["schemas"]], body, header["strict"])
             except RequestError as error:
                 _send(stream, problem=error.message, param=error.param, code=error.code)
+            except WrongBatchError as error:
+                _send(stream, wrong=[error.cause, error.fix, error.line, error.code])
             except MemoryError:
                 _send(stream, problem="The body has more objects and lists than this server reads.")
             stream.flush()
@@ -104,6 +111,13 @@ def _read(stream: io.BufferedIOBase, schemas: list[type[StrictModel]], body: byt
     stream.write(rest)
     for leaf in leaves:
         stream.write(leaf.data)
+
+
+def _read_line(stream: io.BufferedIOBase, line: bytes, number: int, name: str) -> None:
+    """Parse one line of a batch and send the result. Raises `WrongBatchError`."""
+    request = read_line(line, number, name)
+    _send(stream, custom_id=request.custom_id, url=request.url, body=len(request.body))
+    stream.write(request.body)
 
 
 def _send(stream: io.BufferedIOBase, **message: Any) -> None:

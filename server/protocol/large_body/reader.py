@@ -10,14 +10,15 @@ import json
 import socket
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from engine.errors import RequestError
 from engine.python_child import start_python
 from server.observability.logs import event, logger
 from server.protocol.base import StrictModel
+from server.protocol.batches.request_line import BatchRequest, WrongBatchError, read_line
 from server.protocol.large_body.detached import attach, value_of
 
 READ_TIMEOUT_S = 60.0  # for one body; 16 MiB of texts or ids take about a second
@@ -25,6 +26,7 @@ _SMALL = 64 * 1024  # bytes: never sent to the process
 _AT_ONCE_MS = 15.0  # what the event loop may spend on one body
 _MS_PER_BYTE = 8e-6
 _MS_PER_ITEM = 5e-4
+_ResultT = TypeVar("_ResultT")
 _log = logger("bodies")
 
 
@@ -55,49 +57,82 @@ class LargeBodies:
         work = object()
         try:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._pool, self._read, work, schemas, body, is_strict)
+            return await loop.run_in_executor(self._pool, self._read_body, work, schemas, body, is_strict)
         except asyncio.CancelledError:
             with self._lock:
                 if self._reading is work:
                     self._stop()
             raise
 
+    def read_line(self, line: bytes, number: int, name: str) -> BatchRequest:
+        """What `request_line.read_line` returns or raises; a long line is read by the process. Blocks: for threads."""
+        if not takes_long(line):
+            return read_line(line, number, name)
+        try:
+            return self._pool.submit(self._read_line, line, number, name).result()
+        except RequestError as error:
+            cause = f"Line {number} of {name} cannot be read: {error.message}"
+            fix = "Divide it into several requests."
+            raise WrongBatchError(cause, fix, number, "line_too_complex") from None
+
     def close(self) -> None:
         """End the process. The next body would start it again."""
         with self._lock:
             self._stop()
 
-    def _read(
+    def _read_body(
         self, work: object, schemas: Sequence[type[StrictModel]], body: bytes, is_strict: bool
     ) -> tuple[Any, list[str]]:
-        header = {"schemas": [schema.__name__ for schema in schemas], "strict": is_strict, "size": len(body)}
+        def received(sock: socket.socket, answer: dict[str, Any]) -> tuple[bytes, list[tuple[Any, str, memoryview]]]:
+            rest = bytes(_exactly(sock, answer["rest"]))
+            return rest, [(path, kind, _exactly(sock, size)) for path, kind, size in answer["leaves"]]
+
+        header = {"schemas": [schema.__name__ for schema in schemas], "strict": is_strict}
+        answer, (rest, long) = self._exchange(work, header, body, received)
+        schema = next(schema for schema in schemas if schema.__name__ == answer["schema"])
+        parsed = schema.model_validate_json(rest)
+        for path, kind, data in long:
+            attach(parsed, path, value_of(kind, data))
+        return parsed, answer["unknown"]
+
+    def _read_line(self, line: bytes, number: int, name: str) -> BatchRequest:
+        def received(sock: socket.socket, answer: dict[str, Any]) -> bytes:
+            return bytes(_exactly(sock, answer["body"]))
+
+        answer, body = self._exchange(object(), {"line": number, "name": name}, line, received)
+        return BatchRequest(answer["custom_id"], answer["url"], body)
+
+    def _exchange(
+        self,
+        work: object,
+        header: Mapping[str, Any],
+        content: bytes,
+        received: Callable[[socket.socket, dict[str, Any]], _ResultT],
+    ) -> tuple[dict[str, Any], _ResultT]:
+        """Send `content`; the answer, and what `received` reads behind it. Raises `RequestError`, `WrongBatchError`."""
         with self._lock:
             if self._socket is None:
                 self._start()
             sock, self._reading = self._socket, work
         assert sock is not None
         try:
-            sock.sendall(json.dumps(header).encode() + b"\n")
-            sock.sendall(body)
+            sock.sendall(json.dumps({**header, "size": len(content)}).encode() + b"\n")
+            sock.sendall(content)
             answer = json.loads(_line(sock))
             if "problem" in answer:
                 raise RequestError(answer["problem"], answer.get("param"), answer.get("code"))
-            rest = bytes(_exactly(sock, answer["rest"]))
-            long = [(path, kind, _exactly(sock, size)) for path, kind, size in answer["leaves"]]
+            if "wrong" in answer:
+                raise WrongBatchError(*answer["wrong"])
+            return answer, received(sock, answer)
         except (OSError, _ProcessLostError) as error:
             with self._lock:
                 if self._socket is sock:  # else it was stopped here, because this body was cancelled
                     self._stop()
-                    _log.warning(event("body_process_lost", cause=type(error).__name__, bytes=len(body)))
+                    _log.warning(event("body_process_lost", cause=type(error).__name__, bytes=len(content)))
             reason = "takes too long" if isinstance(error, TimeoutError) else "takes too much memory"
             raise RequestError(f"The body {reason} to read: it has too many fields, objects or lists.") from None
         finally:
             self._reading = None
-        schema = next(schema for schema in schemas if schema.__name__ == answer["schema"])
-        parsed = schema.model_validate_json(rest)
-        for path, kind, data in long:
-            attach(parsed, path, value_of(kind, data))
-        return parsed, answer["unknown"]
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()

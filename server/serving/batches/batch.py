@@ -20,8 +20,8 @@ class Batch:
     """A description that changes; times are whole seconds of the clock."""
 
     id: str
-    owner: str | None  # the salt of its API key; None: there were no keys
-    label: str | None  # of that key, whose share of the engine it takes
+    owner: str | None  # the name of its API key; None: there were no keys
+    label: str | None  # of that key, whose share of the engine it takes once it is a key no more
     endpoint: str
     input_file_id: str
     completion_window: str

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from engine.errors import EngineDeadError, UnavailableError
 from server.errors import describe, error_bytes
 from server.observability.logs import event, logger
-from server.serving.batches.batch_file import AnswerFile, BatchRequest, RequestFile
+from server.protocol.batches.request_line import BatchRequest
+from server.serving.batches.answer_file import AnswerFile
+from server.serving.batches.request_file import RequestFile
 
 _PAUSES_S = (0.5, 2.0, 8.0)  # before a request is tried again
 _log = logger("batch")
@@ -20,49 +21,49 @@ _ResultT = TypeVar("_ResultT")
 Answer = Callable[[BatchRequest, str], Awaitable[str]]  # a request and its id; the JSON of the answer
 
 
+class Turns(Protocol):
+    """Says when the next request may be answered."""
+
+    async def acquire(self, num_bytes: int) -> None:
+        """Wait for the turn of a request whose line has so many bytes."""
+
+    def release(self, num_bytes: int) -> None:
+        """That request is answered."""
+
+
 class BatchRun:
     """One run over a batch, until every request has an answer."""
 
     def __init__(
-        self,
-        answer: Answer,
-        requests: RequestFile,
-        answers: AnswerFile,
-        disk: ThreadPoolExecutor,
-        *,
-        num_at_once: int,
-        turn: contextlib.AbstractAsyncContextManager[object] | None = None,
+        self, answer: Answer, requests: RequestFile, answers: AnswerFile, disk: ThreadPoolExecutor, turns: Turns
     ) -> None:
-        """`disk`: of one thread, on which the files are read and written. `turn`: is held while a request is read and
-        answered; None: nothing has to be waited for."""
+        """`disk`: of one thread, on which the files are read and written. `turns`: one is held while a request is read
+        and answered."""
         self._answer = answer
         self._requests = requests
         self._answers = answers
         self._disk = disk
-        self._num_at_once = num_at_once
-        self._turn = turn or contextlib.nullcontext()
+        self._turns = turns
         self.on_answer: Callable[[int], None] = lambda status: None  # is told of each once it is written
 
     async def run(self) -> None:
-        """Raises `EngineDeadError` and `OSError`: what was answered by then is in the file."""
-        left = (request for request in self._requests if request.custom_id not in self._answers.done)
+        """Raises `EngineDeadError`, `OSError` and `WrongBatchError`: what was answered by then is in the file."""
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(min(self._num_at_once, len(self._requests) - len(self._answers.done))):
-                    group.create_task(self._work(left))
+                for number in self._answers.pending():
+                    num_bytes = self._requests.size_of(number)
+                    await self._turns.acquire(num_bytes)
+                    task = group.create_task(self._work(number))
+                    task.add_done_callback(lambda _, num_bytes=num_bytes: self._turns.release(num_bytes))
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
-    async def _work(self, left: Iterator[BatchRequest]) -> None:
-        while True:
-            async with self._turn:
-                request = await self._on_disk(next, left, None)
-                if request is None:
-                    return
-                request_id = secrets.token_hex(12)
-                status, body = await self._answered(request, request_id)
-                await self._on_disk(self._answers.write, request, request_id, status, body)
-                self.on_answer(status)
+    async def _work(self, number: int) -> None:
+        request = await self._on_disk(self._requests.read, number)
+        request_id = secrets.token_hex(12)
+        status, body = await self._answered(request, request_id)
+        await self._on_disk(self._answers.write, number, request, request_id, status, body)
+        self.on_answer(status)
 
     async def _answered(self, request: BatchRequest, request_id: str) -> tuple[int, str]:
         """Its status and body. Raises `EngineDeadError`."""

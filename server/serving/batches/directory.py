@@ -18,20 +18,21 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.errors import StartupError
+from server.serving.batches.key_shares import KeyQuota
 
 FILE_ID, BATCH_ID = re.compile(r"file-[0-9a-f]{24}"), re.compile(r"batch_[0-9a-f]{24}")
 _KindT = TypeVar("_KindT")
+_SALT_BYTES = 16
 _FOLDERS = ("files", "batches", "work", "uploads")
 
 
 class BatchDirectory:
     """Locked once it is taken, until it is closed. Calls may come from several threads."""
 
-    def __init__(self, path: Path, max_bytes: int) -> None:
-        """`max_bytes`: of all contents. Raises `StartupError` if it cannot be used."""
-        self.num_bytes = 0
+    def __init__(self, path: Path, max_bytes: int, *, is_shared: bool = False) -> None:
+        """`max_bytes`: of all contents. `is_shared`: by several keys. Raises `StartupError` if it cannot be used."""
         self.path = path
-        self.max_bytes = max_bytes
+        self.bytes = KeyQuota(max_bytes, is_shared=is_shared)
         self._guard = threading.Lock()
         try:
             for folder in _FOLDERS:
@@ -49,9 +50,22 @@ class BatchDirectory:
             return False
         for left in (self.path / "uploads").iterdir():  # of uploads that a kill has ended
             left.unlink()
-        contents = (file for folder in ("files", "work") for file in (self.path / folder).iterdir())
-        self.num_bytes = sum(file.stat().st_size for file in contents)
         return True
+
+    def salt(self) -> bytes:
+        """Random bytes that belong to this directory; made when they are first asked for. Raises `StartupError`."""
+        path = self.path / "salt"
+        try:
+            if not path.exists():
+                temporary = self.new_upload()
+                temporary.touch(mode=0o600)
+                temporary.write_bytes(secrets.token_bytes(_SALT_BYTES))
+                temporary.replace(path)
+                _sync(self.path)
+            return path.read_bytes()
+        except OSError as error:
+            cause = f"{path} cannot be used: {error.strerror}."
+            raise StartupError(cause, "Give --batch-dir a directory that this user may write to.") from None
 
     def close(self) -> None:
         """Another server may have it. A second call changes nothing."""
@@ -59,12 +73,18 @@ class BatchDirectory:
             os.close(self._lock)
             self._lock = -1
 
-    def reserve(self, num_bytes: int) -> None:
-        """Count so many bytes more (or fewer, below 0). Raises `OSError` (EDQUOT) beyond the limit."""
+    def count(self, owner: str | None, num_bytes: int) -> None:
+        """Count what is there already, or (below 0) is no more."""
         with self._guard:
-            if num_bytes > 0 and self.num_bytes + num_bytes > self.max_bytes:
-                raise OSError(errno.EDQUOT, f"--batch-dir-size of {self.max_bytes} bytes is used up")
-            self.num_bytes += num_bytes
+            self.bytes.add(owner, num_bytes)
+
+    def reserve(self, owner: str | None, num_bytes: int) -> None:
+        """Count so many bytes more of a key (or fewer, below 0). Raises `OSError` (EDQUOT) beyond the limit."""
+        with self._guard:
+            if num_bytes > 0 and not self.bytes.fits(owner, num_bytes):
+                cause = f"no more fits into --batch-dir-size of {self.bytes.limit} bytes.{self.bytes.rule}"
+                raise OSError(errno.EDQUOT, cause.rstrip("."))
+            self.bytes.add(owner, num_bytes)
 
     def content(self, file_id: str) -> Path:
         """Where the content of a file is."""
@@ -101,11 +121,11 @@ class BatchDirectory:
         source.replace(self.content(file_id))
         _sync(self.content(file_id).parent)
 
-    def remove(self, file_id: str, num_bytes: int) -> None:
+    def remove(self, file_id: str, owner: str | None, num_bytes: int) -> None:
         """Delete a file and its description."""
         self.content(file_id).unlink(missing_ok=True)
         (self.path / "files" / f"{file_id}.json").unlink(missing_ok=True)
-        self.reserve(-num_bytes)
+        self.count(owner, -num_bytes)
 
     def forget(self, batch_id: str) -> None:
         """Delete a batch's description."""

@@ -6,14 +6,14 @@ from collections import Counter
 from typing import TypeVar
 
 from server.protocol.base import StrictModel
+from server.protocol.batches.request_line import BatchRequest
 from server.protocol.chat_completion import ChatRequest
 from server.protocol.completion import CompletionRequest
-from server.protocol.large_body.reader import takes_long
+from server.protocol.large_body.reader import LargeBodies, takes_long
 from server.protocol.pooling.embedding import EmbeddingRequest
 from server.protocol.request_body import parse, unknown_parameters
 from server.protocol.responses.request import ResponsesRequest
 from server.protocol.sampling import SamplingFields
-from server.serving.batches.batch_file import BatchRequest
 from server.serving.chat_completion import OpenAIServingChatCompletion
 from server.serving.completion import OpenAIServingCompletion
 from server.serving.pooling.embedding import OpenAIServingEmbedding
@@ -31,11 +31,14 @@ class BatchEndpoints:
         chat_completions: OpenAIServingChatCompletion,
         responses: OpenAIServingResponses,
         embeddings: OpenAIServingEmbedding,
+        large_bodies: LargeBodies | None = None,
     ) -> None:
+        """`large_bodies`: what reads them; None: the server's own, for which others wait."""
         self._completions = completions
         self._chat_completions = chat_completions
         self._responses = responses
         self._embeddings = embeddings
+        self._large_bodies = large_bodies or completions.state.large_bodies
         self.ignored: Counter[str] = Counter()  # unknown fields of requests
 
     async def answer(
@@ -66,7 +69,7 @@ class BatchEndpoints:
     async def _read(self, schema: type[_BodyT], content: bytes) -> _BodyT:
         is_strict = self._completions.settings.strict_parameters
         if takes_long(content):
-            body, unknown = await self._completions.state.large_bodies.read((schema,), content, is_strict)
+            body, unknown = await self._large_bodies.read((schema,), content, is_strict)
         else:
             body = parse(schema, content)
             unknown = unknown_parameters(body, is_strict)

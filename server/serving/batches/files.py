@@ -15,6 +15,7 @@ from server.errors import HttpError
 from server.observability.logs import event, logger
 from server.protocol.batches.request import ListQuery
 from server.serving.batches.directory import FILE_ID, BatchDirectory
+from server.serving.batches.key_shares import KeyQuota
 
 MAX_FILES = 10_000
 _log = logger("batch")
@@ -34,7 +35,7 @@ class StoredFile:
     """The description of one file, as it is kept."""
 
     id: str
-    owner: str | None  # the salt of its API key; None: there were no keys
+    owner: str | None  # the name of its API key; None: there were no keys
     bytes: int
     created_at: int
     filename: str  # the client's word for it
@@ -50,21 +51,26 @@ class StoredFile:
 class FileStore:
     """All files of a directory. Its methods belong on the event loop, the disk is a thread's."""
 
-    def __init__(self, directory: BatchDirectory, disk: ThreadPoolExecutor) -> None:
-        """Raises `StartupError`."""
+    def __init__(self, directory: BatchDirectory, disk: ThreadPoolExecutor, *, is_shared: bool = False) -> None:
+        """`is_shared`: by several API keys. Raises `StartupError`."""
         self.directory = directory
         self.disk = disk
         self._files: dict[str, StoredFile] = {}
+        self._quota = KeyQuota(MAX_FILES, is_shared=is_shared)
         for file_id, file in directory.descriptions("files", FILE_ID, StoredFile):
             if directory.content(file_id).exists():
-                self._files[file_id] = file
+                self._keep(file)
+                directory.count(file.owner, file.bytes)
         self.is_used: Callable[[str], bool] = lambda file_id: False  # by a batch that has not ended
 
-    def check_room(self) -> None:
-        """Raises `HttpError` when there are too many files."""
+    def check_room(self, owner: str | None) -> None:
+        """Raises `HttpError` when a key has too many files."""
         self._drop_expired()
-        if len(self._files) >= MAX_FILES:
-            message = f"There are {MAX_FILES} files, and no more are kept. Delete those that are not needed."
+        if not self._quota.fits(owner, 1):
+            message = (
+                f"'file' would be one too many: there are {self._quota.total} files, {self._quota.held(owner)} of them "
+                f"yours, and at most {MAX_FILES} are kept.{self._quota.rule} Delete those that are not needed."
+            )
             raise HttpError(400, message, param="file", code="too_many_files")
 
     def get(self, owner: str | None, file_id: str) -> StoredFile:
@@ -94,23 +100,32 @@ class FileStore:
         if self.is_used(file_id):
             message = f"A batch that has not ended reads the file '{file_id}'. Cancel the batch, or wait for its end."
             raise HttpError(409, message, param="file_id", code="file_in_use")
-        del self._files[file_id]
+        self._drop(file)
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self.disk, self.directory.remove, file.id, file.bytes)
+        await loop.run_in_executor(self.disk, self.directory.remove, file.id, file.owner, file.bytes)
         return {"id": file_id, "object": "file", "deleted": True}
 
     async def adopt(self, source: Path, file: StoredFile) -> None:
         """Keep `source`, whose bytes were reserved before, under the id of `file`. Raises `OSError`."""
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self.disk, self.directory.adopt, source, file.id, asdict(file))
+        self._keep(file)
+
+    def _keep(self, file: StoredFile) -> None:
         self._files[file.id] = file
+        self._quota.add(file.owner, 1)
+
+    def _drop(self, file: StoredFile) -> None:
+        del self._files[file.id]
+        self._quota.add(file.owner, -1)
 
     def _drop_expired(self) -> None:
         now = time.time()
         for file in [file for file in self._files.values() if (file.expires_at or now + 1) <= now]:
             if not self.is_used(file.id):
-                del self._files[file.id]
-                self.disk.submit(self.directory.remove, file.id, file.bytes).add_done_callback(log_failure)
+                self._drop(file)
+                removed = self.disk.submit(self.directory.remove, file.id, file.owner, file.bytes)
+                removed.add_done_callback(log_failure)
 
 
 def new_id(prefix: str) -> str:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -22,19 +21,24 @@ from engine.errors import EngineDeadError
 from engine.types import MAX_PRIORITY
 from server.errors import HttpError, retry_after
 from server.observability.logs import event, logger
+from server.protocol.batches.request_line import BatchRequest, WrongBatchError
+from server.protocol.large_body.reader import LargeBodies
+from server.serving.batches.answer_file import AnswerFile, usage_of
 from server.serving.batches.batch import UNANSWERED, Batch
-from server.serving.batches.batch_file import AnswerFile, BatchRequest, RequestFile, WrongBatchError
 from server.serving.batches.batch_run import BatchRun
 from server.serving.batches.directory import BATCH_ID, BatchDirectory
 from server.serving.batches.endpoints import BatchEndpoints
+from server.serving.batches.fair_turns import FairTurns, RequestTurns
 from server.serving.batches.files import FileStore, StoredFile, log_failure, new_id
-from server.serving.batches.turns import Turns
+from server.serving.batches.key_shares import KeyNames, KeyQuota
+from server.serving.batches.request_file import RequestFile
 from server.serving.server_state import ServerState
 
 MAX_REQUESTS = 50_000  # of one batch
 MAX_BATCHES = 10_000  # that are remembered, the oldest that have ended forgotten first
 MAX_OPEN = 256
-_AT_ONCE = 4  # batches that are answered side by side
+_AT_ONCE = 4  # batches of one key that are answered side by side
+_CHECKED_AT_ONCE = 1  # files that are read whole, which takes the most memory
 _OUTPUT, _ERRORS = "output", "errors"
 _log = logger("batch")
 _ResultT = TypeVar("_ResultT")
@@ -47,8 +51,17 @@ class _Job:
     batch: Batch
     disk: ThreadPoolExecutor
     stop: asyncio.Event = field(default_factory=asyncio.Event)  # it was cancelled
+    is_wanted: bool = True  # until the server stops
     requests: RequestFile | None = None
     answers: AnswerFile | None = None
+
+    def close(self) -> None:
+        """On the disk's thread: what was answered is on the disk when this returns."""
+        if self.answers is not None:
+            self.answers.close()
+        if self.requests is not None:
+            self.requests.close()
+        self.requests = self.answers = None
 
     async def on_disk(self, function: Callable[..., _ResultT], *arguments: Any) -> _ResultT:
         return await asyncio.get_running_loop().run_in_executor(self.disk, function, *arguments)
@@ -58,19 +71,33 @@ class BatchRunner:
     """All batches of one directory. Its methods belong on the event loop."""
 
     def __init__(
-        self, directory: BatchDirectory, files: FileStore, endpoints: BatchEndpoints, state: ServerState, max_line: int
+        self,
+        directory: BatchDirectory,
+        files: FileStore,
+        endpoints: BatchEndpoints,
+        state: ServerState,
+        names: KeyNames,
+        large_bodies: LargeBodies,
+        max_line: int,
     ) -> None:
-        """`max_line`: bytes of a request. Raises `StartupError`."""
+        """`large_bodies`: reads long lines. `max_line`: bytes of a request. Raises `StartupError`."""
         self.files = files
+        self.names = names
         files.is_used = self._reads
         self._directory = directory
         self._endpoints = endpoints
         self._state = state
         self._max_line = max_line
+        self._large_bodies = large_bodies
         self._batches = dict(directory.descriptions("batches", BATCH_ID, Batch))
+        for batch in self._batches.values():
+            for kind in (_OUTPUT, _ERRORS):
+                directory.count(batch.owner, _size(directory.work(batch.id, kind)) or 0)
         self._jobs: dict[str, _Job] = {}
+        self._num_open = KeyQuota(MAX_OPEN, is_shared=directory.bytes.is_shared)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._active = asyncio.Semaphore(_AT_ONCE)
+        self._active: defaultdict[str | None, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(_AT_ONCE))
+        self._checks = FairTurns(_CHECKED_AT_ONCE)
         self._is_stopping = False
         self.ended_requests = {"answered": 0, "failed": 0}  # since the start
 
@@ -81,14 +108,17 @@ class BatchRunner:
         info = async_llm.engine.info
         # Of a request with many choices or texts, too.
         async_llm.submissions.others_are_open = lambda: self._state.num_in_flight > 0
-        self._turns = Turns(info.data_parallel_size * info.max_num_seqs, self._state)
+        self._turns = RequestTurns(info.data_parallel_size * info.max_num_seqs, self._state)
         for batch in sorted(self._batches.values(), key=lambda batch: batch.id):
             if batch.is_open:
+                self._num_open.add(batch.owner, 1)
                 self._begin(batch)
 
     async def stop(self) -> None:
         """Answer nothing more: what is open goes on with the next start."""
         self._is_stopping = True
+        for job in self._jobs.values():
+            job.is_wanted = False
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -98,6 +128,7 @@ class BatchRunner:
     async def close(self) -> None:
         """Give the directory back. A second call changes nothing."""
         await self.stop()
+        self._large_bodies.close()
         self.files.disk.shutdown()
         self._directory.close()
 
@@ -119,12 +150,21 @@ class BatchRunner:
 
     async def create(self, batch: Batch) -> None:
         """Keep a new batch, and begin with it. Raises `HttpError`, and `OSError` when it cannot be kept."""
-        if len(self._jobs) >= MAX_OPEN:
-            message = f"{MAX_OPEN} batches are open already. Retry when one has ended."
+        if not self._num_open.fits(batch.owner, 1):
+            own = self._num_open.held(batch.owner)
+            message = (
+                f"{self._num_open.total} batches are open already, {own} of them yours; at most {MAX_OPEN} may be."
+                f"{self._num_open.rule} Retry when one has ended."
+            )
             raise HttpError(429, message, code="too_many_batches", headers=retry_after(60))
+        self._num_open.add(batch.owner, 1)
+        try:
+            await self._save(batch)
+        except OSError:
+            self._num_open.add(batch.owner, -1)
+            raise
         if len(self._batches) >= MAX_BATCHES:
-            self._forget(min(one.id for one in self._batches.values() if not one.is_open))
-        await self._save(batch)
+            self._forget_oldest()
         self._batches[batch.id] = batch
         if not self._is_stopping:  # else the next start begins with it
             self._begin(batch)
@@ -191,23 +231,34 @@ class BatchRunner:
         return "cancelled" if job.stop.is_set() else "expired"
 
     async def _answer_all(self, job: _Job) -> None:
-        async with self._active:
-            requests, answers = await job.on_disk(self._opened, job)
+        owner = job.batch.owner
+        async with self._active[owner]:
+            requests, answers = await self._checked(job, self._opened, job)
             if job.batch.status == "validating":
                 job.batch.enter("in_progress")
                 await self._save(job.batch)
             answer = partial(self._answer, job.batch)
-            run = BatchRun(answer, requests, answers, job.disk, num_at_once=self._turns.size, turn=self._turns)
+            run = BatchRun(answer, requests, answers, job.disk, self._turns.of(owner))
             run.on_answer = self._count
             await run.run()
+
+    async def _checked(self, job: _Job, function: Callable[..., _ResultT], *arguments: Any) -> _ResultT:
+        """Reads whole files, of one batch after the other: the keys take turns. Ends with that work, cancelled too."""
+        async with self._checks.turn(job.batch.owner):
+            work = asyncio.ensure_future(job.on_disk(function, *arguments))
+            try:
+                return await asyncio.shield(work)
+            except asyncio.CancelledError:
+                await asyncio.wait({work})
+                raise
 
     def _count(self, status: int) -> None:
         self.ended_requests["answered" if status == 200 else "failed"] += 1
 
     async def _answer(self, batch: Batch, request: BatchRequest, request_id: str) -> str:
-        return await self._endpoints.answer(
-            request, request_id, owner=batch.owner, label=batch.label, priority=MAX_PRIORITY
-        )
+        key = self.names.key_of(batch.owner)
+        owner, label = (batch.owner, batch.label) if key is None else (key.salt, key.label)
+        return await self._endpoints.answer(request, request_id, owner=owner, label=label, priority=MAX_PRIORITY)
 
     def _opened(self, job: _Job) -> tuple[RequestFile, AnswerFile]:
         """On the disk's thread. Raises `WrongBatchError`."""
@@ -219,16 +270,19 @@ class BatchRunner:
                 url=job.batch.endpoint,
                 max_requests=MAX_REQUESTS,
                 max_line=self._max_line,
+                read=self._large_bodies.read_line,
+                is_wanted=lambda: job.is_wanted,
             )
         if job.answers is None:
             output, errors = (self._directory.work(job.batch.id, kind) for kind in (_OUTPUT, _ERRORS))
-            job.answers = AnswerFile(output, job.requests, errors, reserve=self._directory.reserve)
+            reserve = partial(self._directory.reserve, job.batch.owner)
+            job.answers = AnswerFile(output, job.requests, errors, reserve, is_private=True)
         return job.requests, job.answers
 
     async def _finish_answers(self, job: _Job, outcome: str) -> None:
         """Give requests without an answer their lines; from here on the batch is only published."""
         batch = job.batch
-        batch.counts, batch.usage, num_unanswered = await job.on_disk(self._completed, job, outcome)
+        batch.counts, batch.usage, num_unanswered = await self._checked(job, self._completed, job, outcome)
         self.ended_requests["failed"] += num_unanswered
         batch.outcome = outcome
         batch.written = {kind: new_id("file-") for kind in (_OUTPUT, _ERRORS)}
@@ -238,12 +292,11 @@ class BatchRunner:
     def _completed(self, job: _Job, outcome: str) -> tuple[tuple[int, int, int], dict[str, Any], int]:
         """On the disk's thread: the counts and the usage, when all is on the disk, and how many got no answer now."""
         requests, answers = self._opened(job)
-        num_done = len(answers.done)
+        num_done = answers.num_done
         if outcome in UNANSWERED:
             answers.write_unanswered(*UNANSWERED[outcome])
-        counts, num_unanswered = _counts(requests, answers), len(answers.done) - num_done
-        answers.close()
-        job.requests = job.answers = None
+        counts, num_unanswered = _counts(requests, answers), answers.num_done - num_done
+        job.close()
         return counts, usage_of(self._directory.work(job.batch.id, _OUTPUT)), num_unanswered
 
     async def _publish(self, job: _Job) -> None:
@@ -292,16 +345,22 @@ class BatchRunner:
         )
 
     async def _release(self, job: _Job) -> None:
-        if job.answers is not None:
-            await job.on_disk(job.answers.close)
+        await job.on_disk(job.close)
         job.disk.shutdown(wait=False)
         del self._jobs[job.batch.id]
+        self._num_open.add(job.batch.owner, -1)
+        if not self._num_open.held(job.batch.owner):
+            self._active.pop(job.batch.owner, None)
 
     async def _save(self, batch: Batch) -> None:
         save = partial(self._directory.save, "batches", batch.id, batch.kept())
         await asyncio.get_running_loop().run_in_executor(self.files.disk, save)
 
-    def _forget(self, batch_id: str) -> None:
+    def _forget_oldest(self) -> None:
+        """Forget a batch that has ended, of the key that has the most of them."""
+        ended = [batch for batch in self._batches.values() if not batch.is_open]
+        ((owner, _),) = Counter(batch.owner for batch in ended).most_common(1)
+        batch_id = min(batch.id for batch in ended if batch.owner == owner)
         del self._batches[batch_id]
         self.files.disk.submit(self._directory.forget, batch_id).add_done_callback(log_failure)
 
@@ -316,7 +375,7 @@ class BatchRunner:
 
 
 def _counts(requests: RequestFile, answers: AnswerFile) -> tuple[int, int, int]:
-    return len(requests), len(answers.done) - answers.num_failed, answers.num_failed
+    return len(requests), answers.num_done - answers.num_failed, answers.num_failed
 
 
 def _size(path: Path) -> int | None:
@@ -325,24 +384,3 @@ def _size(path: Path) -> int | None:
         return path.stat().st_size
     except FileNotFoundError:
         return None
-
-
-def usage_of(path: Path) -> dict[str, Any]:
-    """The tokens of all answers of a file, as the API counts them."""
-    prompt = cached = generated = thoughts = 0
-    with path.open("rb") as file:
-        for line in file:
-            usage = json.loads(line)["response"]["body"]["usage"]
-            new = "input_tokens" in usage  # as responses have it, else as completions
-            prompt += usage["input_tokens" if new else "prompt_tokens"]
-            generated += usage.get("output_tokens" if new else "completion_tokens", 0)  # none of vectors
-            cached += usage["input_tokens_details" if new else "prompt_tokens_details"]["cached_tokens"]
-            details = usage.get("output_tokens_details" if new else "completion_tokens_details") or {}
-            thoughts += details.get("reasoning_tokens", 0)
-    return {
-        "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": cached},
-        "output_tokens": generated,
-        "output_tokens_details": {"reasoning_tokens": thoughts},
-        "total_tokens": prompt + generated,
-    }

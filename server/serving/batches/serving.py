@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,23 +16,26 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 
 from engine.errors import RequestError
-from server.config.api_keys import Key
+from server.config.api_keys import ApiKeys
 from server.config.settings import Settings
 from server.errors import ClientGoneError, HttpError
 from server.json_text import dumps
 from server.observability.metrics import HttpCounters
 from server.protocol.batches.multipart import MultipartReader, Part, boundary_of
 from server.protocol.batches.request import MAX_EXPIRY_S, MIN_EXPIRY_S, CreateBatchRequest, ListQuery
+from server.protocol.large_body.reader import LargeBodies
 from server.serving.base import OpenAIServing
 from server.serving.batches.batch import Batch
 from server.serving.batches.directory import BatchDirectory
 from server.serving.batches.endpoints import BatchEndpoints
 from server.serving.batches.files import FileStore, StoredFile, new_id, page
+from server.serving.batches.key_shares import KeyNames
 from server.serving.batches.runner import BatchRunner
 from server.serving.batches.takeover import Takeover
 from server.serving.chat_completion import OpenAIServingChatCompletion
 from server.serving.completion import OpenAIServingCompletion
 from server.serving.pooling.embedding import OpenAIServingEmbedding
+from server.serving.request_context import label_of
 from server.serving.responses.serving import OpenAIServingResponses
 from server.serving.server_state import ServerState
 
@@ -51,17 +55,13 @@ class OpenAIServingBatches(OpenAIServing):
 
     takeover: Takeover  # the routes are there only with it
 
-    @property
-    def runner(self) -> BatchRunner:
-        """Raises `HttpError` (503) while another server has the directory."""
-        return self.takeover.runner
-
     async def upload(self, request: Request) -> Response:
         """Keep a file of requests. Its content is checked by the batch that uses it. Raises `HttpError`."""
         boundary = boundary_of(request.headers.get("content-type", ""))
-        files = self.runner.files
-        files.check_room()
-        upload = _Upload(files.directory.new_upload(), files.directory.reserve, files.disk)
+        runner, owner = self._for(request)
+        files = runner.files
+        files.check_room(owner)
+        upload = _Upload(files.directory.new_upload(), partial(files.directory.reserve, owner), files.disk)
         try:
             async with asyncio.timeout(UPLOAD_TIMEOUT_S):
                 await upload.read(request.stream(), MultipartReader(boundary))
@@ -69,7 +69,7 @@ class OpenAIServingBatches(OpenAIServing):
             now = int(time.time())
             file = StoredFile(
                 new_id("file-"),
-                _owner(request),
+                owner,
                 upload.num_bytes,
                 now,
                 (upload.filename or "")[:255],
@@ -93,31 +93,35 @@ class OpenAIServingBatches(OpenAIServing):
         """Raises `RequestError`."""
         names = frozenset({"after", "limit", "order", "purpose"})
         query = ListQuery.of(request.query_params, limit=10_000, max_limit=10_000, names=names)
-        return _json(self.runner.files.list(_owner(request), query))
+        runner, owner = self._for(request)
+        return _json(runner.files.list(owner, query))
 
     def get_file(self, request: Request, file_id: str) -> Response:
-        return _json(self.runner.files.get(_owner(request), file_id).wire())
+        runner, owner = self._for(request)
+        return _json(runner.files.get(owner, file_id).wire())
 
     def content(self, request: Request, file_id: str) -> Response:
-        file = self.runner.files.get(_owner(request), file_id)
-        return FileResponse(self.runner.files.directory.content(file.id), media_type="application/octet-stream")
+        runner, owner = self._for(request)
+        file = runner.files.get(owner, file_id)
+        return FileResponse(runner.files.directory.content(file.id), media_type="application/octet-stream")
 
     async def delete_file(self, request: Request, file_id: str) -> Response:
-        return _json(await self.runner.files.delete(_owner(request), file_id))
+        runner, owner = self._for(request)
+        return _json(await runner.files.delete(owner, file_id))
 
     async def create(self, request: Request) -> Response:
         """Begin with a batch. Raises `HttpError` and `RequestError`."""
         body, headers = await self.read(request, CreateBatchRequest)
-        key: Key | None = request.scope["state"]["key"]
-        file = self.runner.files.get(_owner(request), body.input_file_id)
+        runner, owner = self._for(request)
+        file = runner.files.get(owner, body.input_file_id)
         if file.purpose != "batch":
             message = f"The file '{file.id}' holds answers, not requests."
             raise RequestError(message, "input_file_id")
         now = int(time.time())
         batch = Batch(
             id=new_id("batch_"),
-            owner=_owner(request),
-            label=None if key is None else key.label,
+            owner=owner,
+            label=label_of(request.scope),
             endpoint=body.endpoint,
             input_file_id=file.id,
             completion_window=body.completion_window,
@@ -129,7 +133,7 @@ class OpenAIServingBatches(OpenAIServing):
             output_expires_s=body.output_expires_after.seconds if body.output_expires_after else None,
         )
         try:
-            await self.runner.create(batch)
+            await runner.create(batch)
         except OSError as error:
             raise self._no_room(error) from None
         return _json(batch.wire(), headers)
@@ -138,37 +142,49 @@ class OpenAIServingBatches(OpenAIServing):
         """Raises `RequestError`."""
         names = frozenset({"after", "limit"})
         query = ListQuery.of(request.query_params, limit=20, max_limit=100, names=names)
-        return _json(page(self.runner.all_of(_owner(request)), query))
+        runner, owner = self._for(request)
+        return _json(page(runner.all_of(owner), query))
 
     def get_batch(self, request: Request, batch_id: str) -> Response:
-        return _json(self.runner.get(_owner(request), batch_id).wire())
+        runner, owner = self._for(request)
+        return _json(runner.get(owner, batch_id).wire())
 
     async def cancel_batch(self, request: Request, batch_id: str) -> Response:
-        batch = self.runner.get(_owner(request), batch_id)
+        runner, owner = self._for(request)
+        batch = runner.get(owner, batch_id)
         try:
-            await self.runner.cancel(batch)
+            await runner.cancel(batch)
         except OSError as error:
             raise self._no_room(error) from None
         return _json(batch.wire())
 
+    def _for(self, request: Request) -> tuple[BatchRunner, str | None]:
+        """The runner, and what the disk calls the request's API key. Raises `HttpError` (503) without a runner."""
+        runner = self.takeover.runner
+        return runner, runner.names.of(request.scope["state"]["key"])
+
     def _no_room(self, error: OSError) -> HttpError:
         if error.errno == errno.EDQUOT:
+            rule = self.takeover.runner.files.directory.bytes.rule
             message = (
-                f"The files of this server would take more than {self.settings.batch_dir_size} bytes. Delete files "
-                "that are not needed, or raise --batch-dir-size."
+                f"'file' would take more than is left of {self.settings.batch_dir_size} bytes for all files of this "
+                f"server.{rule} Delete files that are not needed, or raise --batch-dir-size."
             )
             return HttpError(413, message, param="file", code="files_too_large", headers={"Connection": "close"})
         message = f"The disk of --batch-dir does not take it: {error.strerror}."
         return HttpError(507, message, code="disk_full", headers={"x-should-retry": "false"})
 
 
-def open_batches(settings: Settings, state: ServerState, counters: HttpCounters, servings: Any) -> None:
+def open_batches(settings: Settings, state: ServerState, counters: HttpCounters, keys: ApiKeys, servings: Any) -> None:
     """Take over the directory of `--batch-dir`, or wait for it. `servings`: has the endpoints by their `state_name`.
 
     Raises `StartupError`.
     """
     assert settings.batch_dir is not None
-    directory = BatchDirectory(Path(settings.batch_dir), settings.batch_dir_size)
+    is_shared = len(keys) > 1
+    directory = BatchDirectory(Path(settings.batch_dir), settings.batch_dir_size, is_shared=is_shared)
+    # Their own: what others ask over HTTP does not wait for lines of batches.
+    large_bodies = LargeBodies()
     endpoints = BatchEndpoints(
         *(
             getattr(servings, one.state_name)
@@ -178,12 +194,14 @@ def open_batches(settings: Settings, state: ServerState, counters: HttpCounters,
                 OpenAIServingResponses,
                 OpenAIServingEmbedding,
             )
-        )
+        ),
+        large_bodies,
     )
 
     def open_runner() -> BatchRunner:
-        files = FileStore(directory, ThreadPoolExecutor(1, "batch-files"))
-        return BatchRunner(directory, files, endpoints, state, settings.max_body_size)
+        files = FileStore(directory, ThreadPoolExecutor(1, "batch-files"), is_shared=is_shared)
+        names = KeyNames(keys, directory.salt())
+        return BatchRunner(directory, files, endpoints, state, names, large_bodies, settings.max_body_size)
 
     takeover = Takeover(directory, open_runner)
     getattr(servings, OpenAIServingBatches.state_name).takeover = state.batches = counters.batches = takeover
@@ -304,11 +322,6 @@ class _Upload:
         self._write()
         os.fsync(self._file.fileno())
         self._file.close()
-
-
-def _owner(request: Request) -> str | None:
-    key: Key | None = request.scope["state"]["key"]
-    return None if key is None else key.salt
 
 
 def _json(value: Any, headers: dict[str, str] | None = None) -> Response:
