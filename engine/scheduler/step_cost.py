@@ -10,6 +10,7 @@ Pure: knows counts and seconds that it is told; has no clock, and does not know 
 import math
 from collections import deque
 from statistics import median
+from typing import NamedTuple
 
 from workers.step_cost import StepCost
 
@@ -30,13 +31,15 @@ class _Kind:
 
     def __init__(self) -> None:
         self.steps: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)  # rows and seconds
-        self.rows = self.seconds = 0.0  # medians
         self.seen_at = 0  # number of the last of these steps
 
-    def add(self, num_rows: int, seconds: float, number: int) -> None:
-        self.steps.append((num_rows, seconds))
-        self.rows, self.seconds = median(rows for rows, _ in self.steps), median(one for _, one in self.steps)
-        self.seen_at = number
+
+class _Line(NamedTuple):
+    """Seconds of a step by its rows, near some number of them."""
+
+    rows: float
+    seconds: float  # of a step of `rows`
+    row_s: float
 
 
 class StepCosts:
@@ -54,6 +57,7 @@ class StepCosts:
         self._first_row_s = min(row_s, step_s * _MOST_AT_FIRST)
         self._first_fixed_s = step_s - self._first_row_s
         self._kinds: dict[int, _Kind] = {}  # by the bit length of the number of rows
+        self._lines: dict[int, _Line] = {}  # likewise; of those that were asked for since a step was told
         self._num_steps = 0
         self._token_s: deque[float] = deque(maxlen=REMEMBERED)
 
@@ -68,7 +72,10 @@ class StepCosts:
                 self._token_s.append(max(0.0, seconds - rows_s) / num_prompt_tokens)
             return
         self._num_steps += 1 + num_before
-        self._kinds.setdefault(num_rows.bit_length(), _Kind()).add(num_rows, seconds, self._num_steps)
+        kind = self._kinds.setdefault(num_rows.bit_length(), _Kind())
+        kind.steps.append((num_rows, seconds))
+        kind.seen_at = self._num_steps
+        self._lines.clear()
 
     def seconds(self, num_rows: int) -> float | None:
         """Seconds of a step of so many rows without prompt tokens; None: nothing is known."""
@@ -89,16 +96,18 @@ class StepCosts:
         if not self._kinds:
             step_s, row_s = self._first_fixed_s + num_rows * self._first_row_s, self._first_row_s
         else:
-            near, row_s = self._near(num_rows)
-            step_s = near.seconds + (num_rows - near.rows) * row_s
+            bits = num_rows.bit_length()
+            line = self._lines[bits] = self._lines.get(bits) or self._line(bits)
+            row_s = line.row_s
+            step_s = line.seconds + (num_rows - line.rows) * row_s
         step_s = max(step_s, row_s * num_rows)
         return step_s, max(row_s, step_s * _LEAST)
 
-    def _near(self, num_rows: int) -> tuple[_Kind, float]:
-        """The kind of steps that is nearest to this number of rows, and what a row adds to these."""
-        bits = num_rows.bit_length()
+    def _line(self, bits: int) -> _Line:
+        """The line through the kind of steps that is nearest, and the nearest other one of about the same time."""
         near, *others = (self._kinds[kind] for kind in sorted(self._kinds, key=lambda kind: (abs(kind - bits), kind)))
         steps = [*near.steps]
+        step_rows, step_s = median(rows for rows, _ in steps), median(one for _, one in steps)
         for other in others:
             if abs(other.seen_at - near.seen_at) < _FORGET_AFTER:
                 steps += other.steps
@@ -109,8 +118,9 @@ class StepCosts:
         if len(few) >= _FEWEST <= len(many):
             more_rows = median(rows for rows, _ in many) - median(rows for rows, _ in few)
             more_s = median(one for _, one in many) - median(one for _, one in few)
-            return near, max(0.0, more_s / more_rows)
-        return near, near.seconds * self._first_row_s / (self._first_fixed_s + near.rows * self._first_row_s)
+            return _Line(step_rows, step_s, max(0.0, more_s / more_rows))
+        ratio = self._first_row_s / (self._first_fixed_s + step_rows * self._first_row_s)
+        return _Line(step_rows, step_s, step_s * ratio)
 
 
 class StepBudget:
