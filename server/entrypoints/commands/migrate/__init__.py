@@ -7,7 +7,7 @@ import sys
 
 from server.entrypoints.arguments import Parser
 
-HELP = "translate a command line of vLLM, llama-server or TGI"
+HELP = "translate a command line of vLLM, llama-server, TGI, SGLang or Ollama"
 _EPILOG = """LINE is quoted, as it was typed, with variables before it or with `docker run … IMAGE` around it:
   oarlock migrate "vllm serve Qwen/Qwen3-0.6B --tensor-parallel-size 2"
 Our line goes to standard output, what is said about it to standard error.

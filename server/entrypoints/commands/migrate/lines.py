@@ -4,15 +4,48 @@ from __future__ import annotations
 
 import re
 import shlex
-from itertools import pairwise
+from collections.abc import Callable
+from dataclasses import dataclass
 
+from server.config.groups.http import HttpSettings
 from server.entrypoints.arguments import UsageError
-from server.entrypoints.commands.migrate.by_table import translate as translate_by_table
-from server.entrypoints.commands.migrate.tables import LLAMA_SERVER, TGI
+from server.entrypoints.commands.migrate import llama_server, ollama, sglang, tgi, vllm
+from server.entrypoints.commands.migrate.container import read_container, take_out_of_container
 from server.entrypoints.commands.migrate.translation import Translation
-from server.entrypoints.commands.migrate.vllm import translate as translate_vllm
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
+_BEFORE = ("env", "exec", "sudo", "nohup", "export", "&&", ";", "time")
+_ENDS = ("&", "&&", "|", "||", ";")
+_KNOWN = (
+    "vllm serve, python -m vllm.entrypoints.openai.api_server, llama-server, text-generation-launcher, "
+    "python -m sglang.launch_server, ollama serve and ollama run."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Server:
+    """A server that lines start: how its flags are translated, and where it listens unless they say so."""
+
+    translate: Callable[[list[str], dict[str, str]], Translation]
+    host: str
+    port: int
+    note: str
+    port_in_image: int
+
+
+_SERVERS = {
+    "vllm": _Server(vllm.translate, vllm.HOST, vllm.PORT, vllm.ADDRESS_NOTE, vllm.PORT),
+    "llama-server": _Server(
+        llama_server.translate,
+        llama_server.HOST,
+        llama_server.PORT,
+        llama_server.ADDRESS_NOTE,
+        llama_server.PORT,
+    ),
+    "tgi": _Server(tgi.translate, tgi.HOST, tgi.PORT, tgi.ADDRESS_NOTE, tgi.PORT_IN_IMAGE),
+    "sglang": _Server(sglang.translate, sglang.HOST, sglang.PORT, sglang.ADDRESS_NOTE, sglang.PORT),
+    "ollama": _Server(ollama.translate, ollama.HOST, ollama.PORT, ollama.ADDRESS_NOTE, ollama.PORT),
+}
 
 
 def translate(line: str) -> Translation:
@@ -22,65 +55,84 @@ def translate(line: str) -> Translation:
     except ValueError as error:
         raise UsageError(f"LINE cannot be read: {error}.", "Close every quotation mark.") from None
     variables: dict[str, str] = {}
-    while words and (words[0] in ("env", "exec", "sudo", "nohup") or _VARIABLE.fullmatch(words[0])):
+    while words and (words[0] in _BEFORE or _VARIABLE.fullmatch(words[0])):
         name, equals, value = words.pop(0).partition("=")
         if equals:
-            variables[name] = value
-    if words[:2] in (["docker", "run"], ["podman", "run"]):
-        return _of_container(words[2:], variables)
+            variables[name] = value.removesuffix(";")
+    if words[:1] in (["docker"], ["podman"], ["nerdctl"]) and words[1:2] == ["run"]:
+        found = _of_container(words[2:], variables)
+    else:
+        program = _program(words)
+        if program is None:
+            raise UsageError("LINE starts no server that is known.", f"Known are: {_KNOWN}")
+        name, rest = program
+        found = _SERVERS[name].translate(rest, variables)
+        _listen(found, _SERVERS[name])
+    found.drop_what_does_not_go_together()
+    return found
+
+
+def _program(words: list[str]) -> tuple[str, list[str]] | None:
+    """(key of `_SERVERS`, the words that its translation takes)."""
     for at, word in enumerate(words):
-        program, rest = word.rpartition("/")[2], words[at + 1 :]
-        if program == "vllm" and rest[:1] == ["serve"]:
-            return translate_vllm(rest[1:], variables)
-        if word == "vllm.entrypoints.openai.api_server":
-            return translate_vllm(rest, variables)
+        program, rest = word.rpartition("/")[2].removesuffix(".exe"), _without_shell(words[at + 1 :])
+        if program in ("vllm", "sglang") and rest[:1] == ["serve"]:
+            return program, rest[1:]
+        if word in ("vllm.entrypoints.openai.api_server", "sglang.launch_server"):
+            return word.partition(".")[0], rest
         if program == "llama-server":
-            return _llama_server(rest, variables)
+            return program, rest
         if program == "text-generation-launcher":
-            return translate_by_table(rest, variables, TGI)
-    raise UsageError(
-        "LINE starts no server that is known.",
-        "Known are: vllm serve, python -m vllm.entrypoints.openai.api_server, llama-server, text-generation-launcher.",
-    )
+            return "tgi", rest
+        if program == "ollama" and rest and rest[0] in ollama.COMMANDS:
+            return program, rest
+    return None
+
+
+def _without_shell(words: list[str]) -> list[str]:
+    """The words of one command, without those that its shell reads."""
+    found: list[str] = []
+    words = list(words)
+    while words and words[0] not in _ENDS:
+        word = words.pop(0)
+        redirected = re.fullmatch(r"[0-9&]?>>?(.*)", word)
+        if redirected is None:
+            found.append(word)
+        elif not redirected[1] and words:
+            words.pop(0)  # the file that it writes
+    return found
+
+
+def _listen(found: Translation, server: _Server) -> None:
+    """Where the server listens unless its line says so, if that is elsewhere than ours does."""
+    if "uds" in found.flags:
+        return
+    missing = [
+        (name, value)
+        for name, value, ours in (("host", server.host, HttpSettings.host), ("port", server.port, HttpSettings.port))
+        if name not in found.flags and value != ours
+    ]
+    for name, value in missing:
+        found.set(f"--{name}", name, [str(value)])
+    if missing:
+        found.notes.append((" ".join(f"--{name} {value}" for name, value in missing), server.note))
 
 
 def _of_container(words: list[str], variables: dict[str, str]) -> Translation:
-    """`docker run`: the image says which server it is; of its own flags only variables are of interest."""
-    for at, word in enumerate(words):
-        before, rest = words[:at], words[at + 1 :]
-        for flag, value in pairwise(before):
-            if flag in ("-e", "--env") and "=" in value:
-                name, _, text = value.partition("=")
-                variables[name] = text
-        if "vllm/vllm-openai" in word:
-            found = translate_vllm(rest, variables)
-        elif "text-generation-inference" in word:
-            found = translate_by_table(rest, variables, TGI)
-        elif "llama.cpp" in word:
-            found = _llama_server(rest, variables)
-        else:
-            continue
-        found.notes.append(("docker run", "docker-compose.yml and docs/configuration.md have our containers."))
-        return found
-    raise UsageError("LINE runs no image of a server that is known.", "Known are those of vLLM, llama.cpp and TGI.")
-
-
-def _llama_server(words: list[str], variables: dict[str, str]) -> Translation:
-    found = translate_by_table(words, variables, LLAMA_SERVER)
-    host = found.flags.get("host", ["", ""])[1]
-    if host.endswith(".sock"):  # llama-server listens on a Unix socket where the host ends so, and uses no port
-        del found.flags["host"]
-        found.set(f"--host {host}", "uds", [host])
-        if found.flags.pop("port", None):
-            found.notes.append(("--port", "a Unix socket has none."))
-    if "max_model_len" in found.flags and "max_num_seqs" in found.flags:
-        whole, each = int(found.flags["max_model_len"][1]), int(found.flags["max_num_seqs"][1])
-        found.flags["max_model_len"][1] = str(whole // each)
-        found.notes.append((f"-c {whole} -np {each}", "--max-model-len is of one request, so it is the quotient."))
-    if found.model is not None and re.fullmatch(r"[\w.-]+/[\w.-]+:[\w.-]+", found.model):
-        repository, _, form = found.model.partition(":")
-        found.lost.append(
-            (f"-hf {found.model}", f"name the file of {form}: fetch it, and give its path in place of {repository}.")
+    container = read_container(words)
+    if container is None:
+        raise UsageError(
+            "LINE runs no image of a server that is known.",
+            "Known are those of vLLM, llama.cpp, TGI, SGLang and Ollama.",
         )
-        found.model = repository
+    given = variables | container.variables
+    program = _program(container.arguments)
+    name, rest = program or (container.server, _without_shell(container.arguments))
+    if name == "ollama" and program is None:
+        rest = ["serve", *rest]
+    server = _SERVERS[name]
+    found = server.translate(rest, given)
+    take_out_of_container(found, container, server.port if program else server.port_in_image)
+    if container.shares_network:
+        _listen(found, server)
     return found

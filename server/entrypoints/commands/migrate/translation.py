@@ -6,11 +6,12 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from server.config.options import OptionError
-from server.config.settings import OPTIONS
+from server.config.settings import OPTIONS, make_settings
 
-_THOUSANDS = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
+_VARIABLE = re.compile(r"\$(\w|\{\w+\})")
 
 
 @dataclass(slots=True)
@@ -23,38 +24,70 @@ class Translation:
     notes: list[tuple[str, str]] = field(default_factory=list)
     lost: list[tuple[str, str]] = field(default_factory=list)
 
-    def set(self, written: str, name: str, values: Sequence[str]) -> None:
-        """Give our option `name` these values; what it does not take is lost."""
+    def set(self, written: str, name: str, values: Sequence[str]) -> bool:
+        """Give our option `name` these values, and say whether it takes them: otherwise they are lost."""
         described = OPTIONS[name]
         try:
             if described.kind is bool:
                 value = described.from_text(values[0]) if values else True
                 self.flags[name] = [described.flag if value else f"--no-{described.flag[2:]}"]
-                return
+                return True
             if not values:
                 self.lost.append((written, f"it has no value, and {described.flag} needs one."))
-                return
-            read = [_whole(value) for value in values] if described.kind is int else list(values)
+                return False
             if described.many:
-                described.from_texts(read)
-            else:
-                described.from_text(read[0])
-            self.flags[name] = [described.flag, *(read if described.many else read[:1])]
+                described.from_texts(values)
+            elif not any(map(_VARIABLE.search, values)):  # what a shell puts in is not known here
+                described.from_text(values[0])
+            self.flags[name] = [described.flag, *(values if described.many else values[:1])]
         except OptionError as error:
             self.lost.append((written, f"{error.cause} {error.fix}"))
+            return False
+        return True
+
+    def value(self, name: str) -> str | None:
+        """The one value that an option was given."""
+        words = self.flags.get(name)
+        return words[1] if words else None
+
+    def drop_what_does_not_go_together(self) -> None:
+        """Give up options that `serve` refuses beside the others, each with its reason."""
+        while (refused := self._refused()) is not None:
+            cause = f"{refused.cause} {refused.fix}"
+            named = [name for name in self.flags if re.search(rf"{OPTIONS[name].flag}\b", cause)]
+            name = named[0] if named else next(iter(self.flags))
+            self.lost.append((" ".join(self.flags.pop(name)), cause))
+
+    def _refused(self) -> OptionError | None:
+        try:
+            make_settings({name: self._typed(name, words) for name, words in self.flags.items()})
+        except OptionError as error:
+            return error
+        return None
+
+    def _typed(self, name: str, words: list[str]) -> Any:
+        described = OPTIONS[name]
+        if described.kind is bool:
+            return not words[0].startswith("--no-")
+        if described.many:
+            return described.from_texts(words[1:])
+        return described.default if _VARIABLE.search(words[1]) else described.from_text(words[1])
 
     def command(self) -> str:
         """The line for a shell."""
         words = ["oarlock", "serve", *([self.model] if self.model else [])]
         words += [word for flag in self.flags.values() for word in flag]
-        before = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
-        return " ".join([*before, shlex.join(words)])
+        before = [f"{name}={_quoted(value)}" for name, value in self.environment.items()]
+        return " ".join([*before, *map(_quoted, words)])
 
 
-def _whole(text: str) -> str:
-    """`32k` and `32K` as vLLM means them; anything else as it is."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM])", text)
-    return text if match is None else str(int(float(match[1]) * _THOUSANDS[match[2]]))
+def _quoted(word: str) -> str:
+    """For a shell, which goes on putting in variables and the home directory."""
+    if word.startswith("~/"):
+        return f"~/{shlex.quote(word[2:])}" if word[2:] else word
+    if _VARIABLE.search(word) and not re.search(r'["`\\!]', word):
+        return f'"{word}"'
+    return shlex.quote(word)
 
 
 def values_after(words: list[str], most: int | None = None) -> list[str]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
+from typing import Any
+
 from server.config import vllm_flags
 from server.config.groups.model import REASONING_PARSERS, TOOL_CALL_PARSERS
-from server.config.options import OptionError, nearest
+from server.config.options import OptionError, nearest, parse_count
 from server.config.settings import OPTIONS
+from server.entrypoints.commands.migrate.flags import Theirs, holds, lost, read_variables, same
 from server.entrypoints.commands.migrate.translation import Translation, values_after
 
 _SHORT = {described.short: described.name for described in OPTIONS.values() if described.short}
-_DTYPES = {"half": "float16", "float": "float32"}
 _CHECKPOINT_FORMS = ("awq", "gptq", "awq_marlin", "gptq_marlin", "compressed-tensors", "fp8", "bitsandbytes", "gguf")
+_READ = "the form of a quantised checkpoint is read from its files; --quantization rounds one that is not."
 _FORMATS = {  # options that name a format, which is found out where it is not named
     "tool_call_parser": "there is no such format here; without the flag it is found in the chat template. Known: "
     + ", ".join(TOOL_CALL_PARSERS[1:])
@@ -19,20 +24,30 @@ _FORMATS = {  # options that name a format, which is found out where it is not n
     + ", ".join(REASONING_PARSERS[1:])
     + ".",
 }
-_VARIABLES = {"VLLM_API_KEY": "OARLOCK_API_KEY"}
+HOST, PORT = "0.0.0.0", 8000
+ADDRESS_NOTE = "vLLM listens on every address unless told otherwise; --host 127.0.0.1 is this machine alone."
+_VARIABLES: dict[str, Theirs] = {
+    **holds("there is one engine.", "VLLM_USE_V1"),
+    **holds("ranks are processes of their own.", "VLLM_WORKER_MULTIPROC_METHOD"),
+    **holds("attention has kernels of its own: --attention-backend.", "VLLM_ATTENTION_BACKEND"),
+    **holds("nothing is sent to anybody.", "VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK"),
+    **same("log_level", "VLLM_LOGGING_LEVEL",
+           values={name.upper(): name for name in ("debug", "info", "warning", "error")}),
+    **lost("a context longer than the model was trained for is refused.", "VLLM_ALLOW_LONG_MAX_MODEL_LEN"),
+    **lost("models come from the hub of Hugging Face, or from a directory.", "VLLM_USE_MODELSCOPE"),
+}  # fmt: skip
+# Of vLLM, with another name here.
+_RENAMED = {"kv_cache_memory_bytes": "kv_cache_memory"}
 
 
 def translate(words: list[str], variables: dict[str, str]) -> Translation:
     """`words`: what follows `vllm serve`."""
     found = Translation()
-    for name, value in variables.items():
-        if name in _VARIABLES:
-            found.environment[_VARIABLES[name]] = value
-        elif name.startswith("VLLM_"):
-            found.lost.append((f"{name}={value}", "variables of vLLM are not read; `oarlock config` lists ours."))
-        else:
-            found.environment[name] = value  # of CUDA, the hub and the system: they mean the same here
-    words = list(words)
+    variables = dict(variables)
+    if (key := variables.pop("VLLM_API_KEY", None)) is not None:
+        found.environment["OARLOCK_API_KEY"] = key
+    read_variables(found, variables, _VARIABLES, "VLLM_")
+    words = _joined(words)
     while words:
         word = words.pop(0)
         if word.startswith("-"):
@@ -44,11 +59,33 @@ def translate(words: list[str], variables: dict[str, str]) -> Translation:
     return found
 
 
+def _joined(words: list[str]) -> list[str]:
+    """`words` with `--name.key VALUE`, of which vLLM makes a JSON object, as `--name JSON`."""
+    words, kept, objects = list(words), [], {}
+    while words:
+        word = words.pop(0)
+        flag, equals, value = word.partition("=")
+        name, dot, path = flag.partition(".")
+        if not flag.startswith("--") or not dot:
+            kept.append(word)
+            continue
+        value = value if equals or not words else words.pop(0)
+        inner: dict[str, Any] = objects.setdefault(name, {})
+        *parents, last = path.split(".")
+        for parent in parents:
+            inner = inner.setdefault(parent, {})
+        try:
+            inner[last] = json.loads(value)
+        except ValueError:
+            inner[last] = value
+    return kept + [text for name, made in objects.items() for text in (name, json.dumps(made))]
+
+
 def _flag(found: Translation, word: str, rest: list[str]) -> None:
     shown, equals, value = word.partition("=")
     name = _SHORT.get(shown) or shown.lstrip("-").replace("-", "_")
     is_off = name.startswith("no_") and name[3:] in OPTIONS and OPTIONS[name[3:]].kind is bool
-    name = name[3:] if is_off else name
+    name = _RENAMED.get(name, name[3:] if is_off else name)
     described = OPTIONS.get(name)
     if described is None:
         _other(found, shown, [value] if equals else None, rest)
@@ -61,11 +98,13 @@ def _flag(found: Translation, word: str, rest: list[str]) -> None:
     if name == "model":
         found.model = given[0] if given else found.model
     elif name == "quantization" and given and given[0] in _CHECKPOINT_FORMS:
-        found.notes.append((written, "the form of a quantised checkpoint is read from its files."))
+        found.notes.append((written, _READ))
     elif name in _FORMATS and given and given[0] not in (described.choices or ()):
         found.lost.append((written, _FORMATS[name]))
+    elif shown.lstrip("-").replace("-", "_") in _RENAMED and re.fullmatch(r"[\d.]+[kmgtKMGT]", "".join(given)):
+        found.set(written, name, [str(parse_count(given[0]))])
     else:
-        found.set(written, name, [_DTYPES.get(each, each) for each in given] if name == "dtype" else given)
+        found.set(written, name, given)
 
 
 def _other(found: Translation, shown: str, given: list[str] | None, rest: list[str]) -> None:

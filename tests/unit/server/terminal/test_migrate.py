@@ -3,86 +3,152 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from server.config.settings import OPTIONS
+from server.config.settings import OPTIONS, make_settings
 from server.config.vllm_flags import FLAGS
+from server.entrypoints.arguments import Parser, UsageError, add_settings, given_settings, parse
 from server.entrypoints.cli import main
-from server.entrypoints.commands.migrate import tables
+from server.entrypoints.commands.migrate import llama_server, ollama, sglang, tgi
 from server.entrypoints.commands.migrate.lines import translate
+
+Case = tuple[str, str, list[str]]
+
+
+def _corpus() -> Iterator[Case]:
+    """(line, ours, what is lost) of every line in the file."""
+    text = Path(__file__).with_name("migrate_lines.txt").read_text()
+    for block in text.split("\n\n")[1:]:
+        line, ours, *lost = block.strip().splitlines()
+        assert ours.startswith("= ") and all(each.startswith("! ") for each in lost), line
+        yield line, ours[2:], [each[2:] for each in lost]
+
+
+CORPUS = list(_corpus())
 
 
 @pytest.mark.parametrize(
     ("line", "ours", "lost"),
     [
-        ("vllm serve Qwen/Qwen3-0.6B", "oarlock serve Qwen/Qwen3-0.6B", []),
+        *CORPUS,
         (
             "VLLM_API_KEY=x CUDA_VISIBLE_DEVICES=0,1 vllm serve m -tp 2 --max-model-len 32k --dtype half --port=8001",
             "OARLOCK_API_KEY=x CUDA_VISIBLE_DEVICES=0,1 oarlock serve m --tensor-parallel-size 2 "
-            "--max-model-len 32000 --dtype float16 --port 8001",
+            "--max-model-len 32k --dtype half --port 8001 --host 0.0.0.0",
             [],
         ),
-        ("vllm serve m --max_model_len 4K", "oarlock serve m --max-model-len 4096", []),
-        ("vllm serve --model m --served-model-name a b", "oarlock serve m --served-model-name a b", []),
-        ("vllm serve m --no-enable-prefix-caching", "oarlock serve m --no-enable-prefix-caching", []),
-        ("vllm serve m -q awq --enable-chunked-prefill --trust-remote-code", "oarlock serve m", []),
-        ("vllm serve m --tool-call-parser hermes --swap-space 4", "oarlock serve m --tool-call-parser hermes", []),
+        ("vllm serve m --host h --max_model_len 4K", "oarlock serve m --host h --max-model-len 4K", []),
         (
-            "vllm serve m --tool-call-parser xlam --reasoning-parser=step3 --enable-auto-tool-choice --port 1",
-            "oarlock serve m --port 1",
+            "vllm serve --host h --model m --served-model-name a b",
+            "oarlock serve m --host h --served-model-name a b",
+            [],
+        ),
+        ("vllm serve m --host h --no-enable-prefix-caching", "oarlock serve m --host h --no-enable-prefix-caching", []),
+        ("vllm serve m --host h -q awq --enable-chunked-prefill --trust-remote-code", "oarlock serve m --host h", []),
+        ("vllm serve m --host h --swap-space 4", "oarlock serve m --host h", []),
+        (
+            "vllm serve m --tool-call-parser xlam --reasoning-parser=step3 --enable-auto-tool-choice --host h",
+            "oarlock serve m --host h",
             ["--tool-call-parser xlam", "--reasoning-parser step3"],
         ),
-        ("vllm serve m --no-enable-chunked-prefill", "oarlock serve m", ["--no-enable-chunked-prefill"]),
         (
-            "vllm serve m --enable-lora --wibble 1 2 --port 1",
-            "oarlock serve m --port 1",
+            "vllm serve m --host h --no-enable-chunked-prefill",
+            "oarlock serve m --host h",
+            ["--no-enable-chunked-prefill"],
+        ),
+        (
+            "vllm serve m --enable-lora --wibble 1 2 --host h",
+            "oarlock serve m --host h",
             ["--enable-lora", "--wibble 1 2"],
         ),
-        ("vllm serve m --port 99999", "oarlock serve m", ["--port 99999"]),
-        ("vllm serve m --port", "oarlock serve m", ["--port"]),
-        ("vllm serve m n", "oarlock serve m", ["n"]),
-        ("VLLM_USE_V1=1 vllm serve m", "oarlock serve m", ["VLLM_USE_V1=1"]),
-        ("python -m vllm.entrypoints.openai.api_server --model 'a b'", "oarlock serve 'a b'", []),
+        ("vllm serve m --host h --port 99999", "oarlock serve m --host h", ["--port 99999"]),
+        ("vllm serve m --host h --port", "oarlock serve m --host h", ["--port"]),
+        ("vllm serve m n --host h", "oarlock serve m --host h", ["n"]),
+        ("vllm serve m --uds /run/x.sock", "oarlock serve m --uds /run/x.sock", []),
+        ("VLLM_WIBBLE=1 vllm serve m --host h", "oarlock serve m --host h", ["VLLM_WIBBLE=1"]),
         (
-            "docker run --gpus all -e HF_TOKEN=t -p 8000:8000 vllm/vllm-openai:latest --model m --seed 3",
-            "HF_TOKEN=t oarlock serve m --seed 3",
+            "vllm serve m --host h --kv-cache-memory-bytes 1.5g --max-num-batched-tokens 32 --max-num-seqs 64",
+            "oarlock serve m --host h --kv-cache-memory 1500000000 --max-num-seqs 64",
+            ["--max-num-batched-tokens 32"],
+        ),
+        ("python -m vllm.entrypoints.openai.api_server --host h --model 'a b'", "oarlock serve 'a b' --host h", []),
+        ("vllm serve m", "oarlock serve m --host 0.0.0.0", []),
+        (
+            "docker run -p 80 -p 81:82 -p 8001:8000 -p 8002:8000 --env-file .env vllm/vllm-openai m",
+            "oarlock serve m --host 0.0.0.0 --port 8001",
+            ["-p 80", "--env-file .env", "-p 81:82", "-p 0.0.0.0:8002:8000"],
+        ),
+        ("docker run vllm/vllm-openai m", "oarlock serve m --host 127.0.0.1 --port 8000", []),
+        ("docker run -p '[::1]:9:8000' --gpus 2 -v /c:/root/.cache/huggingface vllm/vllm-openai m",
+         "CUDA_VISIBLE_DEVICES=0,1 HF_HOME=/c oarlock serve m --host ::1 --port 9", []),
+        (
+            "docker run -p9:8000 --gpus some vllm/vllm-openai m",
+            "oarlock serve m --host 0.0.0.0 --port 9",
+            ["--gpus some"],
+        ),
+        ("docker run --net=host vllm/vllm-openai m", "oarlock serve m --host 0.0.0.0", []),
+        ("docker run -p 8080:80 -v /m:/data text-generation-inference --model-id /data/x",
+         "oarlock serve /m/x --host 0.0.0.0 --port 8080", []),
+        (
+            "llama-server -m m.gguf -c 8192 -np 4 -ngl 0 -t 8 --alias a,b -fa on -ctk q8_0 --jinja",
+            "oarlock serve m.gguf --max-num-seqs 4 --num-threads 8 --served-model-name a b --kv-cache-dtype int8 "
+            "--device cpu --max-model-len 2048 --port 8080",
             [],
         ),
         (
-            "llama-server -m m.gguf -c 8192 -np 4 -ngl 0 -t 8 --alias a -fa on -ctk q8_0 --jinja",
-            "oarlock serve m.gguf --max-model-len 2048 --max-num-seqs 4 --device cpu --num-threads 8 "
-            "--served-model-name a --kv-cache-dtype int8",
+            "llama-server -m m -c 8192 -np 4 -kvu",
+            "oarlock serve m --max-model-len 8192 --max-num-seqs 4 --port 8080",
             [],
         ),
+        ("llama-server -m m -ngl all --n-gpu-layers=99 --gpu-layers auto", "oarlock serve m --port 8080", []),
         (
-            "llama-server -m m.gguf --ssl-key-file k.pem --ssl-cert-file c.pem --api-prefix /llm",
-            "oarlock serve m.gguf --ssl-keyfile k.pem --ssl-certfile c.pem --root-path /llm",
+            "llama-server -m m.gguf --ssl-key-file k.pem --ssl-cert-file c.pem --api-prefix /llm --port 1",
+            "oarlock serve m.gguf --ssl-keyfile k.pem --ssl-certfile c.pem --root-path /llm --port 1",
             [],
+        ),
+        ("llama-server -m m --host /run/x.sock --port 80", "oarlock serve m --uds /run/x.sock", []),
+        (
+            "llama-server -m m --host 10.0.0.1,::1",
+            "oarlock serve m --host 10.0.0.1 --port 8080",
+            ["--host 10.0.0.1,::1"],
+        ),
+        (
+            "/opt/x/llama-server -hf a/b:Q4_K_M --no-webui -hft t",
+            "HF_TOKEN=t oarlock serve a/b --no-web-page --port 8080",
+            ["-hf a/b:Q4_K_M"],
+        ),
+        (
+            "llama-server -m m.gguf -c 0 --temp 0.2 -np -1 --whatever x stray",
+            "oarlock serve m.gguf --port 8080",
+            ["--temp 0.2", "--whatever x stray"],
+        ),
+        (
+            "LLAMA_ARG_N_GPU_LAYERS=9 LLAMA_ARG_WIBBLE=1 OMP_NUM_THREADS=2 llama-server -m m",
+            "OMP_NUM_THREADS=2 oarlock serve m --port 8080",
+            ["LLAMA_ARG_WIBBLE=1"],
         ),
         (
             "text-generation-launcher --model-id m --cors-allow-origin https://a.example --otlp-endpoint http://h:4317",
-            "oarlock serve m --allowed-origins https://a.example",
+            "oarlock serve m --allowed-origins https://a.example --host 0.0.0.0 --port 3000",
             ["--otlp-endpoint http://h:4317"],
         ),
-        ("llama-server -m m.gguf --host /run/x.sock --port 80", "oarlock serve m.gguf --uds /run/x.sock", []),
-        ("llama-server -m m.gguf --host 0.0.0.0 --port 80", "oarlock serve m.gguf --host 0.0.0.0 --port 80", []),
-        ("llama-server -m m.gguf --embedding", "oarlock serve m.gguf --runner pooling", []),
-        ("/opt/x/llama-server -hf a/b:Q4_K_M --no-webui", "oarlock serve a/b --no-web-page", ["-hf a/b:Q4_K_M"]),
         (
-            "llama-server -m m.gguf -c 0 --temp 0.2 -np -1 --whatever",
-            "oarlock serve m.gguf",
-            ["--temp 0.2", "--whatever"],
+            "text-generation-launcher --model-id m --quantize exl2 --json-output --hostname h -p 1",
+            "oarlock serve m --log-format json --host h --port 1",
+            ["--quantize exl2"],
         ),
+        ("OLLAMA_HOST=:80 ollama serve", "oarlock serve --host 0.0.0.0 --port 80", []),
+        ("OLLAMA_HOST=http://h ollama serve", "oarlock serve --host h --port 80", []),
+        ("OLLAMA_HOST=https://h:1/ ollama start", "oarlock serve --host h --port 1", ["OLLAMA_HOST=https://h:1/"]),
+        ("OLLAMA_HOST=[::1] ollama serve", "oarlock serve --host ::1 --port 11434", []),
+        ("OLLAMA_WIBBLE=1 ollama serve", "oarlock serve --port 11434", ["OLLAMA_WIBBLE=1"]),
         (
-            "text-generation-launcher --model-id m --num-shard 2 --max-total-tokens 4096 --quantize eetq --json-output",
-            "oarlock serve m --tensor-parallel-size 2 --max-model-len 4096 --quantization int8 --log-format json",
-            [],
-        ),
-        (
-            "docker run ghcr.io/huggingface/text-generation-inference:3 --model-id m --port 80",
-            "oarlock serve m --port 80",
-            [],
+            "SGLANG_X=1 sglang serve m --lora-paths a b",
+            "oarlock serve m --port 30000",
+            ["SGLANG_X=1", "--lora-paths a b"],
         ),
     ],
 )  # fmt: skip
@@ -90,20 +156,50 @@ def test_lines(line, ours, lost):
     found = translate(line)
     assert found.command() == ours
     assert [written for written, _ in found.lost] == lost
+    assert all(sentence for _, sentence in found.notes + found.lost)
+
+
+def test_the_corpus_is_large_and_every_line_of_ours_is_one_that_serve_takes():
+    assert len(CORPUS) > 60
+    parser = Parser()
+    add_settings(parser, positional=True)
+    for _, ours, _ in CORPUS:
+        words = shlex.split(ours)
+        words = words[words.index("serve") + 1 :]
+        parsed = parse(parser, parser, ["1" if word.startswith("$") else word for word in words])
+        assert parsed.notes == []
+        make_settings(given_settings(parsed))
+
+
+@pytest.mark.parametrize("line", [line for line, _, _ in CORPUS])
+def test_no_flag_is_dropped_in_silence(line):
+    """Without any one of its flags, a line becomes another, or something else is said about it."""
+    words, whole = shlex.split(line), translate(line)
+    for at, word in enumerate(words):
+        if not word.startswith("-") or word == "-m" or (word in ("--host", "--port") and "-p" in words):
+            continue  # python's own flag, and what a container's published address stands for
+        end = at + 1
+        while "=" not in word and end < len(words) and not words[end].startswith("-"):
+            end += 1
+        try:
+            less = translate(shlex.join(words[:at] + words[end:]))
+        except UsageError:  # the image or the program is gone as well
+            continue
+        assert (less.command(), less.notes, less.lost) != (whole.command(), whole.notes, whole.lost), word
 
 
 @pytest.mark.parametrize("name", FLAGS)
 def test_every_flag_of_vllm_that_is_known_is_told_about(name):
-    found = translate(f"vllm serve m --{name} 7 --port 1")
-    assert found.command() == "oarlock serve m --port 1"
+    found = translate(f"vllm serve m --{name} 7 --host h")
+    assert found.command() == "oarlock serve m --host h"
     assert len(found.notes) + len(found.lost) >= 1
     assert any(FLAGS[name].holds in sentence for _, sentence in found.notes + found.lost)
 
 
-@pytest.mark.parametrize("table", [tables.LLAMA_SERVER, tables.TGI])
+@pytest.mark.parametrize("table", [llama_server.TABLE, tgi.TABLE, sglang.TABLE, ollama.VARIABLES])
 def test_tables_name_options_that_there_are_and_values_that_they_take(table):
     for flag, theirs in table.items():
-        assert flag.startswith("-")
+        assert flag.startswith(("-", "OLLAMA_"))
         assert theirs.option in ("", "model") or theirs.option in OPTIONS
         assert theirs.option or theirs.holds.endswith((".", ")."))
         for ours in theirs.values.values():
@@ -114,7 +210,7 @@ def test_tables_name_options_that_there_are_and_values_that_they_take(table):
 def test_a_format_that_is_not_known_is_left_out_and_said_to_be_found_without(capsys):
     assert main(["migrate", "vllm serve m --tool-call-parser xlam"]) == 1
     shown = capsys.readouterr()
-    assert shown.out == "oarlock serve m\n"
+    assert shown.out == "oarlock serve m --host 0.0.0.0\n"
     assert "found in the chat template. Known: " in shown.err and "hermes" in shown.err
 
 
@@ -129,7 +225,7 @@ def test_our_line_is_one_that_we_take(capsys):
     assert "no equivalent: --enable-lora: adapters" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("line", ["", "ollama run m", "docker run nginx", "vllm chat", "vllm serve 'm"])
+@pytest.mark.parametrize("line", ["", "ollama pull m", "docker run nginx", "vllm chat", "vllm serve 'm"])
 def test_a_line_of_no_known_server(line, capsys):
     assert main(["migrate", line]) == 2
     assert capsys.readouterr().err.startswith("error: LINE ")
