@@ -14,17 +14,28 @@ from server.version import VERSION as __version__
 if TYPE_CHECKING:
     from engine.errors import RequestError, StartupError
     from server.entrypoints.offline.llm import LLM
-    from server.entrypoints.offline.outputs import Choice, Output
-    from server.entrypoints.offline.pooling import Embedding
+    from server.entrypoints.offline.outputs import CompletionOutput, RequestOutput
+    from server.entrypoints.offline.pooling import EmbeddingRequestOutput, ScoringRequestOutput
     from server.entrypoints.offline.sampling_params import SamplingParams
 
-__all__ = ["LLM", "Choice", "Embedding", "Output", "RequestError", "SamplingParams", "StartupError", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EmbeddingRequestOutput",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "ScoringRequestOutput",
+    "StartupError",
+    "__version__",
+]
 
 _HOMES = {
     "LLM": "server.entrypoints.offline.llm",
-    "Choice": "server.entrypoints.offline.outputs",
-    "Embedding": "server.entrypoints.offline.pooling",
-    "Output": "server.entrypoints.offline.outputs",
+    "CompletionOutput": "server.entrypoints.offline.outputs",
+    "RequestOutput": "server.entrypoints.offline.outputs",
+    "EmbeddingRequestOutput": "server.entrypoints.offline.pooling",
+    "ScoringRequestOutput": "server.entrypoints.offline.pooling",
     "SamplingParams": "server.entrypoints.offline.sampling_params",
     "RequestError": "engine.errors",
     "StartupError": "engine.errors",

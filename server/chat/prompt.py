@@ -169,7 +169,7 @@ def _messages(given: list[ChatMessage], tool_format: ToolFormat, has_developer: 
 
 
 def _in_parts(written: list[dict[str, Any]], given: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages with their contents as lists of parts: the caller's own where the texts are still theirs."""
+    """Give messages their contents as lists of parts: the caller's own where the texts are still theirs."""
     sources = given if len(given) == len(written) else [None] * len(written)
     found = []
     for message, source in zip(written, sources, strict=True):

@@ -84,7 +84,7 @@ class Option:
 
     @property
     def unset_text(self) -> str:
-        """The word for a value that is not given: something is decided for it, or there is none."""
+        """Names a value that is not given: something is decided for it, or there is none."""
         is_decided = self.optional and (self.positional or self.kind is not str)
         return self.unset or ("automatic" if is_decided else "none")
 
@@ -231,7 +231,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_count(text: str) -> int:
-    """A number as vLLM writes it: `16k` is 16,000, `16K` 16,384 and `1.5k` 1,500; a binary unit takes no fraction."""
+    """Read a number as vLLM writes it: `16k` is 16,000, `16K` 16,384 and `1.5k` 1,500; not so 1.5K."""
     match = re.fullmatch(r"(\d+)(\.\d+)?([kmgtKMGT])", text.strip())
     if match is None:
         return int(text)

@@ -5,8 +5,9 @@ The note or the error says in one sentence what Oarlock does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from server.config.options import OptionError
 
@@ -20,6 +21,7 @@ class Flag:
 
     holds: str
     is_switch: bool = False  # without a value; asks for what Oarlock does
+    is_either: bool = False  # of a switch: its negation asks for nothing else
     harmless: tuple[str, ...] | None = None  # values that ask for what Oarlock does; empty: every value
 
 
@@ -38,7 +40,9 @@ def _refused(holds: str, *names: str) -> dict[str, Flag]:
 FLAGS: dict[str, Flag] = {
     **_switches("tools are always enabled, and the model chooses unless the request does.", "enable-auto-tool-choice"),
     **_switches("reasoning is recognised by the markers in the model's chat template.", "enable-reasoning"),
-    **_switches("code of a checkpoint is never run, and no model that is served needs any.", "trust-remote-code"),
+    "trust-remote-code": Flag(
+        "code of a checkpoint is never run, and no model that is served needs any.", is_switch=True, is_either=True
+    ),
     **_switches("prompts are always computed in chunks, together with running sequences.", "enable-chunked-prefill"),
     **_values("CUDA graphs hold sequences of any length.", "max-seq-len-to-capture"),
     **_values("preempted sequences are computed again, so no memory is set aside for swapping.", "swap-space"),
@@ -130,6 +134,18 @@ def take_out(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return kept, notes
 
 
+def without_harmless(values: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's arguments of `LLM` less those that ask for what is so anyway. Raises `OptionError` for a refused one."""
+    kept = {}
+    for name, value in values.items():
+        plain = name.replace("_", "-")
+        if plain in FLAGS:
+            _note(f"--{plain}", FLAGS[plain], None if value is None else str(value))
+        else:
+            kept[name] = value
+    return kept
+
+
 def _find(word: str) -> tuple[str, Flag | None, str | None]:
     """(the flag as written, its entry, its value behind `=`)."""
     shown, equals, value = word.partition("=")
@@ -149,7 +165,7 @@ def _takes(flag: Flag, word: str) -> bool:
 
 def _note(shown: str, flag: Flag, value: str | None) -> str:
     written = shown if value is None or shown.startswith("--no-") else f"{shown} {value}"
-    if flag.is_switch and (value or "true").lower() in _YES:
+    if flag.is_switch and (flag.is_either or (value or "true").lower() in _YES):
         return f"{written}: {flag.holds}"
     if not flag.is_switch and flag.harmless is not None:
         if value is None:

@@ -26,8 +26,12 @@ class PooledOutput:
     # float32 [1, hidden_size], of kind `token` [prompt tokens, hidden_size], of kind `logits` [ids], of kind
     # `labels` [labels]; not normalised. Behind Dense modules float64 [1, size].
     vectors: np.ndarray
-    prompt_tokens: int
+    prompt_token_ids: Sequence[int]
     cached_tokens: int  # of these, taken from the prefix cache
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
 
 
 class PooledChoice:
@@ -54,7 +58,7 @@ class PooledChoice:
         vectors = np.frombuffer(self._values, np.float32)
         if self._width is not None:
             vectors = vectors.reshape(-1, self._width)
-        return PooledOutput(vectors, len(self.request.prompt_token_ids), self.num_cached_tokens)
+        return PooledOutput(vectors, self.request.prompt_token_ids, self.num_cached_tokens)
 
     def push(self, event: TokenEvent) -> Delta | None:
         """What one event adds: nothing to show before the last one."""

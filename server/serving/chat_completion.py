@@ -28,6 +28,7 @@ class ProcessedChat(ProcessedRequest):
     """The choices of one chat turn, ready to run, and how to read their text."""
 
     shape: AnswerShape = field(default_factory=AnswerShape)
+    prompt: str = ""  # as the chat template wrote it
 
 
 class OpenAIServingChatCompletion(OpenAIServingGenerate[ChatRequest, ProcessedChat]):
@@ -49,7 +50,9 @@ class OpenAIServingChatCompletion(OpenAIServingGenerate[ChatRequest, ProcessedCh
             shown=frozenset(marks.values()),
             param=self._prompt_field,
         )
-        return ProcessedChat(processed.choices, processed.num_prompts, processed.timeout_s, shape=prompt.shape)
+        return ProcessedChat(
+            processed.choices, processed.num_prompts, processed.timeout_s, shape=prompt.shape, prompt=prompt.text
+        )
 
     def _writer(
         self, body: ChatRequest, processed: ProcessedChat, generation: Generation, model: str, request_id: str

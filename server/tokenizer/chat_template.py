@@ -75,7 +75,7 @@ class ChatTemplate:
 
     @cached_property
     def reads_parts(self) -> bool:
-        """Whether contents of messages are lists of parts: as the operator says, else where it writes parts alone."""
+        """Tells whether contents are lists of parts: as the operator says, else where it writes parts alone."""
         asked = self.parsers.get("chat_template_content_format")
         if asked is not None:
             return asked == "openai"
@@ -150,7 +150,7 @@ class ChatTemplate:
 
 
 def text_parts(*texts: str) -> list[dict[str, str]]:
-    """A message's content as OpenAI's list of parts."""
+    """Make a message's content of texts, as OpenAI's list of parts."""
     return [{"type": "text", "text": text} for text in texts]
 
 

@@ -78,13 +78,70 @@ def test_prompts_become_outputs_in_order(make_llm, tokenizer):
 def test_one_prompt_ids_and_stop_strings(make_llm):
     llm, engine = make_llm("one two three")
     assert llm.generate("x", SamplingParams(max_tokens=50, stop=" two"))[0].text == "one"
-    assert llm.generate([[5, 6]], SamplingParams(max_tokens=50))[0].prompt_token_ids == (5, 6)
+    assert llm.generate([[5, 6]], SamplingParams(max_tokens=50))[0].prompt_token_ids == [5, 6]
     assert llm.generate("x", SamplingParams(max_tokens=3, ignore_eos=True))[0].num_tokens == 3
     assert engine.requests[-1].params.eos_token_ids == ()
     scored = llm.generate("x y z", SamplingParams(max_tokens=2, logprobs=1, prompt_logprobs=0, n=2))[0]
-    assert [len(choice.logprobs) for choice in scored.choices] == [2, 2]
+    assert [len(output.logprobs) for output in scored.outputs] == [2, 2]
     assert scored.num_tokens == 4
     assert len(scored.prompt_logprobs) == len(scored.prompt_token_ids)
+
+
+# The quickstart of vLLM's documentation but for the package's name, with arguments that its examples have.
+QUICKSTART = """
+from oarlock import LLM, SamplingParams
+
+prompts = ["Hello, my name is", "The capital of France is"]
+sampling_params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=64)
+llm = LLM(model=None, trust_remote_code=False, dtype="half", swap_space=4, max_model_len=-1)
+outputs = llm.generate(prompts, sampling_params=sampling_params, use_tqdm=False)
+for output in outputs:
+    prompt = output.prompt
+    generated_text = output.outputs[0].text
+    print(f"Prompt: {prompt!r}, Generated text: {generated_text!r}")
+"""
+
+
+def test_the_quickstart_of_vllm_runs_as_it_is(make_llm, capsys):
+    _, engine = make_llm(lambda request: list(request.prompt_token_ids))
+    names = {}
+    exec(QUICKSTART, names)
+    names["llm"].close()
+    assert capsys.readouterr().out.splitlines() == [
+        f"Prompt: {prompt!r}, Generated text: {prompt!r}"
+        for prompt in ("Hello, my name is", "The capital of France is")
+    ]
+    assert (engine.config.worker.dtype, engine.config.worker.fit_model_len) == ("float16", True)
+    with pytest.raises(oarlock.StartupError, match="--enable-lora"):
+        oarlock.LLM(enable_lora=True)
+
+
+def test_outputs_have_the_fields_of_vllm(make_llm, tokenizer):
+    llm, _ = make_llm("one two three")
+    given = [{"prompt": "a b c"}, {"prompt_token_ids": [5, 6, 7], "prompt": "ignored"}]
+    params = SamplingParams(max_tokens=2, n=2, logprobs=3, prompt_logprobs=1)
+    first, second = llm.generate(given, params)
+    assert [output.request_id for output in (first, second)] == ["0", "1"] and first.finished
+    assert (first.prompt, second.prompt, second.prompt_token_ids) == ("a b c", None, [5, 6, 7])
+    assert [output.index for output in first.outputs] == [0, 1] and first.outputs[0].finished()
+    answer = first.outputs[0]
+    assert (answer.finish_reason, answer.stop_reason, len(answer.token_ids)) == ("length", None, 2)
+    assert all(token_id in entries for token_id, entries in zip(answer.token_ids, answer.logprobs, strict=True))
+    taken = [entries[token_id] for token_id, entries in zip(answer.token_ids, answer.logprobs, strict=True)]
+    assert answer.cumulative_logprob == pytest.approx(sum(entry.logprob for entry in taken))
+    assert "".join(entry.decoded_token for entry in taken) == answer.text
+    assert first.prompt_logprobs[0] is None
+    for token_id, entries in zip(first.prompt_token_ids[1:], first.prompt_logprobs[1:], strict=True):
+        assert entries[token_id].logprob <= 0
+    assert first.metrics.num_generation_tokens == 4
+    assert first.metrics.first_token_ts <= first.metrics.last_token_ts
+    (plain,) = llm.generate([5, 6, 7], SamplingParams(max_tokens=20, stop="two"))
+    assert (plain.prompt_logprobs, plain.outputs[0].logprobs, plain.outputs[0].cumulative_logprob) == (None,) * 3
+    assert (plain.outputs[0].stop_reason, plain.num_cached_tokens) == ("two", 1)
+    (chat,) = llm.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=2))
+    assert "hi" in chat.prompt and tokenizer.encode(chat.prompt, add_special_tokens=False) == chat.prompt_token_ids
+    with pytest.raises(TypeError, match="has no key 'multi_modal_data'"):
+        llm.generate({"prompt": "x", "multi_modal_data": {}})
 
 
 def test_params_for_each_prompt(make_llm):
@@ -132,7 +189,7 @@ def test_chat_is_rendered_and_read_as_over_http(make_llm, make_stage):
     assert output.finish_reason == wanted["finish_reason"] == "tool_calls"
     (ours,), (theirs,) = output.message["tool_calls"], wanted["message"]["tool_calls"]
     assert ours["function"] == theirs["function"]
-    assert len(output.choices[0].logprobs) == len(wanted["logprobs"]["content"])
+    assert len(output.outputs[0].logprobs) == len(wanted["logprobs"]["content"])
     sent, received = engine.requests[0], stage.engine.requests[0]
     assert sent.prompt_token_ids == received.prompt_token_ids
     assert dataclasses.replace(sent.params, seed=0) == dataclasses.replace(received.params, seed=0)
@@ -172,14 +229,15 @@ def test_vectors_are_those_of_the_route(make_llm, make_stage):
     wanted = posted(
         make_stage(pooler=EMBEDS), "/v1/embeddings", {"input": texts, "prompt_name": "query", "dimensions": 3}
     )
-    assert [one.embedding.tolist() for one in found] == [item["embedding"] for item in wanted]
-    assert {one.embedding.dtype.name for one in found} == {"float32"}
-    by_prompt = {len(request.prompt_token_ids) for request in engine.requests}
-    assert {one.num_prompt_tokens for one in found} == by_prompt
-    assert all(one.num_cached_tokens == one.num_prompt_tokens // 2 for one in found), "as this engine says"
+    assert [one.outputs.embedding for one in found] == [item["embedding"] for item in wanted]
+    assert {one.outputs.array.dtype.name for one in found} == {"float32"}
+    assert {one.outputs.hidden_size for one in found} == {3} and all(one.finished for one in found)
+    asked = {request.prompt_token_ids for request in engine.requests}
+    assert {tuple(one.prompt_token_ids) for one in found} == asked
+    assert all(one.num_cached_tokens == len(one.prompt_token_ids) // 2 for one in found), "as this engine says"
     assert all(request.has_place for request in engine.requests), "its own prompts cannot fill its queue"
     whole = llm.embed([[5, 6], [7]], normalize=False)
-    assert [len(one.embedding) for one in whole] == [4, 4]
+    assert [len(one.outputs.embedding) for one in whole] == [4, 4]
     assert llm.embed([]) == [] and len(llm.embed("one")) == 1
     with pytest.raises(oarlock.RequestError, match="'dimensions' is 9"):
         llm.embed("x", dimensions=9)
@@ -199,9 +257,14 @@ def test_scores_are_those_of_the_route_however_many(make_llm, make_stage, tokeni
     found = llm.score("What is it?", documents)
     asked = len(engine.requests)
     wanted = posted(make_stage(pooler=pooler), "/v1/score", {"text_1": "What is it?", "text_2": documents})
-    assert found == [item["score"] for item in wanted]
+    assert [one.outputs.score for one in found] == [item["score"] for item in wanted]
+    assert [one.request_id for one in found] == [str(number) for number in range(len(documents))]
+    assert all(
+        text.strip() in tokenizer.decode(one.prompt_token_ids) for text, one in zip(documents, found, strict=True)
+    )
     assert asked == len(documents) + (3 if pooler is EMBEDS else 0), "the query is embedded once in 32 pairs"
-    assert llm.score(documents, documents[::-1])[:1] == llm.score(documents[0], documents[-1])
+    turned, one = llm.score(documents, documents[::-1]), llm.score(documents[0], documents[-1])
+    assert turned[0].outputs == one[0].outputs and turned[0].prompt_token_ids == one[0].prompt_token_ids
     assert llm.score("x", []) == []
     with pytest.raises(ValueError, match="2 texts and 3 to compare"):
         llm.score(["a", "b"], ["a", "b", "c"])
@@ -220,7 +283,7 @@ def test_vectors_for_a_program_with_an_event_loop(make_llm):
             return await asyncio.gather(llm.aembed(["a", "b"]), llm.ascore("a", ["a"]))
 
     vectors, scores = anyio.run(program)
-    assert len(vectors) == 2 and scores == [pytest.approx(1.0)]
+    assert len(vectors) == 2 and scores[0].outputs.score == pytest.approx(1.0)
 
 
 def test_a_model_that_writes_texts_has_no_vectors(make_llm):
@@ -279,7 +342,7 @@ def test_the_bar_shows_prompts_and_tokens(make_llm, capsys):
     llm, _ = make_llm("one two three")
     llm.generate(["a", "b"])
     assert capsys.readouterr().err == "", "no terminal"
-    llm.generate(["a", "b"], progress=True)
+    llm.generate(["a", "b"], use_tqdm=True)
     assert "2/2" in capsys.readouterr().err
 
 

@@ -107,7 +107,7 @@ def blocks_that_fit(spec: KVShape, config: WorkerConfig, room: KVRoom) -> int:
 
 
 def fitted_length(config: WorkerConfig, num_blocks: int) -> int:
-    """The longest sequence of a pool of `num_blocks`, the null block included, where it may be shorter than asked."""
+    """Find the longest sequence of a pool of `num_blocks`, the null block included, where it may be fitted."""
     assert config.max_model_len is not None, "preflight resolves the context length"
     if not config.fit_model_len:
         return config.max_model_len

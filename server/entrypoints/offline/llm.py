@@ -1,17 +1,20 @@
 """The Python interface: prompts in, texts, vectors or scores out, without HTTP, by the server's own endpoints.
 
-    with LLM("path/to/model") as llm:
-        print(llm.generate("import os", SamplingParams(max_tokens=32, temperature=0))[0].text)
+    llm = LLM("path/to/model")
+    print(llm.generate("import os", SamplingParams(max_tokens=32, temperature=0))[0].outputs[0].text)
 
-Every method has an asynchronous form. The engine is driven by an event loop in a thread of its own.
+Methods, arguments and outputs have the names of vLLM's `LLM`, so that programs written for it run. Every method has an
+asynchronous form. The engine is driven by an event loop in a thread of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypedDict, TypeVar, Unpack
 
@@ -19,12 +22,22 @@ from tqdm import tqdm
 
 from engine.errors import StartupError
 from engine.types import EngineInfo
+from server.config import vllm_flags
 from server.config.options import OptionError
 from server.config.settings import SERVER_ONLY, make_settings
 from server.entrypoints.offline import outputs, pooling
 from server.entrypoints.offline.offline_engine import OfflineEngine
-from server.entrypoints.offline.outputs import Answer, Done, Output
-from server.entrypoints.offline.pooling import Embedding, EmbedFields, ScoreFields
+from server.entrypoints.offline.outputs import Answer, Asked, Done, RequestOutput
+from server.entrypoints.offline.pooling import EmbeddingRequestOutput, EmbedFields, ScoreFields, ScoringRequestOutput
+from server.entrypoints.offline.prompts import (
+    Message,
+    Params,
+    Prompt,
+    Prompts,
+    check_names,
+    params_for_each,
+    read_prompts,
+)
 from server.entrypoints.offline.sampling_params import SamplingParams
 from server.json_text import dumps
 from server.protocol.chat_completion import ChatRequest
@@ -32,15 +45,12 @@ from server.protocol.completion import CompletionRequest
 from server.protocol.request_body import parse
 from server.tokenizer.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int]
-Message = Mapping[str, Any]
-Params = SamplingParams | Sequence[SamplingParams] | None
 _T = TypeVar("_T")
 _CLOSE_S = 10.0
 
 
 class ChatFields(TypedDict, total=False):
-    """What a chat request has beside its messages and `SamplingParams`."""
+    """Names what a chat request has beside its messages and `SamplingParams`."""
 
     tools: Sequence[Mapping[str, Any]]
     tool_choice: str | Mapping[str, Any]
@@ -87,101 +97,102 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Sequence[str] | Sequence[Sequence[int]],
-        params: Params = None,
+        prompts: Prompts,
+        sampling_params: Params = None,
         *,
         suffix: str | None = None,
         add_special_tokens: bool | None = None,
-        progress: bool | None = None,
-    ) -> list[Output]:
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:
         """One output for each prompt, in order, as `/v1/completions` answers it.
 
-        `prompts`: texts, or lists of token ids. `params`: for all, or one for each. `progress`: a bar; None: on a
-        terminal, where there is more than one prompt. Raises `engine.errors.RequestError` for what the server refuses.
+        `prompts`: a text, token ids, a dictionary with `prompt` or `prompt_token_ids`, or a list of such.
+        `sampling_params`: for all, or one for each. `use_tqdm`: a bar; None: on a terminal, with more than one prompt.
+        Raises `engine.errors.RequestError` for what the server refuses.
         """
-        return self._wait(self._completions(prompts, params, suffix, add_special_tokens, progress))
+        return self._wait(self._completions(prompts, sampling_params, suffix, add_special_tokens, use_tqdm))
 
     async def agenerate(
         self,
-        prompts: str | Sequence[str] | Sequence[Sequence[int]],
-        params: Params = None,
+        prompts: Prompts,
+        sampling_params: Params = None,
         *,
         suffix: str | None = None,
         add_special_tokens: bool | None = None,
-        progress: bool | None = None,
-    ) -> list[Output]:
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:
         """`generate` for a program with an event loop. Cancelling it aborts what still runs."""
-        return await self._await(self._completions(prompts, params, suffix, add_special_tokens, progress))
+        return await self._await(self._completions(prompts, sampling_params, suffix, add_special_tokens, use_tqdm))
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: Params = None,
+        sampling_params: Params = None,
         *,
-        progress: bool | None = None,
+        use_tqdm: bool | None = None,
         **fields: Unpack[ChatFields],
-    ) -> list[Output]:
+    ) -> list[RequestOutput]:
         """One output for each conversation, in order, as `/v1/chat/completions` answers it.
 
         `messages`: one conversation, or several. Arguments and errors else as of `generate`.
         """
-        return self._wait(self._chat_completions(messages, params, fields, progress))
+        return self._wait(self._chat_completions(messages, sampling_params, fields, use_tqdm))
 
     async def achat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: Params = None,
+        sampling_params: Params = None,
         *,
-        progress: bool | None = None,
+        use_tqdm: bool | None = None,
         **fields: Unpack[ChatFields],
-    ) -> list[Output]:
+    ) -> list[RequestOutput]:
         """`chat` for a program with an event loop. Cancelling it aborts what still runs."""
-        return await self._await(self._chat_completions(messages, params, fields, progress))
+        return await self._await(self._chat_completions(messages, sampling_params, fields, use_tqdm))
 
     def embed(
         self,
-        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        prompts: Prompts,
         *,
-        progress: bool | None = None,
+        use_tqdm: bool | None = None,
         **fields: Unpack[EmbedFields],
-    ) -> list[Embedding]:
+    ) -> list[EmbeddingRequestOutput]:
         """The vector of each prompt, in order, as `/v1/embeddings` answers it. Prompts and errors as of `generate`."""
-        return self._wait(self._embeddings(prompts, fields, progress))
+        return self._wait(self._embeddings(prompts, fields, use_tqdm))
 
     async def aembed(
         self,
-        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        prompts: Prompts,
         *,
-        progress: bool | None = None,
+        use_tqdm: bool | None = None,
         **fields: Unpack[EmbedFields],
-    ) -> list[Embedding]:
+    ) -> list[EmbeddingRequestOutput]:
         """`embed` for a program with an event loop. Cancelling it aborts what still runs."""
-        return await self._await(self._embeddings(prompts, fields, progress))
+        return await self._await(self._embeddings(prompts, fields, use_tqdm))
 
     def score(
         self,
         text_1: str | Sequence[str],
         text_2: str | Sequence[str],
         *,
-        progress: bool | None = None,
+        use_tqdm: bool | None = None,
         **fields: Unpack[ScoreFields],
-    ) -> list[float]:
-        """How well texts go together, as `/v1/score` answers it, one number for each of `text_2`, in order.
+    ) -> list[ScoringRequestOutput]:
+        """How well texts go together, as `/v1/score` answers it, one output for each of `text_2`, in order.
 
         `text_1`: what each of them is compared with, or as many texts as there are.
         """
-        return self._wait(self._scores(text_1, text_2, fields, progress))
+        return self._wait(self._scores(text_1, text_2, fields, use_tqdm))
 
     async def ascore(
         self,
         text_1: str | Sequence[str],
         text_2: str | Sequence[str],
         *,
-        progress: bool | None = None,
+        use_tqdm: bool | None = None,
         **fields: Unpack[ScoreFields],
-    ) -> list[float]:
+    ) -> list[ScoringRequestOutput]:
         """`score` for a program with an event loop. Cancelling it aborts what still runs."""
-        return await self._await(self._scores(text_1, text_2, fields, progress))
+        return await self._await(self._scores(text_1, text_2, fields, use_tqdm))
 
     def close(self) -> None:
         """Stop the engine and its ranks. Idempotent."""
@@ -208,6 +219,7 @@ class LLM:
         await asyncio.to_thread(self.close)
 
     def _open(self, model: str | None, settings: Mapping[str, Any]) -> Future[None]:
+        self._request_ids = map(str, itertools.count())
         self._loop = asyncio.new_event_loop()
         # The engine ends with the thread that started it, so that thread has to last.
         self._thread = threading.Thread(target=self._loop.run_forever, name="oarlock-llm", daemon=True)
@@ -219,80 +231,88 @@ class LLM:
         if foreign:
             raise TypeError(f"{', '.join(sorted(foreign))}: these options are the HTTP server's")
         try:
-            settings = make_settings({"log_level": "warning", **values})
+            settings = make_settings({"log_level": "warning", **vllm_flags.without_harmless(values)})
         except OptionError as error:
             raise StartupError(error.cause, error.fix) from None
         self._engine = await OfflineEngine.start(settings, _silent)
 
     async def _completions(
         self,
-        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        prompts: Prompts,
         params: Params,
         suffix: str | None,
         add_special_tokens: bool | None,
-        progress: bool | None,
-    ) -> list[Output]:
-        given: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
+        use_tqdm: bool | None,
+    ) -> list[RequestOutput]:
+        given = read_prompts(prompts)
         own = {"suffix": suffix, "add_special_tokens": add_special_tokens}
         endpoint = self._engine.completions
         endpoint.check_model(None)
 
-        def answer(prompt: Prompt, chosen: SamplingParams) -> Answer[list[Output]]:
-            async def complete() -> Done[list[Output]]:
-                fields = {"prompt": prompt if isinstance(prompt, str) else list(prompt), **own, **chosen.as_fields()}
+        def answer(prompt: Prompt, chosen: SamplingParams) -> Answer[list[RequestOutput]]:
+            asked = self._asked(prompt if isinstance(prompt, str) else None, chosen)
+
+            async def complete() -> Done[list[RequestOutput]]:
+                fields = {"prompt": prompt, **own, **chosen.as_fields()}
                 _, generation, pieces = await endpoint.run(parse(CompletionRequest, dumps(fields).encode()))
-                output = outputs.completion(prompt if isinstance(prompt, str) else None, generation, pieces)
+                output = outputs.completion(asked, self.tokenizer, generation, pieces)
                 return Done([output], output.num_tokens)
 
             return complete
 
-        return await self._all(list(map(answer, given, _for_each(params, len(given)))), len(given), progress)
+        return await self._all(list(map(answer, given, params_for_each(params, len(given)))), len(given), use_tqdm)
 
     async def _chat_completions(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: Params,
         fields: ChatFields,
-        progress: bool | None,
-    ) -> list[Output]:
+        use_tqdm: bool | None,
+    ) -> list[RequestOutput]:
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         given: list[Any] = [messages] if is_one else list(messages)
-        _check_names("chat", fields, ChatFields, "give it in SamplingParams")
+        check_names("chat", fields, ChatFields, "give it in SamplingParams")
         endpoint = self._engine.chat_completions
         endpoint.check_model(None)
 
-        def answer(conversation: Sequence[Message], chosen: SamplingParams) -> Answer[list[Output]]:
-            async def complete() -> Done[list[Output]]:
+        def answer(conversation: Sequence[Message], chosen: SamplingParams) -> Answer[list[RequestOutput]]:
+            asked = self._asked(None, chosen)
+
+            async def complete() -> Done[list[RequestOutput]]:
                 body = {**chosen.as_chat_fields(), **fields, "messages": list(conversation)}
                 processed, generation, pieces = await endpoint.run(parse(ChatRequest, dumps(body).encode()))
-                output = outputs.chat_completion(processed, generation, pieces)
+                of_text = replace(asked, prompt=processed.prompt)
+                output = outputs.chat_completion(of_text, self.tokenizer, processed, generation, pieces)
                 return Done([output], output.num_tokens)
 
             return complete
 
-        return await self._all(list(map(answer, given, _for_each(params, len(given)))), len(given), progress)
+        return await self._all(list(map(answer, given, params_for_each(params, len(given)))), len(given), use_tqdm)
+
+    def _asked(self, prompt: str | None, chosen: SamplingParams) -> Asked:
+        wants = chosen.logprobs is not None, chosen.prompt_logprobs is not None
+        return Asked(next(self._request_ids), prompt, *wants)
 
     async def _embeddings(
-        self,
-        prompts: str | Sequence[str] | Sequence[Sequence[int]],
-        fields: EmbedFields,
-        progress: bool | None,
-    ) -> list[Embedding]:
-        _check_names("embed", fields, EmbedFields)
-        given: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
-        return await self._all(pooling.embeddings(self._engine.embeddings, given, fields), len(given), progress)
+        self, prompts: Prompts, fields: EmbedFields, use_tqdm: bool | None
+    ) -> list[EmbeddingRequestOutput]:
+        check_names("embed", fields, EmbedFields)
+        given = read_prompts(prompts)
+        answers = pooling.embeddings(self._engine.embeddings, given, fields, self._request_ids)
+        return await self._all(answers, len(given), use_tqdm)
 
     async def _scores(
-        self, first: str | Sequence[str], second: str | Sequence[str], fields: ScoreFields, progress: bool | None
-    ) -> list[float]:
-        _check_names("score", fields, ScoreFields)
+        self, first: str | Sequence[str], second: str | Sequence[str], fields: ScoreFields, use_tqdm: bool | None
+    ) -> list[ScoringRequestOutput]:
+        check_names("score", fields, ScoreFields)
         count = 1 if isinstance(second, str) else len(second)
-        return await self._all(pooling.scores(self._engine.scoring, first, second, fields), count, progress)
+        answers = pooling.scores(self._engine.scoring, first, second, fields, self._request_ids)
+        return await self._all(answers, count, use_tqdm)
 
-    async def _all(self, answers: Sequence[Answer[list[_T]]], count: int, progress: bool | None) -> list[_T]:
+    async def _all(self, answers: Sequence[Answer[list[_T]]], count: int, use_tqdm: bool | None) -> list[_T]:
         """What `answers` return, `count` outputs together. The first failure ends the others."""
         limit = asyncio.Semaphore(self._engine.num_at_once)
-        is_off = not progress if progress is not None else True if count == 1 else None  # None: no terminal
+        is_off = not use_tqdm if use_tqdm is not None else True if count == 1 else None  # None: no terminal
         num_tokens = 0
 
         async def one(answer: Answer[list[_T]]) -> list[_T]:
@@ -336,25 +356,6 @@ class LLM:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-
-def _for_each(params: Params, count: int) -> list[SamplingParams]:
-    """The parameters of each of `count` prompts."""
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise ValueError(f"there are {count} prompts and {len(params)} SamplingParams: give one for all, or one each")
-    return list(params)
-
-
-def _check_names(method: str, fields: Mapping[str, Any], known: type, of_sampling: str | None = None) -> None:
-    """Raises `TypeError` for a name that `known`, a `TypedDict`, lacks. `of_sampling`: the fix for one that
-    `SamplingParams` has."""
-    names = known.__annotations__
-    for name in fields:
-        if name not in names:
-            fix = of_sampling if of_sampling and name in SamplingParams.__slots__ else f"there are {', '.join(names)}"
-            raise TypeError(f"{method}() has no argument '{name}': {fix}")
 
 
 async def _cancel_others() -> None:

@@ -1,8 +1,11 @@
-"""What an offline prompt became: its choices, made of the same pieces as the answers over HTTP."""
+"""Makes outputs of the Python interface, with vLLM's names: a `RequestOutput` for each prompt, with
+a `CompletionOutput` for each answer to it. They are made of the same pieces as the answers over HTTP.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -11,12 +14,13 @@ from server.llm.generation import Generation
 from server.llm.output_processor import Delta
 from server.llm.prompt_scores import TokenScore
 from server.serving.chat_completion import ProcessedChat, read_message
+from server.tokenizer.tokenizer import Tokenizer
 
 _ListT = TypeVar("_ListT", bound=list[Any])
 
 
 class Done(NamedTuple, Generic[_ListT]):
-    """What some prompts became, and what they add to the progress."""
+    """Holds what some prompts became, and what they add to the progress."""
 
     outputs: _ListT  # one for each of them
     num_tokens: int
@@ -25,92 +29,171 @@ class Done(NamedTuple, Generic[_ListT]):
 Answer = Callable[[], Awaitable[Done[_ListT]]]
 
 
+class Logprob(NamedTuple):
+    """Holds the natural logarithm of a token's probability."""
+
+    logprob: float
+    rank: int | None  # 1: the most likely
+    decoded_token: str
+
+
+Logprobs = dict[int, Logprob]  # of one position: the token that is there, and the alternatives that were asked for
+
+
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """One answer to a prompt."""
+class RequestStateStats:
+    """Holds the times of one request, as its program saw them; `_ts` are seconds of `time.monotonic`."""
+
+    num_generation_tokens: int
+    arrival_time: float  # seconds since the epoch
+    first_token_ts: float
+    last_token_ts: float
+    first_token_latency: float  # seconds from the arrival
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """Holds one answer to a prompt."""
 
     index: int
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    stop_reason: str | int | None
-    logprobs: tuple[TokenScore, ...]  # one per token, where `SamplingParams.logprobs` asks for them
-    message: dict[str, Any] | None = None  # of a chat: as a conversation goes on with it
+    text: str  # of a chat, the content of its message
+    token_ids: list[int]
+    cumulative_logprob: float | None  # with `SamplingParams.logprobs`
+    logprobs: list[Logprobs] | None  # one per token, where `SamplingParams.logprobs` asks for them
+    finish_reason: str | None  # `stop`, `length`, `tool_calls` or `timeout`
+    stop_reason: int | str | None  # the stop string or token id that ended it, if one of the request's did
+    message: dict[str, Any] | None = None  # of a chat: with thoughts and tool calls, as a conversation goes on with it
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
-    """What one prompt, or one conversation, became."""
+class RequestOutput:
+    """Holds one prompt, or one conversation, and its answers."""
 
-    prompt: str | None  # the text, where one was given
-    prompt_token_ids: tuple[int, ...]
-    choices: tuple[Choice, ...]
+    request_id: str  # the prompts of one `LLM`, counted
+    prompt: str | None  # the text; None where token ids were given
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[Logprobs | None] | None  # one per token, where `SamplingParams.prompt_logprobs` asks for them
+    outputs: list[CompletionOutput]
     num_cached_tokens: int
-    prompt_logprobs: tuple[TokenScore, ...]  # one per token, where `SamplingParams.prompt_logprobs` asks for them
+    metrics: RequestStateStats
+    finished: bool = True
 
     @property
     def text(self) -> str:
-        """The first choice's."""
-        return self.choices[0].text
+        """The first answer's."""
+        return self.outputs[0].text
 
     @property
-    def finish_reason(self) -> str:
-        """The first choice's: `stop`, `length`, `tool_calls` or `timeout`."""
-        return self.choices[0].finish_reason
+    def finish_reason(self) -> str | None:
+        """The first answer's."""
+        return self.outputs[0].finish_reason
 
     @property
     def message(self) -> dict[str, Any] | None:
-        """The first choice's, of a chat."""
-        return self.choices[0].message
+        """The first answer's, of a chat."""
+        return self.outputs[0].message
 
     @property
     def num_tokens(self) -> int:
-        """Of all choices."""
-        return sum(len(choice.token_ids) for choice in self.choices)
+        """Of all answers."""
+        return sum(len(output.token_ids) for output in self.outputs)
 
 
-def completion(prompt: str | None, generation: Generation, pieces: Sequence[Sequence[Delta]]) -> Output:
-    """The output of `/v1/completions`."""
-    texts = ["".join(piece.text for piece in of_choice) for of_choice in pieces]
-    choices = [_choice(index, texts[index], of_choice) for index, of_choice in enumerate(pieces)]
-    return _output(prompt, generation, pieces, choices)
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Holds what is known of a prompt when its answer comes."""
+
+    request_id: str
+    prompt: str | None
+    wants_logprobs: bool
+    wants_prompt_logprobs: bool
 
 
-def chat_completion(processed: ProcessedChat, generation: Generation, pieces: Sequence[Sequence[Delta]]) -> Output:
-    """The output of `/v1/chat/completions`."""
-    choices = []
+def completion(
+    asked: Asked, tokenizer: Tokenizer, generation: Generation, pieces: Sequence[Sequence[Delta]]
+) -> RequestOutput:
+    """Make the output of `/v1/completions`."""
+    outputs = [
+        _output(asked, tokenizer, index, "".join(piece.text for piece in of_choice), of_choice)
+        for index, of_choice in enumerate(pieces)
+    ]
+    return _whole(asked, tokenizer, generation, pieces, outputs)
+
+
+def chat_completion(
+    asked: Asked,
+    tokenizer: Tokenizer,
+    processed: ProcessedChat,
+    generation: Generation,
+    pieces: Sequence[Sequence[Delta]],
+) -> RequestOutput:
+    """Make the output of `/v1/chat/completions`."""
+    outputs = []
     for index, of_choice in enumerate(pieces):
         message, finish_reason = read_message(MessageParser(processed.shape), of_choice)
-        choices.append(_choice(index, message["content"] or "", of_choice, message, finish_reason))
-    return _output(None, generation, pieces, choices)
+        outputs.append(_output(asked, tokenizer, index, message["content"] or "", of_choice, message, finish_reason))
+    return _whole(asked, tokenizer, generation, pieces, outputs)
 
 
-def _choice(
+def _output(
+    asked: Asked,
+    tokenizer: Tokenizer,
     index: int,
     text: str,
     pieces: Sequence[Delta],
     message: dict[str, Any] | None = None,
     finish_reason: str | None = None,
-) -> Choice:
+) -> CompletionOutput:
     last = pieces[-1]
-    return Choice(
+    scores = [score for piece in pieces for score in piece.scores] if asked.wants_logprobs else None
+    return CompletionOutput(
         index=index,
         text=text,
-        token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
-        finish_reason=finish_reason or last.finish_reason or "",
+        token_ids=[token_id for piece in pieces for token_id in piece.token_ids],
+        cumulative_logprob=None if scores is None else sum(score.logprob or 0.0 for score in scores),
+        logprobs=None if scores is None else [_of_token(score, tokenizer) for score in scores],
+        finish_reason=finish_reason or last.finish_reason,
         stop_reason=last.stop_reason,
-        logprobs=tuple(score for piece in pieces for score in piece.scores),
         message=message,
     )
 
 
-def _output(
-    prompt: str | None, generation: Generation, pieces: Sequence[Sequence[Delta]], choices: Sequence[Choice]
-) -> Output:
-    return Output(
-        prompt=prompt,
-        prompt_token_ids=generation.choices[0].request.prompt_token_ids,
-        choices=tuple(choices),
+def _whole(
+    asked: Asked,
+    tokenizer: Tokenizer,
+    generation: Generation,
+    pieces: Sequence[Sequence[Delta]],
+    outputs: list[CompletionOutput],
+) -> RequestOutput:
+    scores = (score for piece in pieces[0] if piece.prompt_scores for score in piece.prompt_scores)
+    return RequestOutput(
+        request_id=asked.request_id,
+        prompt=asked.prompt,
+        prompt_token_ids=list(generation.choices[0].request.prompt_token_ids),
+        prompt_logprobs=_of_prompt(scores, tokenizer) if asked.wants_prompt_logprobs else None,
+        outputs=outputs,
         num_cached_tokens=generation.cached_tokens,
-        prompt_logprobs=tuple(score for piece in pieces[0] if piece.prompt_scores for score in piece.prompt_scores),
+        metrics=_metrics(generation),
     )
+
+
+def _metrics(generation: Generation) -> RequestStateStats:
+    now, arrival = time.monotonic(), generation.arrival
+    first = generation.first_token_at or now
+    return RequestStateStats(generation.completion_tokens, time.time() - (now - arrival), first, now, first - arrival)
+
+
+def _of_prompt(scores: Iterable[TokenScore], tokenizer: Tokenizer) -> list[Logprobs | None]:
+    return [None if score.logprob is None else _of_token(score, tokenizer) for score in scores]
+
+
+def _of_token(score: TokenScore, tokenizer: Tokenizer) -> Logprobs:
+    """List the token's own entry first, then the alternatives, the most likely first."""
+    assert score.logprob is not None
+    found = {score.token_id: Logprob(score.logprob, score.rank or None, tokenizer.token_text(score.token_id))}
+    for rank, (token_id, logprob) in enumerate(score.top, 1):
+        found.setdefault(token_id, Logprob(logprob, rank, tokenizer.token_text(token_id)))
+    return found

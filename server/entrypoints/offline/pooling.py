@@ -1,12 +1,13 @@
-"""Vectors and scores for the Python interface: texts in groups, each group asked of the server's own endpoint."""
+"""Makes vectors and scores for the Python interface, with vLLM's names, by the server's endpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict
 
 from server.entrypoints.offline.outputs import Answer, Done
+from server.entrypoints.offline.prompts import Prompt
 from server.json_text import dumps
 from server.protocol.pooling.embedding import EmbeddingRequest
 from server.protocol.pooling.scoring import ScoreRequest
@@ -21,7 +22,7 @@ _PAIRS = 32  # of a group: a text that is in all of them is embedded once for ea
 
 
 class EmbedFields(TypedDict, total=False):
-    """What a request for vectors has beside its input. `docs/api.md` describes each field."""
+    """Names what a request for vectors has beside its input. `docs/api.md` describes each field."""
 
     dimensions: int
     normalize: bool
@@ -34,7 +35,7 @@ class EmbedFields(TypedDict, total=False):
 
 
 class ScoreFields(TypedDict, total=False):
-    """What a request for scores has beside its texts."""
+    """Names what a request for scores has beside its texts."""
 
     instruction: str
     truncate_prompt_tokens: int
@@ -43,47 +44,97 @@ class ScoreFields(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Embedding:
-    """The vector of one prompt."""
+class EmbeddingOutput:
+    """Holds one vector. `array` is the same for numpy: float32 [dimensions]."""
 
-    embedding: np.ndarray  # float32 [dimensions]
-    num_prompt_tokens: int
+    array: np.ndarray
+
+    @property
+    def embedding(self) -> list[float]:
+        return self.array.tolist()
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.array)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequestOutput:
+    """Holds one prompt and its vector."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
     num_cached_tokens: int  # of these, taken from the prefix cache
+    finished: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringOutput:
+    """Holds one score."""
+
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringRequestOutput:
+    """Holds one pair of texts and its score. `prompt_token_ids`: of its prompt, or of one text and then the other."""
+
+    request_id: str
+    outputs: ScoringOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int
+    finished: bool = True
 
 
 def embeddings(
-    endpoint: OpenAIServingEmbedding, prompts: Sequence[str | Sequence[int]], fields: EmbedFields
-) -> list[Answer[list[Embedding]]]:
-    """One group for each prompt."""
+    endpoint: OpenAIServingEmbedding, prompts: Sequence[Prompt], fields: EmbedFields, request_ids: Iterator[str]
+) -> list[Answer[list[EmbeddingRequestOutput]]]:
+    """Make one group for each prompt."""
 
-    def answer(prompt: str | Sequence[int]) -> Answer[list[Embedding]]:
-        async def embed() -> Done[list[Embedding]]:
-            body = {**fields, "input": prompt if isinstance(prompt, str) else list(prompt)}
+    def answer(prompt: Prompt, request_id: str) -> Answer[list[EmbeddingRequestOutput]]:
+        async def embed() -> Done[list[EmbeddingRequestOutput]]:
+            body = {**fields, "input": prompt}
             vectors, outputs = await endpoint.vectors(parse(EmbeddingRequest, dumps(body).encode()))
             (vector,), (output,) = vectors, outputs
-            found = Embedding(vector, output.prompt_tokens, output.cached_tokens)
+            ids = list(output.prompt_token_ids)
+            found = EmbeddingRequestOutput(request_id, EmbeddingOutput(vector), ids, output.cached_tokens)
             return Done([found], output.prompt_tokens)
 
         return embed
 
-    return list(map(answer, prompts))
+    return [answer(prompt, next(request_ids)) for prompt in prompts]
 
 
 def scores(
-    endpoint: OpenAIServingScoring, first: str | Sequence[str], second: str | Sequence[str], fields: ScoreFields
-) -> list[Answer[list[float]]]:
-    """In groups of pairs. Raises `ValueError` where `first` is neither one text nor as many as `second`."""
+    endpoint: OpenAIServingScoring,
+    first: str | Sequence[str],
+    second: str | Sequence[str],
+    fields: ScoreFields,
+    request_ids: Iterator[str],
+) -> list[Answer[list[ScoringRequestOutput]]]:
+    """Make groups of pairs. Raises `ValueError` where `first` is neither one text nor as many as `second`."""
     others = [second] if isinstance(second, str) else list(second)
     ones = [first] if isinstance(first, str) else list(first)
     if len(ones) not in (1, len(others)):
         raise ValueError(f"there are {len(ones)} texts and {len(others)} to compare them with: give one, or as many")
+    names = [next(request_ids) for _ in others]
 
-    def answer(start: int) -> Answer[list[float]]:
-        async def score() -> Done[list[float]]:
+    def answer(start: int) -> Answer[list[ScoringRequestOutput]]:
+        async def score() -> Done[list[ScoringRequestOutput]]:
             texts = ones if len(ones) == 1 else ones[start : start + _PAIRS]
             body = {**fields, "text_1": texts, "text_2": others[start : start + _PAIRS]}
-            found, outputs = await endpoint.scores(parse(ScoreRequest, dumps(body).encode()))
-            return Done(found, sum(output.prompt_tokens for output in outputs))
+            found, made_of = await endpoint.scores(parse(ScoreRequest, dumps(body).encode()))
+            outputs = [
+                ScoringRequestOutput(
+                    names[start + number],
+                    ScoringOutput(one),
+                    [token_id for part in parts for token_id in part.prompt_token_ids],
+                    sum(part.cached_tokens for part in parts),
+                )
+                for number, (one, parts) in enumerate(zip(found, made_of, strict=True))
+            ]
+            return Done(outputs, sum(len(output.prompt_token_ids) for output in outputs))
 
         return score
 

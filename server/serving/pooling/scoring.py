@@ -39,7 +39,7 @@ class OpenAIServingScoring(OpenAIServingPooling):
         response_id = f"rerank-{request_id_of(request.scope)}"
         pairs = [(body.query, text) for text in body.texts]
         run = partial(self.pool, request, body, response_id=response_id)
-        scores, outputs = await self._scores(run, body, pairs, ("query", "documents"))
+        scores, outputs, _ = await self._scores(run, body, pairs, ("query", "documents"))
         order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[: body.top_n]
 
         def result(index: int) -> dict[str, Any]:
@@ -55,15 +55,16 @@ class OpenAIServingScoring(OpenAIServingPooling):
         model = self.check_model(body.model)
         response_id = f"score-{request_id_of(request.scope)}"
         run = partial(self.pool, request, body, response_id=response_id)
-        scores, outputs = await self._scores(run, body, body.pairs, _TEXTS)
+        scores, outputs, _ = await self._scores(run, body, body.pairs, _TEXTS)
         answer: dict[str, Any] = {"id": response_id, "object": "list", "created": int(time.time()), "model": model}
         answer["data"] = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
         return await whole_response(pieces_of({**answer, "usage": usage(outputs)}), headers)
 
-    async def scores(self, body: ScoreRequest) -> tuple[list[float], list[PooledOutput]]:
-        """For the offline interface: one of each pair, and what they were made of."""
+    async def scores(self, body: ScoreRequest) -> tuple[list[float], list[tuple[PooledOutput, ...]]]:
+        """For the offline interface: one of each pair, and what it was made of."""
         self.check_model(body.model)
-        return await self._scores(partial(self.run, body), body, body.pairs, _TEXTS)
+        scores, _, made_of = await self._scores(partial(self.run, body), body, body.pairs, _TEXTS)
+        return scores, made_of
 
     async def _scores(
         self,
@@ -71,8 +72,9 @@ class OpenAIServingScoring(OpenAIServingPooling):
         body: ScoringFields,
         pairs: Sequence[tuple[str, str]],
         params: tuple[str, str],
-    ) -> tuple[list[float], list[PooledOutput]]:
-        """`params`: the names of the fields that the first and the second texts of the pairs came from."""
+    ) -> tuple[list[float], list[PooledOutput], list[tuple[PooledOutput, ...]]]:
+        """Of each pair, what was computed, and of that what each pair was made of. `params`: the names of the fields
+        that the first and the second texts of the pairs came from."""
         from server.serving.pooling.vectors import cosine, label, probability  # import numpy, which few requests need
 
         if self.pooler.kind == LABELS:
@@ -80,23 +82,25 @@ class OpenAIServingScoring(OpenAIServingPooling):
             second_texts: list[int] = []
             prompts = partial(self._side_by_side, body, pairs, params, second_texts)
             outputs = await run(prompts, PoolingParams(LABELS), second_texts=second_texts)
-            return [label(output.vectors, self.pooler.sigmoid) for output in outputs], outputs
+            scores = [label(output.vectors, self.pooler.sigmoid) for output in outputs]
+            return scores, outputs, [(output,) for output in outputs]
         if self.pooler.task is Task.SCORE:
             prompts = partial(self._asked, body, pairs, params[1])
             ids = tuple(answer for answer in self.pooler.answers if isinstance(answer, int))
             outputs = await run(prompts, PoolingParams("logits", ids))
-            return [probability(output.vectors) for output in outputs], outputs
+            return [probability(output.vectors) for output in outputs], outputs, [(output,) for output in outputs]
         self._check_no_instruction(body)
         first = list(dict.fromkeys(text for text, _ in pairs))  # one query is embedded once
         second = [text for _, text in pairs]
         prompts = partial(self._embedded, body, first, second, params)
         outputs = await run(prompts, PoolingParams(self.pooler.kind))
         place = {text: number for number, text in enumerate(first)}
-        vectors = [output.vectors[0] for output in outputs]
-        scores = [
-            cosine(vectors[place[text]], other) for (text, _), other in zip(pairs, vectors[len(first) :], strict=True)
+        behind = outputs[len(first) :]
+        made_of: list[tuple[PooledOutput, ...]] = [
+            (outputs[place[text]], other) for (text, _), other in zip(pairs, behind, strict=True)
         ]
-        return scores, outputs
+        scores = [cosine(one.vectors[0], other.vectors[0]) for one, other in made_of]
+        return scores, outputs, made_of
 
     def _check_no_instruction(self, body: ScoringFields) -> None:
         """Raises `RequestError`."""

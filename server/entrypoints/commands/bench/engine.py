@@ -74,7 +74,7 @@ def measure(arguments: argparse.Namespace, kind: str, figures: Round) -> Result:
                 draw = IdPrompts(info.vocab_size, settings.seed or 0)
                 prompts = [draw.piece(f"{number} {at}", arguments.input_tokens) for at in range(arguments.prompts)]
                 began = time.perf_counter()
-                outputs = llm.generate(prompts, params, progress=False)
+                outputs = llm.generate(prompts, params, use_tqdm=False)
                 took = time.perf_counter() - began
                 produced = sum(output.num_tokens for output in outputs)
                 bar.update()

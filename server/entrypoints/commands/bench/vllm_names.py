@@ -1,4 +1,4 @@
-"""Flags of `vllm bench serve` as those of `oarlock bench serve`: renamed, combined, noted, or refused by name."""
+"""Turns flags of `vllm bench serve` into those of `oarlock bench serve`: renamed, combined, noted or refused."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ _REFUSED: dict[str, str] = {
 
 @dataclass(slots=True)
 class _Line:
-    """A command line while it is translated."""
+    """Holds a command line while it is translated."""
 
     kept: list[str] = field(default_factory=list)
     given: dict[str, str] = field(default_factory=dict)  # of `_COMBINED`, the last value of each
@@ -106,7 +106,7 @@ class _Line:
 
 
 def take_out(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The command line with our flags, and notes on those that ask for what happens anyway. Raises `UsageError`."""
+    """Give the command line our flags. Returns it, and notes on those that change nothing. Raises `UsageError`."""
     line, words = _Line(), list(arguments)
     while words:
         word = words.pop(0)
@@ -149,7 +149,7 @@ def _server(line: _Line) -> None:
 
 
 def _form(line: _Line) -> None:
-    """`--endpoint`, from what vLLM calls backend and endpoint."""
+    """Make `--endpoint` of what vLLM calls backend and endpoint."""
     asked = []
     for name, known in (("endpoint-type", _BACKENDS), ("backend", _BACKENDS), ("endpoint", _PATHS)):
         value = line.given.get(name)
@@ -270,7 +270,7 @@ def _results(line: _Line) -> None:
 
 
 def _file(given: dict[str, str]) -> Path:
-    """Where the result goes, by vLLM's rules: in a folder that is made, under a name that tells what was measured."""
+    """Find where the result goes, by vLLM's rules: in a folder that is made, under a telling name."""
     folder = Path(given.get("result-dir", "."))
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""`docker run … IMAGE …`: which server it starts, and what its own flags mean for a server without a container."""
+"""Reads `docker run … IMAGE …`, and translates the container's flags for a server without a container."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HUB_CACHES = ("~/.cache/huggingface", "$HOME/.cache/huggingface", "${HOME}/.cac
 
 @dataclass(slots=True)
 class Container:
-    """The flags of `docker run` before the image."""
+    """Holds the flags of `docker run` before the image."""
 
     server: str = ""  # a key of `IMAGES`
     arguments: list[str] = field(default_factory=list)  # behind the image
@@ -39,7 +39,7 @@ class Container:
 
 
 def read_container(words: list[str]) -> Container | None:
-    """`words`: what follows `docker run`. None: no image that is known."""
+    """Read `words`, which follow `docker run`. None: they name no image that is known."""
     found = Container()
     words = list(words)
     while words:
@@ -80,7 +80,7 @@ def _take(found: Container, flag: str, value: str) -> None:
 
 
 def _publish(found: Container, value: str) -> None:
-    """`[[address:]port:]port[/tcp]`."""
+    """Read `[[address:]port:]port[/tcp]`."""
     match = re.fullmatch(r"(?:(?:(\[.*\]|[^:\[\]]*):)?(\d*):)?(\d+)(?:/tcp)?", value)
     if match is None:
         found.lost.append((f"-p {value}", "one port is listened on: --port."))
@@ -136,7 +136,7 @@ def _listen_as_published(found: Translation, container: Container, port: int) ->
 
 
 def _move_paths(found: Translation, container: Container) -> None:
-    """Paths inside the container become those of the host that are mounted there."""
+    """Make paths inside the container those of the host that are mounted there."""
     for outside, inside in container.volumes:
         inside = inside.rstrip("/")
         if inside == _HUB_CACHE:
@@ -158,6 +158,6 @@ def _move_paths(found: Translation, container: Container) -> None:
 
 
 def _moved(path: str, inside: str, outside: str) -> str:
-    """`path` in the container as one of the host, if it is below `inside`."""
+    """Make `path` in the container one of the host, if it is below `inside`."""
     is_below = inside != "" and f"{path}/".startswith(f"{inside}/")
     return outside.rstrip("/") + path[len(inside) :] if is_below else path

@@ -1,4 +1,4 @@
-"""One flag of another server, what it is here, and the reading of a command line by a table of such flags."""
+"""Describes flags of other servers in tables, and reads command lines by them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from server.entrypoints.commands.migrate.translation import Translation, values_
 
 @dataclass(frozen=True, slots=True)
 class Theirs:
-    """A flag of another server. Without `option` it asks for what `holds`, or, if `is_lost`, for what there is not."""
+    """Describes a flag. Without `option` it asks for what `holds`, or, if `is_lost`, for what there is not."""
 
     option: str = ""  # ours, or "model"
     holds: str = ""  # a sentence; with an option, on what is another there
@@ -35,18 +35,18 @@ def same(
     is_list: bool = False,
     values: dict[str, str] | None = None,
 ) -> dict[str, Theirs]:
-    """Flags that are our `option`, with values that may be others."""
+    """Describe flags that are our `option`, with values that may be others."""
     theirs = Theirs(option, holds, is_switch=switch, is_list=is_list, values=values or {})
     return dict.fromkeys(names, theirs)
 
 
 def holds(sentence: str, *names: str, switch: bool = False) -> dict[str, Theirs]:
-    """Flags that ask for what is so anyway, or for what has no counterpart and changes no answer."""
+    """Describe flags that ask for what is so anyway, or for what has no counterpart and changes no answer."""
     return dict.fromkeys(names, Theirs(holds=sentence, is_switch=switch))
 
 
 def lost(sentence: str, *names: str, switch: bool = False, many: bool = False) -> dict[str, Theirs]:
-    """Flags that ask for what there is not."""
+    """Describe flags that ask for what there is not."""
     return dict.fromkeys(names, Theirs(holds=sentence, is_switch=switch, is_lost=True, many=many))
 
 
@@ -81,7 +81,7 @@ def read_variables(found: Translation, variables: Mapping[str, str], table: Tabl
 
 
 def put(found: Translation, written: str, theirs: Theirs, given: list[str]) -> None:
-    """What one flag with its values becomes."""
+    """Enter one flag with its values into `found`."""
     if not theirs.option:
         (found.lost if theirs.is_lost else found.notes).append((written, theirs.holds))
         return

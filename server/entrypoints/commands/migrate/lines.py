@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from server.config.groups.http import HttpSettings
 from server.entrypoints.arguments import UsageError
-from server.entrypoints.commands.migrate import llama_server, ollama, sglang, tgi, vllm
 from server.entrypoints.commands.migrate.container import read_container, take_out_of_container
-from server.entrypoints.commands.migrate.translation import Translation
+from server.entrypoints.commands.migrate.llama_server import LLAMA_SERVER
+from server.entrypoints.commands.migrate.ollama import COMMANDS, OLLAMA
+from server.entrypoints.commands.migrate.sglang import SGLANG
+from server.entrypoints.commands.migrate.tgi import TGI
+from server.entrypoints.commands.migrate.translation import KnownServer, Translation
+from server.entrypoints.commands.migrate.vllm import VLLM
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
 _BEFORE = ("env", "exec", "sudo", "nohup", "export", "&&", ";", "time")
@@ -22,30 +24,7 @@ _KNOWN = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Server:
-    """A server that lines start: how its flags are translated, and where it listens unless they say so."""
-
-    translate: Callable[[list[str], dict[str, str]], Translation]
-    host: str
-    port: int
-    note: str
-    port_in_image: int
-
-
-_SERVERS = {
-    "vllm": _Server(vllm.translate, vllm.HOST, vllm.PORT, vllm.ADDRESS_NOTE, vllm.PORT),
-    "llama-server": _Server(
-        llama_server.translate,
-        llama_server.HOST,
-        llama_server.PORT,
-        llama_server.ADDRESS_NOTE,
-        llama_server.PORT,
-    ),
-    "tgi": _Server(tgi.translate, tgi.HOST, tgi.PORT, tgi.ADDRESS_NOTE, tgi.PORT_IN_IMAGE),
-    "sglang": _Server(sglang.translate, sglang.HOST, sglang.PORT, sglang.ADDRESS_NOTE, sglang.PORT),
-    "ollama": _Server(ollama.translate, ollama.HOST, ollama.PORT, ollama.ADDRESS_NOTE, ollama.PORT),
-}
+_SERVERS = {"vllm": VLLM, "llama-server": LLAMA_SERVER, "tgi": TGI, "sglang": SGLANG, "ollama": OLLAMA}
 
 
 def translate(line: str) -> Translation:
@@ -73,7 +52,7 @@ def translate(line: str) -> Translation:
 
 
 def _program(words: list[str]) -> tuple[str, list[str]] | None:
-    """(key of `_SERVERS`, the words that its translation takes)."""
+    """Find the key of `_SERVERS`, and the words that its translation takes."""
     for at, word in enumerate(words):
         program, rest = word.rpartition("/")[2].removesuffix(".exe"), _without_shell(words[at + 1 :])
         if program in ("vllm", "sglang") and rest[:1] == ["serve"]:
@@ -84,13 +63,13 @@ def _program(words: list[str]) -> tuple[str, list[str]] | None:
             return program, rest
         if program == "text-generation-launcher":
             return "tgi", rest
-        if program == "ollama" and rest and rest[0] in ollama.COMMANDS:
+        if program == "ollama" and rest and rest[0] in COMMANDS:
             return program, rest
     return None
 
 
 def _without_shell(words: list[str]) -> list[str]:
-    """The words of one command, without those that its shell reads."""
+    """Keep the words of one command, without those that its shell reads."""
     found: list[str] = []
     words = list(words)
     while words and words[0] not in _ENDS:
@@ -103,8 +82,8 @@ def _without_shell(words: list[str]) -> list[str]:
     return found
 
 
-def _listen(found: Translation, server: _Server) -> None:
-    """Where the server listens unless its line says so, if that is elsewhere than ours does."""
+def _listen(found: Translation, server: KnownServer) -> None:
+    """Write down where the server listens unless its line says so, if ours would listen elsewhere."""
     if "uds" in found.flags:
         return
     missing = [
@@ -115,7 +94,7 @@ def _listen(found: Translation, server: _Server) -> None:
     for name, value in missing:
         found.set(f"--{name}", name, [str(value)])
     if missing:
-        found.notes.append((" ".join(f"--{name} {value}" for name, value in missing), server.note))
+        found.notes.append((" ".join(f"--{name} {value}" for name, value in missing), server.address_note))
 
 
 def _of_container(words: list[str], variables: dict[str, str]) -> Translation:

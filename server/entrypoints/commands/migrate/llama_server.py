@@ -1,13 +1,11 @@
-"""Flags of llama-server as ours."""
+"""Translates command lines of llama-server."""
 
 from __future__ import annotations
 
 from server.config.options import parse_count
 from server.entrypoints.commands.migrate.flags import Theirs, holds, lost, read_flags, read_variables, same
-from server.entrypoints.commands.migrate.translation import Translation
+from server.entrypoints.commands.migrate.translation import KnownServer, Translation
 
-HOST, PORT = "127.0.0.1", 8080
-ADDRESS_NOTE = "llama-server listens on port 8080 unless told otherwise; since October 2026 on 9931."
 _SAMPLING = "defaults of sampling are the checkpoint's (generation_config.json); requests set their own."
 _CACHE_TYPES = {"f16": "", "bf16": "", "f32": "", "q8_0": "int8"}
 _LAYERS = "all layers are on the GPU, where there is one, or all on the CPU: --device."
@@ -116,7 +114,7 @@ _VARIABLES: dict[str, Theirs] = {
 
 
 def translate(words: list[str], variables: dict[str, str]) -> Translation:
-    """`words`: what follows `llama-server`."""
+    """Translate `words`, which follow `llama-server`."""
     found = Translation()
     layers = variables.pop("LLAMA_ARG_N_GPU_LAYERS", None)
     repository = variables.pop("LLAMA_ARG_HF_REPO", None)
@@ -166,7 +164,7 @@ def _layers(found: Translation, layers: str | None) -> None:
 
 
 def _socket(found: Translation) -> None:
-    """llama-server listens on a Unix socket where the host ends in .sock, and then uses no port."""
+    """Listen on a Unix socket where the host ends in .sock, as llama-server does, which then uses no port."""
     host = found.value("host") or ""
     if host.endswith(".sock"):
         del found.flags["host"]
@@ -179,7 +177,7 @@ def _socket(found: Translation) -> None:
 
 
 def _context(found: Translation) -> None:
-    """llama-server divides its context among its slots, unless they share it."""
+    """Divide the context among the slots, as llama-server does unless they share it."""
     whole, each = found.value("max_model_len"), found.value("max_num_seqs")
     is_shared = any(written in ("-kvu", "--kv-unified") for written, _ in found.notes)
     if whole is None or each is None or is_shared or "$" in whole + each:
@@ -188,3 +186,12 @@ def _context(found: Translation) -> None:
     del found.flags["max_model_len"]
     if found.set(f"-c {whole} -np {each}", "max_model_len", [str(tokens)]):
         found.notes.append((f"-c {whole} -np {each}", "--max-model-len is of one request, so it is the quotient."))
+
+
+LLAMA_SERVER = KnownServer(
+    translate,
+    host="127.0.0.1",
+    port=8080,
+    address_note="llama-server listens on port 8080 unless told otherwise; since October 2026 on 9931.",
+    port_in_image=8080,
+)

@@ -1,14 +1,13 @@
-"""Ollama's commands and variables as our command line."""
+"""Translates Ollama's commands and variables."""
 
 from __future__ import annotations
 
 import re
 
 from server.entrypoints.commands.migrate.flags import Theirs, holds, lost, read_flags, read_variables, same
-from server.entrypoints.commands.migrate.translation import Translation
+from server.entrypoints.commands.migrate.translation import KnownServer, Translation
 
-HOST, PORT = "127.0.0.1", 11434
-ADDRESS_NOTE = "Ollama listens on port 11434 unless told otherwise; clients of its own API need one of OpenAI's."
+_HOST, _PORT = "127.0.0.1", 11434
 COMMANDS = ("serve", "start", "run")
 _HUB = re.compile(r"(?:hf\.co|huggingface\.co)/([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
 _ONE_MODEL = "a server holds one model from its start to its end; another server serves another."
@@ -44,7 +43,7 @@ _FLAGS: dict[str, Theirs] = {
 
 
 def translate(words: list[str], variables: dict[str, str]) -> Translation:
-    """`words`: what follows `ollama`, beginning with one of `COMMANDS`."""
+    """Translate `words`, which follow `ollama` and begin with one of `COMMANDS`."""
     found = Translation()
     variables = dict(variables)
     host = variables.pop("OLLAMA_HOST", None)
@@ -74,11 +73,11 @@ def _model(found: Translation, name: str) -> None:
 
 
 def _listen(found: Translation, text: str) -> None:
-    """`[http://]HOST[:PORT][/]`, as Ollama reads it: without a host every address, without a port 11434."""
+    """Read `[http://]HOST[:PORT][/]` as Ollama does: without a host every address, without a port 11434."""
     written = f"OLLAMA_HOST={text}"
     scheme, separator, rest = text.rpartition("://")
     rest = rest.partition("/")[0]
-    usual = {"http": "80", "https": "443"}.get(scheme, str(PORT)) if separator else str(PORT)
+    usual = {"http": "80", "https": "443"}.get(scheme, str(_PORT)) if separator else str(_PORT)
     match = re.fullmatch(r"(\[[^\]]*\]|[^:]*|[0-9a-fA-F:]+:[0-9a-fA-F:]*)(?::(\d+))?", rest)
     if match is None:
         found.lost.append((written, "it is no address."))
@@ -86,5 +85,14 @@ def _listen(found: Translation, text: str) -> None:
     host, port = match[1].strip("[]"), match[2] or usual
     if scheme == "https":
         found.lost.append((written, "HTTPS needs --ssl-certfile and --ssl-keyfile."))
-    found.set(written, "host", [host or ("0.0.0.0" if match[2] else HOST)])
+    found.set(written, "host", [host or ("0.0.0.0" if match[2] else _HOST)])
     found.set(written, "port", [port])
+
+
+OLLAMA = KnownServer(
+    translate,
+    host=_HOST,
+    port=_PORT,
+    address_note="Ollama listens on port 11434 unless told otherwise; clients of its own API need one of OpenAI's.",
+    port_in_image=_PORT,
+)

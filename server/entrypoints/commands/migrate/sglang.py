@@ -1,12 +1,10 @@
-"""Flags of SGLang's server as ours."""
+"""Translates command lines of SGLang's server."""
 
 from __future__ import annotations
 
 from server.entrypoints.commands.migrate.flags import Theirs, holds, lost, put, read_flags, read_variables, same
-from server.entrypoints.commands.migrate.translation import Translation
+from server.entrypoints.commands.migrate.translation import KnownServer, Translation
 
-HOST, PORT = "127.0.0.1", 30000
-ADDRESS_NOTE = "SGLang listens on port 30000 unless told otherwise."
 _READ = "the form of a quantised checkpoint is read from its files; --quantization rounds one that is not."
 _TOOL_CALLS = {
     "qwen25": "hermes", "qwen": "hermes", "deepseekv3": "deepseek_v3", "deepseekv31": "deepseek_v31", "glm": "glm45",
@@ -109,7 +107,7 @@ _NODES = ("--dist-init-addr", "--nccl-init-addr")
 
 
 def translate(words: list[str], variables: dict[str, str]) -> Translation:
-    """`words`: what follows `sglang.launch_server`."""
+    """Translate `words`, which follow `sglang.launch_server`."""
     found = Translation()
     read_variables(found, variables, {}, "SGLANG_")
     rest: list[str] = []
@@ -134,8 +132,17 @@ def translate(words: list[str], variables: dict[str, str]) -> Translation:
 
 
 def _template(found: Translation) -> None:
-    """Theirs may name a template that SGLang brings along; ours is a file."""
+    """Give up a template that SGLang brings along under a name: ours are files."""
     given = found.value("chat_template")
     if given is not None and "/" not in given and not given.endswith((".jinja", ".jinja2", ".txt", ".json")):
         del found.flags["chat_template"]
         found.lost.append((f"--chat-template {given}", "templates are files; without one the checkpoint's is used."))
+
+
+SGLANG = KnownServer(
+    translate,
+    host="127.0.0.1",
+    port=30000,
+    address_note="SGLang listens on port 30000 unless told otherwise.",
+    port_in_image=30000,
+)

@@ -1,12 +1,10 @@
-"""Flags of Text Generation Inference as ours; its variables have the names of its flags."""
+"""Translates command lines of Text Generation Inference, whose variables have the names of its flags."""
 
 from __future__ import annotations
 
 from server.entrypoints.commands.migrate.flags import Theirs, holds, lost, read_flags, read_variables, same
-from server.entrypoints.commands.migrate.translation import Translation
+from server.entrypoints.commands.migrate.translation import KnownServer, Translation
 
-HOST, PORT, PORT_IN_IMAGE = "0.0.0.0", 3000, 80
-ADDRESS_NOTE = "TGI listens on every address unless told otherwise; --host 127.0.0.1 is this machine alone."
 _READ = "the form of a quantised checkpoint is read from its files; --quantization rounds one that is not."
 _OTHER_ROUNDING = (
     "both take {} bits a weight, but round in other ways, so answers differ; a quantised checkpoint is served as it is."
@@ -76,7 +74,7 @@ _MEANT_FOR_TORCH = ("MASTER_ADDR", "MASTER_PORT")
 
 
 def translate(words: list[str], variables: dict[str, str]) -> Translation:
-    """`words`: what follows `text-generation-launcher`."""
+    """Translate `words`, which follow `text-generation-launcher`."""
     found = Translation()
     method = variables.pop("QUANTIZE", None)
     for name in _MEANT_FOR_TORCH:
@@ -107,3 +105,12 @@ def _quantize(found: Translation, method: str) -> None:
         found.notes.append((written, theirs.holds))
     else:
         (found.lost if theirs.is_lost else found.notes).append((written, theirs.holds))
+
+
+TGI = KnownServer(
+    translate,
+    host="0.0.0.0",
+    port=3000,
+    address_note="TGI listens on every address unless told otherwise; --host 127.0.0.1 is this machine alone.",
+    port_in_image=80,
+)

@@ -1,10 +1,10 @@
-"""What becomes of another server's command line: our flags, what holds without a flag, and what is lost."""
+"""Collects what another server's command line becomes: our flags, what holds without a flag, and what is lost."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ _VARIABLE = re.compile(r"\$(\w|\{\w+\})")
 
 @dataclass(slots=True)
 class Translation:
-    """Filled flag by flag. `notes` and `lost`: (their flag as it was written, one sentence)."""
+    """Holds our line, filled flag by flag. `notes` and `lost`: (their flag as it was written, one sentence)."""
 
     model: str | None = None
     environment: dict[str, str] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Translation:
         return True
 
     def value(self, name: str) -> str | None:
-        """The one value that an option was given."""
+        """Find the one value that an option was given."""
         words = self.flags.get(name)
         return words[1] if words else None
 
@@ -74,15 +74,26 @@ class Translation:
         return described.default if _VARIABLE.search(words[1]) else described.from_text(words[1])
 
     def command(self) -> str:
-        """The line for a shell."""
+        """Write the line for a shell."""
         words = ["oarlock", "serve", *([self.model] if self.model else [])]
         words += [word for flag in self.flags.values() for word in flag]
         before = [f"{name}={_quoted(value)}" for name, value in self.environment.items()]
         return " ".join([*before, *map(_quoted, words)])
 
 
+@dataclass(frozen=True, slots=True)
+class KnownServer:
+    """Describes a server that lines start: how its flags are translated, and where it listens unless they say so."""
+
+    translate: Callable[[list[str], dict[str, str]], Translation]  # takes what follows its name, and the variables
+    host: str
+    port: int
+    address_note: str
+    port_in_image: int
+
+
 def _quoted(word: str) -> str:
-    """For a shell, which goes on putting in variables and the home directory."""
+    """Quote a word for a shell, which goes on putting in variables and the home directory."""
     if word.startswith("~/"):
         return f"~/{shlex.quote(word[2:])}" if word[2:] else word
     if _VARIABLE.search(word) and not re.search(r'["`\\!]', word):

@@ -11,7 +11,7 @@ from server.config.groups.model import REASONING_PARSERS, TOOL_CALL_PARSERS
 from server.config.options import OptionError, nearest, parse_count
 from server.config.settings import OPTIONS
 from server.entrypoints.commands.migrate.flags import Theirs, holds, lost, read_variables, same
-from server.entrypoints.commands.migrate.translation import Translation, values_after
+from server.entrypoints.commands.migrate.translation import KnownServer, Translation, values_after
 
 _SHORT = {described.short: described.name for described in OPTIONS.values() if described.short}
 _CHECKPOINT_FORMS = ("awq", "gptq", "awq_marlin", "gptq_marlin", "compressed-tensors", "fp8", "bitsandbytes", "gguf")
@@ -24,8 +24,6 @@ _FORMATS = {  # options that name a format, which is found out where it is not n
     + ", ".join(REASONING_PARSERS[1:])
     + ".",
 }
-HOST, PORT = "0.0.0.0", 8000
-ADDRESS_NOTE = "vLLM listens on every address unless told otherwise; --host 127.0.0.1 is this machine alone."
 _VARIABLES: dict[str, Theirs] = {
     **holds("there is one engine.", "VLLM_USE_V1"),
     **holds("ranks are processes of their own.", "VLLM_WORKER_MULTIPROC_METHOD"),
@@ -41,7 +39,7 @@ _RENAMED = {"kv_cache_memory_bytes": "kv_cache_memory"}
 
 
 def translate(words: list[str], variables: dict[str, str]) -> Translation:
-    """`words`: what follows `vllm serve`."""
+    """Translate `words`, which follow `vllm serve`."""
     found = Translation()
     variables = dict(variables)
     if (key := variables.pop("VLLM_API_KEY", None)) is not None:
@@ -60,7 +58,7 @@ def translate(words: list[str], variables: dict[str, str]) -> Translation:
 
 
 def _joined(words: list[str]) -> list[str]:
-    """`words` with `--name.key VALUE`, of which vLLM makes a JSON object, as `--name JSON`."""
+    """Write `--name.key VALUE`, of which vLLM makes a JSON object, as `--name JSON`."""
     words, kept, objects = list(words), [], {}
     while words:
         word = words.pop(0)
@@ -127,3 +125,12 @@ def _other(found: Translation, shown: str, given: list[str] | None, rest: list[s
         found.lost.append((written, known.holds))
     else:
         found.notes.append((written, known.holds) if notes else (written, "nothing has to be set."))
+
+
+VLLM = KnownServer(
+    translate,
+    host="0.0.0.0",
+    port=8000,
+    address_note="vLLM listens on every address unless told otherwise; --host 127.0.0.1 is this machine alone.",
+    port_in_image=8000,
+)
