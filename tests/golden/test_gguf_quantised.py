@@ -22,11 +22,14 @@ from tests.golden.gguf_writer import KindOf, all_of, q4_k_m, write_gguf
 from tests.golden.paged_run import PagedRun, load_decoder, on_ranks
 from tests.golden.test_gguf_golden import stored
 from tests.golden.tiny_models import make_tiny
+from workers.config import WorkerConfig
 from workers.distributed.parallel_state import TensorParallel
 from workers.layers.embedding import VocabParallelEmbedding, VocabParallelHead, vocab_shard
 from workers.layers.quantization.formats.gguf import GGUFForms
 from workers.layers.quantization.grouped import GroupedWeight
+from workers.layers.quantization.groups import packed_bytes
 from workers.layers.quantization.shard import WeightShard
+from workers.layers.quantization.stacked import StackedWeight
 from workers.layers.quantization.unquantized import DenseWeight
 from workers.models.decoder import Decoder
 from workers.models.gguf_config import hf_config
@@ -37,6 +40,9 @@ from workers.weights.gguf.checkpoint import GGUFCheckpoint
 from workers.weights.gguf.model import GGUFModel
 from workers.weights.gguf.reader import GGUFReader
 from workers.weights.open_checkpoint import open_checkpoint
+from workers.weights.weight_source import weight_source
+from workers.worker.memory.rank_weights import rank_weight_bytes
+from workers.worker.memory_needs import weight_bytes
 
 TOKENS = list(range(3, 43))
 SIZES = (1, 2, 4)
@@ -219,6 +225,41 @@ def test_logits_are_those_of_the_files_numbers_on_devices(
     use_device_products(monkeypatch)
     distance = (logits(folder, size).double() - truth).pow(2).mean().sqrt() / truth.pow(2).mean().sqrt()
     assert distance < 2e-3, f"{distance:.5f}"
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", ["llama-q8_0-half-blocks", "qwen2-q4_0-odd-borders", "qwen2-q5_1-and-f16"])
+def test_memory_is_counted_as_weights_are_kept(model_of: Callable[[str], Path], name: str, size: int) -> None:
+    """Also of those that are dequantised, since a rank's border lies within the inputs of a scale."""
+    folder = model_of(name)
+    kept = []
+
+    def count(tp: TensorParallel) -> None:
+        decoder, checkpoint, total = decoder_of(folder, tp), open_checkpoint(folder), 0
+        with weight_source(checkpoint, check_finite=True, on_read=lambda: None) as weights:
+            for shard in shards(decoder):
+                loaded = decoder.place.load(shard, weights)
+                parts = loaded.parts if isinstance(loaded, StackedWeight) else [loaded]
+                found = sum(bytes_of(part) for part in parts)
+                assert decoder.place.weight_bytes(shard, bias=False) == found, shard.parts[0].name
+                total += found
+        kept.append((decoder.weight_bytes, total))
+
+    on_ranks(size, count)
+    config = WorkerConfig(str(folder), device="cpu", dtype="float32", tensor_parallel_size=size)
+    decoder = decoder_of(folder, TensorParallel.solo())
+    forms = decoder.place.quantization
+    assert all(counted == rank_weight_bytes(config, decoder.spec, forms) > total for counted, total in kept)
+    if size == 1:
+        assert kept[0][0] == weight_bytes(decoder.spec, "float32", forms)
+
+
+def bytes_of(weight: object) -> int:
+    if isinstance(weight, DenseWeight):
+        return weight.tensor.nbytes
+    assert isinstance(weight, GroupedWeight)
+    rows, inputs = weight.weight.values.shape
+    return packed_bytes(rows, inputs, weight.bits, weight.weight.group, offsets=weight.weight.zeros is not None)
 
 
 def test_a_wrong_scale_shows_in_the_logits(model_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:

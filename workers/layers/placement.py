@@ -51,10 +51,10 @@ class Placement:
         """Bytes of what `load` gives, and of its bias."""
         item, forms = self.dtype.itemsize, self._forms(shard)
         if all(form == forms[0] for form in forms):
-            need = forms[0].weight_bytes(shard.rows, shard.local_inputs, item)
+            need = forms[0].weight_bytes(shard.rows, shard.local_inputs, item, shard.slices)
         else:
             parts = zip(forms, shard.parts, strict=True)
-            need = sum(form.weight_bytes(part.count, shard.local_inputs, item) for form, part in parts)
+            need = sum(form.weight_bytes(part.count, shard.local_inputs, item, shard.slices) for form, part in parts)
         return need + bias * shard.rows * item
 
     def _placed(self, weight: LinearWeight) -> LinearWeight:

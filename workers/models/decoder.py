@@ -24,7 +24,7 @@ from workers.layers.mlp import GatedMLP
 from workers.layers.norm import RMSNorm
 from workers.layers.placement import Placement
 from workers.layers.quantization.formats.form import WeightForms
-from workers.layers.quantization.registry import NONE, Quantization
+from workers.layers.quantization.registry import NONE, slices_of
 from workers.layers.rotary import RotaryTable
 from workers.layers.stage_layers import is_in_stage
 from workers.models.post_norm_layer import PostNormDecoderLayer
@@ -218,14 +218,3 @@ class Decoder:
         Padding ids are -inf.
         """
         return self.head(hidden)
-
-
-def slices_of(spec: DecoderSpec, quantization: WeightForms) -> int:
-    """Into how many slices inputs that are cut among ranks are divided: of the numbers of ranks that are served, the
-    largest power of two up to 8."""
-    slices = spec.slices
-    if isinstance(quantization, Quantization):
-        cut = spec.num_heads * spec.head_dim, spec.intermediate_size
-        while not all(quantization.cuts(inputs, slices) for inputs in cut):
-            slices //= 2
-    return slices

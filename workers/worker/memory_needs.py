@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from workers.distributed.topology import Topology
 from workers.errors import EXIT_OUT_OF_MEMORY, StartupError
 from workers.layers.decoder_spec import tensor_shapes
-from workers.layers.quantization.registry import NONE
+from workers.layers.quantization.registry import NONE, slices_of
 from workers.platform.dtypes import ITEM_BYTES
 from workers.platform.host_memory import free_host_bytes, human_bytes
 from workers.weights.tied import EMBEDDING, HEAD
 from workers.worker.cuda_graphs.buckets import logits_rows_at_once
-from workers.worker.memory.rank_weights import rank_weight_bytes
+from workers.worker.memory.rank_weights import is_cut_by_inputs, rank_weight_bytes
 
 if TYPE_CHECKING:
     from workers.config import WorkerConfig
@@ -36,11 +36,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def weight_bytes(spec: DecoderSpec, dtype: str, forms: WeightForms = NONE) -> int:
     """Bytes of the weights of the whole model, on one rank or cut without copies."""
-    item, total = ITEM_BYTES[dtype], 0
+    item, total, slices = ITEM_BYTES[dtype], 0, slices_of(spec, forms)
     for name, shape in tensor_shapes(spec).items():
         if len(shape) == 2:
             own = forms.of_head if name in (EMBEDDING, HEAD) else forms
-            total += own.form_of(name.removesuffix(".weight")).weight_bytes(*shape, item)
+            cut = slices if is_cut_by_inputs(name) else 1
+            total += own.form_of(name.removesuffix(".weight")).weight_bytes(*shape, item, cut)
         else:
             total += math.prod(shape) * item
     return total

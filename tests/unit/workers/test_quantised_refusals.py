@@ -12,9 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.golden.paged_run import PagedRun, load_decoder
 from tests.golden.quantised import CASES, FILE, write
 from tests.golden.tiny_models import make_tiny
 from workers.config import WorkerConfig
+from workers.distributed.parallel_state import TensorParallel
 from workers.errors import StartupError
 from workers.models.hf_quantization import stored_quantization
 from workers.platform import cuda_driver, triton_needs
@@ -69,6 +71,9 @@ SETTINGS: dict[str, tuple[Any, str]] = {
     "no groups": (compressed(INT4) | {"config_groups": {}}, r"config_groups"),
     "groups without a size": (compressed({"num_bits": 4, "strategy": "group"}), r"group_size"),
     "float and packed": (compressed(FLOAT8), r"type = 'float'"),
+    "order": (compressed(INT4 | {"actorder": "random"}), r"actorder = 'random'.*group, dynamic, true, weight, static"),
+    "order of no groups": (compressed(INT8 | {"actorder": "group"}), r"actorder = 'group'.*there are no groups"),
+    "order of floats": (compressed(FLOAT8 | {"actorder": True}, format="float-quantized"), r"actorder = True.*weight"),
 }  # fmt: skip
 
 
@@ -156,6 +161,7 @@ DAMAGES: dict[str, tuple[str, str, Callable[[torch.Tensor], torch.Tensor | None]
     "no zeros": ("awq-32", "qzeros", lambda x: None, "holds no tensor .*qzeros'"),
     "no weight": ("gptq-4-32-sym", "qweight", lambda x: None, "holds no tensor .*qweight'"),
     "no order": ("gptq-4-32-asym-act", "g_idx", lambda x: None, "holds no tensor .*g_idx'"),
+    "no order of packed": ("packed-4-32-asym-act", "weight_g_idx", lambda x: None, "holds no tensor .*weight_g_idx'"),
     "no scale of floats": ("fp8-block", "weight_scale_inv", lambda x: None, "holds no tensor .*weight_scale_inv'"),
     "no scale of a channel": ("integers-channel", "weight_scale", lambda x: None, "holds no tensor .*weight_scale'"),
     "no absmax": ("nf4", "weight.absmax", lambda x: None, "holds no tensor .*absmax'"),
@@ -186,6 +192,60 @@ def test_a_tensor_that_is_not_as_it_should_be_is_named(
     with pytest.raises(StartupError, match=message) as error:
         preflight(WorkerConfig(str(damage(stored(case), tmp_path, tensor, change)), device="cpu"))
     assert "\n" not in error.value.cause + error.value.fix and error.value.exit_code == 3
+
+
+def with_one(value: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The sixth number is another."""
+    return lambda x: torch.cat((x[:5], torch.tensor([value], dtype=x.dtype), x[6:]))
+
+
+def state_with(**changes: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Settings of bitsandbytes in which some are others, and those with None are left out."""
+
+    def changed(stored: torch.Tensor) -> torch.Tensor:
+        state = {**json.loads(bytes(stored.tolist())), **changes}
+        text = json.dumps({key: value for key, value in state.items() if value is not None})
+        return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+    return changed
+
+
+STATE = "weight.quant_state.bitsandbytes__nf4"
+# As above, of what only a rank sees, as it reads the weight.
+READ_DAMAGES: dict[str, tuple[str, str, Callable[[torch.Tensor], torch.Tensor | None], str]] = {
+    "group too high": ("packed-4-32-asym-act", "weight_g_idx", with_one(12), r"weight_g_idx' names group 12 of 12"),
+    "group below": ("packed-4-32-asym-act", "weight_g_idx", with_one(-1), r"weight_g_idx' names group -1 of 12"),
+    "group too often": ("packed-4-32-asym-act", "weight_g_idx", lambda x: torch.where(x == 3, 4, x),
+                        r"weight_g_idx' names group 3 for 0 inputs, not 32"),
+    "group of gptq": ("gptq-4-32-asym-act", "g_idx", with_one(-7), r"g_idx' names group -7 of 12"),
+    "state of another kind": ("nf4", STATE, lambda x: x[:-1], r"nf4' holds no table of settings in JSON"),
+    "a list as state": ("nf4", STATE, lambda x: torch.tensor([91, 93], dtype=torch.uint8), r"nf4' holds no table"),
+    "no block size": ("nf4", STATE, state_with(blocksize=None), r"nf4' names no blocksize, which must be 64"),
+    "block size": ("nf4", STATE, state_with(blocksize=128), r"nf4' has blocksize 128, which is not.*: 64 would be"),
+    "shape": ("nf4", STATE, state_with(shape="x"), r"nf4' has shape 'x', which is not served: \[128, 384\] would be"),
+    "no offset": ("nf4-nested", STATE, state_with(nested_offset=None), r"nf4' names no nested_offset, which must be a"),
+    "offset": ("nf4-nested", STATE, state_with(nested_offset=float("nan")), r"nested_offset nan, which must be a fin"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", READ_DAMAGES)
+def test_a_damaged_tensor_is_named_when_it_is_read(stored: Callable[[str], Path], tmp_path: Path, what: str) -> None:
+    case, tensor, change, message = READ_DAMAGES[what]
+    with pytest.raises(StartupError, match=message) as error:
+        load_decoder(damage(stored(case), tmp_path, tensor, change), TensorParallel.solo())
+    assert "\n" not in error.value.cause + error.value.fix and "None" not in error.value.cause
+
+
+def test_groups_that_were_never_ordered_are_as_they_come(stored: Callable[[str], Path], tmp_path: Path) -> None:
+    """A tool has made room for the groups of inputs, -1 for each, and stored them as they are."""
+    path = damage(stored("packed-4-32-sym"), tmp_path, "weight_packed", lambda x: x)
+    tensors = load_file(path / FILE)
+    save_file({**tensors, f"{LAYER}.weight_g_idx": torch.full((384,), -1)}, path / FILE)
+    tokens = [5, 6, 7]
+    ours = PagedRun(load_decoder(path, TensorParallel.solo())).step({0: tokens})[0]
+    assert torch.equal(
+        ours, PagedRun(load_decoder(stored("packed-4-32-sym"), TensorParallel.solo())).step({0: tokens})[0]
+    )
 
 
 def test_groups_that_do_not_divide_are_named(stored: Callable[[str], Path], tmp_path: Path) -> None:

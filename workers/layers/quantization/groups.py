@@ -5,6 +5,7 @@ Torch-free, so that memory can be counted before any rank starts.
 
 import math
 
+_LEAST = 16  # inputs of a group, in products
 # Inputs that products with weights in e4m3 add up before they multiply by a scale: `kMostAtOnce` in csrc/gemm/fp8.cpp.
 MOST_AT_ONCE = 128
 
@@ -27,6 +28,14 @@ def group_in_slices(inputs: int, group: int, slices: int) -> int:
     its inputs as a rank that holds them all.
     """
     return group if slices == 1 else math.gcd(group, inputs // slices)
+
+
+def group_of_blocks(group: int, inputs: int, slices: int) -> int | None:
+    """How many inputs of a GGUF weight have one scale, where blocks begin anew at each of `slices` equal parts of a
+    rank's `inputs`, so that the bits are the same at every number of ranks. None: fewer than products take, so that the
+    weight is dequantised; no model that is known has a rank's border there."""
+    found = math.gcd(group, inputs // slices)
+    return found if found % _LEAST == 0 else None
 
 
 def pieces_of(inputs: int, group: int, slices: int, most: int) -> list[list[tuple[int, int]]]:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from workers.layers.quantization.formats.form import Arithmetic
 
 if TYPE_CHECKING:
+    from workers.layers.decoder_spec import DecoderSpec
+    from workers.layers.quantization.formats.form import WeightForms
     from workers.layers.quantization.method import LinearMethod
 
 
@@ -43,7 +45,7 @@ class Quantization:
         """No tensor of a checkpoint that is rounded at load."""
         return False
 
-    def weight_bytes(self, rows: int, inputs: int, item_bytes: int) -> int:
+    def weight_bytes(self, rows: int, inputs: int, item_bytes: int, slices: int = 1) -> int:
         """Of a weight [rows, inputs] whose model computes in a dtype of `item_bytes`."""
         groups = -(-inputs // self.group)
         stored = groups * self.group
@@ -82,3 +84,14 @@ QUANTIZATIONS = {
     # layers do (docs/accuracy.md).
     "int4": Quantization(_int4, bits=4, group=32, bytes_per_row=4, bytes_per_group=2, head=_INT8),
 }
+
+
+def slices_of(spec: DecoderSpec, forms: WeightForms) -> int:
+    """Into how many slices inputs that are cut among ranks are divided: of the numbers of ranks that are served, the
+    largest power of two up to 8."""
+    slices = spec.slices
+    if isinstance(forms, Quantization):
+        cut = spec.num_heads * spec.head_dim, spec.intermediate_size
+        while not all(forms.cuts(inputs, slices) for inputs in cut):
+            slices //= 2
+    return slices

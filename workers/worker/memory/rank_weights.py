@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from workers.layers.decoder_spec import DecoderSpec
-from workers.layers.quantization.registry import NONE
+from workers.layers.quantization.registry import NONE, slices_of
 from workers.layers.sharding import HeadShard, shard_heads, shard_vocab
 from workers.layers.stage_layers import layers_of_stage, tensors_of_stage
 from workers.platform.dtypes import ITEM_BYTES
@@ -29,12 +29,15 @@ def rank_weight_bytes(config: WorkerConfig, spec: DecoderSpec, forms: WeightForm
     shard = shard_heads("attention", spec.num_heads, spec.num_kv_heads, 0, size)
     # On the CPU kernels read the scales of norms in float32.
     norm_item = _FLOAT32 if spec.norm_offset or config.device != "cuda" else item
+    slices = slices_of(spec, forms) if config.device != "cuda" else 1
+    slices = slices // size if slices % size == 0 else 1  # as `Placement.local_slices`
     layers, total = layers_of_stage(spec.num_layers, stage, config.pipeline_parallel_size), 0
     for name, shape in tensors_of_stage(spec, layers).items():
         if len(shape) == 2:
             own = forms.of_head if name in (EMBEDDING, HEAD) else forms
             rows, inputs = _local(name, (shape[0], shape[1]), spec, shard, size)
-            total += own.form_of(name.removesuffix(".weight")).weight_bytes(rows, inputs, item)
+            cut = slices if is_cut_by_inputs(name) else 1
+            total += own.form_of(name.removesuffix(".weight")).weight_bytes(rows, inputs, item, cut)
         elif name.endswith(".bias"):
             total += _local(name, (shape[0], size), spec, shard, size)[0] * item
         elif name.endswith(("q_norm.weight", "k_norm.weight")):  # one scale for each head
@@ -43,6 +46,11 @@ def rank_weight_bytes(config: WorkerConfig, spec: DecoderSpec, forms: WeightForm
         else:
             total += shape[0] * norm_item
     return total
+
+
+def is_cut_by_inputs(name: str) -> bool:
+    """Whether ranks share the inputs of the matrix `name`, and not its outputs."""
+    return name not in (EMBEDDING, HEAD) and name.split(".")[-2] in _INPUTS
 
 
 def _local(name: str, shape: tuple[int, int], spec: DecoderSpec, shard: HeadShard, size: int) -> tuple[int, int]:

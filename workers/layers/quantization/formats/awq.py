@@ -58,7 +58,7 @@ class AWQForm:
         check_divides(module, "groups", inputs, self.group or inputs)
         check_divides(module, "words", rows, _IN_WORD)
 
-    def weight_bytes(self, rows: int, inputs: int, item_bytes: int) -> int:
+    def weight_bytes(self, rows: int, inputs: int, item_bytes: int, slices: int = 1) -> int:
         return whole_number_bytes(rows, inputs, 4, self.group, offsets=True)
 
 

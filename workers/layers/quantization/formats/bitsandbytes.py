@@ -68,7 +68,7 @@ class BitsAndBytesForm:
     def check(self, module: str, rows: int, inputs: int) -> None:
         check_divides(module, "pairs", inputs, 2)
 
-    def weight_bytes(self, rows: int, inputs: int, item_bytes: int) -> int:
+    def weight_bytes(self, rows: int, inputs: int, item_bytes: int, slices: int = 1) -> int:
         return rows * inputs * item_bytes
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _PACKED, _INTEGERS, _FLOATS = "pack-quantized", "int-quantized", "float-quantized"
 _FORMATS = (_PACKED, _INTEGERS, _FLOATS, "naive-quantized", "mixed-precision")
 _LONGEST_PATTERN = 500  # characters
+# Of `actorder`: inputs have groups of their own, or only the order in which they were rounded differs.
+_BY_GROUP, _BY_WEIGHT = ("group", "dynamic", True), ("weight", "static", False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,7 @@ class IntegerForm:
     strategy: str  # what has a scale: the tensor, a channel (an output), a group of an output's inputs
     group: int | None  # inputs that share a scale; None: all
     symmetric: bool
+    ordered: bool = False  # inputs have their group in `weight_g_idx`
 
     @property
     def spare(self) -> tuple[str, ...]:
@@ -52,7 +55,7 @@ class IntegerForm:
         groups = inputs // (self.group or inputs)
         found = {
             "weight_scale": _scales(self.strategy, rows, groups),
-            "weight_g_idx": stored(("I32", "I64"), inputs, required=False),
+            "weight_g_idx": stored(("I32", "I64"), inputs, required=self.ordered),
             "weight_shape": stored(("I64", "I32"), 2, required=False),
         }
         if self.packed:
@@ -67,7 +70,7 @@ class IntegerForm:
     def check(self, module: str, rows: int, inputs: int) -> None:
         check_divides(module, "groups", inputs, self.group or inputs)
 
-    def weight_bytes(self, rows: int, inputs: int, item_bytes: int) -> int:
+    def weight_bytes(self, rows: int, inputs: int, item_bytes: int, slices: int = 1) -> int:
         return whole_number_bytes(rows, inputs, self.bits, self.group, offsets=not self.symmetric)
 
 
@@ -99,7 +102,7 @@ class FloatForm:
     def check(self, module: str, rows: int, inputs: int) -> None:
         check_divides(module, "groups", inputs, self.group or inputs)
 
-    def weight_bytes(self, rows: int, inputs: int, item_bytes: int) -> int:
+    def weight_bytes(self, rows: int, inputs: int, item_bytes: int, slices: int = 1) -> int:
         return fp8_bytes(rows, inputs, self.group or inputs)
 
 
@@ -168,12 +171,16 @@ def _integers(weights: Settings, own: str) -> IntegerForm:
     group, strategy = _group(weights, ("tensor", "channel", "group"))
     if own == _FLOATS:
         raise weights.unsupported("type", "int", f"Repair the settings: format {own!r} is of another type.")
-    return IntegerForm(bits, own == _PACKED, strategy, group, weights.flag("symmetric", default=True))
+    ordered = weights.one_of(("actorder",), False, (*_BY_GROUP, *_BY_WEIGHT)) in _BY_GROUP
+    if ordered and group is None:
+        raise weights.unsupported("actorder", weights.get("actorder"), "Repair the settings: there are no groups.")
+    return IntegerForm(bits, own == _PACKED, strategy, group, weights.flag("symmetric", default=True), ordered)
 
 
 def _floats(weights: Settings, own: str, rounds_rows: bool) -> FP8Form | FloatForm:
     weights.one_of(("num_bits",), 8, (8,))
     weights.one_of(("symmetric",), True, (True,))
+    weights.one_of(("actorder",), False, _BY_WEIGHT)
     if own in (_PACKED, _INTEGERS):
         raise weights.unsupported("type", "float", f"Repair the settings: format {own!r} is of another type.")
     group, strategy = _group(weights, ("tensor", "channel", "group", "block"))

@@ -35,8 +35,8 @@ class Form(Protocol):
     @property
     def arithmetic(self) -> Arithmetic: ...
 
-    def weight_bytes(self, rows: int, inputs: int, item_bytes: int) -> int:
-        """In memory, of a model that computes in a dtype of `item_bytes`."""
+    def weight_bytes(self, rows: int, inputs: int, item_bytes: int, slices: int = 1) -> int:
+        """In memory, of a model that computes in a dtype of `item_bytes`. `slices`: see `LinearWeight.matmul`."""
 
 
 class WeightForms(Protocol):

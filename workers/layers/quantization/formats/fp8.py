@@ -54,7 +54,7 @@ class FP8Form:
     def check(self, module: str, rows: int, inputs: int) -> None:
         """The last blocks may be smaller than the others."""
 
-    def weight_bytes(self, rows: int, inputs: int, item_bytes: int) -> int:
+    def weight_bytes(self, rows: int, inputs: int, item_bytes: int, slices: int = 1) -> int:
         return fp8_bytes(rows, inputs, inputs if self.block is None else self.block[1])
 
 

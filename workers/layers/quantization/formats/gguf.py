@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from workers.layers.decoder_spec import FUSED_TENSORS
 from workers.layers.quantization.formats.form import Arithmetic, Form
-from workers.layers.quantization.groups import packed_bytes
+from workers.layers.quantization.groups import group_of_blocks, packed_bytes
 from workers.layers.quantization.registry import NONE
 from workers.weights.gguf.block_types import GROUP_FORMS, GroupForm
 from workers.weights.gguf.checkpoint import GGUFCheckpoint
@@ -35,8 +35,11 @@ class GGUFForm:
 
         return GGUFLinearMethod(GroupForm(self.group, self.bits, self.has_offsets))
 
-    def weight_bytes(self, rows: int, inputs: int, item_bytes: int) -> int:
-        return packed_bytes(rows, inputs, self.bits, self.group, offsets=self.has_offsets)
+    def weight_bytes(self, rows: int, inputs: int, item_bytes: int, slices: int = 1) -> int:
+        group = group_of_blocks(self.group, inputs, slices)
+        if group is None:
+            return rows * inputs * item_bytes
+        return packed_bytes(rows, inputs, self.bits, group, offsets=self.has_offsets)
 
 
 class GGUFForms:

@@ -57,7 +57,7 @@ class GPTQForm:
         check_divides(module, "words", inputs, 32 // self.bits)
         check_divides(module, "words", rows, 32 // self.bits)
 
-    def weight_bytes(self, rows: int, inputs: int, item_bytes: int) -> int:
+    def weight_bytes(self, rows: int, inputs: int, item_bytes: int, slices: int = 1) -> int:
         return whole_number_bytes(rows, inputs, self.bits, self.group, offsets=not self.symmetric)
 
 

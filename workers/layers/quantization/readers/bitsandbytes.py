@@ -4,7 +4,9 @@ The numbers of a matrix follow one another row by row, two in a byte with the fi
 them has a factor, wherever rows end.
 """
 
+import contextlib
 import json
+import math
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from workers.layers.quantization.unquantized import DenseWeight
 from workers.weights.source import WeightSource
 
 _AT_ONCE = 1 << 22  # weights
+_LONGEST = 80  # characters of a value in an error
 
 
 class BitsAndBytesLinearMethod:
@@ -66,7 +69,7 @@ class _Matrix:
         if nested_block:
             self._outer_code = self._vector("weight.nested_quant_map", torch.float32)
             self._outer = self._vector("weight.nested_absmax", torch.float32)
-            self._offset = torch.tensor(settings["nested_offset"])
+            self._offset = torch.tensor(float(settings["nested_offset"]))
 
     def _vector(self, kind: str, dtype: torch.dtype, span: Span | None = None) -> Tensor:
         name = f"{self._name}.{kind}"
@@ -80,18 +83,15 @@ class _Matrix:
     def _state(self, kind: str, wanted: dict[str, Any]) -> dict[str, Any]:
         """The settings stored with the weight. Raises `StartupError` where they are not what was counted on."""
         text = bytes(self._vector(kind, torch.uint8).tolist())
-        try:
+        state: Any = None
+        with contextlib.suppress(ValueError, RecursionError):  # then it is no table
             state = json.loads(text)
-            wrong = next((key for key, value in wanted.items() if state.get(key) != value), None)
-        except (ValueError, RecursionError, AttributeError):
-            state, wrong = {}, "no table of settings"
-        if wrong is None and self._nested_block and not isinstance(state.get("nested_offset"), float):
-            wrong = "nested_offset"
+        wrong = _wrong_setting(state, wanted, has_offset=self._nested_block is not None)
         if wrong is not None:
             raise StartupError(
-                f"tensor '{self._name}.{kind}' has {wrong} {str(state.get(wrong))[:80]}, "
-                f"which is not served: {wanted.get(wrong)} would be.",
-                "Quantise the model again with bitsandbytes' defaults, or use its unquantised checkpoint.",
+                f"tensor '{self._name}.{kind}' {wrong}.",
+                "Download the checkpoint again, quantise the model with bitsandbytes' defaults, or use its unquantised "
+                "checkpoint.",
             )
         return state
 
@@ -111,3 +111,23 @@ class _Matrix:
         places = self._vector("weight.absmax", torch.uint8, blocks).int()
         outer = self._outer[torch.arange(blocks.first, blocks.stop) // self._nested_block]
         return self._outer_code[places] * outer + self._offset
+
+
+def _wrong_setting(state: object, wanted: dict[str, Any], *, has_offset: bool) -> str | None:
+    """What is wrong with the settings of one weight, in words that follow the tensor's name; None: nothing."""
+    if not isinstance(state, dict):
+        return "holds no table of settings in JSON"
+    for key, value in wanted.items():
+        if key not in state:
+            return f"names no {key}, which must be {value}"
+        if state[key] != value:
+            return f"has {key} {_shown(state[key])}, which is not served: {value} would be"
+    offset = state.get("nested_offset")
+    if has_offset and not (isinstance(offset, int | float) and math.isfinite(offset)):
+        given = "names no nested_offset" if offset is None else f"has nested_offset {_shown(offset)}"
+        return f"{given}, which must be a finite number"
+    return None
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:_LONGEST]

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from workers.layers.quantization.readers.grouped_method import Numbers, StoredPart
+from workers.layers.quantization.readers.regroup import check_groups
 from workers.layers.quantization.readers.words import Span, take_block, unpack
 from workers.weights.source import WeightSource
+
+_NOT_SET = -1  # of every input, where a tool has made room for groups and not ordered any
 
 
 class IntegerReader:
@@ -28,7 +31,8 @@ class IntegerReader:
         if weights.has(f"{name}.weight_g_idx"):
             found = torch.empty(inputs, dtype=torch.int64)
             weights.take(f"{name}.weight_g_idx", found, shape=(inputs,))
-            if found.min() >= 0 and found.max() < inputs // size:
+            if not (found == _NOT_SET).all():
+                check_groups(f"{name}.weight_g_idx", found, inputs // size, size)
                 return found
         return torch.arange(inputs) // size
 

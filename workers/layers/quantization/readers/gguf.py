@@ -1,10 +1,9 @@
 """Reads weights of blocks from GGUF files."""
 
-import math
-
 import torch
 
 from workers.layers.quantization.grouped import GroupedWeight
+from workers.layers.quantization.groups import group_of_blocks
 from workers.layers.quantization.method import LinearWeight
 from workers.layers.quantization.shard import Empty, WeightShard
 from workers.layers.quantization.unquantized import UnquantizedLinearMethod
@@ -12,8 +11,6 @@ from workers.weights.gguf.block_types import GroupForm
 from workers.weights.gguf.blocks import Groups
 from workers.weights.gguf.reader import GGUFReader
 from workers.weights.source import WeightSource
-
-_LEAST = 16  # inputs of a group, in products
 
 
 class GGUFLinearMethod:
@@ -25,11 +22,8 @@ class GGUFLinearMethod:
     def load(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> LinearWeight:
         assert isinstance(weights, GGUFReader), "only a GGUF file has weights of this form"
         form = self._form
-        # Groups begin anew at each slice, so that the bits are the same at every number of ranks.
-        slice_inputs = shard.inputs // shard.all_slices
-        group = form.group if shard.all_slices == 1 else math.gcd(form.group, slice_inputs)
-        group = math.gcd(group, shard.first_input)
-        if group % _LEAST:  # no model that is known: a rank's border within 16 inputs
+        group = group_of_blocks(form.group, shard.local_inputs, shard.slices)
+        if group is None:
             return UnquantizedLinearMethod().load(shard, weights, empty)
         groups = Groups.empty(shard.rows, shard.local_inputs, group, offsets=form.has_offsets)
         first = 0

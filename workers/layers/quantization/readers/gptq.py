@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from workers.errors import StartupError
 from workers.layers.quantization.readers.grouped_method import Numbers, StoredPart
+from workers.layers.quantization.readers.regroup import check_groups
 from workers.layers.quantization.readers.words import Span, take_block, unpack
 from workers.weights.source import WeightSource
 
@@ -27,11 +27,7 @@ class GPTQReader:
             return torch.arange(inputs) // size
         found = torch.empty(inputs, dtype=torch.int32)
         weights.take(f"{name}.g_idx", found, shape=(inputs,))
-        if found.min() < 0 or found.max() >= inputs // size:
-            raise StartupError(
-                f"tensor '{name}.g_idx' names group {int(found.max())} of {inputs // size}.",
-                "Download the checkpoint again, or use another quantisation of the model.",
-            )
+        check_groups(f"{name}.g_idx", found, inputs // size)
         return found.long()
 
     def numbers(self, weights: WeightSource, part: StoredPart, groups: Span) -> Numbers:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from workers.errors import StartupError
+
 LEAST = 16  # inputs: the shortest piece that products take
 
 
@@ -22,6 +24,24 @@ class Regrouped:
     group_of: Tensor  # int64 [pieces]: the stored group of each
     inputs: Tensor | None = None  # int64 [K']: which of the rank's inputs stands there; None: each in its own place
     filled_up: Tensor | None = None  # bool [K']: where that input only fills a piece up, with a weight of zero
+
+
+def check_groups(tensor: str, groups: Tensor, count: int, size: int | None = None) -> None:
+    """Raise `StartupError` unless `tensor`, whose numbers are `groups` [K], names groups below `count` alone, and with
+    `size` each of them for so many inputs."""
+    lowest, highest = int(groups.min()), int(groups.max())
+    wrong = None
+    if lowest < 0 or highest >= count:
+        wrong = f"names group {lowest if lowest < 0 else highest} of {count}"
+    elif size is not None:
+        members = torch.bincount(groups, minlength=count)  # inputs of each group
+        group = int((members != size).int().argmax())
+        if members[group] != size:
+            wrong = f"names group {group} for {int(members[group])} inputs, not {size}"
+    if wrong is not None:
+        raise StartupError(
+            f"tensor '{tensor}' {wrong}.", "Download the checkpoint again, or use another quantisation of the model."
+        )
 
 
 def regroup(groups: Tensor, slices: int, here: slice, least: int = LEAST) -> Regrouped:
