@@ -11,8 +11,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from server.api.error_shape import answer_of
+from server.api.openapi.document import ANY_QUERY
 from server.errors import ClientGoneError, HttpError, describe
 from server.observability.logs import event, logger
+from server.protocol.list_query import check_query
 from server.serving.request_context import record_of, request_id_of
 
 _log = logger("requests")
@@ -20,7 +22,7 @@ _log = logger("requests")
 
 class ErrorHandlingRoute(APIRoute):
     """A route whose every exception becomes an error body, unexpected ones included. One for GET answers HEAD with the
-    same head; the connection leaves the body out."""
+    same head; the connection leaves the body out. It takes the query parameters of its OpenAPI operation alone."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] == "HEAD" and "GET" in (self.methods or ()):
@@ -29,9 +31,14 @@ class ErrorHandlingRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
+        described = self.openapi_extra or {}
+        takes_any = not self.include_in_schema or described.get(ANY_QUERY, False)
+        names = frozenset(one["name"] for one in described.get("parameters", ()) if one["in"] == "query")
 
         async def answer(request: Request) -> Response:
             try:
+                if not takes_any:
+                    check_query(request.query_params, names)
                 return await handle(request)
             except ClientGoneError:
                 return Response(status_code=499)  # only the counters see it

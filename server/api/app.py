@@ -58,6 +58,7 @@ from server.version import VERSION
 def create_app(settings: Settings, state: ServerState, counters: HttpCounters | None = None) -> ASGIApp:
     """The application for one server. It answers 503 until `state` is ready."""
     counters = counters or HttpCounters()
+    state.body_memory.max_bytes = settings.body_memory
     app = application(settings, state, counters)
     counters.routes = frozenset(path for path in app.openapi()["paths"] if "{" not in path)
     keys = load_keys(settings.api_key, settings.api_key_file)

@@ -2,6 +2,7 @@
 
 Heads and the framing of chunked bodies are bounded before they are parsed; offers to upgrade the protocol are ignored
 and the body is kept; every state but answering has a deadline; a refusal reaches clients that are still writing.
+Requests that are sent ahead wait unparsed: each has a turn of the loop of its own, and others have theirs in between.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ UNREAD_TIMEOUT_S = 90.0  # for a client that reads no byte of its response; stre
 MAX_HEAD_BYTES = 32 * 1024
 MAX_HEAD_FIELDS = 100
 MAX_LINGER_BYTES = 256 * 2**20
-_MAX_PIPELINED = 32
+_MAX_PIPELINED = 32  # requests that were parsed together because their bounds are not seen before: behind chunks
+_MAX_HELD_BYTES = 64 * 1024  # of requests that are sent ahead, before no more is read
+_MAX_JOINED_BYTES = 64 * 1024  # of a body that is written together with its head
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_END_OF_HEAD = b"\r\n\r\n"
 _RESERVED = 16  # connections beyond the limit: probes are answered there, everything else gets 503
 _REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 _FRAMING = frozenset({b"content-length", b"transfer-encoding"})
@@ -57,12 +62,40 @@ class Connections(ServerState):
 
 
 class _CycleTransport:
-    """The transport as a response uses it; closing it waits for a client that is still writing."""
+    """The transport as one response uses it: the head waits for the beginning of the body, so that a whole answer is
+    one write, and closing waits for a client that is still writing."""
 
-    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        self.write = transport.write
+    def __init__(
+        self, transport: asyncio.Transport, close: Callable[[], None], loop: asyncio.AbstractEventLoop
+    ) -> None:
         self.is_closing = transport.is_closing
-        self.close = close
+        self._transport = transport
+        self._close = close
+        self._loop = loop
+        self._head = b""
+        self._has_head = False
+
+    def write(self, data: bytes) -> None:
+        if self._has_head:
+            if self._head and len(data) <= _MAX_JOINED_BYTES:
+                data, self._head = self._head + data, b""
+            self.flush()
+            self._transport.write(data)
+        elif data == _CONTINUE:
+            self._transport.write(data)
+        else:
+            self._has_head, self._head = True, data
+            self._loop.call_soon(self.flush)  # no body may follow for long, or ever
+
+    def flush(self) -> None:
+        """Write a head that still waits."""
+        head, self._head = self._head, b""
+        if head and not self._transport.is_closing():
+            self._transport.write(head)
+
+    def close(self) -> None:
+        self.flush()
+        self._close()
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -80,10 +113,13 @@ class BoundedProtocol(HttpToolsProtocol):
     _unframed = 0  # bytes since the last head, piece of a body, or end of a request
     _num_dropped = 0
     _num_unsent = 0
+    _held = b""  # sent ahead of its turn, and not parsed
+    _tail = b""  # the last bytes of a head that has not ended
+    _body_left: int | None = None  # bytes of the body that are still to come; None: it is chunked
+    _response: _CycleTransport | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._cycle_transport = cast(asyncio.Transport, _CycleTransport(transport, self._close_after_answer))
         state = self.server_state
         excess = len(state.connections) - state.limit
         if excess > 0 and not state.make_room(self):
@@ -101,11 +137,22 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._lingering:
             self._drop(len(data))
             return
+        if self._held or self._is_answering_whole:
+            self._hold(data)
+        else:
+            self._take(data)
+
+    def _take(self, data: bytes) -> None:
+        """Parse up to the end of a request that is to be answered, and hold the rest."""
         if self._in_head and not self._unframed and not self._is_answering:
             self.deadline = min(self.deadline, self.loop.time() + HEAD_TIMEOUT_S)
         rest = data if len(data) <= MAX_HEAD_BYTES else memoryview(data)
         while rest:
+            if self._is_answering_whole:
+                self._hold(rest)
+                return
             piece = rest[: MAX_HEAD_BYTES + 1 - self._unframed]  # a head that is too large is never parsed whole
+            piece = piece[: self._num_of_request(piece)]
             self._unframed += len(piece)
             rest = rest[self._feed(piece) :]
             if self.transport.is_closing() or self._lingering:
@@ -113,6 +160,35 @@ class BoundedProtocol(HttpToolsProtocol):
             if self._unframed > MAX_HEAD_BYTES:
                 self._refuse_framing()
                 return
+
+    def _num_of_request(self, piece: bytes | memoryview) -> int:
+        """How many of these bytes belong to the head or the body that is being read, as far as that can be known."""
+        if not self._in_head:
+            return self._body_left or len(piece)
+        seen = self._tail + piece
+        at = seen.find(_END_OF_HEAD)
+        if at < 0:
+            self._tail = seen[1 - len(_END_OF_HEAD) :]
+            return len(piece)
+        num_before, self._tail = len(self._tail), b""
+        return at + len(_END_OF_HEAD) - num_before
+
+    def _hold(self, data: bytes | memoryview) -> None:
+        """Keep what is sent ahead until its turn, and read no more when that is much."""
+        self._held += data
+        if len(self._held) > _MAX_HELD_BYTES:
+            self.transport.pause_reading()  # not by `flow`, which the application lets go on
+
+    def _take_held(self) -> None:
+        """The turn of what was sent ahead."""
+        held, self._held = self._held, b""
+        if self.transport.is_closing() or self._lingering:
+            return
+        self._take(held)
+        if len(held) > _MAX_HELD_BYTES >= len(self._held):
+            self.transport.resume_reading()
+        if not self._is_answering and self._in_head:  # it was the beginning of a head
+            self._await_head(HEAD_TIMEOUT_S)
 
     def _feed(self, piece: bytes | memoryview) -> int:
         """How many bytes the parser took: all, unless a head that offers an upgrade ends among them."""
@@ -170,13 +246,25 @@ class BoundedProtocol(HttpToolsProtocol):
             raise ValueError("CONNECT, or too many pipelined requests")
         super().on_headers_complete()
         self._in_head = False
+        self._body_left = self._declared_length()
         self._upgrade_offered = self.parser.should_upgrade()
         self.server_state.waiting.pop(self, None)
         self.deadline = math.inf
-        self.cycle.transport = self._cycle_transport
+        self._response = _CycleTransport(self.transport, self._close_after_answer, self.loop)
+        self.cycle.transport = cast(asyncio.Transport, self._response)
+
+    def _declared_length(self) -> int | None:
+        """Bytes of the body, as its head says; None: it comes in chunks. Only a hint: the parser decides."""
+        fields = [(name, value) for name, value in self.headers if name in _FRAMING]
+        if not fields:
+            return 0
+        name, value = fields[0]
+        return int(value) if name == b"content-length" and value.isdigit() else None
 
     def on_body(self, body: bytes) -> None:
         self._unframed = 0
+        if self._body_left:
+            self._body_left = max(0, self._body_left - len(body))
         if self.cycle.response_complete:
             self._drop(len(body))
         else:
@@ -206,6 +294,9 @@ class BoundedProtocol(HttpToolsProtocol):
         elif self.cycle.more_body:
             self._num_dropped = 0
             self.deadline = self.loop.time() + LINGER_TIMEOUT_S
+        elif self._held:
+            self.deadline = self.loop.time() + HEAD_TIMEOUT_S
+            self.loop.call_soon(self._take_held)
         else:
             self._await_head(HEAD_TIMEOUT_S if self._unframed else KEEP_ALIVE_S)
 
@@ -244,6 +335,11 @@ class BoundedProtocol(HttpToolsProtocol):
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
+    @property
+    def _is_answering_whole(self) -> bool:
+        """Whether a request is being answered that was read to its end."""
+        return self._is_answering and not self.cycle.more_body
+
     def _await_head(self, seconds: float) -> None:
         self._in_head = True
         self.deadline = self.loop.time() + seconds
@@ -264,6 +360,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _close(self) -> None:
         """Close as soon as the client has read what is written."""
+        if self._response is not None:
+            self._response.flush()
         self._num_unsent = self.transport.get_write_buffer_size()
         self.deadline = self.loop.time() + UNREAD_TIMEOUT_S
         self.transport.close()

@@ -158,6 +158,7 @@ SERVER_ONLY = frozenset(
         "admin_api_key",
         "served_model_name",
         "max_body_size",
+        "body_memory",
         "response_store",
         "batch_dir",
         "batch_dir_size",

@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from engine.errors import RequestError
 from server.errors import ClientGoneError, HttpError
 from server.protocol.base import FieldError, StrictModel
+from server.protocol.body_memory import HeldBody
 from server.protocol.wording import problem_of
 
 READ_TIMEOUT_S = 30.0
@@ -72,8 +73,9 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
-async def read_json(request: Request, max_size: int) -> bytes:
-    """The body of at most `max_size` bytes. Raises `HttpError` (408, 413, 415), or `ClientGoneError`."""
+async def read_json(request: Request, max_size: int, held: HeldBody) -> bytes:
+    """The body of at most `max_size` bytes, which `held` counts. Raises `HttpError` (408, 413, 415, 503), or
+    `ClientGoneError`."""
     _check_content_type(request)
     too_large = HttpError(
         413,
@@ -82,8 +84,10 @@ async def read_json(request: Request, max_size: int) -> bytes:
         headers={"Connection": "close"},
     )
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > max_size:
-        raise too_large
+    if declared.isdigit():
+        if int(declared) > max_size:
+            raise too_large
+        held.check(int(declared))
     body = bytearray()
     try:
         async with asyncio.timeout(READ_TIMEOUT_S):
@@ -91,6 +95,7 @@ async def read_json(request: Request, max_size: int) -> bytes:
                 body += chunk
                 if len(body) > max_size:
                     raise too_large
+                held.add(len(chunk))
     except TimeoutError:
         message = f"The body did not arrive within {READ_TIMEOUT_S:.0f} seconds."
         raise HttpError(408, message, headers={"Connection": "close"}) from None

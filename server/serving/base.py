@@ -18,7 +18,7 @@ from server.errors import HttpError, ModelNotFoundError
 from server.llm.async_llm import AsyncLLM
 from server.llm.generation import Replica
 from server.observability.logs import event, logger
-from server.observability.metrics import HttpCounters
+from server.observability.metrics import HttpCounters, exposition
 from server.protocol.base import MAX_TIMEOUT_S, StrictModel
 from server.protocol.large_body.reader import takes_long
 from server.protocol.request_body import ignored_header, parse_any, read_json, unknown_parameters
@@ -43,6 +43,7 @@ class OpenAIServing:
         self.counters = counters
         self.model_names = served_names(settings)
         self._last_stats: dict[int, EngineStats] = {}  # by replica
+        self._metrics_page: asyncio.Task[bytes] | None = None
 
     @classmethod
     def of(cls, request: Request) -> Self:
@@ -105,13 +106,15 @@ class OpenAIServing:
     async def read(self, request: Request, *schemas: type[_BodyT]) -> tuple[_BodyT, dict[str, str]]:
         """The checked body, and the headers that every answer to it carries. With two schemas the second is for
         conversations. Raises `RequestError`."""
-        content = await read_json(request, self.settings.max_body_size)
         is_strict = self.settings.strict_parameters
-        if takes_long(content):
-            body, unknown = await until_disconnect(request, self.state.large_bodies.read(schemas, content, is_strict))
-        else:
-            body = parse_any(schemas, content)
-            unknown = unknown_parameters(body, is_strict)
+        with self.state.body_memory.open() as held:
+            content = await read_json(request, self.settings.max_body_size, held)
+            if takes_long(content):
+                reading = self.state.large_bodies.read(schemas, content, is_strict)
+                body, unknown = await until_disconnect(request, reading)
+            else:
+                body = parse_any(schemas, content)
+                unknown = unknown_parameters(body, is_strict)
         self.counters.ignored_parameters += len(unknown)
         return body, ignored_header(unknown)
 
@@ -121,6 +124,18 @@ class OpenAIServing:
         if async_llm is None:
             return [EngineStats()], None
         return list(await asyncio.gather(*map(self._stats_of, async_llm.engine.replicas))), async_llm.engine.info
+
+    async def metrics_page(self) -> bytes:
+        """The body of `/metrics`. Those who ask while it is being made get the same."""
+        task = self._metrics_page
+        if task is None or task.done():
+            task = self._metrics_page = asyncio.create_task(self._make_metrics_page(), name="metrics")
+        return await asyncio.shield(task)  # one that leaves takes the page from nobody
+
+    async def _make_metrics_page(self) -> bytes:
+        replicas, info = await self.engine_numbers()
+        prefix = self.settings.metrics_prefix
+        return exposition(replicas, info, self.counters, self.model_names[0], self.state.started_at, prefix)
 
     async def _stats_of(self, replica: Replica) -> EngineStats:
         try:

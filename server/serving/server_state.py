@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
+from server.protocol.body_memory import BodyMemory
 from server.protocol.large_body.reader import LargeBodies
 from server.serving.explain.records import RecentRequests
 
@@ -72,6 +73,7 @@ class ServerState:
     heartbeat: Heartbeat | None = None
     async_llm: AsyncLLM | None = None
     large_bodies: LargeBodies = field(default_factory=LargeBodies)
+    body_memory: BodyMemory = field(default_factory=BodyMemory)
     requests: RecentRequests = field(default_factory=RecentRequests)  # to generate
     tracer: RequestTracer | None = None  # None: no traces are sent
     batches: Batches | None = None  # None: there is no --batch-dir

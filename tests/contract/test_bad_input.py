@@ -376,3 +376,65 @@ def test_a_full_queue_is_a_429_with_retry_after(make_stage, queue_full):
         assert response.headers["Retry-After"] == "3"
         assert response.json()["error"]["code"] == "queue_full"
         assert response.json()["error"]["type"] == "rate_limit_error"
+
+
+def test_the_bodies_of_all_requests_together_are_bounded_and_every_way_out_gives_back(make_stage, monkeypatch):
+    """Two are being received, then more come; and they end well, wrongly, too late, or by clients that leave."""
+    stage = make_stage("ok", body_memory=2**20)
+    memory, begun = stage.state.body_memory, b'{"prompt": "' + b"x" * 400_000
+
+    async def scenario():
+        ends = anyio.Event()
+
+        async def slow():
+            yield begun
+            await ends.wait()
+            yield b'"}'
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(_post, stage, slow())
+            group.start_soon(_leave, stage, begun, ends)
+            while memory.num_bytes < 2 * len(begun):
+                await anyio.sleep(0)
+            refused = await _post(stage, begun + b'"}')
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "body_memory_full")
+            assert refused.headers["retry-after"] == "1"
+            announced = await _post(stage, b"{}", **{"Content-Length": "400000"})  # refused before it comes
+            assert announced.status_code == 503
+            assert memory.num_bytes == 2 * len(begun)
+            assert (await _post(stage, b'{"prompt": "x", "max_tokens": 2}')).status_code == 200
+            ends.set()
+        assert memory.num_bytes == 0
+        for content in (begun, begun + b'"}', b"[" * 900_000, b'{"prompt":"' + b"x" * 2**21 + b'"}'):
+            assert (await _post(stage, content)).status_code == 400  # also one that is larger than the memory, alone
+            assert memory.num_bytes == 0
+        monkeypatch.setattr("server.protocol.request_body.READ_TIMEOUT_S", 0.05)
+        ends = anyio.Event()
+        assert (await _post(stage, slow())).status_code == 408
+        assert memory.num_bytes == 0
+
+    anyio.run(scenario)
+
+
+async def _leave(stage, begun, ends):
+    """A client that sends the beginning of a body and then closes the connection."""
+    messages = iter([{"type": "http.request", "body": begun, "more_body": True}, {"type": "http.disconnect"}])
+
+    async def receive():
+        message = next(messages)
+        if message["type"] == "http.disconnect":
+            await ends.wait()
+        return message
+
+    async def send(message):
+        assert message.get("status", 499) == 499
+
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
+    await stage.app(scope, receive, send)
+
+
+async def _post(stage, content, **headers):
+    async with stage.client(timeout=60) as client:
+        headers = {"Content-Type": "application/json", **headers}
+        return await client.post("/v1/completions", content=content, headers=headers)

@@ -11,6 +11,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.config.options import OptionError
+from server.observability.metrics import exposition
+from server.serving import base
 
 OPEN = {"/", "/health", "/health/live", "/health/ready", "/version", "/metrics", "/v1/state"}
 
@@ -132,6 +134,26 @@ def test_models_describe_what_is_served(make_stage):
     assert card["tokenizer_digest"] == stage.state.async_llm.input_processor.tokenizer.digest
     assert card["numbers_digest"] == stage.engine.info.numbers_digest
     assert _get(stage, "/v1/models/nope").status_code == 404
+
+
+def test_scrapes_at_the_same_time_share_one_page_and_later_ones_are_new(make_stage, monkeypatch):
+    made = []
+    monkeypatch.setattr(base, "exposition", lambda *given: made.append(given) or exposition(*given))
+    stage = make_stage()
+
+    async def send():
+        async with stage.client() as client, anyio.create_task_group() as group:
+            for _ in range(20):
+                group.start_soon(client.get, "/metrics")
+        assert len(made) <= 2
+        async with stage.client() as client:
+            await client.get("/version")
+            return (await client.get("/metrics")).text
+
+    assert (
+        'oarlock:http_responses_total{method="GET",model_name="demo",route="/version",status="200"} 1.0'
+        in anyio.run(send)
+    )
 
 
 def test_metrics_have_the_fields_names_and_reconcile_with_usage(make_stage):

@@ -7,6 +7,7 @@ import json
 import re
 
 import anyio
+import httpx
 import jsonschema
 import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
@@ -14,6 +15,7 @@ from openapi_spec_validator import OpenAPIV31SpecValidator
 from server.api.middleware import POOLING
 from server.api.routes import server_info
 from server.llm.pooler_config import PoolerConfig, Task
+from tests.contract.batch_server import request_line, serving
 
 
 @pytest.fixture
@@ -106,3 +108,51 @@ def test_documents_are_made_once_and_again_for_another_model(make_stage, monkeyp
     stage.state.async_llm = copy.copy(stage.state.async_llm)
     _all(stage, paths)
     assert len(made) == 4
+
+
+IDS = {"{model}": "demo", "{id}": "known", "{response_id}": "resp_0"}
+# A value that each query parameter does not allow.
+WRONG = {"after": "nothing", "limit": "0", "order": "up", "purpose": "assistants"}
+
+
+def _operations(document):
+    for path, operations in document["paths"].items():
+        filled = re.sub(r"{\w+}", lambda name: IDS.get(name[0], "none"), path)
+        for method, operation in operations.items():
+            names = [one["name"] for one in operation.get("parameters", ()) if one["in"] == "query"]
+            yield method.upper(), filled, names, operation.get("x-any-query", False)
+
+
+def test_query_parameters_are_honoured_or_refused_by_name_on_every_route(make_stage, tmp_path):
+    with serving(make_stage, tmp_path) as serve:
+        server = serve(admin_api_key="boss")
+        server.batch([request_line("one")])
+        with httpx.Client(base_url=server.url, headers={"Authorization": "Bearer boss"}, timeout=60) as client:
+            made = client.post("/v1/responses", json={"input": "Hi"}).json()["id"]
+            calls, open_to_all = [], set()
+            for method, path, names, takes_any in _operations(client.get("/openapi.json").json()):
+                path = path.replace("resp_0", made)
+                if takes_any:
+                    assert not names
+                    open_to_all.add(path)
+                    continue
+                answer = client.request(method, path, params={"oder": "asc"})
+                error = answer.json().get("error", {})
+                assert (answer.status_code, "'oder'" in error["message"]) == (400, True), (method, path, answer.text)
+                assert all(name in error["message"] for name in names), path
+                calls += [(path, name) for name in names]
+            assert open_to_all == {"/health", "/health/live", "/health/ready", "/version", "/metrics", "/docs"}
+            assert len(calls) == 9
+            for path, name in calls:
+                assert client.get(path).json().get("data"), (path, client.get(path).text)
+                found = client.get(path, params={name: WRONG[name]})
+                assert (found.status_code, found.json()["error"]["param"]) == (400, name), (path, name, found.text)
+                assert client.get(path, params=[(name, "1"), (name, "2")]).status_code == 400
+
+
+@pytest.mark.parametrize("query", ["api-version=2024-10-21", "beta=true"])
+def test_the_version_that_a_client_was_written_for_is_no_parameter_of_a_route(make_stage, query):
+    stage = make_stage("ok")
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+    assert _all(stage, [("POST", f"/v1/messages?{query}", body)])[0].status_code == 200
+    assert _all(stage, [("GET", f"/health?{query}&t=17", None), ("GET", "/?utm_source=x", None)])[1].status_code == 200

@@ -214,6 +214,24 @@ def test_stored_responses_are_read_listed_and_deleted(make_stage):
     assert _send(stage, "GET", f"/v1/responses/{kept['id']}").status_code == 404
 
 
+def test_input_items_come_in_the_order_and_the_pages_that_are_asked_for(make_stage):
+    stage = make_stage("Yes.")
+    made = _create(stage, input=[{"role": "user", "content": str(number)} for number in range(23)])
+
+    def listed(query=""):
+        page = _send(stage, "GET", f"/v1/responses/{made['id']}/input_items{query}").json()
+        texts = [int(item["content"][0]["text"]) for item in page["data"]]
+        assert (page["first_id"], page["last_id"]) == (page["data"][0]["id"], page["data"][-1]["id"])
+        return texts, page["has_more"], page["last_id"]
+
+    assert listed("?order=asc&limit=100")[:2] == (list(range(23)), False)
+    assert listed("?order=desc&limit=100") == listed("?limit=100")
+    first, more, last = listed()
+    assert (first, more) == (list(range(22, 2, -1)), True)
+    assert listed(f"?after={last}")[:2] == ([2, 1, 0], False)
+    assert listed(f"?after={last}&limit=1&order=asc")[:2] == ([4], True)
+
+
 def test_another_key_does_not_find_it(make_stage):
     stage = make_stage("Yes.", api_key=("one", "two"))
     headers = {key: {"Authorization": f"Bearer {key}"} for key in ("one", "two")}

@@ -18,12 +18,14 @@ from server.protocol.admin import AbortRequest
 from server.protocol.batches.request import CreateBatchRequest
 from server.protocol.chat_completion import ChatRequest
 from server.protocol.completion import CompletionRequest
+from server.protocol.list_query import QUERY_PARAMETERS
 from server.protocol.messages.request import CountTokensRequest, MessagesRequest
 from server.protocol.pooling.embedding import EmbeddingRequest, PoolingRequest
 from server.protocol.pooling.scoring import RerankRequest, ScoreRequest
 from server.protocol.responses.request import ResponsesRequest
 from server.protocol.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 
+ANY_QUERY = "x-any-query"
 _REF = "#/components/schemas/"
 _BODIES: tuple[type[BaseModel], ...] = (
     CompletionRequest,
@@ -70,8 +72,13 @@ def describe(
     example_answer: Any = None,
     streams: bool = False,
     status: int = 200,
+    query: tuple[str, ...] = (),
+    any_query: bool = False,
 ) -> dict[str, Any]:
-    """What a route adds to its OpenAPI operation. `answer` and `bodies` are names of schemas."""
+    """What a route adds to its OpenAPI operation. `answer` and `bodies` are names of schemas, `query` of parameters.
+
+    `any_query`: the answer is the same whatever stands behind the path, as links, caches and load balancers put there.
+    """
     content: dict[str, Any] = {media: {"schema": {"$ref": _REF + answer} if answer else {"type": "string"}}}
     if example_answer is not None:
         content[media]["example"] = example_answer
@@ -81,6 +88,10 @@ def describe(
         "summary": summary,
         "responses": {str(status): {"description": "The answer.", "content": content}},
     }
+    if query:
+        operation["parameters"] = [{"name": name, "in": "query", **QUERY_PARAMETERS[name]} for name in query]
+    if any_query:
+        operation[ANY_QUERY] = True
     if bodies:
         refs = [{"$ref": _REF + name} for name in bodies]
         schema = refs[0] if len(refs) == 1 else {"anyOf": refs}

@@ -233,7 +233,7 @@ SCHEMAS: dict[str, Any] = {
     "InputTokens": _object({"object": {"const": "response.input_tokens"}, "input_tokens": _COUNT}),
     "DeletedResponse": _object({"id": _STRING, "object": _STRING, "deleted": {"const": True}}),
     "InputItems": _object(
-        {"object": {"const": "list"}, "data": _list({"type": "object"}), "has_more": {"const": False}}
+        {"object": {"const": "list"}, "data": _list({"type": "object"}), "has_more": {"type": "boolean"}}
     ),
     "Rendered": _object(
         {

@@ -24,10 +24,11 @@ _READY = describe(
     "Check readiness",
     "Health",
     example_answer={"status": "ok", "state": "ready"},
+    any_query=True,
 )
 
 
-@router.get("/health/live", openapi_extra=describe("Check liveness", "Health"))
+@router.get("/health/live", openapi_extra=describe("Check liveness", "Health", any_query=True))
 async def live(request: Request) -> Response:
     """200 as long as the process answers."""
     return JSONResponse({"status": "live", "state": OpenAIServing.of(request).state.phase.value})
@@ -55,6 +56,8 @@ async def ready(request: Request) -> Response:
     return JSONResponse(body | {"reason": reason}, 503, retry_after(5))
 
 
-@router.get("/version", openapi_extra=describe("Show version", "Version", example_answer={"version": VERSION}))
+@router.get(
+    "/version", openapi_extra=describe("Show version", "Version", example_answer={"version": VERSION}, any_query=True)
+)
 async def version(request: Request) -> Response:
     return JSONResponse({"version": VERSION})

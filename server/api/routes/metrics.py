@@ -8,22 +8,12 @@ from starlette.responses import Response
 
 from server.api.api_route import ErrorHandlingRoute
 from server.api.openapi.document import describe
-from server.observability.metrics import CONTENT_TYPE, exposition
+from server.observability.metrics import CONTENT_TYPE
 from server.serving.base import OpenAIServing
 
 router = APIRouter(route_class=ErrorHandlingRoute)
 
 
-@router.get("/metrics", openapi_extra=describe("Show metrics", "", media="text/plain"))
+@router.get("/metrics", openapi_extra=describe("Show metrics", "", media="text/plain", any_query=True))
 async def metrics(request: Request) -> Response:
-    serving = OpenAIServing.of(request)
-    replicas, info = await serving.engine_numbers()
-    page = exposition(
-        replicas,
-        info,
-        serving.counters,
-        serving.model_names[0],
-        serving.state.started_at,
-        serving.settings.metrics_prefix,
-    )
-    return Response(page, media_type=CONTENT_TYPE)
+    return Response(await OpenAIServing.of(request).metrics_page(), media_type=CONTENT_TYPE)

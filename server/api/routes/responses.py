@@ -55,7 +55,10 @@ async def cancel_response(request: Request, response_id: str) -> Response:
     return OpenAIServingResponses.of(request).cancel(request, response_id)
 
 
-@router.get("/v1/responses/{response_id}/input_items", openapi_extra=describe("List input items", "InputItems"))
+@router.get(
+    "/v1/responses/{response_id}/input_items",
+    openapi_extra=describe("List input items", "InputItems", query=("after", "limit", "order")),
+)
 async def list_input_items(request: Request, response_id: str) -> Response:
     return OpenAIServingResponses.of(request).input_items(request, response_id)
 

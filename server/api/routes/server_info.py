@@ -59,7 +59,7 @@ async def load(request: Request) -> Response:
     )
 
 
-@router.get("/docs", openapi_extra=describe("Show documentation", "", media="text/html"))
+@router.get("/docs", openapi_extra=describe("Show documentation", "", media="text/html", any_query=True))
 async def docs(request: Request) -> Response:
     return _once(
         request,

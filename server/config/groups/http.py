@@ -97,6 +97,16 @@ class HttpSettings:
         maximum=2**30,
         help="larger request bodies are refused (413)",
     )
+    body_memory: int = option(
+        128 * 2**20,
+        group=_GROUP,
+        example="512MiB",
+        is_bytes=True,
+        minimum=2**20,
+        maximum=2**40,
+        help="memory for all request bodies together that are being received or parsed; more are refused (503) with "
+        "Retry-After, but one alone never is",
+    )
     response_store: int = option(
         64 * 2**20,
         group=_GROUP,

@@ -1,14 +1,11 @@
-"""The request of `/v1/batches`, and the queries of lists."""
+"""The request of `/v1/batches`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from engine.errors import RequestError
 from server.protocol.base import WHOLE, StrictModel
 
 MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 30 * 86_400
@@ -49,28 +46,3 @@ class CreateBatchRequest(StrictModel):
     def window_s(self) -> int:
         """The completion window in seconds."""
         return int(self.completion_window[:-1]) * _UNITS[self.completion_window[-1]]
-
-
-@dataclass(frozen=True, slots=True)
-class ListQuery:
-    """Which part of a list is wanted."""
-
-    after: str | None = None  # the id of the last one that is known already
-    limit: int = 20
-    order: Literal["asc", "desc"] = "desc"  # by time of creation
-    purpose: str | None = None
-
-    @staticmethod
-    def of(given: Mapping[str, str], *, limit: int, max_limit: int, names: frozenset[str]) -> ListQuery:
-        """`names`: of the parameters that this list has. Raises `RequestError`."""
-        unknown = sorted(given.keys() - names)
-        if unknown:
-            name = unknown[0][:64]
-            raise RequestError(f"There is no parameter '{name}' here: {', '.join(sorted(names))}.", name)
-        text = given.get("limit", str(limit))
-        if not (text.isascii() and text.isdigit() and len(text) < 7 and 1 <= int(text) <= max_limit):
-            raise RequestError(f"'limit' must be a whole number from 1 to {max_limit}.", "limit")
-        order = given.get("order", "desc")
-        if order not in ("asc", "desc"):
-            raise RequestError("'order' must be asc or desc.", "order")
-        return ListQuery(given.get("after"), int(text), "asc" if order == "asc" else "desc", given.get("purpose"))

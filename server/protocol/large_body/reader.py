@@ -54,11 +54,12 @@ class LargeBodies:
 
     async def read(self, schemas: Sequence[type[StrictModel]], body: bytes, is_strict: bool) -> tuple[Any, list[str]]:
         """What `parse_any` and `unknown_parameters` return. Raises `RequestError`. Cancelling it ends the work."""
-        work = object()
+        work, bodies = object(), [body]
         try:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._pool, self._read_body, work, schemas, body, is_strict)
+            return await loop.run_in_executor(self._pool, self._read_body, work, schemas, bodies, is_strict)
         except asyncio.CancelledError:
+            bodies.clear()  # the pool keeps what it is called with until its turn comes
             with self._lock:
                 if self._reading is work:
                     self._stop()
@@ -81,14 +82,16 @@ class LargeBodies:
             self._stop()
 
     def _read_body(
-        self, work: object, schemas: Sequence[type[StrictModel]], body: bytes, is_strict: bool
+        self, work: object, schemas: Sequence[type[StrictModel]], bodies: list[bytes], is_strict: bool
     ) -> tuple[Any, list[str]]:
+        """`bodies`: the one body."""
+
         def received(sock: socket.socket, answer: dict[str, Any]) -> tuple[bytes, list[tuple[Any, str, memoryview]]]:
             rest = bytes(_exactly(sock, answer["rest"]))
             return rest, [(path, kind, _exactly(sock, size)) for path, kind, size in answer["leaves"]]
 
         header = {"schemas": [schema.__name__ for schema in schemas], "strict": is_strict}
-        answer, (rest, long) = self._exchange(work, header, body, received)
+        answer, (rest, long) = self._exchange(work, header, bodies.pop(), received)
         schema = next(schema for schema in schemas if schema.__name__ == answer["schema"])
         parsed = schema.model_validate_json(rest)
         for path, kind, data in long:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from server.errors import HttpError
 from server.observability.logs import event, logger
-from server.protocol.batches.request import ListQuery
+from server.protocol.list_query import ListQuery
 from server.serving.batches.directory import FILE_ID, BatchDirectory
 from server.serving.batches.key_shares import KeyQuota
 

@@ -22,8 +22,9 @@ from server.errors import ClientGoneError, HttpError
 from server.json_text import dumps
 from server.observability.metrics import HttpCounters
 from server.protocol.batches.multipart import MultipartReader, Part, boundary_of
-from server.protocol.batches.request import MAX_EXPIRY_S, MIN_EXPIRY_S, CreateBatchRequest, ListQuery
+from server.protocol.batches.request import MAX_EXPIRY_S, MIN_EXPIRY_S, CreateBatchRequest
 from server.protocol.large_body.reader import LargeBodies
+from server.protocol.list_query import ListQuery
 from server.serving.base import OpenAIServing
 from server.serving.batches.batch import Batch
 from server.serving.batches.directory import BatchDirectory
@@ -63,8 +64,10 @@ class OpenAIServingBatches(OpenAIServing):
         files.check_room(owner)
         upload = _Upload(files.directory.new_upload(), partial(files.directory.reserve, owner), files.disk)
         try:
-            async with asyncio.timeout(UPLOAD_TIMEOUT_S):
-                await upload.read(request.stream(), MultipartReader(boundary))
+            with self.state.body_memory.open() as held:
+                held.add(_WRITE_BYTES)  # at a time: the rest is in the file
+                async with asyncio.timeout(UPLOAD_TIMEOUT_S):
+                    await upload.read(request.stream(), MultipartReader(boundary))
             expires_s = upload.checked()
             now = int(time.time())
             file = StoredFile(
@@ -91,8 +94,7 @@ class OpenAIServingBatches(OpenAIServing):
 
     def list_files(self, request: Request) -> Response:
         """Raises `RequestError`."""
-        names = frozenset({"after", "limit", "order", "purpose"})
-        query = ListQuery.of(request.query_params, limit=10_000, max_limit=10_000, names=names)
+        query = ListQuery.of(request.query_params, limit=10_000, max_limit=10_000)
         runner, owner = self._for(request)
         return _json(runner.files.list(owner, query))
 
@@ -140,8 +142,7 @@ class OpenAIServingBatches(OpenAIServing):
 
     def list_batches(self, request: Request) -> Response:
         """Raises `RequestError`."""
-        names = frozenset({"after", "limit"})
-        query = ListQuery.of(request.query_params, limit=20, max_limit=100, names=names)
+        query = ListQuery.of(request.query_params, limit=20, max_limit=100)
         runner, owner = self._for(request)
         return _json(page(runner.all_of(owner), query))
 

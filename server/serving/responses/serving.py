@@ -15,6 +15,7 @@ from server.errors import HttpError
 from server.json_text import dumps
 from server.llm.generation import Generation
 from server.protocol.chat_completion import ChatRequest
+from server.protocol.list_query import ListQuery
 from server.protocol.responses.items import ItemReference, MessageItem, UnreadItem
 from server.protocol.responses.request import ResponsesRequest
 from server.serving.chat_completion import OpenAIServingChatCompletion, ProcessedChat, token_logprobs
@@ -73,13 +74,22 @@ class OpenAIServingResponses(OpenAIServingChatCompletion):
         return Response(self._stored(request, response_id).response, media_type="application/json")
 
     def input_items(self, request: Request, response_id: str) -> Response:
-        """The items that a stored response was the answer to, the newest first."""
+        """The items that a stored response was the answer to, the newest first or as asked. Raises `RequestError`."""
+        query = ListQuery.of(request.query_params, limit=20, max_limit=100)
         stored = self._stored(request, response_id)
-        items = [_shown(item, position) for position, item in enumerate(stored.input)][::-1]
+        items = [_shown(item, position) for position, item in enumerate(stored.input)]
+        if query.order == "desc":
+            items.reverse()
+        ids = [item["id"] for item in items]
+        if query.after is not None:
+            if query.after not in ids:
+                raise RequestError(f"'after' is '{query.after[:64]}', which is no item of this response.", "after")
+            items = items[ids.index(query.after) + 1 :]
+        shown = items[: query.limit]
         ends = (
-            {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {"first_id": None, "last_id": None}
+            {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
         )
-        return _json({"object": "list", "data": items, **ends, "has_more": False})
+        return _json({"object": "list", "data": shown, **ends, "has_more": len(shown) < len(items)})
 
     def delete(self, request: Request, response_id: str) -> Response:
         """Forget a stored response. Raises `HttpError` (404)."""

@@ -43,10 +43,12 @@ class FakeTransport(asyncio.Transport):
         super().__init__()
         self.sent = bytearray()
         self.closed = self.half_closed = self.aborted = False
-        self.unsent = 0
+        self.paused = False
+        self.unsent = self.writes = 0
 
     def write(self, data):
         self.sent += data
+        self.writes += 1
 
     def can_write_eof(self):
         return True
@@ -64,17 +66,28 @@ class FakeTransport(asyncio.Transport):
         return self.closed
 
     def pause_reading(self):
-        pass
+        self.paused = True
 
     def resume_reading(self):
-        pass
+        self.paused = False
 
     def get_write_buffer_size(self):
         return self.unsent
 
 
+released: set[str] = set()  # paths that answer now
+
+
 async def echo(scope, receive, send):
-    """Answers with the request's method, the names of its fields, and its body; `/early` before it has read that."""
+    """Answers with the request's method, the names of its fields, and its body; `/early` before it has read that,
+    `/slow` when it is released, and `/head` too, but it sends its head before."""
+    if scope["path"] == "/head":
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+    while scope["path"] in ("/slow", "/head") and scope["path"] not in released:
+        await asyncio.sleep(0)
+    if scope["path"] == "/head":
+        await send({"type": "http.response.body", "body": b""})
+        return
     body, more = b"", scope["path"] != "/early"
     while more:
         message = await receive()
@@ -237,15 +250,84 @@ def test_a_connection_that_the_client_has_reset_is_closed_at_once(monkeypatch):
     run(scenario)
 
 
-def test_requests_sent_ahead_of_their_turn_are_bounded():
+def test_requests_sent_ahead_wait_unparsed_and_each_has_a_turn_of_its_own():
     async def scenario():
         client = Client()
-        answers = await client.feed(b"GET / HTTP/1.1\r\n\r\n" * 10)
-        assert [status for status, _ in answers] == [200] * 10
+        get, post = b"GET /%d HTTP/1.1\r\n\r\n", POST + b"Content-Length: 2\r\n\r\n{}"
+        client.protocol.data_received(b"".join(get % number for number in range(20)) + post + get % 20)
+        answered = []
+        while len(answered) < 22:
+            await asyncio.sleep(0)
+            assert len(client.answers()) - len(answered) <= 1  # in one turn of the loop
+            assert not client.protocol.pipeline
+            answered = client.answers()
+        assert [(status, answer["method"]) for status, answer in answered[-3:]] == [
+            (200, "GET"),
+            (200, "POST"),
+            (200, "GET"),
+        ]
+        assert client.left_s > HEAD_TIMEOUT_S  # waits for the next one as any kept connection does
+
+    run(scenario)
+
+
+def test_requests_sent_ahead_may_be_cut_anywhere():
+    async def scenario():
+        two = POST + b"Content-Length: 6\r\n\r\n\r\n\r\n{}" + b"GET / HTTP/1.1\r\n\r\n"
+        for cut in range(1, 2 * len(two)):
+            client = Client()
+            data = two + two
+            answers = await client.feed(data[:cut], data[cut:])
+            for _ in range(8):
+                answers = await client.feed()
+            assert [answer["method"] for _, answer in answers] == ["POST", "GET"] * 2, cut
+
+    run(scenario)
+
+
+def test_no_more_is_read_while_much_is_sent_ahead():
+    async def scenario():
+        released.clear()
         client = Client()
-        await client.feed(b"GET / HTTP/1.1\r\n\r\n" * 10_000)
+        await client.feed(b"GET /slow HTTP/1.1\r\n\r\n")
+        client.protocol.data_received(b"GET / HTTP/1.1\r\n\r\n" * 500)
+        assert not client.transport.paused
+        client.protocol.data_received(b"GET / HTTP/1.1\r\n\r\n" * 4000)
+        assert client.transport.paused
+        released.add("/slow")
+        while client.transport.sent.count(b"HTTP/1.1 200 OK") < 4501:
+            for _ in range(500):
+                await asyncio.sleep(0)
+        assert not client.transport.paused
+        assert not client.transport.closed
+
+    run(scenario)
+
+
+def test_requests_behind_chunks_are_bounded():
+    async def scenario():
+        client = Client()
+        chunked = POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+        await client.feed(chunked + b"GET / HTTP/1.1\r\n\r\n" * 100)
         assert client.transport.closed
         assert len(client.protocol.pipeline) <= 32
+
+    run(scenario)
+
+
+def test_a_whole_answer_is_one_write_and_a_head_alone_does_not_wait():
+    async def scenario():
+        released.clear()
+        client = Client()
+        for request in (b"GET / HTTP/1.1\r\n\r\n", b"POST /early HTTP/1.1\r\nContent-Length: 4\r\n\r\n{}  "):
+            await client.feed(request)
+        assert client.transport.writes == 2
+        client.protocol.data_received(b"GET /head HTTP/1.1\r\n\r\n")  # of a stream that has nothing to send yet
+        while not client.transport.sent.endswith(b"transfer-encoding: chunked\r\n\r\n"):
+            await asyncio.sleep(0)
+        released.add("/head")
+        while not client.transport.sent.endswith(b"0\r\n\r\n"):
+            await asyncio.sleep(0)
 
     run(scenario)
 

@@ -177,6 +177,7 @@ def test_every_option_reaches_the_engine_or_is_one_of_the_servers_own():
 
 SERVER_OPTIONS = {
     "web_page",
+    "body_memory",
     "response_store",
     "runner",
     "classifier_from_token",

@@ -25,7 +25,7 @@ async def create_batch(request: Request) -> Response:
     return await OpenAIServingBatches.of(request).create(request)
 
 
-@router.get("/v1/batches", openapi_extra=describe("List batches", "BatchList"))
+@router.get("/v1/batches", openapi_extra=describe("List batches", "BatchList", query=("after", "limit")))
 async def list_batches(request: Request) -> Response:
     """`after` and `limit` choose a part of it."""
     return OpenAIServingBatches.of(request).list_batches(request)

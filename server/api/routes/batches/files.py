@@ -34,7 +34,10 @@ async def upload_file(request: Request) -> Response:
     return await OpenAIServingBatches.of(request).upload(request)
 
 
-@router.get("/v1/files", openapi_extra=describe("List files", "FileList"))
+@router.get(
+    "/v1/files",
+    openapi_extra=describe("List files", "FileList", query=("after", "limit", "order", "purpose")),
+)
 async def list_files(request: Request) -> Response:
     """`after`, `limit`, `order` and `purpose` choose a part of it."""
     return OpenAIServingBatches.of(request).list_files(request)
