@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 
 import pytest
 
 from tests.e2e.running import command, environment
+from tests.e2e.shown_rows import ShownRows
 from tests.e2e.terminal import CTRL_C, CTRL_D, TAB, Terminal
 
 pytestmark = pytest.mark.slow
@@ -103,6 +105,69 @@ def test_a_conversation_at_a_terminal(make_server, tokenizer, tmp_path, wait_for
     history = tmp_path / "oarlock" / "chat_history"
     assert "What is this?" in history.read_text()
     assert history.stat().st_mode & 0o077 == 0
+
+
+ANSWER = "# A title\n\nThese are more words than a narrow terminal has in one row, and the last of them is **end**."
+STOPPED_AT = "last of them is"
+
+
+@pytest.mark.parametrize(("columns", "typed"), [(60, ""), (24, ""), (90, "x" * 70), (41, "one\ntwo\nthree\n")])
+def test_a_stopped_answer_is_on_the_screen_once(make_server, tokenizer, tmp_path, wait_for, columns, typed):
+    shown = ANSWER[: ANSWER.index(STOPPED_AT) + len(STOPPED_AT)]
+    server = make_server(ANSWER, pause_after=len(tokenizer.encode(shown, add_special_tokens=False)))
+    with Terminal(command("chat", server.url), chat_env(tmp_path), columns=60) as terminal:
+        terminal.expect("> ")
+        terminal.type("Tell me.\n")
+        terminal.expect(STOPPED_AT.replace(" ", r"\s+") + r"\s*\n")
+        assert not terminal.is_echoing
+        rows = ShownRows(60)
+        rows.feed(seen := terminal.raw)
+        terminal.resize(columns)
+        rows.resize(columns)
+        terminal.type(typed + CTRL_C)
+        terminal.expect("\\(stopped\\)")
+        terminal.expect("\n> ")
+        wait_for(lambda: terminal.raw.endswith("> ") and not terminal.is_echoing)  # readline shows keys itself
+        rows.feed(terminal.raw[len(seen) :])
+        _, question, answer = rows.text.partition("> Tell me.\n")
+        words = " ".join(answer.split())
+        assert question and words == f"A title {' '.join(shown.split()[3:])} (stopped) >", rows.text
+        assert len(server.stage.engine.requests) == 1, "what was typed before Ctrl-C is forgotten"
+        terminal.type("/exit\n")
+        assert terminal.wait() == 0
+
+
+def test_a_line_typed_beside_an_answer_is_the_next_message(make_server, tokenizer, tmp_path, wait_for):
+    server = make_server(ANSWER, delay_s=0.1)
+    engine = server.stage.engine
+    with Terminal(command("chat", server.url), chat_env(tmp_path), columns=60) as terminal:
+        terminal.expect("> ")
+        terminal.type("First.\n")
+        terminal.expect("A title")
+        engine.delay_s = 0.0
+        terminal.type("Second.\n")
+        terminal.expect("> Second")
+        terminal.expect(r"end\.")
+        terminal.expect("\n> ")
+        terminal.type("/exit\n")
+        assert terminal.wait() == 0
+        assert terminal.is_echoing
+        rows = ShownRows(60)
+        rows.feed(terminal.raw)
+    assert "user\nSecond.\nassistant" in prompt_of(server, tokenizer) and len(engine.requests) == 2
+    assert (rows.text.count("A title"), rows.text.count("is end."), rows.text.count("Second.")) == (2, 2, 1), rows.text
+
+
+def test_a_terminal_is_as_before_after_a_chat_that_is_ended(make_server, tmp_path):
+    server = make_server(ANSWER, pause_after=3)
+    with Terminal(command("chat", server.url), chat_env(tmp_path)) as terminal:
+        terminal.expect("> ")
+        terminal.type("First.\n")
+        terminal.expect("A title")
+        terminal.process.terminate()
+        assert terminal.wait() == 128 + signal.SIGTERM
+        assert terminal.is_echoing
+        assert terminal.raw.rindex("\x1b[?25h") > terminal.raw.rindex("\x1b[?25l"), "the cursor is shown again"
 
 
 def test_a_server_that_dies_and_a_wrong_key(make_server, tmp_path):

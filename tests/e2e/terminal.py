@@ -24,7 +24,7 @@ class Terminal:
 
     def __init__(self, command: Sequence[str], env: dict[str, str], *, columns: int = 100, rows: int = 30) -> None:
         self._master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        self.resize(columns, rows)
 
         def own_terminal() -> None:
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C becomes a signal
@@ -34,7 +34,7 @@ class Terminal:
             stdin=slave,
             stdout=slave,
             stderr=slave,
-            env={**env, "TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": str(rows)},
+            env={**env, "TERM": "xterm-256color"},
             start_new_session=True,
             preexec_fn=own_terminal,
         )
@@ -50,6 +50,15 @@ class Terminal:
             self.process.kill()
         self.process.wait(60)
         os.close(self._master)
+
+    def resize(self, columns: int, rows: int = 30) -> None:
+        """As when the window gets another size."""
+        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    @property
+    def is_echoing(self) -> bool:
+        """Whether the terminal itself shows what is typed."""
+        return bool(termios.tcgetattr(self._master)[3] & termios.ECHO)
 
     @property
     def text(self) -> str:

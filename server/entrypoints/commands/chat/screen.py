@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from contextlib import ExitStack
 from typing import TextIO
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.live import Live
+from rich.console import Console, RenderableType
 from rich.markdown import Markdown
-from rich.segment import Segment
 from rich.text import Text
 
 from server.entrypoints.commands.chat.markdown_blocks import MarkdownBlocks
+from server.entrypoints.commands.chat.redrawn import RedrawnLines, typing_hidden
 from server.entrypoints.terminal_text import fit
 
 _REDRAW_S = 0.05
@@ -25,7 +25,8 @@ class Screen:
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self._live: Live | None = None
+        self._lines = RedrawnLines(console)
+        self._until_end = ExitStack()  # what is other than usual while an answer is shown
         self._blocks = MarkdownBlocks()
         self._thinks = False
         self._drawn_at = 0.0
@@ -34,8 +35,9 @@ class Screen:
     def begin(self) -> None:
         """An answer follows."""
         self._blocks = MarkdownBlocks()
-        self._live = Live(console=self.console, auto_refresh=False, transient=True, vertical_overflow="crop")
-        self._live.start()
+        self._until_end.enter_context(typing_hidden(sys.stdin))
+        self.console.show_cursor(False)
+        self._until_end.callback(self.console.show_cursor, True)
 
     def thought(self, text: str) -> None:
         """A piece of the reasoning that comes before the answer."""
@@ -56,10 +58,9 @@ class Screen:
         if self._redraw is not None:
             self._redraw.cancel()
             self._redraw = None
-        if self._live is not None:
+        with self._until_end:
             self._end_block()
-            self._live.stop()
-        self._live, self._thinks = None, False
+        self._thinks = False
 
     def notice(self, text: str) -> None:
         """A line of the program's own."""
@@ -78,19 +79,19 @@ class Screen:
 
     def _draw_rest(self) -> None:
         self._redraw, self._drawn_at = None, time.monotonic()
-        if self._live is not None:
-            self._live.update(_Bottom(self._drawn(self._blocks.rest)), refresh=True)
+        self._lines.draw(self._drawn(self._blocks.rest))
 
     def _end_block(self) -> None:
         rest, self._blocks = self._blocks.rest, MarkdownBlocks()
-        if self._live is not None:
-            self._live.update(Text(""))
+        self._lines.erase()
         if rest.strip():
             self._print(rest)
 
     def _print(self, block: str) -> None:
-        self.console.print(self._drawn(block.strip("\n"), whole=True))
-        self.console.print()
+        with self.console:  # in one write
+            self._lines.erase()
+            self.console.print(self._drawn(block.strip("\n"), whole=True))
+            self.console.print()
 
     def _drawn(self, text: str, whole: bool = False) -> RenderableType:
         if self._thinks:
@@ -98,19 +99,6 @@ class Screen:
         if len(text) > _LONG_BLOCK and not whole:
             return Text(text[-_LONG_BLOCK:])
         return Markdown(text, hyperlinks=False)  # a link's address is shown, whatever its text claims
-
-
-class _Bottom:
-    """The last lines of something, as many as the terminal has room for: what is above could not be drawn over."""
-
-    def __init__(self, shown: RenderableType) -> None:
-        self._shown = shown
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        lines = console.render_lines(self._shown, options.update(height=None), pad=False)
-        for line in lines[-max(1, console.size.height - 1) :]:
-            yield from line
-            yield Segment.line()
 
 
 class PlainScreen:

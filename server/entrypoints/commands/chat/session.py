@@ -37,18 +37,23 @@ class Session:
 
     def ask(self, text: str) -> Answer | None:
         """Send a message and show its answer. None where it failed: then the conversation is as it was before."""
-        conversation, answer = self.conversation, Answer()
+        conversation, answer, problem = self.conversation, Answer(), None
         conversation.messages.append({"role": "user", "content": text})
         fields = {"model": self.model, "messages": conversation.as_messages(), **self.sampling}
         self.screen.begin()
         try:
             self.runner.run(ask(self.remote, fields, self.screen, answer))
         except ServerError as error:
-            self.screen.end()
+            problem = error
+        except BaseException:  # a second Ctrl-C, or a signal that ends the chat
             conversation.messages.pop()
-            self.screen.problem(f"{error.cause} {error.fix}" if error.status in (None, 401, 403) else error.cause)
+            raise
+        finally:
+            self.screen.end()
+        if problem is not None:
+            conversation.messages.pop()
+            self.screen.problem(f"{problem.cause} {problem.fix}" if problem.status in (None, 401, 403) else problem.cause)
             return None
-        self.screen.end()
         if answer.is_stopped and not answer.text:
             conversation.messages.pop()
         else:
