@@ -27,6 +27,7 @@ from workers.executor import Executor, start_executor
 from workers.fingerprint import layout, model_sums, versions
 from workers.protocol import ProtocolError, StepMetadata, StepOutput, table_width, unpack_output, unpack_step
 from workers.python_child import die_with_parent
+from workers.unread_output import run_while_read
 
 EXIT_SAME, EXIT_DIFFERENT, EXIT_INTERRUPTED = 0, 1, 130
 _PROGRESS_S = 0.2
@@ -297,4 +298,4 @@ def _clear_progress() -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the ranks are ended as well
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_while_read(lambda: main(sys.argv[1:])))

@@ -1,6 +1,7 @@
 """The command line: finds the command, runs it, and turns errors into one line of cause, one of fix, and an exit code.
 
-Exit codes: 2 for a wrong command line, 3 for a wrong file or environment, else the command's own.
+Exit codes: 2 for a wrong command line, 3 for a wrong file or environment, 141 where nobody reads the output any more,
+else the command's own.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from engine.errors import StartupError
+from engine.unread_output import run_while_read
 from server.config.options import OptionError, nearest
 from server.entrypoints import commands
 from server.entrypoints.arguments import Parser, UsageError, parse
@@ -19,8 +21,13 @@ EXIT_USAGE = 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    return run_while_read(lambda: _run_explained(words))
+
+
+def _run_explained(words: list[str]) -> int:
     try:
-        return _run(list(sys.argv[1:] if argv is None else argv))
+        return _run(words)
     except (UsageError, OptionError) as error:
         return _explain(error.cause, error.fix, EXIT_USAGE)
     except StartupError as error:

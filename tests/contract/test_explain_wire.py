@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import shlex
+import subprocess
 
 import httpx
 import pytest
 
+from engine.unread_output import EXIT_UNREAD
 from server.entrypoints import cli
 from server.serving.explain.records import MAX_RECORDS, RecentRequests, RequestRecord
+from tests.e2e.running import command, environment
 
 ADMIN = {"Authorization": "Bearer boss"}
 
@@ -198,6 +203,47 @@ def test_the_command_shows_the_timeline_and_the_diagnosis(running, capsys):
     assert "sent to the engine" in shown and "does not know it any more" in shown
     assert cli.main(["explain", "cmpl-one", "--url", running.url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["id"] == "cmpl-one"
+
+
+UNREAD = [
+    "--help",
+    "config show",
+    "models",
+    "snippets URL",
+    "explain one --url URL --json",
+    "explain nobody --url URL 2>&1",
+    "top URL",
+    "nonsense 2>&1",
+    "doctor",
+]
+
+
+def _without_reader(words: str, url: str) -> subprocess.Popen[bytes]:
+    """The command with its output in a pipe that nobody reads any more."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    words, joined, _ = words.partition(" 2>&1")
+    started = subprocess.Popen(
+        command(*shlex.split(words.replace("URL", url))),
+        stdin=subprocess.DEVNULL,
+        stdout=writer,
+        stderr=writer if joined else subprocess.PIPE,
+        env={**environment(OARLOCK_ADMIN_API_KEY="boss"), "PYTHONUNBUFFERED": ""},
+    )
+    os.close(writer)
+    return started
+
+
+def test_a_command_whose_output_nobody_reads_ends_without_a_word(running):
+    """As before `| head -1`; side by side, since each takes a while to start."""
+    httpx.post(f"{running.url}/v1/completions", json={"prompt": "x"}, headers={"x-request-id": "one"}, timeout=60)
+    for at in range(0, len(UNREAD), 4):
+        some = UNREAD[at : at + 4]
+        started = {words: _without_reader(words, running.url) for words in some}
+        for words, process in started.items():
+            _, said = process.communicate(timeout=120)
+            assert not said, (words, said)
+            assert process.returncode == (1 if words == "top URL" else EXIT_UNREAD), words  # rich ends with 1
 
 
 @pytest.mark.parametrize(

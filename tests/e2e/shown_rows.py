@@ -1,4 +1,4 @@
-"""The rows that a terminal shows, made from what a program wrote: enough of its escapes for text that is drawn again."""
+"""The rows that a terminal shows after what a program wrote to it, with the few escapes of text that is redrawn."""
 
 from __future__ import annotations
 

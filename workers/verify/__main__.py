@@ -21,6 +21,7 @@ from workers.errors import StartupError
 from workers.models.registry import read_spec
 from workers.preflight import preflight
 from workers.python_child import die_with_parent
+from workers.unread_output import run_while_read
 from workers.verify.launch import run_ranks, run_reference
 from workers.verify.request import (
     BUILT_IN_PROMPTS,
@@ -170,4 +171,4 @@ def _parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # an orderly end removes the folder and the ranks
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(run_while_read(lambda: main(sys.argv[1:])))

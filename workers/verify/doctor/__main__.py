@@ -17,6 +17,7 @@ from workers.errors import StartupError
 from workers.kernels.cpu import library
 from workers.kernels.cpu.build import KernelsUnavailable
 from workers.python_child import die_with_parent
+from workers.unread_output import run_while_read
 from workers.verify.doctor import cuda, device_sums, kernels, machine, measure, model, nodes
 from workers.verify.doctor.finding import NOTE, WARNING, Finding, as_json, as_text, is_fine
 
@@ -41,6 +42,14 @@ def main(argv: list[str]) -> int:
     else:
         print(as_text(found))
     return 0 if is_fine(found) else 1
+
+
+def _run_explained(argv: list[str]) -> int:
+    try:
+        return main(argv)
+    except StartupError as error:
+        sys.stderr.write(f"error: {error.cause}\nfix: {error.fix}\n")
+        return error.exit_code
 
 
 def checks(config: WorkerConfig, host: str, port: int) -> list[Finding]:
@@ -109,8 +118,4 @@ def _parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     torch.set_grad_enabled(False)
-    try:
-        raise SystemExit(main(sys.argv[1:]))
-    except StartupError as error:
-        sys.stderr.write(f"error: {error.cause}\nfix: {error.fix}\n")
-        raise SystemExit(error.exit_code) from None
+    raise SystemExit(run_while_read(lambda: _run_explained(sys.argv[1:])))

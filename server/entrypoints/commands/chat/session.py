@@ -52,7 +52,8 @@ class Session:
             self.screen.end()
         if problem is not None:
             conversation.messages.pop()
-            self.screen.problem(f"{problem.cause} {problem.fix}" if problem.status in (None, 401, 403) else problem.cause)
+            says_fix = problem.status in (None, 401, 403)
+            self.screen.problem(f"{problem.cause} {problem.fix}" if says_fix else problem.cause)
             return None
         if answer.is_stopped and not answer.text:
             conversation.messages.pop()

@@ -49,11 +49,7 @@ def chat(arguments: argparse.Namespace) -> int:
 
 
 def _answer_once(session: Session, question: str) -> int:
-    try:
-        answer = session.ask(question)
-    except BrokenPipeError:  # who read it has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    answer = session.ask(question)
     if answer is None:
         return 1
     return 130 if answer.is_stopped else 0 if answer.finish_reason == "stop" else 1
