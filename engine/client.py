@@ -29,6 +29,7 @@ from engine.ipc import messages, questions
 from engine.ipc.block_changes import read_blocks
 from engine.ipc.frames import Frame, FrameError, FrameReader
 from engine.kv_cache.events import BlockChanges
+from engine.replay.recording import end_of_killed
 from engine.stats import EngineState, EngineStats, RequestHistory
 from engine.types import EngineInfo, Request, TokenEvent
 
@@ -60,6 +61,7 @@ class EngineClient:
         frames: FrameReader,
         info: EngineInfo,
         on_blocks: OnBlocks,
+        record_path: str | None,
     ) -> None:
         self.info = info
         self.number = 0  # among the replicas of the model, where there are several
@@ -72,6 +74,7 @@ class EngineClient:
         self._writer = writer
         self._frames = frames
         self._on_blocks = on_blocks
+        self._record_path = record_path
         self._ids = itertools.count(1)
         self._queues: dict[int, _AnswerQueue] = {}
         self._questions = questions.Questions(writer.write)
@@ -113,7 +116,7 @@ class EngineClient:
             child.kill()
             child.wait()
             raise
-        return EngineClient(child, reader, writer, frames, info, on_blocks)
+        return EngineClient(child, reader, writer, frames, info, on_blocks, config.record_path)
 
     async def close(self, timeout_s: float = 10.0) -> None:
         """Stop the engine; open requests get their terminal event. After `timeout_s` it is killed. Idempotent."""
@@ -318,6 +321,8 @@ class EngineClient:
         if status is None or status < 0:
             self.death_cause = self.death_cause or f"the engine process was ended by {_signal_name(status)}"
             self.exit_code = self.exit_code or EXIT_RANK_DIED
+            if self._record_path is not None:  # it could not say it itself
+                end_of_killed(self._record_path, self.death_cause)
         else:
             self.exit_code = status
             if status:

@@ -74,6 +74,7 @@ class EngineLoop:
             self.subscribe_to_blocks(self._report_blocks)
         self._state_asked: list[int] = []  # numbers of the questions
         self._stopping = False
+        self.ending = "the server stopped in order"  # known when `run` has returned
         self._was_stuck = False
         self._selector = selectors.DefaultSelector()
         self._selector.register(frame_socket, selectors.EVENT_READ, "socket")
@@ -107,6 +108,7 @@ class EngineLoop:
             return EXIT_OK
         except FrameSocketClosedError as error:
             logger.info('event=frontend_gone cause="%s"', error)
+            self.ending = f"the server's frontend was gone: {error}"
             return EXIT_OK
         except WorkerError as error:
             logger.error('event=rank_lost rank=%d step=%d hung=%s cause="%s"', *_facts(error))
@@ -342,6 +344,7 @@ class EngineLoop:
 
     def _die(self, cause: str, exit_code: int) -> int:
         """Tell the frontend first that the engine is dead, then end each request."""
+        self.ending = cause
         self.scheduler.stats.state = "dead"
         try:
             self._send_outbox()

@@ -99,8 +99,12 @@ def _serve(sock: socket.socket, start_executor: StartExecutor, loading_timeout_s
         return failure.exit_code
     finally:
         watchdog.stop()
-    code = _loop(sock, replace(config, worker=executor.config, nodes=None), executor, structured_output, kv_events)
+    code, ending = _loop(
+        sock, replace(config, worker=executor.config, nodes=None), executor, structured_output, kv_events
+    )
     _Deadline(_SHUTDOWN_S, code).start()
+    if isinstance(executor, RecordingExecutor):
+        executor.end(ending)
     if kv_events is not None:
         kv_events.close()
     if structured_output is not None:
@@ -151,7 +155,8 @@ def _loop(
     executor: "Executor",
     structured_output: StructuredOutputManager | None,
     kv_events: "KvEventPublisher | None",
-) -> int:
+) -> tuple[int, str]:
+    """Serve. Returns the exit code, and how it ended."""
     info = executor.info
     if config.kv_events is not None and kv_events is not None:
         kv_events.start(Wire(info.block_size, info.sliding_window, config.kv_events.has_key_in_salts))
@@ -170,7 +175,7 @@ def _loop(
     logger.info('event=determinism batch_invariant=%s reason="%s"', invariant, info.batch_invariant_reason)
     invariant = "true" if info.rank_invariant else "false"
     logger.info('event=determinism rank_invariant=%s reason="%s"', invariant, info.rank_invariant_reason)
-    return loop.run()
+    return loop.run(), loop.ending
 
 
 def engine_info(config: EngineConfig, executor: "Executor") -> EngineInfo:

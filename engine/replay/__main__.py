@@ -248,13 +248,18 @@ def _print_head(recording: Recording, survey: Survey, config: WorkerConfig) -> N
     others = [f"{name} {was} -> {here[name]}" for name, was in header.versions.items() if here.get(name, was) != was]
     if others:
         print(f"versions   {', '.join(others)}: other rounding is possible")
+    print(f"end        {_how_it_ended(recording)}")
     if recording.torn is not None:
         print(f"note       {recording.torn}; what stands before it is replayed")
-    elif recording.end is not None:
-        print(f"end        {recording.end}")
-    else:
-        print("note       the recording was not closed: the server was killed, or still runs")
     sys.stdout.flush()
+
+
+def _how_it_ended(recording: Recording) -> str:
+    if recording.end is not None:
+        return recording.end
+    if recording.is_being_written:
+        return "not yet: the server still records, and what it has until now is replayed"
+    return "unknown: the server was killed with its engine, or the machine stopped"
 
 
 def _ranks(config: WorkerConfig) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine.replay.recording import ANSWER, END, MASKS, STEP, Header, RecordingWriter
+from engine.replay.recording import ANSWER, MASKS, STEP, Header, RecordingWriter
 from workers.fingerprint import layout, model_sums, versions
 from workers.protocol import StepMetadata, StepOutput, output_bytes, pack_output, pack_step, step_bytes
 
@@ -84,9 +84,13 @@ class RecordingExecutor:
     def fileno_for_death(self) -> list[int]:
         return self._executor.fileno_for_death()
 
+    def end(self, why: str) -> None:
+        """Record nothing more, and write why: the engine will answer no more requests."""
+        self._stop(why)
+
     def close(self, failure: Exception | None = None) -> None:
         self._executor.close(failure)
-        self._stop("the server stopped in order")
+        self._stop("the server stopped in order" if failure is None else f"the engine failed: {failure}")
 
     # -- writing
 
@@ -101,7 +105,7 @@ class RecordingExecutor:
         assert writer is not None
         if self._limit is not None and writer.size_with(len(content)) > self._limit:
             logger.warning("event=recording_stopped cause=limit limit_bytes=%d serving=on", self._limit)
-            self._stop(f"the limit of {self._limit} bytes was reached")
+            self._stop(f"the limit of {self._limit} bytes was reached; the server went on")
             return
         self._guarded(lambda: writer.write(kind, content))
 
@@ -111,16 +115,14 @@ class RecordingExecutor:
             write()
         except OSError as error:
             logger.error('event=recording_stopped cause="%s" serving=on', error.strerror)
-            if self._writer is not None:
-                self._writer.close()
-            self._writer = None
+            self._stop(f"the file could not be written any further ({error.strerror}); the server went on")
 
     def _stop(self, why: str) -> None:
         writer, self._writer = self._writer, None
         if writer is None:
             return
         try:
-            writer.write(END, why.encode())
+            writer.end(why)
         except OSError as error:
             logger.error('event=recording_end_lost cause="%s"', error.strerror)
         writer.close()

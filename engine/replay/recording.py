@@ -2,15 +2,19 @@
 
     magic | record | record | …        record = kind (1 byte), length, CRC-32 of kind and content, content
 
-The first record is the header (JSON), then come steps and answers as the ranks' protocol packs them, then one that says
-why the recording ended. Where the masks of a step were sent after it, they are a record of their own, behind the step
+The first record is the header (JSON). The second has a place for why the recording ended: blank until then, and written
+over at the end, since a full disk would take no record behind the others. Then come steps and answers as the ranks'
+protocol packs them. Where the masks of a step were sent after it, they are a record of their own, behind the step
 and before the next one: uint32 [G, W]. Every record is one `write`, so a process that is killed leaves at most one
 incomplete record. Nothing is synced to the disk: a power failure may lose more.
 
 Knows bytes and this format. Does not know what a step means, ranks or the engine.
 """
 
+import contextlib
+import fcntl
 import json
+import logging
 import os
 import struct
 import zlib
@@ -21,10 +25,13 @@ from typing import Any, BinaryIO
 
 from engine.errors import StartupError
 
+logger = logging.getLogger("oarlock.engine")
+
 FORMAT = 2
 HEADER, STEP, MASKS, ANSWER, END = b"H", b"S", b"M", b"A", b"E"
 _MAGIC = b"oarlock recording\n"
 _RECORD = struct.Struct("<cQI")
+_END_BYTES = 512
 _LARGEST = 1 << 32  # a longer record is a damaged length, not a step
 
 
@@ -53,6 +60,7 @@ class RecordingWriter:
     def __init__(self, path: str) -> None:
         self.path = path
         self.size = 0
+        self._end_at: int | None = None  # the place for why it ended
         try:
             # Never an existing file: it may be the recording of a crash before this start.
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -65,15 +73,24 @@ class RecordingWriter:
             raise StartupError(
                 f"The recording {path} cannot be made: {error.strerror}.", "Give --record a writable place."
             ) from None
+        with contextlib.suppress(OSError):  # some file systems have no locks: then a reader takes us for dead
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._put(_MAGIC)
 
     def write(self, kind: bytes, content: bytes | memoryview) -> None:
         """One record, handed to the operating system before this returns."""
-        checksum = zlib.crc32(content, zlib.crc32(kind))
-        self._put(_RECORD.pack(kind, len(content), checksum), content)
+        self._put(_fixed_part(kind, content), content)
 
     def write_header(self, header: Header) -> None:
         self.write(HEADER, json.dumps(asdict(header)).encode())
+        self.write(END, b" " * _END_BYTES)
+        self._end_at = self.size - _RECORD.size - _END_BYTES
+
+    def end(self, why: str) -> None:
+        """Say why nothing more will come, behind the last record that is whole."""
+        os.ftruncate(self._fd, self.size)
+        if self._end_at is not None:
+            _write_end(self._fd, self._end_at, why)
 
     def size_with(self, length: int) -> int:
         """The file's size after one more record of `length` bytes."""
@@ -97,6 +114,29 @@ class RecordingWriter:
         self.size += left
 
 
+def _fixed_part(kind: bytes, content: bytes | memoryview) -> bytes:
+    return _RECORD.pack(kind, len(content), zlib.crc32(content, zlib.crc32(kind)))
+
+
+def _write_end(fd: int, place: int, why: str) -> None:
+    content = why.encode()[:_END_BYTES].decode(errors="ignore").encode().ljust(_END_BYTES)
+    os.pwrite(fd, _fixed_part(END, content) + content, place)
+
+
+def end_of_killed(path: str, why: str) -> None:
+    """Write why a recording ended whose writer was killed, unless it said so before."""
+    blank = b" " * _END_BYTES
+    try:
+        with open(path, "r+b") as file:
+            file.seek(len(_MAGIC))
+            _, length, _ = _RECORD.unpack(file.read(_RECORD.size).ljust(_RECORD.size, b"\0"))
+            place = file.seek(length, os.SEEK_CUR)
+            if file.read(_RECORD.size + _END_BYTES) == _fixed_part(END, blank) + blank:
+                _write_end(file.fileno(), place, why)
+    except OSError as error:  # moved away meanwhile
+        logger.warning('event=recording_end_lost path="%s" cause="%s"', path, error.strerror)
+
+
 class Recording:
     """A recording opened for reading. Raises `StartupError` when it is not one, or not one of this version."""
 
@@ -116,6 +156,18 @@ class Recording:
         self.header = _read_header(path, bytes(first.content))
 
     @property
+    def is_being_written(self) -> bool:
+        """Whether the server that writes it still runs."""
+        with _open(self.path) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            except OSError:  # a file system without locks
+                return False
+        return False
+
+    @property
     def size(self) -> int:
         return Path(self.path).stat().st_size
 
@@ -125,7 +177,7 @@ class Recording:
             file.seek(len(_MAGIC))
             for record in self._records_from(file):
                 if record.kind == END:
-                    self.end = bytes(record.content).decode()
+                    self.end = bytes(record.content).decode().strip() or None
                 elif record.kind != HEADER:
                     yield record
 
@@ -142,6 +194,8 @@ class Recording:
                 self.torn = f"its last record, at byte {position}, is incomplete"
                 return
             if checksum != zlib.crc32(content, zlib.crc32(kind)):
+                if kind == END:  # its writer was killed while it wrote over it: the rest is whole
+                    continue
                 self.torn = f"the record at byte {position} is damaged (checksum)"
                 return
             yield Record(kind, memoryview(content))

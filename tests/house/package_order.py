@@ -59,7 +59,7 @@ ORDER: dict[str, Order] = {
         "kv_cache": entries("config.py stats.py errors.py"),
         "spec_decode": entries("config.py"),
         "replay": entries("errors.py"),
-        "client.py": entries("ipc kv_cache config.py engine_process.py stats.py types.py errors.py"),
+        "client.py": entries("ipc kv_cache replay config.py engine_process.py stats.py types.py errors.py"),
         "replicas.py": entries("data_parallel client.py config.py engine_process.py preflight.py types.py errors.py"),
         "data_parallel": entries("kv_cache client.py config.py stats.py types.py errors.py"),
         "engine_process.py": entries(""),

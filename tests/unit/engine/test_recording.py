@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import stat
 import tracemalloc
 from dataclasses import asdict, replace
@@ -15,9 +16,9 @@ from sampling_fakes import CountingGrammar
 from engine.core.engine_core import EngineCore
 from engine.errors import StartupError
 from engine.replay import recorder
-from engine.replay.__main__ import _steps
+from engine.replay.__main__ import _how_it_ended, _steps
 from engine.replay.recorder import RecordingExecutor
-from engine.replay.recording import ANSWER, END, HEADER, STEP, Header, Recording, RecordingWriter
+from engine.replay.recording import _END_BYTES, ANSWER, HEADER, STEP, Header, Recording, RecordingWriter, end_of_killed
 from engine.sampling_params import Grammar
 from workers.errors import WorkerError
 from workers.protocol import pack_step, unpack_output, unpack_step
@@ -31,7 +32,7 @@ def write(path: Path, contents: list[bytes], end: str | None = "done") -> bytes:
     for number, content in enumerate(contents):
         writer.write(ANSWER if number % 2 else STEP, content)
     if end is not None:
-        writer.write(END, end.encode())
+        writer.end(end)
     writer.close()
     assert writer.size == path.stat().st_size
     return path.read_bytes()
@@ -55,10 +56,11 @@ def test_a_file_torn_at_any_byte_gives_what_is_whole(tmp_path: Path) -> None:
     ends = [len(whole)]
     for content in reversed(contents):
         ends.insert(0, ends[0] - len(content) - 13)
+    end_of_header = whole.index(b" " * _END_BYTES) - 13
     for length in range(len(whole) + 1):
         path = tmp_path / "torn"
         path.write_bytes(whole[:length])
-        if length < ends[0]:
+        if length < end_of_header:
             with pytest.raises(StartupError) as caught:
                 Recording(str(path))
             assert caught.value.exit_code == 3
@@ -66,7 +68,7 @@ def test_a_file_torn_at_any_byte_gives_what_is_whole(tmp_path: Path) -> None:
         recording = Recording(str(path))
         found = [bytes(record.content) for record in recording.records()]
         assert found == contents[: sum(end <= length for end in ends[1:])]
-        assert (recording.torn is None) == (length in ends)
+        assert (recording.torn is None) == (length in (end_of_header, *ends))
         assert recording.end is None
 
 
@@ -228,6 +230,52 @@ def test_a_full_disk_stops_the_recording_and_nothing_else(
     assert sum("No space left" in line for line in caplog.messages) == 1
     monkeypatch.undo()
     assert list(Recording(str(tmp_path / "r")).records())
+
+
+def test_a_file_that_cannot_grow_says_so_and_holds_whole_records(tmp_path: Path) -> None:
+    """The system itself refuses, after a part of a record: as on a full disk."""
+    scene = Scene(tmp_path / "r")
+    scene.serve(count=2)
+    whole = list(Recording(str(tmp_path / "r")).records())
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "r").stat().st_size + 50, before[1]))
+    try:
+        assert scene.serve(first=9)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    scene.executor.end("the server stopped in order")  # later, and not what ended the recording
+    scene.executor.close()
+    recording = Recording(str(tmp_path / "r"))
+    assert [bytes(record.content) for record in recording.records()] == [bytes(record.content) for record in whole]
+    assert recording.torn is None
+    assert recording.end == "the file could not be written any further (File too large); the server went on"
+    assert _how_it_ended(recording) == recording.end
+
+
+def test_a_recording_without_an_end_is_of_a_server_that_runs_or_was_killed(tmp_path: Path) -> None:
+    scene = Scene(tmp_path / "r")
+    scene.serve()
+    recording = Recording(str(tmp_path / "r"))
+    assert "still records" in _how_it_ended(recording)
+    assert scene.executor._writer is not None
+    scene.executor._writer.close()  # by the kernel
+    assert "was killed with its engine" in _how_it_ended(recording)
+    end_of_killed(str(tmp_path / "r"), "ended by SIGKILL " + "ä" * 999)
+    end_of_killed(str(tmp_path / "r"), "something else")
+    assert len(list(recording.records())) == 2 * scene.fake.num_steps and recording.torn is None
+    assert recording.end is not None and recording.end.startswith("ended by SIGKILL ä")
+    end_of_killed(str(tmp_path / "moved away"), "x")
+
+
+def test_an_end_that_was_half_written_costs_no_step(tmp_path: Path) -> None:
+    scene = Scene(tmp_path / "r")
+    scene.serve()
+    scene.executor.close()
+    data = (tmp_path / "r").read_bytes()
+    (tmp_path / "r").write_bytes(data.replace(b"in order", b"in o    "))
+    recording = Recording(str(tmp_path / "r"))
+    assert len(list(recording.records())) == 2 * scene.fake.num_steps
+    assert recording.end is None and recording.torn is None
 
 
 def test_a_write_that_took_a_part_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
