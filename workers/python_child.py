@@ -4,16 +4,22 @@ leave it to the one that started them when to end, and end with it. Torch-free.
 `python -m` puts the current directory first on the path, so a `json.py` or an `engine/` there would be imported in
 place of ours; `-P` prevents it. The user's PYTHONPATH is kept, except for its empty entries, which mean the current
 directory as well and mostly come from `PYTHONPATH=$PYTHONPATH:/more`.
+
+Programs that print, and the command line itself, end without a word when nobody reads their output any more, as in
+`oarlock snippets | head -1`. Python ignores the signal that ends other programs there, since it would end a server too
+whose client leaves; instead whatever writes next raises `BrokenPipeError`, often not before the interpreter's end.
 """
 
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+EXIT_UNREAD = 128 + signal.SIGPIPE  # as a shell reports a program that the signal ended
 _PR_SET_PDEATHSIG = 1
 _ROOT = Path(__file__).resolve().parent.parent
 
@@ -62,3 +68,30 @@ def leave_signals_to_parent() -> None:
     does: the parent decides what ends, and in which order."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+
+
+def run_while_read(main: Callable[[], int]) -> int:
+    """Run `main`, and write out all that it printed. Returns its exit code, or `EXIT_UNREAD` where a write failed
+    because the reader of standard output or standard error has left. What it raises is raised."""
+    try:
+        try:
+            return main()
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                if stream is not None:
+                    stream.flush()
+    except BrokenPipeError:
+        unread = [number for number in (1, 2) if _is_unread(number)]
+        if not unread:  # another pipe or socket of the program
+            raise
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for number in unread:  # what is still buffered is written at the end of the interpreter
+            os.dup2(nowhere, number)
+        return EXIT_UNREAD
+
+
+def _is_unread(descriptor: int) -> bool:
+    """Whether it is a pipe or a socket whose other end is closed."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))

@@ -26,8 +26,7 @@ from workers.config import WorkerConfig, WorkerInfo
 from workers.executor import Executor, start_executor
 from workers.fingerprint import layout, model_sums, versions
 from workers.protocol import ProtocolError, StepMetadata, StepOutput, table_width, unpack_output, unpack_step
-from workers.python_child import die_with_parent
-from workers.unread_output import run_while_read
+from workers.python_child import die_with_parent, run_while_read
 
 EXIT_SAME, EXIT_DIFFERENT, EXIT_INTERRUPTED = 0, 1, 130
 _PROGRESS_S = 0.2

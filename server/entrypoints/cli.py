@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from engine.errors import StartupError
-from engine.unread_output import run_while_read
+from engine.python_child import run_while_read
 from server.config.options import OptionError, nearest
 from server.entrypoints import commands
 from server.entrypoints.arguments import Parser, UsageError, parse

@@ -11,7 +11,7 @@ import subprocess
 import httpx
 import pytest
 
-from engine.unread_output import EXIT_UNREAD
+from engine.python_child import EXIT_UNREAD
 from server.entrypoints import cli
 from server.serving.explain.records import MAX_RECORDS, RecentRequests, RequestRecord
 from tests.e2e.running import command, environment

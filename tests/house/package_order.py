@@ -73,7 +73,6 @@ ORDER: dict[str, Order] = {
         "sampling_params.py": entries(""),
         "errors.py": entries(""),
         "python_child.py": entries(""),
-        "unread_output.py": entries(""),
         "log_format.py": entries(""),
     },
     "workers": {
@@ -87,7 +86,7 @@ ORDER: dict[str, Order] = {
         "gguf.py": entries("models weights"),
         "verify": entries(
             "node.py preflight.py worker models layers attention weights distributed kernels platform"
-            " protocol.py config.py errors.py python_child.py unread_output.py"
+            " protocol.py config.py errors.py python_child.py"
         ),
         "rank_processes.py": entries("distributed python_child.py"),
         "preflight.py": entries("worker models layers weights platform config.py errors.py"),
@@ -112,7 +111,6 @@ ORDER: dict[str, Order] = {
         "log_format.py": entries(""),
         "step_cost.py": entries(""),
         "errors.py": entries(""),
-        "unread_output.py": entries(""),
         "compile_ahead.py": entries("kernels platform errors.py python_child.py"),
         "python_child.py": entries(""),
     },

@@ -20,8 +20,7 @@ from workers.config import WorkerConfig
 from workers.errors import StartupError
 from workers.models.registry import read_spec
 from workers.preflight import preflight
-from workers.python_child import die_with_parent
-from workers.unread_output import run_while_read
+from workers.python_child import die_with_parent, run_while_read
 from workers.verify.launch import run_ranks, run_reference
 from workers.verify.request import (
     BUILT_IN_PROMPTS,

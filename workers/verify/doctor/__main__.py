@@ -16,8 +16,7 @@ from workers.distributed.topology import Topology
 from workers.errors import StartupError
 from workers.kernels.cpu import library
 from workers.kernels.cpu.build import KernelsUnavailable
-from workers.python_child import die_with_parent
-from workers.unread_output import run_while_read
+from workers.python_child import die_with_parent, run_while_read
 from workers.verify.doctor import cuda, device_sums, kernels, machine, measure, model, nodes
 from workers.verify.doctor.finding import NOTE, WARNING, Finding, as_json, as_text, is_fine
 
