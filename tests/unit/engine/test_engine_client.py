@@ -18,7 +18,6 @@ from engine_fakes import expected_tokens, make_config, make_request
 from engine.client import EngineClient
 from engine.config import EngineConfig
 from engine.errors import ContextLengthError, EngineDeadError, QueueFullError, RequestError, StartupError
-from engine.replay.recording import ANSWER, STEP, Recording
 from engine.types import FinishReason, TokenEvent
 
 pytestmark = pytest.mark.slow
@@ -257,33 +256,6 @@ def quick_watch(monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
     monkeypatch.setattr("engine.client._WATCH_S", 0.05)
     monkeypatch.setattr("engine.client._SILENCE_MARGIN_S", 0.2)
     return make_config(step_timeout_s=1.0, heartbeat_interval_s=0.1)
-
-
-@pytest.mark.parametrize(
-    ("scenario", "ending"),
-    [
-        ({}, "the server stopped in order"),
-        ({"die_at_step": 3}, "rank 1"),
-        ({"killed_at_step": 3}, "the engine process was ended by SIGKILL"),
-    ],
-)
-def test_a_recording_says_how_its_engine_ended(tmp_path: Path, scenario: dict, ending: str) -> None:
-    async def scene() -> None:
-        path = str(tmp_path / "r")
-        config = scenario_config(make_config(record_path=path), **scenario)
-        async with started(config) as client:
-            with contextlib.suppress(EngineDeadError):
-                await collect(client, make_request(1, [1, 2], max_tokens=6))
-            if scenario:
-                await client.dead.wait()
-            recording = Recording(path)
-            assert recording.is_being_written != bool(scenario)
-        kinds = [record.kind for record in recording.records()]
-        assert kinds == ([STEP, ANSWER, STEP, ANSWER, STEP] if scenario else [STEP, ANSWER] * 6), "also the last step"
-        assert recording.torn is None and ending in (recording.end or ""), recording.end
-        assert not recording.is_being_written
-
-    run(scene)
 
 
 def test_a_stopped_engine_is_killed_and_every_request_fails(monkeypatch: pytest.MonkeyPatch) -> None:

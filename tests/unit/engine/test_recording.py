@@ -1,5 +1,7 @@
 """A recording is readable however it ended, and recording never harms serving."""
 
+import asyncio
+import contextlib
 import json
 import os
 import resource
@@ -13,8 +15,9 @@ import pytest
 from engine_fakes import FakeExecutor, Faults, make_config, make_info, make_request
 from sampling_fakes import CountingGrammar
 
+from engine.client import EngineClient
 from engine.core.engine_core import EngineCore
-from engine.errors import StartupError
+from engine.errors import EngineDeadError, StartupError
 from engine.replay import recorder
 from engine.replay.__main__ import _how_it_ended, _steps
 from engine.replay.recorder import RecordingExecutor
@@ -230,6 +233,36 @@ def test_a_full_disk_stops_the_recording_and_nothing_else(
     assert sum("No space left" in line for line in caplog.messages) == 1
     monkeypatch.undo()
     assert list(Recording(str(tmp_path / "r")).records())
+
+
+@pytest.mark.parametrize(
+    ("scenario", "ending"),
+    [
+        ({}, "the server stopped in order"),
+        ({"die_at_step": 3}, "rank 1"),
+        ({"killed_at_step": 3}, "the engine process was ended by SIGKILL"),
+    ],
+)
+def test_a_recording_says_how_its_engine_ended(tmp_path: Path, scenario: dict, ending: str) -> None:
+    async def scene() -> None:
+        path, config = str(tmp_path / "r"), make_config(record_path=str(tmp_path / "r"))
+        config = replace(config, worker=config.worker.with_(model_path=json.dumps(scenario)))
+        client = await EngineClient.start(
+            config, lambda *_: None, command=[str(Path(__file__).parent / "fake_engine.py")]
+        )
+        with contextlib.suppress(EngineDeadError):
+            async for _ in client.generate(make_request(1, [1, 2], max_tokens=6)):
+                pass
+        if scenario:
+            await client.dead.wait()
+        recording = Recording(path)
+        assert recording.is_being_written != bool(scenario)
+        await client.close()
+        kinds = [record.kind for record in recording.records()]
+        assert kinds == ([STEP, ANSWER, STEP, ANSWER, STEP] if scenario else [STEP, ANSWER] * 6), "also the last step"
+        assert recording.torn is None and ending in (recording.end or ""), recording.end
+
+    asyncio.run(asyncio.wait_for(scene(), 100))
 
 
 def test_a_file_that_cannot_grow_says_so_and_holds_whole_records(tmp_path: Path) -> None:
