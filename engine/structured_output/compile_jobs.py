@@ -14,6 +14,7 @@ MAX_JOBS = 128
 MAX_CHARACTERS = 8 << 20
 _MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
 _WEIGHT = 0.2  # of the last compilation in the average of their times
+_SLOW_S = 0.25  # the average beyond which no client has more than one thread
 
 Key = tuple[str, str]  # kind, text
 
@@ -24,7 +25,11 @@ def key_of(grammar: Grammar) -> Key:
 
 
 class CompileJobs:
-    """Clients take turns; of one client, grammars are in the order in which they were put."""
+    """Clients take turns; of one client, grammars are in the order in which they were put.
+
+    While compilations are slow, a client has one thread at a time: that of another client need not wait for the end of
+    one that takes seconds.
+    """
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
@@ -33,6 +38,7 @@ class CompileJobs:
         # The jobs of each client, the client whose turn is next in front. A grammar that several asked for is a job of
         # each, and taken with the first turn.
         self._turns: OrderedDict[str, dict[Key, None]] = OrderedDict()
+        self._running: dict[str, int] = {}  # threads that each client has
         self._num_characters = 0
         self._mean_s = 0.0  # seconds of one compilation, moving average
         self._is_closed = False
@@ -79,15 +85,25 @@ class CompileJobs:
         with self._changed:
             return self._remove(key) is not None
 
-    def get(self) -> Grammar | None:
-        """Wait for the next grammar; None after `close`. For compiler threads."""
+    @property
+    def next_client(self) -> str | None:
+        """The client whose grammar `get` returns at once; None: it would wait."""
+        is_slow = self._mean_s > _SLOW_S
+        return next((client for client in self._turns if not is_slow or client not in self._running), None)
+
+    def get(self) -> tuple[str, Grammar] | None:
+        """Wait for the next grammar, and return it with the client whose turn it takes; None after `close`. For
+        compiler threads, which must call `done` after it."""
         with self._changed:
-            self._changed.wait_for(lambda: self._jobs or self._is_closed)
-            if self._is_closed:
+            self._changed.wait_for(lambda: self._is_closed or self.next_client is not None)
+            client = self.next_client
+            if self._is_closed or client is None:
                 return None
-            client, jobs = next(iter(self._turns.items()))
+            self._running[client] = self._running.get(client, 0) + 1
             self._turns.move_to_end(client)
-            return self._remove(next(iter(jobs)))
+            grammar = self._remove(next(iter(self._turns[client])))
+            assert grammar is not None
+            return client, grammar
 
     def _remove(self, key: Key) -> Grammar | None:
         """Take a job from all that asked for it."""
@@ -100,9 +116,14 @@ class CompileJobs:
                     del self._turns[client]
         return grammar
 
-    def record_seconds(self, seconds: float) -> None:
-        """How long one compilation took."""
-        self._mean_s += _WEIGHT * (seconds - self._mean_s)
+    def done(self, client: str, seconds: float) -> None:
+        """A compilation in a turn of `client` has ended after so long."""
+        with self._changed:
+            self._mean_s += _WEIGHT * (seconds - self._mean_s)
+            num_left = self._running.pop(client) - 1
+            if num_left:
+                self._running[client] = num_left
+            self._changed.notify_all()
 
     def close(self) -> None:
         with self._changed:

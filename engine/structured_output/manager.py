@@ -275,11 +275,12 @@ class StructuredOutputManager:
             threading.stack_size(size)
 
     def _run_thread(self, number: int) -> None:
-        while (grammar := self._jobs.get()) is not None:
+        while (job := self._jobs.get()) is not None:
+            client, grammar = job
             begun = time.monotonic()
             result = self._compile(number, grammar)
             seconds = time.monotonic() - begun
-            self._jobs.record_seconds(seconds)
+            self._jobs.done(client, seconds)
             is_ok = "true" if isinstance(result, Compiled) else "false"  # not the reason, which may quote the text
             size = len(grammar.text)
             logger.info("event=grammar kind=%s characters=%d ms=%.1f ok=%s", grammar.kind, size, seconds * 1e3, is_ok)

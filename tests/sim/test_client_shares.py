@@ -112,27 +112,33 @@ def compile_times_s(jobs: list[tuple[float, str, float]], num_threads: int) -> d
 
     `jobs`: (when it is asked for, client, seconds that it takes), in the order of their times.
     """
-    queue, asked = CompileJobs(num_threads), {}
-    left, free_at, found = list(jobs), [0.0] * num_threads, {client: [] for _, client, _ in jobs}
-    while left or len(queue):
-        now = max(min(free_at), 0.0 if len(queue) else left[0][0])
+    queue, asked, found, left = CompileJobs(num_threads), {}, {client: [] for _, client, _ in jobs}, list(jobs)
+    running: list[tuple[float, str, float]] = []  # when each ends, whose turn it took, its seconds
+    while left or len(queue) or running:
+        now = min([at for at, *_ in running] + [at for at, *_ in left[:1]])
+        for end in [one for one in running if one[0] <= now]:
+            running.remove(end)
+            queue.done(*end[1:])
         while left and left[0][0] <= now:
-            at, client, seconds = left.pop(0)
-            grammar = Grammar("regex", str(len(asked)))
-            asked[grammar.text] = at, client, seconds
-            queue.put(grammar, client)
-        taken = queue.get()
-        assert taken is not None
-        at, client, seconds = asked[taken.text]
-        thread = free_at.index(min(free_at))
-        free_at[thread] = now + seconds
-        found[client].append(free_at[thread] - at)
+            asked[str(len(asked))] = left.pop(0)
+            queue.put(Grammar("regex", str(len(asked) - 1)), asked[str(len(asked) - 1)][1])
+        while len(running) < num_threads and queue.next_client is not None and (taken := queue.get()) is not None:
+            at, client, seconds = asked[taken[1].text]
+            running.append((now + seconds, taken[0], seconds))
+            found[client].append(now + seconds - at)
     return found
 
 
 def test_slow_grammars_of_one_client_delay_those_of_another_by_one_of_them() -> None:
+    """At first; then the slow ones have one thread, and the quick ones wait for none."""
     slow = [(0.0, "loud", 2.0)] * 100
-    quick = [(float(second), "quiet", 0.01) for second in range(5, 90, 5)]
+    quick = [(float(second) + 0.5, "quiet", 0.01) for second in range(60)]
     found = compile_times_s(sorted(slow + quick), num_threads=2)
-    assert max(found["quiet"]) <= 2.02 and len(found["quiet"]) == 17
-    assert max(found["loud"]) <= 102.0, "the other's take no more than their own time"
+    assert len(found["quiet"]) == 60 and found["quiet"][0] <= 1.52
+    assert max(found["quiet"][4:]) == pytest.approx(0.01)
+    assert len(found["loud"]) == 100 and max(found["loud"]) <= 202.0
+
+
+def test_quick_grammars_of_one_client_have_all_threads() -> None:
+    found = compile_times_s([(0.0, "only", 0.1)] * 40, num_threads=2)
+    assert max(found["only"]) == pytest.approx(2.0)
