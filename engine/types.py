@@ -173,6 +173,7 @@ class EngineInfo:
     rank_pids: tuple[int, ...] = field(default=())
     numbers_digest: str = ""  # changes with everything that decides a number
     quantization: str = "none"  # of the weights, in a few words
+    input_rounding: str | None = None  # what products round their inputs to, in a few words; None: they do not
     kv_cache_dtype: str = "auto"  # what keys and values are stored in: the dtype, int8 or fp8
     step_timeout_s: float = 120.0  # a step that takes longer is a hung rank
     pipeline_parallel_size: int = 1  # stages, each of `tensor_parallel_size` ranks

@@ -23,7 +23,7 @@ from workers.layers.stage_layers import layers_of_stage
 from workers.platform.dtypes import ITEM_BYTES
 from workers.platform.host_memory import free_host_bytes, human_bytes
 from workers.platform.processor import features
-from workers.preflight import OpenModel, open_model, with_lengths_and_types
+from workers.preflight import OpenModel, forms_on, open_model, with_lengths_and_types
 from workers.weights.tied import EMBEDDING
 from workers.worker.cpu_affinity import with_cpus
 from workers.worker.kv_cache_size import (
@@ -137,7 +137,7 @@ def capacity(model: OpenModel, changes: Mapping[str, Any], memory: Memory) -> Ca
     check_limits(config)
     check_parallel(config, model.spec)
     config = with_lengths_and_types(model._replace(config=config), memory.device)
-    spec, forms = model.spec, model.forms
+    spec, forms = model.spec, forms_on(model._replace(config=config), config.device)
     stages = range(config.pipeline_parallel_size)
     weights = tuple(rank_weight_bytes(config, spec, forms, stage) for stage in stages)
     steps = tuple(largest_step_bytes(config, spec, has_head=stage == stages[-1]) for stage in stages)
@@ -203,7 +203,8 @@ class RankWork:
 
 def work_of(model: OpenModel, config: WorkerConfig) -> tuple[RankWork, ...]:
     """By stage. `config`: as a `Capacity` has it."""
-    spec, forms, stages = model.spec, model.forms, config.pipeline_parallel_size
+    spec, stages = model.spec, config.pipeline_parallel_size
+    forms = forms_on(model._replace(config=config), config.device)
     return tuple(_work(spec, forms, config, stage, stages) for stage in range(stages))
 
 
@@ -242,7 +243,7 @@ def cpu_ops(config: WorkerConfig) -> float:
     with, over all ranks."""
     flags = features()
     width = next((ops for name, ops in _CORE_OPS if name in flags), 8)
-    kind = config.dtype if config.quantization == "none" else "int8"
+    kind = config.dtype if config.quantization == "none" or config.dequantize else "int8"
     times = next((times for name, times in _NARROW.get(kind, ()) if name in flags), 1)
     threads = with_cpus(config, "cpu").num_threads or 1
     return width * times * threads * config.ranks_on_host * _cycles_per_s()

@@ -34,6 +34,7 @@ class WorkerConfig:
     device: str = "auto"  # auto | cpu | cuda
     dtype: str = "auto"  # auto | bfloat16 | float16 | float32
     quantization: str = "none"  # none | int8 | int4, or the method of a quantised checkpoint
+    dequantize: bool = False  # weights whose products would round inputs are written out at load
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1  # groups of neighbouring layers, each of `tensor_parallel_size` ranks
     nnodes: int = 1  # hosts that the ranks are dealt to
@@ -150,6 +151,7 @@ class WorkerInfo:
     kv_bytes_per_token_per_rank: int
     load_seconds: float
     quantization: str = "none"  # of the weights, in a few words
+    input_rounding: str | None = None  # what products round their inputs to, in a few words; None: they do not
     kv_cache_dtype: str = "auto"  # the dtype, int8 or fp8
     sliding_window: int | None = None  # tokens; the longest, if every layer has one: earlier tokens are never read
     kernels: str = ""  # what computes: see `workers.kernels.cpu.in_use`

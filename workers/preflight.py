@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from workers.config import WorkerConfig
 from workers.errors import StartupError
-from workers.layers.decoder_spec import DecoderSpec
+from workers.layers.decoder_spec import DecoderSpec, matrices_of
+from workers.layers.quantization.formats.dequantised import input_rounding, served_forms
 from workers.layers.quantization.formats.form import WeightForms
 from workers.layers.quantization.formats.registry import STORED
 from workers.layers.quantization.registry import NONE, QUANTIZATIONS
@@ -86,8 +87,8 @@ def preflight(config: WorkerConfig) -> WorkerConfig:
     if is_encoder(read_config(Path(config.model_path))):
         return encoder_preflight(config)
     model = open_model(config)
-    spec, forms = model.spec, model.forms
     device = resolve_device(model.config)
+    spec, forms = model.spec, forms_on(model, device)
     config = with_lengths_and_types(model, device)
     if device == "cuda":
         check_products_on_cuda(config)
@@ -136,13 +137,25 @@ def open_model(config: WorkerConfig) -> OpenModel:
 def with_lengths_and_types(model: OpenModel, device: str) -> WorkerConfig:
     """The configuration of `model` with the number types and the context length that it gets on `device`."""
     config, spec = model.config, model.spec
-    dtype = resolve_dtype(config, device, spec, model.checkpoint, model.forms, this_cpu())
+    dtype = resolve_dtype(config, device, spec, model.checkpoint, forms_on(model, device), this_cpu())
     return config.with_(
         device=device,
         dtype=dtype,
         kv_cache_dtype=resolve_kv_cache_dtype(config.kv_cache_dtype, dtype),
         max_model_len=_resolve_length(config.max_model_len, spec),
     )
+
+
+def forms_on(model: OpenModel, device: str) -> WeightForms:
+    """The forms of the weights of `model` as ranks on `device` hold them. Raises `StartupError` where `--dequantize`
+    changes none."""
+    config, modules = model.config, matrices_of(model.spec)
+    if config.dequantize and input_rounding(model.forms, modules, device) is None:
+        what = "unquantised" if config.quantization == "none" else config.quantization
+        raise StartupError(
+            f"--dequantize: products with {what} weights round no inputs on {device}.", "Leave --dequantize out."
+        )
+    return served_forms(model.forms, device, dequantize=config.dequantize)
 
 
 def _with_gguf_forms(config: WorkerConfig) -> WorkerConfig:

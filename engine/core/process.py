@@ -206,6 +206,7 @@ def engine_info(config: EngineConfig, executor: "Executor") -> EngineInfo:
         rank_pids=executor.rank_pids,
         numbers_digest=numbers_digest(worker, info),
         quantization=info.quantization,
+        input_rounding=info.input_rounding,
         kv_cache_dtype=info.kv_cache_dtype,
         step_timeout_s=worker.step_timeout_s,
         pipeline_parallel_size=worker.pipeline_parallel_size,

@@ -14,7 +14,7 @@ from workers.fingerprint import model_sums, versions
 def numbers_digest(worker: WorkerConfig, info: WorkerInfo) -> str:
     """SHA-256 of everything below text that decides a number: the same at every start with the same inputs."""
     weights = f"dummy {worker.seed}" if worker.load_format == "dummy" else "stored"
-    names = ("dtype", "quantization", "kv_cache_dtype", "num_threads", "block_size", "max_model_len")
+    names = ("dtype", "quantization", "dequantize", "kv_cache_dtype", "num_threads", "block_size", "max_model_len")
     run = {name: getattr(worker, name) for name in names}
     found = {name: getattr(info, name) for name in ("tensor_parallel_size", "device", "attention_backend", "kernels")}
     if info.rank_invariant:  # neither changes a bit

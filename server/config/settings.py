@@ -91,6 +91,7 @@ class Settings(LogSettings, SchedulingSettings, NodeSettings, DeviceSettings, Ht
             device=self.device,
             dtype=self.dtype,
             quantization=self.quantization,
+            dequantize=self.dequantize,
             tensor_parallel_size=self.tensor_parallel_size,
             pipeline_parallel_size=self.pipeline_parallel_size,
             nnodes=self.nnodes,

@@ -108,6 +108,7 @@ def banner(
         *([f"  page     {url}/ in a browser"] if page else []),
         f"  model    {', '.join(names)} ({info.architecture}, {_count(info.num_parameters)} parameters)",
         f"  compute  {compute}, attention {info.attention_backend}, weights{form} {per_rank} per rank",
+        *([f"  numbers  {_rounding(info)}"] if info.input_rounding else []),
         f"  KV       {_kv_size(info)} = {users} at {label}, {_kv_form(info)}"
         if info.kv_bytes_per_token_per_rank
         else f"  texts    of up to {max_len} tokens, each computed whole, without KV memory",
@@ -117,6 +118,14 @@ def banner(
         "  try      " + _curl(url, "chat" if chat else task, key),
     ]
     return "\n".join(["Oarlock is ready.", *lines])
+
+
+def _rounding(info: EngineInfo) -> str:
+    """What products do to their inputs, and what the alternative takes."""
+    return (
+        f"inputs of products are rounded to {info.input_rounding}; --dequantize computes with all of {info.dtype}, and "
+        "keeps weights in it"
+    )
 
 
 def _ranks(info: EngineInfo) -> str:

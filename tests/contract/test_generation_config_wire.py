@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import anyio
 import pytest
 
 import oarlock
 from server.llm.generation_config import GenerationConfig
+from tests.contract.conftest import INFO
 
 SAMPLING = {"temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "repetition_penalty": 1.5}
 CONFIG = GenerationConfig("/m/generation_config.json", SAMPLING, 9, (5, 4096, 2))
@@ -80,7 +83,11 @@ def test_capabilities_show_what_is_in_force(stage, make_stage):
             assert reported["endpoints"][path]["parameters"][name]["default"] == value
             assert document[schema]["properties"][name]["default"] == value
     assert "<td><code>0.125</code></td>" in _send(stage, "GET", "/docs").text
+    info = replace(INFO, quantization="awq (4 bits, groups of 128)", input_rounding="8 bits")
+    packed = _send(make_stage(info=info), "GET", "/v1/capabilities").json()["features"]
+    assert (packed["quantization"], packed["product_inputs"]) == (info.quantization, "rounded to 8 bits")
     neutral = _send(make_stage(), "GET", "/v1/capabilities").json()
+    assert neutral["features"]["product_inputs"] == neutral["features"]["dtype"] == "float32"
     assert neutral["generation_config"]["sampling"] == {}
     assert neutral["endpoints"]["/v1/completions"]["parameters"]["temperature"]["default"] == 1.0
 

@@ -44,14 +44,19 @@ def names_of(spec: DecoderSpec) -> list[str]:
 
 
 def findings(
-    reference: ExactReference, size: int, *, path: Path | None = None, relative: float | None = None
+    reference: ExactReference,
+    size: int,
+    *,
+    path: Path | None = None,
+    relative: float | None = None,
+    dequantize: bool = False,
 ) -> list[Finding]:
     """Empty when every tensor at `size` ranks is within its bound.
 
     `path`: of our checkpoint, where it is another one that means the same. `relative`: the bound as a share of the
-    tensor's size, for products that round their inputs.
+    tensor's size, for products that round their inputs. `dequantize`: our weights are written out.
     """
-    ranks = on_ranks(size, lambda tp: our_layers(tp, reference, path or reference.path))
+    ranks = on_ranks(size, lambda tp: our_layers(tp, reference, path or reference.path, dequantize=dequantize))
     spec = reference.spec
     found = []
     wanted = page_bytes(spec, size, reference.dtype)
@@ -73,9 +78,11 @@ def rms(x: Tensor) -> float:
     return x.square().mean().sqrt().item()
 
 
-def our_layers(tp: TensorParallel, reference: ExactReference, path: Path) -> dict[str, Tensor]:
+def our_layers(
+    tp: TensorParallel, reference: ExactReference, path: Path, *, dequantize: bool = False
+) -> dict[str, Tensor]:
     """This rank's tensors for the prompt, which is fed in two chunks."""
-    decoder = load_decoder(path, tp, reference.dtype, reference.max_model_len)
+    decoder = load_decoder(path, tp, reference.dtype, reference.max_model_len, dequantize=dequantize)
     recording = RecordingDecoder(decoder)
     run = PagedRun(recording)
     run.step({0: reference.tokens[:_FIRST_CHUNK]})

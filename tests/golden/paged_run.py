@@ -19,6 +19,7 @@ from workers.attention.forward_batch import ForwardBatch
 from workers.attention.reference import ReferenceBackend
 from workers.distributed.parallel_state import TensorParallel
 from workers.distributed.tree_sum import tree_sum
+from workers.layers.quantization.formats.dequantised import served_forms
 from workers.models.decoder import Decoder
 from workers.models.hf_fields import read_config
 from workers.models.hf_quantization import stored_quantization, weight_forms
@@ -98,9 +99,12 @@ def load_decoder(
     dtype: torch.dtype = torch.float32,
     max_model_len: int | None = None,
     quantization: str = "none",
+    *,
+    dequantize: bool = False,
 ) -> Decoder:
     checkpoint = open_checkpoint(path)
     forms = weight_forms(quantization, stored_quantization(path, read_config(path)), checkpoint)
+    forms = served_forms(forms, "cpu", dequantize=dequantize)
     decoder = Decoder(read_spec(str(path), max_model_len), tp, dtype, torch.device("cpu"), forms)
     with weight_source(checkpoint, check_finite=True, on_read=lambda: None) as weights:
         decoder.load(weights, lambda share: None)

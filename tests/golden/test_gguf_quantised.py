@@ -185,11 +185,11 @@ def test_a_reader_with_a_fault_is_noticed(
     assert len(differing(model_of("llama-mix"), 2)) > 10
 
 
-def logits(folder: Path, size: int) -> Tensor:
+def logits(folder: Path, size: int, *, dequantize: bool = False) -> Tensor:
     """float32 [n, vocab] after each of `TOKENS`."""
 
     def run(tp: TensorParallel) -> Tensor:
-        decoder = load_decoder(folder, tp, quantization="gguf")
+        decoder = load_decoder(folder, tp, quantization="gguf", dequantize=dequantize)
         return PagedRun(decoder).step({0: TOKENS})[0]
 
     ranks = on_ranks(size, run)
@@ -209,6 +209,16 @@ def test_logits_are_those_of_the_files_numbers_at_every_number_of_ranks(
     assert distance < 0.05, f"{distance:.3f}"
     for size in SIZES[1:]:
         assert torch.equal(logits(folder, size), ours), f"other bits with {size} ranks"
+
+
+def test_written_out_weights_are_multiplied_exactly(model_of: Callable[[str], Path]) -> None:
+    """Embedding, head and products of parts of several types."""
+    folder = model_of("llama-mix")
+    truth, _ = ExactReference(folder / "meaning", TOKENS).logits
+    ours = logits(folder, 1, dequantize=True)
+    assert (ours.double() - truth).pow(2).mean().sqrt() < 1e-5 * truth.pow(2).mean().sqrt()
+    for size in SIZES[1:]:
+        assert torch.equal(logits(folder, size, dequantize=True), ours), f"other bits with {size} ranks"
 
 
 @INTERPRETED

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.golden.cases import PROMPT, TOTAL
 from tests.golden.exact_reference import ExactReference
-from tests.golden.layer_compare import findings
+from tests.golden.layer_compare import findings, rms
 from tests.golden.paged_run import PagedRun, load_decoder, on_ranks
 from tests.golden.quantised import CASES, Quantised, write
 from tests.golden.tiny_models import make_tiny
@@ -72,6 +72,47 @@ def test_every_number_of_ranks_has_the_same_bits(made_of: Callable[[str], Made],
     assert single.isfinite().all()
     for size in (2, 4, 8):
         assert all(torch.equal(single, other) for other in on_ranks(size, logits)), f"{size} ranks"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", [name for name in FORMS if bound_of(name) == ROUNDED])
+def test_written_out_weights_are_multiplied_exactly(made_of: Callable[[str], Made], name: str, size: int) -> None:
+    quantised, reference = made_of(name)
+    found = findings(reference, size, path=quantised.path, relative=EXACT, dequantize=True)
+    assert not found, f"first of {len(found)}: {found[0]}"
+
+
+@pytest.mark.parametrize("name", ["gptq-4-32-asym-act", "awq-64-fused", "packed-8-channel", "integers-channel-asym"])
+def test_written_out_weights_have_the_same_bits_at_every_number_of_ranks(
+    made_of: Callable[[str], Made], name: str
+) -> None:
+    quantised, reference = made_of(name)
+
+    def logits(tp: TensorParallel) -> Tensor:
+        run = PagedRun(load_decoder(quantised.path, tp, torch.bfloat16, dequantize=True))
+        return run.step({0: reference.tokens[:PROMPT]})[0]
+
+    single = on_ranks(1, logits)[0]
+    assert all(torch.equal(single, other) for size in (2, 4, 8) for other in on_ranks(size, logits))
+
+
+@pytest.mark.parametrize("name", ["gptq-4-64-asym", "awq-32", "packed-4-32-asym-act", "integers-channel"])
+def test_rounded_inputs_cost_more_than_bfloat16_and_written_out_weights_do_not(
+    made_of: Callable[[str], Made], name: str
+) -> None:
+    """Root mean square errors of logits in bfloat16, beside transformers': docs/quantization.md has them."""
+    quantised, reference = made_of(name)
+    tokens, (truth, _) = reference.tokens[:PROMPT], reference.logits
+    half = ExactReference(quantised.meaning, tokens, torch.bfloat16)
+
+    def error(dequantize: bool) -> float:
+        decoder = load_decoder(quantised.path, TensorParallel.solo(), torch.bfloat16, dequantize=dequantize)
+        with torch.inference_mode():
+            return rms(PagedRun(decoder).step({0: tokens})[0].double() - truth[:PROMPT])
+
+    with torch.inference_mode():
+        theirs = rms(half.model(torch.tensor([tokens])).logits[0].double() - truth[:PROMPT])
+    assert error(dequantize=True) < 1.1 * theirs < 1.3 * theirs < error(dequantize=False)
 
 
 def _scales_of_the_first_rank(weights: Any, name: str, shape: Any, rows: Span, columns: Span, dtype: Any) -> Tensor:

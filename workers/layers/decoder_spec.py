@@ -121,6 +121,11 @@ class DecoderSpec:
         return sum(_product(shape) for shape in tensor_shapes(self).values())
 
 
+def matrices_of(spec: DecoderSpec) -> list[str]:
+    """Modules that have a matrix: those of products, and the embedding."""
+    return [name.removesuffix(".weight") for name, shape in tensor_shapes(spec).items() if len(shape) == 2]
+
+
 def tensor_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     """Name and full shape of every tensor of an ordinary (not fused) checkpoint of this model."""
     q, kv, h, i = (

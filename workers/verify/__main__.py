@@ -64,8 +64,9 @@ def verify(arguments: argparse.Namespace) -> Report:
     with tempfile.TemporaryDirectory(prefix="oarlock-verify-") as name:
         folder = Path(name)
         request = Request(
-            config.model_path, config.dtype, config.device, prompts, NEW_TOKENS, quantization=config.quantization
-        )
+            config.model_path, config.dtype, config.device, prompts, NEW_TOKENS, quantization=config.quantization,
+            dequantize=config.dequantize,
+        )  # fmt: skip
         request.write(folder)
         say("transformers: starting")
         run_reference(folder, say)
@@ -79,7 +80,7 @@ def verify(arguments: argparse.Namespace) -> Report:
         from workers.verify.report import Report
 
         size = config.tensor_parallel_size
-        has_scales = config.quantization != "none"
+        has_scales = config.quantization != "none" and not config.dequantize
         stages = config.pipeline_parallel_size
         comparison = compare(folder, spec, size, config.dtype, has_scales=has_scales, stages=stages)
         causes = explain(comparison, folder, Path(config.model_path), spec, size, config.quantization)
@@ -94,6 +95,7 @@ def verify(arguments: argparse.Namespace) -> Report:
             versions={package: version(package) for package in ("torch", "transformers")},
             seconds=time.monotonic() - started,
             quantization=config.quantization,
+            dequantize=config.dequantize,
             loss=RoundingLoss.read(folder),
             stages=stages,
         )
@@ -121,6 +123,7 @@ def checked(arguments: argparse.Namespace) -> tuple[WorkerConfig, list[list[int]
             device=arguments.device,
             dtype=arguments.dtype,
             quantization=arguments.quantization,
+            dequantize=arguments.dequantize,
             tensor_parallel_size=arguments.tensor_parallel_size,
             pipeline_parallel_size=arguments.pipeline_parallel_size,
             share_device=True,
@@ -162,6 +165,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--name", help="of the model, for the report (default: its directory's)")
     parser.add_argument("--quantization", default="none")
+    parser.add_argument("--dequantize", action="store_true")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--output", type=Path)

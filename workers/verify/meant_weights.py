@@ -50,6 +50,26 @@ def meant_weights(model: Path, quantization: str, dtype: torch.dtype | None = No
     return _Stored(model)
 
 
+class WrittenOut:
+    """`MeantWeights` that are rounded to the dtype of the model, and multiplied with inputs as they are."""
+
+    def __init__(self, meant: MeantWeights, dtype: torch.dtype) -> None:
+        self._meant, self._dtype = meant, dtype
+
+    def has(self, module: str) -> bool:
+        return self._meant.has(module)
+
+    def weight(self, module: str) -> Tensor:
+        return self._meant.weight(module).to(self._dtype)
+
+    def arithmetic(self, module: str) -> Arithmetic:
+        of_stored = self._meant.arithmetic(module)
+        return of_stored if of_stored is Arithmetic.DENSE else Arithmetic.EXACT_INPUTS
+
+    def other(self, name: str) -> Tensor:
+        return self._meant.other(name)
+
+
 class _AtLoad:
     """Rounded by us, or not at all."""
 

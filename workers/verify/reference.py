@@ -29,7 +29,7 @@ from workers.models.registry import read_spec
 from workers.python_child import die_with_parent
 from workers.verify.compare import file_of, tensor_names
 from workers.verify.meant_model import LayerLoss, MeantModel, RoundingLoss
-from workers.verify.meant_weights import meant_weights
+from workers.verify.meant_weights import WrittenOut, meant_weights
 from workers.verify.request import Request, Text
 from workers.weights.gguf.checkpoint import gguf_file
 
@@ -70,6 +70,8 @@ def load_for(request: Request, dtype: torch.dtype) -> tuple[PreTrainedModel, Mea
     if is_dense and request.quantization == "none":
         return load_model(request.model, request.dtype, request.device), None
     meant = meant_weights(path, request.quantization, dtype)
+    if request.dequantize:
+        meant = WrittenOut(meant, dtype)
     if is_dense:
         model = load_model(request.model, request.dtype, request.device)
     else:

@@ -26,6 +26,7 @@ class Report:
     versions: dict[str, str]
     seconds: float
     quantization: str = "none"
+    dequantize: bool = False
     loss: RoundingLoss | None = None
     stages: int = 1
 
@@ -36,6 +37,8 @@ class Report:
     @property
     def form(self) -> str:
         """Of the weights, in words."""
+        if self.dequantize:
+            return f"{self.quantization}, written out in this dtype"
         return "this dtype" if self.quantization == "none" else f"{self.quantization}, whose products round inputs"
 
     def to_json(self) -> dict[str, Any]:
@@ -47,6 +50,7 @@ class Report:
             "tensor_parallel_size": self.size,
             "pipeline_parallel_size": self.stages,
             "quantization": self.quantization,
+            "dequantize": self.dequantize,
             "kv_cache_dtype": self.dtype,
             "truth": f"transformers in float64, on the weights as they are in {self.form}",
             "limits": {"rms": LIMIT, "head_rms": LIMIT, "largest": LARGEST_LIMIT, "largest_of_logits": LIMIT},
@@ -82,6 +86,7 @@ class Report:
     def to_text(self) -> str:
         comparison = self.comparison
         form = self.dtype if self.quantization == "none" else f"{self.quantization} in {self.dtype}"
+        form += ", dequantised" if self.dequantize else ""
         head = f"{self.model} ({self.architecture}), {form}, KV cache in {self.dtype}, tensor-parallel size {self.size}"
         if self.stages > 1:
             head += f", {self.stages} pipeline stages"

@@ -33,6 +33,7 @@ class Request:
     new_tokens: int
     record: bool = True  # tensors as well as tokens
     quantization: str = "none"  # of the weights, at load
+    dequantize: bool = False  # they are written out in `dtype`
     num_threads: int | None = None  # of the reference; None: torch's own choice
 
     def write(self, folder: Path) -> None:

@@ -142,6 +142,8 @@ def out_of_memory(
 
 def form_name(config: WorkerConfig, dtype: str) -> str:
     """What the weights are in, for messages."""
+    if config.dequantize:
+        return f"{config.quantization} dequantised to {dtype}"
     return dtype if config.quantization == "none" else f"{config.quantization} and {dtype}"
 
 
@@ -149,4 +151,5 @@ def _smaller(config: WorkerConfig, dtype: str, first: str) -> str:
     sixteen = ", or --dtype bfloat16, which is half as large" if dtype == "float32" else ""
     fewer = {"none": "int8 or int4", "int8": "int4"}.get(config.quantization)
     rounded = f", or --quantization {fewer}" if fewer and config.device != "cuda" else ""
-    return f"{first}, use a smaller model{sixteen}{rounded}"
+    packed = ", leave --dequantize out" if config.dequantize else ""
+    return f"{first}, use a smaller model{packed}{sixteen}{rounded}"

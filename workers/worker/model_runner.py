@@ -24,9 +24,9 @@ from workers.distributed.pipeline_stage import PipelineStage
 from workers.errors import StartupError
 from workers.kernels.cpu.in_use import kernels_in_use, log_kernels
 from workers.kernels.triton import availability
-from workers.layers.decoder_spec import tensor_shapes
+from workers.layers.decoder_spec import matrices_of
 from workers.layers.quantization.fixed_order import FIXED_ORDER
-from workers.layers.quantization.formats.form import Arithmetic
+from workers.layers.quantization.formats.dequantised import input_rounding, served_forms
 from workers.layers.quantization.formats.gguf import GGUFForms
 from workers.layers.stage_layers import layers_of_stage
 from workers.models.decoder import Decoder
@@ -86,13 +86,17 @@ class ModelRunner:
         directory = Path(config.model_path)
         self._checkpoint = None if config.load_format == "dummy" else open_checkpoint(directory)
         stored = stored_quantization(directory, read_config(directory))
-        self.forms = weight_forms(config.quantization, stored, self._checkpoint)
+        stored_forms = weight_forms(config.quantization, stored, self._checkpoint)
+        self.forms = served_forms(stored_forms, config.device, dequantize=config.dequantize)
         self._fixes_order = config.batch_invariant and availability.can_serve(self.device)
         if self._fixes_order:
             self.forms = FIXED_ORDER
         self._quantization = config.quantization if stored is None else stored.scheme.description
-        if isinstance(self.forms, GGUFForms):
-            self._quantization = self.forms.description
+        if isinstance(stored_forms, GGUFForms):
+            self._quantization = stored_forms.description
+        if config.dequantize:
+            self._quantization += ", dequantised at load"
+        self._input_rounding = input_rounding(self.forms, matrices_of(self.spec), self.device.type)
         self._meter = meter or meter_of(self.device)
         self.step_memory = StepMemory(config, self.spec, has_head=stage.is_last)
         self.step_cost: StepCost | None = None
@@ -116,9 +120,7 @@ class ModelRunner:
 
     def _load(self, on_progress: Callable[[float], None]) -> None:
         if self.device.type == "cpu" and self.tp.rank == 0:
-            matrices = [name for name, shape in tensor_shapes(self.spec).items() if len(shape) == 2]
-            arithmetic = {self.forms.form_of(name.removesuffix(".weight")).arithmetic for name in matrices}
-            log_kernels(self.dtype, Arithmetic.ROUNDED_INPUTS in arithmetic)
+            log_kernels(self.dtype, self._input_rounding is not None)
         done = 0.0
 
         def report(fraction: float) -> None:
@@ -275,6 +277,7 @@ class ModelRunner:
             device=self.device.type,
             dtype=config.dtype,
             quantization=self._quantization,
+            input_rounding=self._input_rounding,
             attention_backend=self.backend.name,
             architecture=self.spec.architecture,
             num_parameters=self.model.num_parameters,

@@ -66,6 +66,8 @@ def capabilities(document: dict[str, Any], serving: OpenAIServing) -> dict[str, 
             "tensor_parallel_size": info.tensor_parallel_size,
             "data_parallel_size": info.data_parallel_size,
             "dtype": info.dtype,
+            "quantization": info.quantization,
+            "product_inputs": f"rounded to {info.input_rounding}" if info.input_rounding else info.dtype,
             "kv_cache_dtype": info.kv_cache_dtype,
         },
         "pooling": None

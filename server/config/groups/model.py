@@ -127,6 +127,13 @@ class ModelSettings:
         choices=("none", "int8", "int4"),
         help="round weights as they are read: int8, half of bfloat16's memory, small errors; int4, 0.28",
     )
+    dequantize: bool = option(
+        False,
+        group=_GROUP,
+        example="",
+        help="write quantised weights out in --dtype at load, where their products would round inputs: exact, in the "
+        "memory of an unquantised model",
+    )
     load_format: str = option(
         "auto",
         group=_GROUP,

@@ -29,6 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quantization", metavar="FORM", default="none",
         help="none, int8 or int4: as the server rounds weights; also shows what that costs, layer by layer",
     )  # fmt: skip
+    parser.add_argument(
+        "--dequantize", action="store_true", help="as the server writes quantised weights out in the model's dtype"
+    )
     parser.add_argument("--device", metavar="DEVICE", default="auto", help="auto, cpu or cuda (default auto)")
     parser.add_argument("--prompts", metavar="FILE", help="one prompt per line (default: a few built-in ones)")
     parser.add_argument("--output", metavar="FILE.json", help="write the whole report, every tensor of every layer")
@@ -50,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     # A server's settings: a hub id is checked against them before it is fetched.
     values = {"model": arguments.model, "tensor_parallel_size": int(size), "pipeline_parallel_size": int(stages)}
     options = {name: getattr(arguments, name) for name in ("dtype", "quantization", "device")}
-    settings = make_settings(values | options)
+    settings = make_settings(values | options | {"dequantize": arguments.dequantize})
     progress = Progress()
     try:
         model = asyncio.run(resolve(settings, progress))
@@ -58,6 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         progress.finish()
     words = [f"--tensor-parallel-size={size}", f"--pipeline-parallel-size={stages}"]
     words += [f"--{name}={value}" for name, value in options.items()]
+    words += ["--dequantize"] if arguments.dequantize else []
     for name in ("prompts", "output"):
         value = getattr(arguments, name)
         if value is not None:

@@ -52,6 +52,15 @@ def test_the_banner_has_everything_needed_to_use_the_server():
         assert part in text
 
 
+def test_the_banner_says_what_products_do_to_their_inputs():
+    info = replace(INFO, quantization="gptq (4 bits, groups of 128)", input_rounding="8 bits")
+    text = banner.banner("http://127.0.0.1:8000", ("demo",), info, 8192, True, {}, False)
+    assert "weights as gptq (4 bits, groups of 128) 471.1 MiB per rank" in text
+    assert "  numbers  inputs of products are rounded to 8 bits; --dequantize computes with all of bfloat16" in text
+    exact = banner.banner("http://127.0.0.1:8000", ("demo",), replace(info, input_rounding=None), 8192, True, {}, False)
+    assert "--dequantize" not in exact
+
+
 def test_the_banner_counts_the_users_of_all_replicas():
     info = replace(INFO, data_parallel_size=2)
     text = banner.banner("http://127.0.0.1:8000", ("demo",), info, 8192, True, {"loading": 1.25}, False)

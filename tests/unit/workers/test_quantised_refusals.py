@@ -21,6 +21,8 @@ from workers.errors import StartupError
 from workers.models.hf_quantization import stored_quantization
 from workers.platform import cuda_driver, triton_needs
 from workers.preflight import check_without_weights, preflight
+from workers.worker.memory_needs import weight_bytes
+from workers.worker.model_runner import ModelRunner
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
@@ -192,6 +194,37 @@ def test_a_tensor_that_is_not_as_it_should_be_is_named(
     with pytest.raises(StartupError, match=message) as error:
         preflight(WorkerConfig(str(damage(stored(case), tmp_path, tensor, change)), device="cpu"))
     assert "\n" not in error.value.cause + error.value.fix and error.value.exit_code == 3
+
+
+@pytest.mark.parametrize("case", ["gptq-4-32-sym", "fp8-tensor"])
+def test_what_products_do_to_inputs_is_reported_and_can_be_left_out(stored: Callable[[str], Path], case: str) -> None:
+    config = WorkerConfig(str(stored(case)), device="cpu", max_model_len=64, num_kv_blocks=8, num_threads=1)
+    rounds = case.startswith("gptq")
+    if not rounds:
+        with pytest.raises(StartupError, match="--dequantize: products with fp8 weights round no inputs on cpu"):
+            preflight(config.with_(dequantize=True))
+    for dequantize in (False, True)[: 1 + rounds]:
+        runner = ModelRunner(preflight(config.with_(dequantize=dequantize)), TensorParallel.solo())
+        runner.load(lambda fraction: None)
+        runner.allocate(8)
+        info = runner.info()
+        assert info.input_rounding == ("8 bits" if rounds and not dequantize else None)
+        assert info.quantization.endswith(", dequantised at load") == dequantize
+        assert info.weight_bytes_per_rank == weight_bytes(runner.spec, info.dtype, runner.forms)
+
+
+def test_writing_weights_out_is_refused_where_it_changes_nothing(
+    stored: Callable[[str], Path], dense: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(StartupError, match="--dequantize: products with unquantised weights round no inputs on cpu"):
+        preflight(WorkerConfig(str(dense), device="cpu", dequantize=True))
+    monkeypatch.setattr(cuda_driver, "device_count", lambda: 1)
+    monkeypatch.setattr(cuda_driver, "lowest_capability", lambda devices: (8, 0))
+    monkeypatch.setattr(triton_needs, "missing_to_launch", list)
+    on_cuda = WorkerConfig(str(stored("awq-32")), device="cuda", dequantize=True)
+    with pytest.raises(StartupError, match="--dequantize: products with awq weights round no inputs on cuda"):
+        preflight(on_cuda)
+    assert preflight(on_cuda.with_(model_path=str(stored("fp8-tensor")))).dequantize, "there many rows are rounded"
 
 
 def with_one(value: int) -> Callable[[torch.Tensor], torch.Tensor]:

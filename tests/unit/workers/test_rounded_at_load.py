@@ -58,11 +58,12 @@ def test_every_number_of_ranks_has_the_same_weights(form: str, fused: bool) -> N
         assert all(torch.equal(one, other) for one, other in zip(found[0], several, strict=True))
 
 
-def logits_of(path: Path, tokens: list[int], quantization: str, size: int = 1) -> Tensor:
+def logits_of(path: Path, tokens: list[int], quantization: str, size: int = 1, *, dequantize: bool = False) -> Tensor:
     """[tokens, vocabulary], computed by `size` ranks."""
 
     def work(tp: TensorParallel) -> Tensor:
-        return PagedRun(load_decoder(path, tp, torch.bfloat16, quantization=quantization)).step({0: tokens})[0]
+        decoder = load_decoder(path, tp, torch.bfloat16, quantization=quantization, dequantize=dequantize)
+        return PagedRun(decoder).step({0: tokens})[0]
 
     return on_ranks(size, work)[0]
 
@@ -78,6 +79,17 @@ def test_a_model_stays_near_its_dense_form(
     dense, ours = (logits_of(path, list(range(3, 40)), quantization, size) for quantization in ("none", form))
     error = (ours - dense).pow(2).mean().sqrt() / dense.pow(2).mean().sqrt()
     assert least < error < most
+
+
+@each_form
+def test_written_out_weights_have_the_same_bits_at_every_number_of_ranks(tmp_path: Path, form: str) -> None:
+    """They are rounded as without that: only the products differ."""
+    path, tokens = make_tiny(tmp_path, "qwen2", hidden_size=256, intermediate_size=512), list(range(3, 40))
+    single = logits_of(path, tokens, form, dequantize=True)
+    assert all(torch.equal(single, logits_of(path, tokens, form, size, dequantize=True)) for size in (2, 4))
+    dense, rounded = logits_of(path, tokens, "none"), logits_of(path, tokens, form)
+    error, of_inputs = (x.sub(y).pow(2).mean().sqrt() for x, y in ((single, dense), (single, rounded)))
+    assert 0 < of_inputs < 4 * error
 
 
 @with_kernels

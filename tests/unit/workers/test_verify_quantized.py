@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,6 +39,14 @@ def test_a_right_model_is_right(cases: Callable[..., VerifyCase], form: str, fam
     comparison, causes = cases(family, form).run(size)
     assert comparison.ok, comparison.first_fault
     assert causes == []
+
+
+@pytest.mark.slow
+def test_written_out_weights_are_right(tmp_path: Path) -> None:
+    model = make_tiny(tmp_path, "qwen2", seed=5, hidden_size=128, head_dim=16, intermediate_size=256)
+    case = VerifyCase(model, tmp_path / "verify", "bfloat16", quantization="int8", dequantize=True)
+    comparison, causes = case.run(2)
+    assert comparison.ok and causes == [], comparison.first_fault
 
 
 @pytest.mark.parametrize("form", FORMS)

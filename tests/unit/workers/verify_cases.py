@@ -48,8 +48,11 @@ class VerifyCase:
         max_model_len: int = 64,
         block_size: int = 8,
         quantization: str = "none",
+        *,
+        dequantize: bool = False,
     ) -> None:
         self.model = model
+        self.dequantize = dequantize
         self.quantization = quantization
         self.block_size = block_size
         self.folder = folder
@@ -57,7 +60,10 @@ class VerifyCase:
         self.max_model_len = max_model_len
         folder.mkdir()
         self.quantization = self._config(1, model).quantization  # a stored form has a name, too
-        request = Request(str(model), dtype, "cpu", prompts, new_tokens, num_threads=1, quantization=self.quantization)
+        request = Request(
+            str(model), dtype, "cpu", prompts, new_tokens, num_threads=1, quantization=self.quantization,
+            dequantize=dequantize,
+        )  # fmt: skip
         request.write(folder)
         record_reference(request, folder, lambda line: None)
 
@@ -81,6 +87,7 @@ class VerifyCase:
                 device="cpu",
                 dtype=self.dtype,
                 quantization=self.quantization,
+                dequantize=self.dequantize,
                 tensor_parallel_size=size,
                 max_model_len=self.max_model_len,
                 max_num_seqs=8,
@@ -93,7 +100,8 @@ class VerifyCase:
 
     def compared(self, size: int) -> tuple[Comparison, list[str]]:
         spec = read_spec(str(self.model))
-        comparison = compare(self.folder, spec, size, self.dtype, has_scales=self.quantization != "none")
+        has_scales = self.quantization != "none" and not self.dequantize
+        comparison = compare(self.folder, spec, size, self.dtype, has_scales=has_scales)
         return comparison, explain(comparison, self.folder, self.model, spec, size, self.quantization)
 
 

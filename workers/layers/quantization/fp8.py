@@ -113,12 +113,16 @@ class Fp8Weight:
         group = group_in_slices(self.values.shape[1], self.group, slices)
         return PackedFp8(self.values, self.scales, self.group, group_in_slices=group, gated=gated, slices=slices)
 
+    def dequantised(self) -> Tensor:
+        """float32 [N, K]."""
+        return _times_scales(self.values, self.scales, self.group)
+
     def embed(self, ids: Tensor) -> Tensor:
         return _times_scales(self.values[ids], self.scales[ids], self.group).to(self.dtype)
 
     def on(self, device: torch.device) -> LinearWeight:
         if self.scales.shape[1] > 1 and self.group % UNITS[0]:  # no checkpoint that is known: kernels have no such unit
-            return DenseWeight(_times_scales(self.values, self.scales, self.group).to(device, self.dtype))
+            return DenseWeight(self.dequantised().to(device, self.dtype))
         stored = of_float8(self.values.to(device), self.scales, self.group, rounds_rows=self.rounds_rows)
         return WeightOnly(stored, self.dtype)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from workers.layers.quantization.grouped import GroupedWeight
 from workers.layers.quantization.shard import Empty, WeightShard
+from workers.layers.quantization.unquantized import DenseWeight
 from workers.weights.source import WeightSource
 
 GROUP = 32  # inputs that share a scale
@@ -55,3 +56,12 @@ class Int4LinearMethod:
         # A shard begins where a group does, so that its weights are the same at every number of ranks.
         assert shard.first_input % GROUP == 0, f"a shard begins within a group, at input {shard.first_input}"
         return rounded(shard.take(weights, empty))
+
+    def dequantised(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> DenseWeight:
+        """As `QuantisedLinearMethod.dequantised`."""
+        assert shard.first_input % GROUP == 0, f"a shard begins within a group, at input {shard.first_input}"
+        into = shard.take(weights, empty)
+        for row in range(0, shard.rows, _ROWS_AT_ONCE):
+            part = into[row : row + _ROWS_AT_ONCE]
+            part.copy_(dequantised(*round_groups(part)))
+        return DenseWeight(into)

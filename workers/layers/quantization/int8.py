@@ -13,6 +13,7 @@ from workers.kernels.cpu.gemm import CppPackedGatedMatmul, CppPackedMatmul
 from workers.kernels.cpu.int8_gemm import PackedInt8
 from workers.layers.matmul import ACTIVATIONS, GatedMatmul, Matmul
 from workers.layers.quantization.shard import Empty, WeightShard
+from workers.layers.quantization.unquantized import DenseWeight
 from workers.layers.quantization.weight_only import WeightOnly, of_channels
 from workers.weights.source import WeightSource
 
@@ -132,3 +133,12 @@ class Int8LinearMethod:
             rounded, scales[part] = round_rows(whole[part])
             values[part] = rounded[:, here]
         return Int8Weight(values, scales, whole.dtype)
+
+    def dequantised(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> DenseWeight:
+        """As `QuantisedLinearMethod.dequantised`."""
+        weight = self.load(shard, weights, empty)
+        into = empty(shard.rows, shard.local_inputs)
+        for row in range(0, shard.rows, _ROWS_AT_ONCE):
+            part = slice(row, row + _ROWS_AT_ONCE)
+            into[part] = weight.values[part].float().mul_(weight.scales[part].unsqueeze(1))
+        return DenseWeight(into)

@@ -8,6 +8,7 @@ from workers.attention.backend import KVSpec
 from workers.attention.selector import BACKENDS
 from workers.config import WorkerConfig
 from workers.errors import StartupError
+from workers.layers.quantization.formats.dequantised import served_forms
 from workers.layers.sharding import shard_heads
 from workers.models.encoders.registry import read_encoder
 from workers.models.hf_fields import read_config
@@ -42,6 +43,7 @@ def _model(config: WorkerConfig) -> Finding:
     spec = read_spec(config.model_path, config.max_model_len, tied=config.tie_word_embeddings)
     checkpoint = None if config.load_format == "dummy" else open_checkpoint(directory)
     forms = weight_forms(config.quantization, stored_quantization(directory, read_config(directory)), checkpoint)
+    forms = served_forms(forms, config.device, dequantize=config.dequantize)
     size = weight_bytes(spec, config.dtype, forms)
     facts = {"dtype": config.dtype, "device": config.device, "weight_bytes": size, "architecture": spec.architecture}
     text = f"{spec.architecture}, {spec.num_parameters:,} parameters, {config.dtype} on {config.device}, "

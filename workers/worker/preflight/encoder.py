@@ -24,6 +24,7 @@ logger = logging.getLogger("oarlock.preflight")
 # Settings that only models of texts have, and what they are without.
 _WITHOUT = {
     "quantization": ("none", "weights of an encoder are served in their own type"),
+    "dequantize": (False, "weights of an encoder are served in their own type"),
     "pipeline_parallel_size": (1, "an encoder is divided among ranks, not into stages"),
     "kv_offload_bytes": (None, "an encoder keeps no keys and values"),
     "kv_offload_path": (None, "an encoder keeps no keys and values"),

@@ -25,6 +25,7 @@ def as_text(
 def model_line(model: OpenModel, best: Layout) -> str:
     config = best.capacity.config
     form = config.dtype if config.quantization == "none" else f"{config.quantization} and {config.dtype}"
+    form += ", dequantised" if config.dequantize else ""
     kv = "" if config.kv_cache_dtype == config.dtype else f", keys and values in {config.kv_cache_dtype}"
     return (
         f"{model.spec.architecture}, {parameters(model.spec.num_parameters)} parameters in {form}{kv}, "

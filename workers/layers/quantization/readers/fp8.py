@@ -9,6 +9,7 @@ from workers.layers.quantization.readers.grouped_method import StoredPart
 from workers.layers.quantization.readers.regroup import regroup
 from workers.layers.quantization.readers.words import Span, take_block
 from workers.layers.quantization.shard import Empty, WeightShard
+from workers.layers.quantization.unquantized import DenseWeight
 from workers.weights.source import WeightSource
 
 
@@ -37,6 +38,12 @@ class FP8LinearMethod:
             scales[row : row + len(view)] = found[:, form.group_of - here.first]
             row += len(view)
         return Fp8Weight(values, scales, form.group, empty(0).dtype, rounds_rows=self._rounds_rows)
+
+    def dequantised(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> DenseWeight:
+        """As `QuantisedLinearMethod.dequantised`."""
+        into = empty(shard.rows, shard.local_inputs)
+        into.copy_(self.load(shard, weights, empty).dequantised())
+        return DenseWeight(into)
 
     def _scales(self, weights: WeightSource, part: StoredPart, groups: Span) -> Tensor:
         """float32 [N, groups]."""

@@ -6,7 +6,7 @@ from workers.layers.quantization.grouped import GroupedWeight
 from workers.layers.quantization.groups import group_of_blocks
 from workers.layers.quantization.method import LinearWeight
 from workers.layers.quantization.shard import Empty, WeightShard
-from workers.layers.quantization.unquantized import UnquantizedLinearMethod
+from workers.layers.quantization.unquantized import DenseWeight, UnquantizedLinearMethod
 from workers.weights.gguf.block_types import GroupForm
 from workers.weights.gguf.blocks import Groups
 from workers.weights.gguf.reader import GGUFReader
@@ -24,7 +24,7 @@ class GGUFLinearMethod:
         form = self._form
         group = group_of_blocks(form.group, shard.local_inputs, shard.slices)
         if group is None:
-            return UnquantizedLinearMethod().load(shard, weights, empty)
+            return self.dequantised(shard, weights, empty)
         groups = Groups.empty(shard.rows, shard.local_inputs, group, offsets=form.has_offsets)
         first = 0
         for name, rows, start, view in shard.sources(weights, "weight", torch.empty((shard.rows, 0))):
@@ -42,3 +42,7 @@ class GGUFLinearMethod:
         return GroupedWeight(
             groups.values, groups.scales, group, empty(0).dtype, offsets=groups.offsets, bits=form.bits
         )
+
+    def dequantised(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> DenseWeight:
+        """As `QuantisedLinearMethod.dequantised`."""
+        return UnquantizedLinearMethod().load(shard, weights, empty)

@@ -14,7 +14,10 @@ from workers.layers.quantization.readers.regroup import Regrouped, regroup
 from workers.layers.quantization.readers.words import Span
 from workers.layers.quantization.shard import Empty, WeightShard
 from workers.layers.quantization.stacked import StackedWeight
+from workers.layers.quantization.unquantized import DenseWeight
 from workers.weights.source import WeightSource
+
+_ROWS_AT_ONCE = 1024  # of a weight, in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,18 @@ class GroupedLinearMethod:
         ]
         return StackedWeight(loaded, [len(part.rows) for part in parts])
 
+    def dequantised(self, shard: WeightShard, weights: WeightSource, empty: Empty) -> DenseWeight:
+        """As `QuantisedLinearMethod.dequantised`."""
+        into = empty(shard.rows, shard.local_inputs)
+        into[shard.rows - shard.padding :] = 0.0
+        inputs = _inputs_of(shard)
+        for name, rows, first, view in shard.sources(weights, self._reader.kind, into):
+            groups = self._reader.groups(weights, name, shard.inputs)[inputs.first : inputs.stop]
+            span = Span(int(groups.min()), int(groups.max()) + 1)
+            part = StoredPart(name, rows, shard.inputs, Span(first, first + len(view)), inputs)
+            _write_out(self._reader.numbers(weights, part, span), groups - span.first, view)
+        return DenseWeight(into)
+
     def _weight(
         self, parts: list[StoredPart], groups: Tensor, shard: WeightShard, weights: WeightSource, dtype: torch.dtype
     ) -> LinearWeight:
@@ -95,6 +110,16 @@ class GroupedLinearMethod:
             offsets = _stacked(zeros, shard).neg_().mul_(scales)
         bits, order = self._reader.bits, form.inputs
         return GroupedWeight(values, scales, form.group, dtype, offsets=offsets, bits=bits, order=order)
+
+
+def _write_out(numbers: Numbers, groups: Tensor, into: Tensor) -> None:
+    """`groups` int64 [K]: of each input. `into` [N, K], in any dtype of floating point."""
+    for row in range(0, len(into), _ROWS_AT_ONCE):
+        rows = slice(row, row + _ROWS_AT_ONCE)
+        values = numbers.values[rows].float()
+        if numbers.zeros is not None:
+            values -= numbers.zeros[rows].float()[:, groups]
+        into[rows] = values.mul_(numbers.scales[rows][:, groups])
 
 
 def _stacked(parts: list[Tensor], shard: WeightShard) -> Tensor:
