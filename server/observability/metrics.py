@@ -10,17 +10,19 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from engine.stats import EngineStats, Histogram
+from engine.stats import TOKEN_BOUNDS, EngineStats, Histogram
 from engine.types import EngineInfo
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"})
 _LABELS = ["model_name", "engine"]
+_PROCESS = ProcessCollector(registry=None)  # type: ignore[arg-type] # process_*: of the process that serves HTTP
+_COMPLETE = ("stop", "length")
 _PREFIX = "vllm:"
 BATCH_STATUSES = (
     "validating", "in_progress", "finalizing", "completed", "cancelling", "cancelled", "expired", "failed",
@@ -74,6 +76,10 @@ _COUNTERS = {
 _HISTOGRAMS = {
     "vllm:time_to_first_token_seconds": ("time_to_first_token_s", "Time to first token."),
     "vllm:inter_token_latency_seconds": ("inter_token_latency_s", "Time between tokens."),
+    "vllm:time_per_output_token_seconds": (
+        "inter_token_latency_s",
+        "The older name of vllm:inter_token_latency_seconds.",
+    ),
     "vllm:request_time_per_output_token_seconds": ("time_per_output_token_s", "Mean time per token of a request."),
     "vllm:e2e_request_latency_seconds": ("e2e_latency_s", "Whole time of a request."),
     "vllm:request_queue_time_seconds": ("queue_time_s", "Time spent waiting."),
@@ -96,6 +102,8 @@ _BY_KEY = {
 class FinishedChoice(Protocol):
     """One choice of a generation that has ended."""
 
+    num_tokens: int  # generated
+
     @property
     def started(self) -> bool: ...
 
@@ -105,6 +113,11 @@ class FinishedChoice(Protocol):
 
 class FinishedGeneration(Protocol):
     """What is counted of a generation that has ended."""
+
+    @property
+    def per_prompt(self) -> int:
+        """Choices of each prompt, which stand side by side."""
+        ...
 
     @property
     def choices(self) -> Sequence[FinishedChoice]: ...
@@ -150,6 +163,7 @@ class ReplicaCounters:
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.finished = dict.fromkeys(("stop", "length", "timeout", "abort", "error"), 0)
+        self.most_generated = Histogram(TOKEN_BOUNDS)  # of each prompt, the tokens of its longest answer
 
 
 class HttpCounters:
@@ -197,6 +211,11 @@ class HttpCounters:
                 self.by_key[generation.key_label] = [old + new for old, new in zip(before, numbers, strict=True)]
         for choice in started:
             self.replicas[generation.replica_of(choice)].finished[choice.finish_reason or "abort"] += 1
+        for first in range(0, len(generation.choices), generation.per_prompt):
+            answers = generation.choices[first : first + generation.per_prompt]
+            most = max(choice.num_tokens for choice in answers)
+            if most and all(choice.finish_reason in _COMPLETE for choice in answers):  # vectors have none
+                self.replicas[generation.replica_of(answers[0])].most_generated.observe(most)
 
 
 class _Snapshot(Collector):
@@ -208,12 +227,11 @@ class _Snapshot(Collector):
         info: EngineInfo | None,
         http: HttpCounters,
         model: str,
-        started: float,
         prefix: str,
     ) -> None:
         """`stats`: of each replica."""
         self._prefix = prefix
-        self._stats, self._info, self._http, self._started = stats, info, http, started
+        self._stats, self._info, self._http = stats, info, http
         self._replicas = [http.replicas[number] for number in range(len(stats))]
         self._labels = [[model, str(number)] for number in range(len(stats))]
         self._values = self._labels[0]
@@ -240,6 +258,8 @@ class _Snapshot(Collector):
         ]
         yield self._counter("vllm:prompt_tokens", "Prompt tokens, as usage reports them.", *prompt)
         yield self._counter("vllm:generation_tokens", "Answer tokens, as usage has them.", *answer)
+        most = [replica.most_generated for replica in self._replicas]
+        yield self._histogram("vllm:request_max_num_generation_tokens", "Tokens of a request's longest answer.", *most)
         finished = CounterMetricFamily(
             "vllm:request_success", "Choices ended, by reason.", labels=[*_LABELS, "finished_reason"]
         )
@@ -265,7 +285,6 @@ class _Snapshot(Collector):
             yield self._gauge("oarlock:certificate_expiry_timestamp_seconds", until, self._http.certificate.expires)
         if self._http.batches is not None:
             yield from self._of_batches(self._http.batches)
-        yield self._gauge("process_start_time_seconds", "Unix time of the start.", self._started)
 
     def _cache_config(self, info: EngineInfo) -> Metric:
         labels = {
@@ -326,11 +345,11 @@ def exposition(
     info: EngineInfo | None,
     http: HttpCounters,
     model: str,
-    started: float,
     prefix: str = _PREFIX,
 ) -> bytes:
-    """The body of `/metrics`. `stats`: of each replica; until one has started, its numbers are zero. `started`: Unix
-    time in seconds. `prefix` stands in the place of `vllm:`."""
+    """The body of `/metrics`. `stats`: of each replica; until one has started, its numbers are zero. `prefix` stands in
+    the place of `vllm:`."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Snapshot(stats, info, http, model, started, prefix))
+    registry.register(_Snapshot(stats, info, http, model, prefix))
+    registry.register(_PROCESS)
     return generate_latest(registry)

@@ -135,7 +135,7 @@ class OpenAIServing:
     async def _make_metrics_page(self) -> bytes:
         replicas, info = await self.engine_numbers()
         prefix = self.settings.metrics_prefix
-        return exposition(replicas, info, self.counters, self.model_names[0], self.state.started_at, prefix)
+        return exposition(replicas, info, self.counters, self.model_names[0], prefix)
 
     async def _stats_of(self, replica: Replica) -> EngineStats:
         try:

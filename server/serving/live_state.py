@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Container
 from typing import Any
 
 from engine.stats import EngineState, OpenRequest
@@ -25,7 +26,8 @@ _COMPUTING = frozenset(
         *("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"),
     }
 )
-_CLIENT_GONE = 499
+_FULL = frozenset({429, 503})  # this server had no room for them, or was not ready
+_MISTAKES = frozenset(range(400, 499)) - _FULL  # the clients' own; 499 is one that left
 
 
 class OpenAIServingLiveState(OpenAIServing):
@@ -64,7 +66,8 @@ class OpenAIServingLiveState(OpenAIServing):
                 "running": sum(engine["running"] for engine in engines),
                 "waiting": sum(engine["waiting"] for engine in engines),
                 "finished": sum(self.counters.finished.values()),
-                "refused": self._num_refused(),
+                "refused": self._num_answered(_FULL),
+                "invalid": self._num_answered(_MISTAKES),
             },
             "tokens_per_second": {
                 "prompt": round(sum(rate["prompt"] for rate in rates), 1),
@@ -91,12 +94,12 @@ class OpenAIServingLiveState(OpenAIServing):
             return "stalled"
         return "degraded" if "down" in state.replica_states() else "ok"
 
-    def _num_refused(self) -> int:
-        """Requests for the engine that were answered with an error of theirs, or because the queue was full."""
+    def _num_answered(self, statuses: Container[int]) -> int:
+        """Count the requests for the engine that were answered with one of `statuses`."""
         return sum(
             number
             for (_, route, status), number in self.counters.responses.items()
-            if route in _COMPUTING and 400 <= status < 500 and status != _CLIENT_GONE
+            if route in _COMPUTING and status in statuses
         )
 
     def _response_ids(self, states: list[EngineState | None]) -> dict[int, str]:

@@ -48,7 +48,7 @@ def test_it_shows_engines_and_names_open_requests_by_the_id_of_their_answer(make
 
     answer = asyncio.run(scenario())
     assert (answer["model"], answer["status"]) == ("demo", "ok")
-    assert answer["requests"] == {"running": 1, "waiting": 2, "finished": 0, "refused": 0}
+    assert answer["requests"] == {"running": 1, "waiting": 2, "finished": 0, "refused": 0, "invalid": 0}
     assert answer["tokens_per_second"] == {"prompt": 100.0, "generation": 40.5}
     (engine,) = answer["engines"]
     assert engine["kv"] == STATE["kv"]
@@ -67,7 +67,20 @@ def test_refused_and_finished_requests_are_counted(make_stage):
             return (await client.get("/v1/state")).json()
 
     requests = asyncio.run(scenario())["requests"]
-    assert (requests["finished"], requests["refused"]) == (1, 1)
+    assert (requests["finished"], requests["refused"], requests["invalid"]) == (1, 0, 1)
+
+
+def test_a_full_queue_refuses_and_a_wrong_request_is_invalid(make_stage, queue_full):
+    stage = make_stage(refuse=queue_full, live_state=STATE)
+
+    async def scenario() -> dict:
+        async with stage.client() as client:
+            for body, status in (({"prompt": "Hello"}, 429), ({"prompt": "Hello"}, 429), ({"prompt": 1.5}, 400)):
+                assert (await client.post("/v1/completions", json=body)).status_code == status
+            return (await client.get("/v1/state")).json()
+
+    requests = asyncio.run(scenario())["requests"]
+    assert (requests["finished"], requests["refused"], requests["invalid"]) == (0, 2, 1)
 
 
 def test_however_many_watch_the_engine_is_asked_once_a_second(make_stage, monkeypatch):

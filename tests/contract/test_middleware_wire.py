@@ -203,7 +203,20 @@ def test_metrics_have_the_fields_names_and_reconcile_with_usage(make_stage):
         "model_name": "demo", "engine": "0", "block_size": "16", "num_gpu_blocks": "65", "cache_dtype": "int8",
         "bytes_per_token_per_rank": "2048",
     }  # fmt: skip
-    assert all(s.labels["model_name"] == "demo" for family in families.values() for s in family.samples)
+    longest = {s.name: s.value for s in families["vllm:request_max_num_generation_tokens"].samples}
+    assert longest["vllm:request_max_num_generation_tokens_count"] == 6, "one of each prompt, however many answers"
+    assert longest["vllm:request_max_num_generation_tokens_sum"] < completion
+    older, newer = (
+        families[f"vllm:{name}_seconds"].samples for name in ("time_per_output_token", "inter_token_latency")
+    )
+    assert [(s.labels, s.value) for s in older] == [(s.labels, s.value) for s in newer]
+    process = {
+        s.name: (s.labels, s.value > 0) for name, f in families.items() if name[:8] == "process_" for s in f.samples
+    }
+    names = ("cpu_seconds_total", "resident_memory_bytes", "virtual_memory_bytes", "start_time_seconds", "open_fds")
+    assert {f"process_{name}" for name in names} <= process.keys() and set(map(str, process.values())) == {"({}, True)"}
+    ours = [family for name, family in families.items() if name[:8] != "process_"]
+    assert all(s.labels["model_name"] == "demo" for family in ours for s in family.samples)
 
 
 def test_names_of_metrics_may_begin_otherwise(make_stage):
@@ -211,7 +224,7 @@ def test_names_of_metrics_may_begin_otherwise(make_stage):
     usual = _get(make_stage(), "/metrics").text
     assert "# TYPE llm:prompt_tokens_total counter" in page and "\noarlock:kv_blocks_total{" in page
     assert "\nvllm:" not in page and "\nllm:" not in usual
-    names = [[line.split("{")[0] for line in text.splitlines() if line[0] != "#"] for text in (page, usual)]
+    names = [re.findall(r"^[\w:]+", text, re.MULTILINE) for text in (page, usual)]
     assert names[0] == [name.replace("vllm:", "llm:") for name in names[1]]
 
 

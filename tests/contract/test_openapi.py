@@ -88,7 +88,14 @@ def test_errors_match_their_schema(make_stage, document):
 def test_the_page_of_the_api_needs_no_network(make_stage):
     page = _all(make_stage(), [("GET", "/docs", None)])[0]
     assert page.headers["content-type"] == "text/html; charset=utf-8"
-    assert re.findall(r'(?:src|href)="([^"]*)"', page.text) == ["openapi.json"]
+    links = re.findall(r'(?:src|href)="([^"]*)"', page.text)
+    assert links[0].startswith("data:image/svg+xml;base64,") and links[1] == "openapi.json"
+    assert "img-src data:" in page.headers["content-security-policy"]
+    parts = re.findall(r'<h2 id="([^"]*)"', page.text)
+    assert len(set(parts)) == len(parts) > 30, "a part for each operation"
+    assert [link for link in links[2:] if links[2:].count(link) == 2] == links[2:], "from the contents and its heading"
+    assert {link.removeprefix("#") for link in links[2:]} == set(parts)
+    assert "`" not in re.sub(r"<pre>.*?</pre>", "", page.text, flags=re.DOTALL)
     assert "<script" not in page.text
     assert "@import" not in page.text
     for words in ("/v1/completions", "truncate_prompt_tokens", "integer, 1 to 128", "curl -s"):

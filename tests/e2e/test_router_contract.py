@@ -39,6 +39,7 @@ METRICS = {
     "vllm:spec_decode_num_accepted_tokens_total": ("counter", OWN),
     "vllm:time_to_first_token_seconds": ("histogram", OWN),
     "vllm:inter_token_latency_seconds": ("histogram", OWN),
+    "vllm:time_per_output_token_seconds": ("histogram", OWN),
     "vllm:request_time_per_output_token_seconds": ("histogram", OWN),
     "vllm:e2e_request_latency_seconds": ("histogram", OWN),
     "vllm:request_queue_time_seconds": ("histogram", OWN),
@@ -47,6 +48,13 @@ METRICS = {
     "vllm:iteration_tokens_total": ("histogram", OWN),
     "vllm:request_prompt_tokens": ("histogram", OWN),
     "vllm:request_generation_tokens": ("histogram", OWN),
+    "vllm:request_max_num_generation_tokens": ("histogram", OWN),
+    "process_cpu_seconds_total": ("counter", set()),
+    "process_resident_memory_bytes": ("gauge", set()),
+    "process_virtual_memory_bytes": ("gauge", set()),
+    "process_start_time_seconds": ("gauge", set()),
+    "process_open_fds": ("gauge", set()),
+    "process_max_fds": ("gauge", set()),
     "oarlock:kv_event_batches_total": ("counter", OWN),
     "oarlock:kv_event_batches_dropped_total": ("counter", OWN),
     "oarlock:kv_event_overflows_total": ("counter", OWN),
@@ -99,6 +107,9 @@ def test_every_metric_has_its_name_type_and_labels(server):
         assert found[name].samples, name
         for sample in found[name].samples:
             assert labels <= sample.labels.keys(), name
+            if name.startswith("process_"):
+                assert not sample.labels and sample.value > 0, name
+                continue
             assert (sample.labels["model_name"], sample.labels["engine"]) == ("oarlock-demo", "0")
     config = found["vllm:cache_config_info"].samples[0]
     assert config.value == 1 and config.labels["block_size"] == str(BLOCK_SIZE)

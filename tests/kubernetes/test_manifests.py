@@ -154,5 +154,5 @@ def test_autoscalers_ask_for_metrics_that_the_server_has():
     assert re.fullmatch(rule["name"]["matches"], asked)
     (trigger,) = keda["spec"]["triggers"]
     assert f"sum({asked}{{" in trigger["metadata"]["query"]
-    metrics = exposition([EngineStats()], None, HttpCounters(), "model", 0.0).decode()
+    metrics = exposition([EngineStats()], None, HttpCounters(), "model").decode()
     assert re.search(f"^# TYPE {asked} gauge$", metrics, re.MULTILINE)

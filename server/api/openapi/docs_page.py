@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from server.api.openapi.capabilities import body_schemas, parameters
@@ -17,6 +19,8 @@ h1, h2 { line-height: 1.2; } h2 { margin-top: 2.5rem; border-top: 1px solid #ccc
 table { border-collapse: collapse; width: 100%; font-size: .9rem; } td, th { text-align: left; vertical-align: top;
 padding: .3rem .6rem .3rem 0; border-bottom: 1px solid #e4e4e4; } code, pre { font-family: ui-monospace, monospace;
 background: #f5f5f5; } pre { padding: .8rem; overflow-x: auto; } .method { color: #06c; }
+nav ul { columns: 22rem; list-style: none; padding: 0; font-size: .9rem; } nav li { break-inside: avoid; }
+a { color: inherit; } h2 a { text-decoration: none; }
 @media (prefers-color-scheme: dark) { body { background: #181818; color: #ddd; } code, pre { background: #262626; }
 td, th { border-color: #333; } .method { color: #6bf; } }
 """
@@ -24,24 +28,53 @@ td, th { border-color: #333; } .method { color: #6bf; } }
 STYLE_SOURCE = f"'sha256-{base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()}'"
 
 
+_ICON = (
+    "data:image/svg+xml;base64,"
+    + base64.b64encode((Path(__file__).parents[1] / "static" / "icon.svg").read_bytes()).decode()
+)  # a part of the page, which is there with --no-web-page too
+
+
 def page(document: dict[str, Any]) -> str:
-    """The whole page."""
+    """Write the whole page."""
     title = escape(f"{document['info']['title']} {document['info']['version']}")
+    operations = [
+        (path, method, operation)
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    ]
     parts = [
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>',
-        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body><h1>{title}</h1>',
-        f"<p>{escape(document['info'].get('description', ''))}",
+        f'<link rel="icon" href="{_ICON}"><meta name="viewport" content="width=device-width">',
+        f"<style>{_STYLE}</style></head><body><h1>{title}</h1>",
+        f"<p>{_rich(document['info'].get('description', ''))}",
         'The machine-readable document is <a href="openapi.json">openapi.json</a>.</p>',
+        '<nav aria-label="Contents"><ul>',
+        *(_entry(path, method, operation) for path, method, operation in operations),
+        "</ul></nav>",
+        *(_operation(document, path, method, operation) for path, method, operation in operations),
     ]
-    for path, operations in document["paths"].items():
-        for method, operation in operations.items():
-            parts.append(_operation(document, path, method, operation))
     return "\n".join([*parts, "</body></html>"])
 
 
+def _entry(path: str, method: str, operation: dict[str, Any]) -> str:
+    """Write a line of the contents."""
+    link = f'<a href="#{_anchor(path, method)}">{_name(path, method)}</a>'
+    return f"<li>{link} {_rich(operation.get('summary', ''))}</li>"
+
+
+def _name(path: str, method: str) -> str:
+    return f'<span class="method">{method.upper()}</span> <code>{escape(path)}</code>'
+
+
+def _anchor(path: str, method: str) -> str:
+    """Make a name for links to the part about an operation: unreserved characters alone."""
+    return re.sub(r"[^A-Za-z0-9]+", "-", f"{method}{path}").strip("-")
+
+
 def _operation(document: dict[str, Any], path: str, method: str, operation: dict[str, Any]) -> str:
-    name = f'<span class="method">{method.upper()}</span> <code>{escape(path)}</code>'
-    parts = [f"<h2>{name}</h2><p>{escape(operation.get('summary', ''))}</p>"]
+    anchor = _anchor(path, method)
+    heading = f'<h2 id="{anchor}"><a href="#{anchor}">{_name(path, method)}</a></h2>'
+    parts = [f"{heading}<p>{_rich(operation.get('summary', ''))}</p>"]
     content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
     for example in content.get("examples", {}).values():
         body = json.dumps(example["value"])

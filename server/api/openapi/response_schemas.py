@@ -310,7 +310,7 @@ SCHEMAS: dict[str, Any] = {
             "time": _NUMBER,
             "uptime_s": _NUMBER,
             "status": {"enum": ["starting", "loading", "ok", "degraded", "stalled", "draining", "dead"]},
-            "requests": _object({"running": _COUNT, "waiting": _COUNT, "finished": _COUNT, "refused": _COUNT}),
+            "requests": _object(dict.fromkeys(("running", "waiting", "finished", "refused", "invalid"), _COUNT)),
             "tokens_per_second": _object({"prompt": _NUMBER, "generation": _NUMBER}),
             "engines": _list(_ENGINE),
         },

@@ -17,7 +17,7 @@ _EXAMPLE = {
     "time": 1767225600.0,
     "uptime_s": 61.5,
     "status": "ok",
-    "requests": {"running": 1, "waiting": 0, "finished": 12, "refused": 0},
+    "requests": {"running": 1, "waiting": 0, "finished": 12, "refused": 0, "invalid": 0},
     "tokens_per_second": {"prompt": 0.0, "generation": 38.5},
     "engines": [
         {

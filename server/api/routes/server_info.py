@@ -17,7 +17,7 @@ from server.api.openapi.document import describe
 from server.serving.base import OpenAIServing
 
 router = APIRouter(route_class=ErrorHandlingRoute)
-_PAGE_HEADERS = page_headers({"style-src": STYLE_SOURCE, "img-src": "'self'"})
+_PAGE_HEADERS = page_headers({"style-src": STYLE_SOURCE, "img-src": "data:"})
 
 
 @router.get("/v1/capabilities", openapi_extra=describe("Show capabilities", "Capabilities"))

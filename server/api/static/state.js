@@ -5,7 +5,7 @@ import { count, duration, el, seconds } from "./dom.js";
 
 const EVERY_MS = 1000;
 const HISTORY = 120; // points of a curve: two minutes
-const TILES = [["generation", "generated tokens/s"], ["prompt", "prompt tokens/s"], ...["running", "waiting", "finished", "refused"].map((name) => [name, name]), ["uptime", "up"]];
+const TILES = [["generation", "generated tokens/s"], ["prompt", "prompt tokens/s"], ...["running", "waiting", "finished", "refused", "invalid"].map((n) => [n, n]), ["uptime", "up"]];
 const BLOCKS = { h: ["held", "used by requests that run"], c: ["cached", "prompt beginnings kept for others"], f: ["free", "empty"] };
 
 export class StateView {

@@ -182,7 +182,7 @@ def test_files_that_do_not_fit_are_logged_and_the_certificate_stays(authority, p
     assert tls._newest is not before and tls.names == ("localhost", "other.example")
     counters = HttpCounters()
     counters.certificate = tls
-    page = exposition([EngineStats()], None, counters, "m", 0.0).decode()
+    page = exposition([EngineStats()], None, counters, "m").decode()
     assert tls.expires > time.time() and "oarlock:certificate_expiry_timestamp_seconds" in page
 
 

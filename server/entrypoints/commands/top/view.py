@@ -44,7 +44,7 @@ def _rates(state: dict[str, Any]) -> Text:
     hits = found["prefix_hit_rate"]
     return Text(
         f"requests  {requests['running']} running, {requests['waiting']} waiting, {requests['finished']} finished, "
-        f"{requests['refused']} refused, {found['preemptions']} preemptions\n"
+        f"{requests['refused']} refused, {requests['invalid']} invalid, {found['preemptions']} preemptions\n"
         f"tokens/s  {rate['generation']:.1f} generated, {rate['prompt']:.1f} of prompts computed"
         f", {'no prompts' if hits is None else f'{hits:.0%} of prompts cached'}\n"
         f"latency   first token {_pair(found['ttft_ms'])}, between tokens {_pair(found['itl_ms'])}"

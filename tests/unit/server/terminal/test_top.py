@@ -43,7 +43,7 @@ STATE = {
     "time": 1767225600.0,
     "uptime_s": 7_500.0,
     "status": "ok",
-    "requests": {"running": 2, "waiting": 1, "finished": 12, "refused": 3},
+    "requests": {"running": 2, "waiting": 1, "finished": 12, "refused": 3, "invalid": 4},
     "tokens_per_second": {"prompt": 120.0, "generation": 38.54},
     "engines": [ENGINE],
     "latencies": {
@@ -53,7 +53,7 @@ STATE = {
 }  # fmt: skip
 PAGE = """\
 oarlock-demo  http://127.0.0.1:8000  ok  up 2 h 5 min  version 1.0.0
-requests  2 running, 1 waiting, 12 finished, 3 refused, 1 preemptions
+requests  2 running, 1 waiting, 12 finished, 3 refused, 4 invalid, 1 preemptions
 tokens/s  38.5 generated, 120.0 of prompts computed, 25% of prompts cached
 latency   first token 12.3 ms (p90 40.0), between tokens -
 
