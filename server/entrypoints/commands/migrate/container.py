@@ -18,6 +18,7 @@ IMAGES = {
 _VARIABLE, _PORT, _VOLUME = ("-e", "--env"), ("-p", "--publish"), ("-v", "--volume")
 _NETWORK, _DEVICES = ("--network", "--net"), ("--gpus",)
 _ALL = "0.0.0.0"
+_ANY_PORT = "Docker would choose the host's port: choose one by --port."
 _HUB_CACHE = "/root/.cache/huggingface"
 _HUB_CACHES = ("~/.cache/huggingface", "$HOME/.cache/huggingface", "${HOME}/.cache/huggingface")
 
@@ -51,6 +52,9 @@ def read_container(words: list[str]) -> Container | None:
         flag, equals, value = word.partition("=")
         if word[:2] == "-p" and word[2:3].isdigit():
             flag, equals, value = "-p", "=", word[2:]
+        if word in ("-P", "--publish-all"):
+            found.lost.append((word, _ANY_PORT))
+            continue
         known = (*_VARIABLE, *_PORT, *_VOLUME, *_NETWORK, *_DEVICES, "--env-file")
         if flag not in known:
             found.others.append(word)
@@ -81,11 +85,11 @@ def _take(found: Container, flag: str, value: str) -> None:
 
 def _publish(found: Container, value: str) -> None:
     """Read `[[address:]port:]port[/tcp]`."""
-    match = re.fullmatch(r"(?:(?:(\[.*\]|[^:\[\]]*):)?(\d*):)?(\d+)(?:/tcp)?", value)
+    match = re.fullmatch(r"(?:(?:(\[.*\]|[^:\[\]]*):)?(\d*|\$\w+|\$\{\w+\}):)?(\d+)(?:/tcp)?", value)
     if match is None:
         found.lost.append((f"-p {value}", "one port is listened on: --port."))
     elif not match[2]:
-        found.lost.append((f"-p {value}", "Docker would choose the host's port: choose one by --port."))
+        found.lost.append((f"-p {value}", _ANY_PORT))
     else:
         found.ports.append(((match[1] or _ALL).strip("[]"), match[2], match[3]))
 

@@ -81,6 +81,12 @@ CORPUS = list(_corpus())
             "oarlock serve m --host 0.0.0.0 --port 8001",
             ["-p 80", "--env-file .env", "-p 81:82", "-p 0.0.0.0:8002:8000"],
         ),
+        ("docker run -P vllm/vllm-openai m", "oarlock serve m --host 127.0.0.1 --port 8000", ["-P"]),
+        (
+            "docker run -p ${PORT}:8000 vllm/vllm-openai m --api-key $KEY",
+            'oarlock serve m --api-key "$KEY" --host 0.0.0.0 --port "${PORT}"',
+            [],
+        ),
         ("docker run vllm/vllm-openai m", "oarlock serve m --host 127.0.0.1 --port 8000", []),
         ("docker run -p '[::1]:9:8000' --gpus 2 -v /c:/root/.cache/huggingface vllm/vllm-openai m",
          "CUDA_VISIBLE_DEVICES=0,1 HF_HOME=/c oarlock serve m --host ::1 --port 9", []),
