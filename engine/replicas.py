@@ -19,6 +19,7 @@ from engine.data_parallel.progress import JoinedProgress
 from engine.data_parallel.replica import Replica, Seat, start_together
 from engine.engine_process import EngineProcess
 from engine.errors import EXIT_RANK_DIED, EngineDeadError, StartupError, UnavailableError
+from engine.ipc.frames import FrameError
 from engine.preflight import free_host_bytes
 from engine.types import EngineInfo, Request
 
@@ -103,29 +104,36 @@ class Replicas:
     # -- the life of the replicas
 
     async def _keep(self, one: Replica) -> None:
-        """Start `one` again whenever it dies, as long as another serves meanwhile and it does not die too often."""
-        while True:
-            await one.died()
-            self.prefixes.clear(one.number)
-            if self._is_closing:
-                return
-            exit_code, cause = one.client.exit_code or EXIT_RANK_DIED, one.client.death_cause or "its process has ended"
-            if not self.is_alive:
-                break
-            if one.dies_too_often:
-                cause = f"replica {one.number} dies too often, at last because {cause}"
-                break
-            try:
-                await one.restart(self.replicas[one.number - 1].client.info.numbers_digest)
-            except (StartupError, OSError) as error:  # OSError: its process ended in the middle of a message
-                cause = f"replica {one.number} could not be started again: {error}"
-                break
+        """Start `one` again whenever it dies, until that cannot be, and give it up then: whatever the reason is."""
+        try:
+            cause = await self._restart_until_lost(one)
+        except Exception as error:  # ours: without this the replica would be dead, and nobody would know
+            logger.exception("event=replica_failed engine=%d", one.number)
+            cause = f"replica {one.number} could not be kept: {type(error).__name__}: {error}"
+        if self._is_closing:
+            return
+        exit_code = one.client.exit_code or EXIT_RANK_DIED  # of the death: a new start of the server may mend it
         if self.exit_code is None:
             self.exit_code, self.death_cause = exit_code, cause
             self.lost.set()
             logger.error('event=replica_given_up engine=%d cause="%s"', one.number, cause)
         if not self.is_alive:
             self.dead.set()
+
+    async def _restart_until_lost(self, one: Replica) -> str:
+        """Start `one` again while another serves meanwhile and it does not die too often. Returns why it is over."""
+        while True:
+            await one.died()
+            self.prefixes.clear(one.number)
+            cause = one.client.death_cause or "its process has ended"
+            if self._is_closing or not self.is_alive:
+                return cause
+            if one.dies_too_often:
+                return f"replica {one.number} dies too often, at last because {cause}"
+            try:
+                await one.restart(self.replicas[one.number - 1].client.info.numbers_digest)
+            except (StartupError, OSError, FrameError) as error:  # OSError: it ended in the middle of a message
+                return f"replica {one.number} could not be started again: {error}"
 
     async def close(self, timeout_s: float = 10.0) -> None:
         """Stop all engines, side by side. Idempotent."""

@@ -133,8 +133,8 @@ def end_of_killed(path: str, why: str) -> None:
             place = file.seek(length, os.SEEK_CUR)
             if file.read(_RECORD.size + _END_BYTES) == _fixed_part(END, blank) + blank:
                 _write_end(file.fileno(), place, why)
-    except OSError as error:  # moved away meanwhile
-        logger.warning('event=recording_end_lost path="%s" cause="%s"', path, error.strerror)
+    except (OSError, OverflowError) as error:  # moved away meanwhile, or it is another file
+        logger.warning('event=recording_end_lost path="%s" cause="%s"', path, error)
 
 
 class Recording:

@@ -60,7 +60,9 @@ ORDER: dict[str, Order] = {
         "spec_decode": entries("config.py"),
         "replay": entries("errors.py"),
         "client.py": entries("ipc kv_cache replay config.py engine_process.py stats.py types.py errors.py"),
-        "replicas.py": entries("data_parallel client.py config.py engine_process.py preflight.py types.py errors.py"),
+        "replicas.py": entries(
+            "data_parallel ipc client.py config.py engine_process.py preflight.py types.py errors.py"
+        ),
         "data_parallel": entries("kv_cache client.py config.py stats.py types.py errors.py"),
         "engine_process.py": entries(""),
         "ipc": entries("kv_cache config.py stats.py types.py pooling_params.py sampling_params.py errors.py"),

@@ -239,22 +239,58 @@ def test_a_replica_that_dies_too_often_is_given_up_and_the_others_finish(monkeyp
     run(scene)
 
 
-def test_a_replica_that_does_not_start_again_is_given_up() -> None:
+GARBAGE = "import socket, sys; socket.socket(fileno=int(sys.argv[1])).sendall(b'no frame' * 99)"
+HALF = "import socket, sys; socket.socket(fileno=int(sys.argv[1])).sendall(b'\\0\\0')"
+
+
+def raises(error: BaseException) -> Callable[[], list[str]]:
+    def start() -> list[str]:
+        raise error
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("second", "cause"),
+    [
+        (lambda: ["-c", "raise SystemExit(3)"], "could not be started again: The engine process ended"),
+        (lambda: ["-c", GARBAGE], "could not be started again: "),
+        (lambda: ["-c", HALF], "could not be started again: "),
+        (raises(BlockingIOError(11, "Resource temporarily unavailable")), "could not be started again: "),
+        (raises(StartupError("No memory.", "Buy some.")), "could not be started again: No memory."),
+        (raises(KeyError("a mistake of ours")), "could not be kept: KeyError: 'a mistake of ours'"),
+    ],
+    ids=["ends", "sends no frame", "sends half a frame", "no process", "no memory", "a bug"],
+)
+def test_a_replica_that_does_not_start_again_is_given_up(second: Callable[[], list[str]], cause: str) -> None:
     async def scene() -> None:
-        commands = iter([[ENGINE], [ENGINE], ["-c", "raise SystemExit(3)"]])
-        asked = config(2)
+        commands = iter([lambda: [ENGINE], lambda: [ENGINE], second])
         running = await start_engine(
-            asked, lambda *_: None, start_process=lambda: EngineProcess(1, command=next(commands))
+            config(2), lambda *_: None, start_process=lambda: EngineProcess(1, command=next(commands)())
         )
         assert isinstance(running, Replicas)
         try:
             kill(running, 1)
             await running.lost.wait()
             assert running.is_alive and running.exit_code == 5, "the code of the death: a new start may mend it"
-            assert "could not be started again" in (running.death_cause or "")
-            assert [one.is_alive for one in running.replicas] == [True, False]
+            assert cause in (running.death_cause or ""), running.death_cause
+            assert [one.is_alive for one in running.replicas] == [True, False] and not running.dead.is_set()
+            kill(running, 0)
+            await running.dead.wait()
         finally:
             await running.close()
+
+    run(scene)
+
+
+def test_a_replica_whose_end_we_fail_to_handle_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> None:
+        async with started(config(2)) as running:
+            monkeypatch.setattr(running.prefixes, "clear", None)
+            kill(running, 1)
+            await running.lost.wait()
+            assert "could not be kept: TypeError" in (running.death_cause or "")
+            assert running.is_alive and not running.dead.is_set() and running.exit_code == 5
 
     run(scene)
 
