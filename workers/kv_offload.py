@@ -72,6 +72,9 @@ class KVReportSender:
         self._fd = fd
         self._rank = rank
 
+    def fileno(self) -> int:
+        return self._fd
+
     def results(self, kind: Report, results: Sequence[tuple[int, bool]]) -> None:
         for start in range(0, len(results), _MAX_RESULTS):
             some = results[start : start + _MAX_RESULTS]

@@ -1,8 +1,10 @@
 """Files of KV blocks: what is damaged, short, foreign or gone is not taken, and directories keep to their limit."""
 
+import logging
 import os
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -151,6 +153,13 @@ def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
     assert disk_limit(str(tmp_path), None) > 0
 
 
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 class Threads:
     """File threads of one rank with four slots, and what they report."""
 
@@ -240,8 +249,51 @@ def test_the_first_rank_tells_what_others_wrote_and_makes_room(
     assert threads.next(Report.APPEARED).digests == [digest_of(1)]
     write(BlockDirectory(str(tmp_path), "model", 0, 1 << 30), 2)
     assert threads.next(Report.APPEARED).digests == [digest_of(2)]
-    files.remove(digest_of(2))
-    assert threads.next(Report.VANISHED).digests == [digest_of(2)]
+    beside = Threads(BlockDirectory(str(tmp_path), "model", 0, 1 << 30))  # another server of the same directory
+    beside.threads.keep()
+    assert sorted(beside.next(Report.APPEARED).digests) == sorted([digest_of(1), digest_of(2)])
+    files.remove(digest_of(2))  # by hand
+    for one in (threads, beside):
+        assert one.next(Report.VANISHED).digests == [digest_of(2)]
+    beside.close()
+
+
+def test_the_directory_is_kept_by_a_process_that_is_started_again(
+    files: BlockDirectory, threads: Threads, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However it ends, and it ends with the rank: so no walk over many files holds up the rank's own threads."""
+    monkeypatch.setattr(file_threads, "_LOOK_S", 0.01)
+    write(files, 1)
+    threads.threads.keep()
+    assert threads.next(Report.APPEARED).digests == [digest_of(1)]
+    keeper = threads.threads._keeper
+    assert keeper is not None and keeper._child is not None
+    first = keeper._child
+    assert first.pid != os.getpid()
+    os.kill(first.pid, signal.SIGKILL)
+    write(files, 2)
+    while digest_of(2) not in threads.next(Report.APPEARED).digests:
+        pass
+    until(lambda: 'kind=keeper cause="ended with status -9"' in caplog.text)
+    last = keeper._child
+    threads.threads.close()
+    assert last.poll() is not None and last is not first
+
+
+def test_room_is_made_when_enough_was_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Long before the next look."""
+    caplog.set_level(logging.INFO, "oarlock.kv_offload")
+    running = Threads(BlockDirectory(str(tmp_path), "model", 0, 10 * (HEADER_BYTES + SIZE)))
+    try:
+        running.threads.keep()
+        assert running.next(Report.USAGE).num_blocks == 0
+        running.threads.write([(0, digest_of(number)) for number in range(11)])
+        while (usage := running.next(Report.USAGE)).num_blocks != 9:
+            assert usage.num_blocks <= 10
+        until(lambda: "event=kv_offload_evicted" in caplog.text)
+    finally:
+        running.close()
+    assert "limit=" in caplog.text and sum(file.suffix == ".kv" for file in tmp_path.rglob("*")) < 11
 
 
 def test_many_reports_pass_the_pipe() -> None:

@@ -56,10 +56,10 @@ class BlockDirectory:
 
     def __init__(self, root: str, key: str, rank: int, max_bytes: int) -> None:
         """Makes the folders. `max_bytes`: of all files below `root`. Raises `OSError`."""
-        self._root = Path(root)
+        self.root, self.key, self.rank = Path(root), key, rank
         self.max_bytes = max_bytes
-        self.path = self._root / f"{_PREFIX}{key}" / str(rank)
-        self._listed: dict[str, tuple[int, set[bytes]]] = {}  # folder -> when it last changed, and its digests
+        self.path = self.root / f"{_PREFIX}{key}" / str(rank)
+        self._listed: dict[str, tuple[int, set[str]]] = {}  # folder -> when it last changed, and the names in it
         self.make_folders()
 
     def make_folders(self) -> None:
@@ -79,21 +79,21 @@ class BlockDirectory:
             changed_ns, before = self._listed.get(folder, (0, set()))
             try:
                 now_ns = os.stat(self.path / folder).st_mtime_ns
-                now = before if now_ns == changed_ns else _digests_in(self.path / folder)
+                now = before if now_ns == changed_ns else set(os.listdir(self.path / folder))
             except OSError:
                 now_ns, now = 0, set()
             if now is not before:
                 # A folder that changed just now may change again within the resolution of its clock.
                 self._listed[folder] = (now_ns if time.time_ns() - now_ns > 2_000_000_000 else 0, now)
-                appeared += sorted(now - before)
-                vanished += sorted(before - now)
+                appeared += _digests(now - before)
+                vanished += _digests(before - now)
         return appeared, vanished
 
     def make_room(self) -> Usage:
         """Remove what dead processes have left, and above the limit the files that were not used for the longest time,
         of any model. Raises `OSError` where the directory cannot be read."""
         with self._alone() as is_alone:
-            files = sorted(_files(self._root))
+            files = sorted(_files(self.root))
             total = sum(size for _, size, _ in files)
             if not is_alone or total <= self.max_bytes:
                 return Usage(total, len(files))
@@ -111,7 +111,7 @@ class BlockDirectory:
     @contextlib.contextmanager
     def _alone(self) -> Generator[bool]:
         """Whether no other process makes room now. The lock of one that ends is released by the kernel."""
-        fd = os.open(self._root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(self.root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -151,8 +151,8 @@ def _entries(path: str | Path) -> list[os.DirEntry[str]]:
     return []
 
 
-def _digests_in(folder: Path) -> set[bytes]:
-    return {digest for name in os.listdir(folder) if (digest := _digest_of(name)) is not None}
+def _digests(names: set[str]) -> list[bytes]:
+    return [digest for name in sorted(names) if (digest := _digest_of(name)) is not None]
 
 
 def _digest_of(name: str) -> bytes | None:

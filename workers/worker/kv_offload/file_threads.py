@@ -16,6 +16,7 @@ import numpy as np
 from workers.kv_offload import KVReportSender, Report
 from workers.worker.kv_offload.block_files import DamagedFileError, path_of, read_block, write_block
 from workers.worker.kv_offload.directory import BlockDirectory
+from workers.worker.kv_offload.keeper_process import KeeperProcess
 
 logger = logging.getLogger("oarlock.kv_offload")
 
@@ -38,15 +39,16 @@ class FileThreads:
         self._reads: SimpleQueue[_Job] = SimpleQueue()
         self._writes: SimpleQueue[_Job] = SimpleQueue()
         self._deadline_s: float | None = None  # None: it goes on
-        self._wake_keeper = threading.Event()
-        self._num_unseen = 0  # bytes that were written since room was made
+        self._keeper: KeeperProcess | None = None
+        self._num_unseen = 0  # bytes that were written since room was asked for
         self._logged: set[str] = set()
         self._threads = [self._start(self._read_all, f"kv-read-{number}") for number in range(NUM_READERS)]
         self._threads.append(self._start(self._write_all, "kv-write"))
 
     def keep(self) -> None:
         """Look after the directory: tell what other processes have written, and make room."""
-        self._threads.append(self._start(self._keep, "kv-files"))
+        self._keeper = KeeperProcess(self._files, self._reports.fileno(), _LOOK_S)
+        self._threads.append(self._start(self._keeper.run, "kv-files"))
 
     def read(self, blocks: Sequence[tuple[int, bytes]]) -> None:
         for start in range(0, len(blocks), _AT_ONCE):
@@ -62,7 +64,8 @@ class FileThreads:
         for _ in range(NUM_READERS):
             self._reads.put(None)
         self._writes.put(None)
-        self._wake_keeper.set()
+        if self._keeper is not None:
+            self._keeper.close()
         for thread in self._threads:
             thread.join(2 * _LAST_WRITES_S)
 
@@ -110,25 +113,10 @@ class FileThreads:
             self._log_once("unwritable", str(self._files.path), str(error.strerror))
             return False
         self._num_unseen += size * self._num_ranks
-        if self._num_unseen > _ROOM_SHARE * self._files.max_bytes:
-            self._wake_keeper.set()
+        if self._keeper is not None and self._num_unseen > _ROOM_SHARE * self._files.max_bytes:
+            self._num_unseen = 0
+            self._keeper.make_room()
         return True
-
-    def _keep(self) -> None:
-        is_first = True
-        while self._deadline_s is None:
-            try:
-                if is_first or self._num_unseen > _ROOM_SHARE * self._files.max_bytes:
-                    self._num_unseen = 0
-                    self._reports.usage(*self._files.make_room())
-                    is_first = False
-            except OSError as error:
-                self._log_once("room", str(self._files.path), str(error.strerror))
-            appeared, vanished = self._files.changes()
-            self._reports.digests(Report.APPEARED, appeared)
-            self._reports.digests(Report.VANISHED, vanished)
-            self._wake_keeper.wait(_LOOK_S)
-            self._wake_keeper.clear()
 
     def _log_once(self, kind: str, path: str, cause: str) -> None:
         if kind not in self._logged:
