@@ -14,15 +14,17 @@ from collections.abc import Iterable
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from engine.errors import QueueFullError
 from server.api.cors import Cors
 from server.api.error_shape import MESSAGES, answer_of, is_message_route
 from server.config.allowed_hosts import AllowedHosts
 from server.config.api_keys import ApiKeys, Key
 from server.errors import HttpError, describe, retry_after
-from server.observability.access_log import AccessLog
+from server.observability.access_log import AccessLog, RefusalLog
 from server.observability.logs import event, logger
 from server.observability.metrics import HttpCounters
 from server.serving.explain.records import RequestRecord
+from server.serving.request_context import label_of
 from server.serving.server_state import Phase, ServerState
 
 PROBES = frozenset({"/health", "/health/live", "/health/ready"})
@@ -59,6 +61,7 @@ class ApiMiddleware:
         page, which holds no secret: it is sent at any time, under any name, and its requests to the API are checked
         like all others. `cors`: which foreign web pages may ask and read answers."""
         self._access_log = access_log
+        self._refusals = RefusalLog()
         self._app = app
         self._state = state
         self._counters = counters
@@ -105,9 +108,12 @@ class ApiMiddleware:
             self._cors.check(scope["method"], headers)
             if scope["path"] not in self._open | METRICS:
                 self._check_state(is_admin=scope["path"].startswith((ADMIN, REQUESTS)))
+                is_for_engine = scope["path"] in GENERATING | POOLING and scope["method"] == "POST"
+                if is_for_engine:
+                    self._check_room(scope)
                 self._state.enter()
                 counted = True
-                if scope["path"] in GENERATING | POOLING and scope["method"] == "POST":
+                if is_for_engine:
                     record = self._open_record(scope, request_id, received_s)
                     if (tracer := self._state.tracer) is not None:
                         span = tracer.begin(record, headers.get(b"traceparent"), headers.get(b"tracestate"))
@@ -129,6 +135,17 @@ class ApiMiddleware:
             self._counters.count(scope["method"], scope["path"], status)
             if self._access_log is not None:
                 self._access_log.write(scope, request_id, status, num_bytes, time.monotonic() - received_s)
+
+    def _check_room(self, scope: Scope) -> None:
+        """Raises `QueueFullError` before the body is read, parsed and tokenized, where the queue is full for it."""
+        async_llm = self._state.async_llm
+        if async_llm is not None:
+            try:
+                async_llm.submissions.check_room(label_of(scope) or "")
+            except QueueFullError:
+                self._counters.refused_unread += 1
+                self._refusals.count(time.monotonic())
+                raise
 
     def _open_record(self, scope: Scope, request_id: str, received_s: float) -> RequestRecord:
         """The record of a request to generate, which may be asked for later."""

@@ -41,7 +41,7 @@ class AsyncLLM:
         info = engine.info
         size = info.data_parallel_size
         limits = (info.max_num_seqs, info.max_waiting_requests, info.max_waiting_tokens)
-        self.submissions = Submissions(*(size * limit for limit in limits))
+        self.submissions = Submissions(*(size * limit for limit in limits), num_replicas=size)
 
     def start(
         self,

@@ -118,7 +118,7 @@ class Generation:
         self._tasks: dict[int, asyncio.Task[None]] = {}  # of the choices at the engine, by index
         self._seats: dict[int, Seat] = {}  # by prompt
         lens = [len(choice.request.prompt_token_ids) for choice in choices]
-        self._submission = submissions.open(lens, self._send, yields=has_place)
+        self._submission = submissions.open(lens, self._send, yields=has_place, client=key_label or "")
         loop = asyncio.get_running_loop()
         self._alarm = None if timeout_s is None else loop.call_later(max(0.0, timeout_s - spent_s), self._expire)
 

@@ -6,48 +6,99 @@ that no row is idle while the next ones are on their way, and only while half of
 Where one ends, the next of the same request takes its place. Requests take turns. One that yields, such as a request of
 a batch, has one sequence at the engine while others are open.
 
+It counts all that is at the engine, so it also knows when the engine's queue is full, and can refuse a request before its
+body is read.
+
 Knows counts of sequences and of their prompts' tokens. Does not know the engine, events or HTTP.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
+from engine.errors import QueueFullError
+
 Send = Callable[[int, bool], None]  # the sequence's index in its request, and whether it has a place already
+_MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0  # as the engine's
 
 
 class Submissions:
-    """Those of all open requests."""
+    """The sequences of all open requests: how many are at the engine, whose are next, and whether there is room."""
 
-    def __init__(self, max_num_seqs: int, max_waiting_requests: int, max_waiting_tokens: int) -> None:
-        """The engine's limits."""
+    def __init__(
+        self, max_num_seqs: int, max_waiting_requests: int, max_waiting_tokens: int, num_replicas: int = 1
+    ) -> None:
+        """The engine's limits, of all replicas together."""
+        self._max_running, self._max_waiting = max_num_seqs, max_waiting_requests
         self._max_of_one = 2 * max_num_seqs
         self._max_open = max_num_seqs + max_waiting_requests // 2
         self._max_tokens = max_waiting_tokens // 2
+        self._num_replicas = num_replicas
         self._num_open = 0  # sequences at the engine
         self._num_tokens = 0  # of prompts at the engine for which nothing has come back
+        self._by_client: Counter[str] = Counter()  # sequences at the engine, by the label of their key
         self._unsent: deque[Submission] = deque()  # in turn
+        self._begun_s: deque[float] = deque(maxlen=64)  # when something first came back of the last ones
         self.others_are_open: Callable[[], bool] = lambda: False  # beside requests that yield
 
-    def open(self, num_prompt_tokens: Sequence[int], send: Send, *, yields: bool = False) -> Submission:
+    def open(
+        self, num_prompt_tokens: Sequence[int], send: Send, *, yields: bool = False, client: str = ""
+    ) -> Submission:
         """A request with a prompt of so many tokens for each sequence. Its first ones are sent before this returns."""
-        submission = Submission(self, num_prompt_tokens, send, yields=yields)
+        submission = Submission(self, num_prompt_tokens, send, yields=yields, client=client)
         submission.send_next()
         if submission.num_unsent:
             self._unsent.append(submission)
             self.advance()
         return submission
 
+    def check_room(self, client: str) -> None:
+        """Raise `QueueFullError` where the engine would certainly refuse the next request of `client`, whatever it is.
+
+        All rows are taken and all places of the queue. A client that may have less than its share of these places is
+        not refused here: at most as many of its sequences run as there are rows, so the others wait, and with several
+        clients the share of one is half of the queue at most. In doubt the engine decides, which knows.
+        """
+        if self._num_open < self._max_running + self._max_waiting:
+            return
+        own = self._by_client[client]
+        if own < self._num_open:  # there are several clients
+            num_waiting = own - self._max_running
+            if self._num_replicas > 1 or num_waiting < self._max_waiting // 2:
+                return
+        raise QueueFullError(
+            f"{self._num_open - self._max_running} requests are waiting already (at most {self._max_waiting} may). "
+            "Retry later.",
+            self._retry_after_s(),
+        )
+
+    def _retry_after_s(self) -> float:
+        """About when half of the queue will be gone, at the rate of the last prompts."""
+        now = time.monotonic()
+        if not self._begun_s or now <= self._begun_s[0]:
+            return _MIN_RETRY_S
+        rate = len(self._begun_s) / (now - self._begun_s[0])
+        return min(_MAX_RETRY_S, max(_MIN_RETRY_S, self._max_waiting / 2 / rate))
+
     @property
     def is_idle(self) -> bool:
         """Nothing is at the engine, and nothing is to be sent."""
         return not (self._num_open or self._num_tokens or self._unsent)
 
-    def count(self, num_sequences: int, num_tokens: int) -> None:
+    def count(self, client: str, num_sequences: int, num_tokens: int) -> None:
         """So many more, or fewer, are at the engine."""
         self._num_open += num_sequences
         self._num_tokens += num_tokens
+        self._by_client[client] += num_sequences
+        if not self._by_client[client]:
+            del self._by_client[client]
+
+    def begun(self, client: str, num_tokens: int) -> None:
+        """Something has come back of a sequence with so long a prompt."""
+        self._begun_s.append(time.monotonic())
+        self.count(client, 0, -num_tokens)
 
     def has_room(self, submission: Submission, *, has_place: bool = False) -> bool:
         """`has_place`: one of the same request has just ended."""
@@ -82,11 +133,12 @@ class Submission:
     """The sequences of one request: unsent, at the engine, or ended."""
 
     def __init__(
-        self, submissions: Submissions, num_prompt_tokens: Sequence[int], send: Send, *, yields: bool = False
+        self, submissions: Submissions, num_prompt_tokens: Sequence[int], send: Send, *, yields: bool, client: str
     ) -> None:
         self._submissions = submissions
         self._num_prompt_tokens = num_prompt_tokens
         self._send = send
+        self._client = client
         self._num_sent = 0
         self.yields = yields
         self._silent: set[int] = set()  # at the engine, and nothing has come back
@@ -100,7 +152,7 @@ class Submission:
 
     def send_next(self) -> None:
         index = self._num_sent
-        self._submissions.count(1, self.next_tokens)
+        self._submissions.count(self._client, 1, self.next_tokens)
         self._silent.add(index)
         self._num_sent += 1
         self.num_open += 1
@@ -111,7 +163,7 @@ class Submission:
         """Something has come back: it waits no longer."""
         if index in self._silent:
             self._silent.remove(index)
-            self._submissions.count(0, -self._num_prompt_tokens[index])
+            self._submissions.begun(self._client, self._num_prompt_tokens[index])
             self._submissions.advance()
 
     def ended(self, index: int) -> None:
@@ -119,7 +171,7 @@ class Submission:
         tokens = self._num_prompt_tokens[index] if index in self._silent else 0
         self._silent.discard(index)
         self.num_open -= 1
-        self._submissions.count(-1, -tokens)
+        self._submissions.count(self._client, -1, -tokens)
         if self.num_unsent and self._submissions.has_room(self, has_place=True):
             self.send_next()
         if not self.num_unsent:

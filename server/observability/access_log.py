@@ -1,4 +1,5 @@
-"""The access log: one line for each HTTP answer. Never a query, a body or a key."""
+"""The access log: one line for each HTTP answer, and one now and then of requests that a full queue refuses. Never a
+query, a body or a key."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from typing import Any
 from server.observability.logs import event, logger
 
 _log = logger("access")
+_queue_log = logger("http")
+_REFUSALS_EVERY_S = 10.0
 
 
 class AccessLog:
@@ -35,3 +38,18 @@ class AccessLog:
             key=None if key is None else key.label,
         )
         _log.info(line)
+
+
+class RefusalLog:
+    """Writes how many requests a full queue has refused: one line in ten seconds, since refusals must cost nothing."""
+
+    def __init__(self) -> None:
+        self._num = 0
+        self._written_s = -_REFUSALS_EVERY_S
+
+    def count(self, now: float) -> None:
+        """One more. `now`: seconds on a clock that only goes forward."""
+        self._num += 1
+        if now - self._written_s >= _REFUSALS_EVERY_S:
+            _queue_log.warning(event("queue_full", refused=self._num))
+            self._num, self._written_s = 0, now

@@ -174,6 +174,7 @@ class HttpCounters:
         self.responses: dict[tuple[str, str, int], int] = {}
         self.replicas: defaultdict[int, ReplicaCounters] = defaultdict(ReplicaCounters)
         self.ignored_parameters = 0
+        self.refused_unread = 0
         self.by_key: dict[str, list[int]] = {}  # label -> answers begun, prompt tokens, answer tokens
         self.certificate: Certificate | None = None
         self.batches: Batches | None = None
@@ -269,6 +270,8 @@ class _Snapshot(Collector):
         yield finished
         ignored = "Request parameters that are unknown here."
         yield self._counter("oarlock:ignored_parameters", ignored, self._http.ignored_parameters)
+        unread = "Requests that a full queue refused before their bodies were read."
+        yield self._counter("oarlock:requests_refused_unread", unread, self._http.refused_unread)
         yield from self._of_keys()
         up = [self._info is not None and stats.state == "ready" for stats in self._stats]
         yield self._gauge("oarlock:engine_up", "1 while the engine of this replica serves, else 0.", *map(float, up))

@@ -27,7 +27,7 @@ def test_one_line_for_each_answer(make_stage, caplog, tmp_path):
     with caplog.at_level(logging.INFO, "oarlock.access"):
         _ask(
             stage,
-            ("POST", "/v1/completions?token=sk-secret", {"json": {"prompt": "hidden words"}, "headers": headers}),
+            ("POST", "/v1/completions?api-version=sk-secret", {"json": {"prompt": "hidden words"}, "headers": headers}),
             ("POST", "/v1/completions", {"json": {"prompt": "x", "stream": True}, "headers": headers}),
             ("GET", "/v1/models", {}),
         )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import socket
+from contextlib import ExitStack
 
 import anyio
 import pytest
 
 from engine.errors import UnavailableError
+from tests.contract.conftest import INFO
 
 LONE = '"\\ud800"'
 
@@ -376,6 +380,35 @@ def test_a_full_queue_is_a_429_with_retry_after(make_stage, queue_full):
         assert response.headers["Retry-After"] == "3"
         assert response.json()["error"]["code"] == "queue_full"
         assert response.json()["error"]["type"] == "rate_limit_error"
+
+
+def test_a_full_queue_refuses_before_the_body_comes_and_keeps_the_connection(make_server, wait_for):
+    """In one write, in the shape of each API; the key that has its share of the queue is heard."""
+    info = dataclasses.replace(INFO, max_num_seqs=1, max_waiting_requests=2)
+    server = make_server("ok", info=info, pause_after=0, api_key=("loud", "quiet"))
+    head = "POST %s HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer %s\r\nContent-Type: application/json\r\n"
+    head += "Content-Length: %d\r\n\r\n"
+    body = b'{"prompt": "x", "max_tokens": 3}'
+    with ExitStack() as open_now:
+        connect = lambda: open_now.enter_context(socket.create_connection(("127.0.0.1", server.port)))  # noqa: E731
+        for _ in range(3):
+            connect().sendall((head % ("/v1/completions", "loud", len(body))).encode() + body)
+        wait_for(lambda: len(server.stage.engine.requests) == 3)
+        raw = connect()
+        for path, shape in (("/v1/chat/completions", "rate_limit_error"), ("/v1/messages", "rate_limit_error")):
+            raw.sendall((head % (path, "loud", 2_000_000)).encode())
+            answer = raw.recv(65536)  # whole, in one piece
+            status, _, content = answer.partition(b"\r\n\r\n")
+            assert status.startswith(b"HTTP/1.1 429 ") and b"retry-after: 1" in status.lower()
+            assert json.loads(content)["error"]["type"] == shape
+            assert ("request_id" in json.loads(content)) == (path == "/v1/messages")
+            raw.sendall(b"x" * 2_000_000)  # dropped
+        raw.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert raw.recv(65536).startswith(b"HTTP/1.1 200 ")
+        assert server.stage.counters.refused_unread == 2
+        connect().sendall((head % ("/v1/completions", "quiet", len(body))).encode() + body)
+        wait_for(lambda: len(server.stage.engine.requests) == 4)
+        server.stage.engine.resume.set()
 
 
 def test_the_bodies_of_all_requests_together_are_bounded_and_every_way_out_gives_back(make_stage, monkeypatch):

@@ -16,7 +16,7 @@ def deploy_by_command(cluster: Cluster) -> tuple[str, str, str]:
     cluster.deploy_by_command(cluster.config(PLAIN, num_replicas=1, **FAST))
     direct = cluster.running(1)[0].url
     for method, path, body in (
-        ("GET", "/v1/models/demo?a=%2F&b", None),
+        ("GET", "/v1/models/demo?api-version=%2F&beta", None),
         ("POST", "/v1/completions", {"prompt": "import os", "max_tokens": 8, "temperature": 0}),
         ("POST", "/v1/completions", {"prompt": "import os", "max_tokens": 8, "temperature": 0, "stream": True}),
         ("POST", "/v1/completions", {"prompt": "x " * 200_000}),

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import random
+from types import SimpleNamespace
+
 import pytest
 
+from engine.errors import QueueFullError
+from engine.scheduler.request_queue import RequestQueue
 from server.llm.submissions import Submissions
 
 
@@ -123,3 +128,56 @@ def test_what_yields_has_one_sequence_beside_others_and_goes_on_when_they_end(en
     batch.ended(4)
     batch.ended(5)
     assert engine.indices("batch") == list(range(6)) and engine.submissions.is_idle
+
+
+def test_what_is_refused_before_it_is_read_the_engine_would_refuse():
+    """Random scenes of clients beside the engine's own queue, which decides what is not certain."""
+    refused = {True: 0, False: 0}
+    for seed in range(300):
+        draw = random.Random(seed)
+        rows, places = draw.randint(1, 4), draw.randint(0, 9)
+        queue, running = RequestQueue(places, 1000), []
+        server = Submissions(rows, places, 1000)
+        for number in range(60):
+            client = draw.choice("aaaab")
+            try:
+                queue.check(1, rows - len(running), 0.0, client)
+            except QueueFullError:
+                is_early = bool(list(early(server, client)))
+                refused[is_early] += 1
+            else:
+                assert not list(early(server, client)), seed
+                request = SimpleNamespace(client=client)
+                seq = SimpleNamespace(key=(0.0, number), request=request, num_prompt_tokens=1, first_scheduled_s=None)
+                queue.push(seq)
+                seq.submission = server.open([1], lambda *what: None, client=client)
+            while len(queue) and len(running) < rows and draw.random() < 0.9:
+                running.append(queue[0])
+                queue.admit(queue[0], 0.0)
+            if running and draw.random() < 0.3:
+                ended = running.pop(draw.randrange(len(running)))
+                draw.choice([ended.submission.begun, lambda index: None])(0)
+                ended.submission.ended(0)
+    assert refused[True] > 3 * refused[False] > 0
+
+
+def early(server, client):
+    try:
+        server.check_room(client)
+    except QueueFullError as error:
+        assert 1 <= error.retry_after_s <= 60
+        yield error
+
+
+def test_a_client_alone_is_refused_when_rows_and_places_are_taken_and_no_sooner(engine):
+    first = [engine.ask(number, 1) for number in range(6)]
+    assert list(early(engine.submissions, ""))
+    first[0].ended(0)
+    assert not list(early(engine.submissions, ""))
+
+
+def test_a_client_within_its_share_is_never_refused_unread(engine):
+    for _ in range(20):
+        engine.submissions.open([1], lambda *what: None, client="loud")
+    assert list(early(engine.submissions, "loud"))
+    assert not list(early(engine.submissions, "quiet"))
