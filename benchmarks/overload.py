@@ -1,6 +1,6 @@
 """What a server still completes when far more is asked than it can do, and what a refusal costs it.
 
-    python -m benchmarks.overload [--checkout NAME=DIRECTORY ...] [--seconds S] [--rounds N]
+    python -m benchmarks.overload [--checkout NAME=DIRECTORY ...] [--seconds S] [--rounds N] [--threads N]
 
 The demo model is served with a queue that a few seconds fill. Where other checkouts are named, each with a `.venv` of
 its own, their servers take turns with this one's in every round, so that states of the code can be compared.
@@ -57,11 +57,11 @@ class Found:
     refusal: list[float] = field(default_factory=list)  # seconds of processor time
 
 
-def start(checkout: Path) -> HttpSystem:
+def start(checkout: Path, threads: int) -> HttpSystem:
     python = checkout / ".venv" / "bin" / "python"
     command = [str(python), "-P", "-m", "oarlock", "serve", str(MODEL), "--port", "{port}", "--log-level", "warning"]
-    command += ["--max-num-seqs", str(RUNNING), "--max-waiting-requests", str(WAITING), "--num-threads", "2"]
-    environment = clean_environment(2, PYTHONPATH=str(checkout))
+    command += ["--max-num-seqs", str(RUNNING), "--max-waiting-requests", str(WAITING), "--num-threads", str(threads)]
+    environment = clean_environment(threads, PYTHONPATH=str(checkout))
     del environment["OMP_NUM_THREADS"]
     return HttpSystem("oarlock", "Oarlock", {}, command, environment, checkout)
 
@@ -182,12 +182,12 @@ async def refusal_seconds(server: HttpSystem) -> float:
         holders.close()
 
 
-def measure(checkouts: dict[str, Path], seconds: float, rounds: int) -> dict[str, Found]:
+def measure(checkouts: dict[str, Path], threads: int, seconds: float, rounds: int) -> dict[str, Found]:
     found = {name: Found() for name in checkouts}
     servers: dict[str, HttpSystem] = {}
     try:
         for name, checkout in checkouts.items():
-            servers[name] = start(checkout)
+            servers[name] = start(checkout, threads)
             asyncio.run(closed_loop(servers[name].url, 2.0, 999))  # warms up
         for turn in range(rounds):
             order = list(servers.items())[:: 1 if turn % 2 else -1]
@@ -229,10 +229,11 @@ def main() -> None:
     parser.add_argument("--checkout", nargs="*", default=[], metavar="NAME=DIRECTORY", help="servers beside this one")
     parser.add_argument("--seconds", type=float, default=12.0, help="of each open loop")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the model")
     arguments = parser.parse_args()
     others = dict(given.split("=", 1) for given in arguments.checkout)
     checkouts = {name: Path(path).resolve() for name, path in others.items()} | {"this checkout": ROOT}
-    print(table(measure(checkouts, arguments.seconds, arguments.rounds)))
+    print(table(measure(checkouts, arguments.threads, arguments.seconds, arguments.rounds)))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ that no row is idle while the next ones are on their way, and only while half of
 Where one ends, the next of the same request takes its place. Requests take turns. One that yields, such as a request of
 a batch, has one sequence at the engine while others are open.
 
-It counts all that is at the engine, so it also knows when the engine's queue is full, and can refuse a request before its
-body is read.
+It counts all that is at the engine, so it also knows when the engine's queue is full: then a request can be refused
+before its body is read.
 
 Knows counts of sequences and of their prompts' tokens. Does not know the engine, events or HTTP.
 """
