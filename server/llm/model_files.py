@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -29,7 +30,7 @@ class ModelFiles:
 async def find_files(settings: Settings, on_progress: OnDetailedProgress) -> ModelFiles:
     """Fetch what is not here, the smallest first. Raises `StartupError`. When cancelled, a download can be resumed."""
     if settings.chat_template is not None:
-        read_template(settings.chat_template)
+        await asyncio.to_thread(read_template, settings.chat_template)
     tokenizer = await resolve_tokenizer(settings, on_progress)
     options = ("tool_call_parser", "reasoning_parser", "chat_template_content_format")
     named = {option: getattr(settings, option) for option in options}

@@ -1,130 +1,125 @@
 """Conversations to text by the checkpoint's own Jinja template, with the variables that Hugging Face templates expect.
 
-Rendered in the sandbox of `jinja_sandbox.py`.
+A template is foreign code, so it is compiled and rendered in processes of its own (`template_renderers.py`).
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
-from datetime import datetime
-from functools import cached_property
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
+from engine.errors import EngineError, RequestError, StartupError
+from server.tokenizer.template_messages import CPU_LIMIT_S, Kind, request
+from server.tokenizer.template_renderers import TemplateLimitError, TemplateRenderers
 
-from engine.errors import RequestError, StartupError
-from server.tokenizer.jinja_sandbox import Sandbox, TemplateLimitError
-
-MAX_SECONDS = 2.0  # of this thread's own CPU time: a busy machine does not make a template slow
-_TOOL_USE = "tool_use"
+_DEFAULT, _TOOL_USE = "default", "tool_use"
 _PAIR = ("query", "document")  # roles
 _MAX_TRIAL = 64 * 1024  # characters of a rendered trial conversation
+_MAX_SHOWN = 40  # characters of a value in an error
+_MEND = "Mend it, serve with --chat-template and a file of your own, or remove it to serve completions only."
+
+
+class Rendering(NamedTuple):
+    """Messages and variables in the form in which they are sent to be rendered."""
+
+    data: bytes
+    max_characters: int
 
 
 class ChatTemplate:
-    """The checkpoint's compiled templates; it may have none."""
+    """The checkpoint's templates; it may have none."""
 
     def __init__(
         self,
         source: str | Mapping[str, str] | None,
         names: dict[str, str],
-        max_seconds: float = MAX_SECONDS,
         parsers: Mapping[str, str] | None = None,
+        cpu_limit_s: float = CPU_LIMIT_S,
     ) -> None:
         """`parsers`: the operator's `tool_call_parser`, `reasoning_parser` and `chat_template_content_format`; without:
-        found out from the source."""
+        found out from the source. Raises `StartupError` for a template that cannot be compiled.
+        """
         self.parsers = dict(parsers or {})
-        sources = {"default": source} if isinstance(source, str) else dict(source or {})
-        self._names = names
-        self._max_seconds = max_seconds
-        self._sandbox = _sandbox()
-        self._templates: dict[str, jinja2.Template] = {}
-        self.source = sources.get(_TOOL_USE) or sources.get("default") or ""  # of the one for tools, if there is one
-        for name in ("default", _TOOL_USE):
-            if name not in sources:
-                continue
-            try:
-                self._templates[name] = self._sandbox.from_string(sources[name])
-            except jinja2.TemplateError as error:
-                raise StartupError(
-                    f"The chat template of the checkpoint is not valid Jinja: {error}.",
-                    "Mend chat_template.jinja, or remove it to serve completions only.",
-                ) from None
+        given = {_DEFAULT: source} if isinstance(source, str) else dict(source or {})
+        self._sources = {name: given[name] for name in (_DEFAULT, _TOOL_USE) if name in given}
+        self.source = given.get(_TOOL_USE) or given.get(_DEFAULT) or ""  # of the one for tools, if there is one
+        self._renderers = TemplateRenderers(self._sources, names, cpu_limit_s)
+        self._written: dict[tuple[tuple[str, ...], bool], bool] = {}
+        if self._sources:
+            _compile(self._renderers, "The chat template of the checkpoint", _MEND)
 
     @staticmethod
     def from_config(config: dict[str, Any], names: dict[str, str]) -> ChatTemplate:
         """The template in a tokenizer configuration: a text, or several with names (`default`, `tool_use`).
 
-        Raises `StartupError` for one that is not valid Jinja.
+        Raises `StartupError` for what is neither, and for one that cannot be compiled.
         """
         source = config.get("chat_template")
         if isinstance(source, list):
-            source = {item["name"]: item["template"] for item in source}
-        return ChatTemplate(source, names, parsers=config.get("parsers"))
+            source = {_member(item, "name"): _member(item, "template") for item in source}
+        elif source is not None and not isinstance(source, str):
+            raise _not_a_template(source)
+        return ChatTemplate(source, names, config.get("parsers"))
 
     @property
     def exists(self) -> bool:
         """Whether the checkpoint has a chat template."""
-        return bool(self._templates)
+        return bool(self._sources)
 
-    @cached_property
-    def reads_parts(self) -> bool:
+    async def reads_parts(self) -> bool:
         """Tells whether contents are lists of parts: as the operator says, else where it writes parts alone."""
         asked = self.parsers.get("chat_template_content_format")
         if asked is not None:
             return asked == "openai"
-        return not self._writes("user", as_parts=False) and self._writes("user", as_parts=True)
+        return not await self._writes("user", as_parts=False) and await self._writes("user", as_parts=True)
 
-    @cached_property
-    def takes_system(self) -> bool:
+    async def takes_system(self) -> bool:
         """Whether messages of the role `system` are written: some templates refuse them, some drop them silently."""
-        return self._writes("system", "user", as_parts=self.reads_parts)
+        return await self._writes("system", "user", as_parts=await self.reads_parts())
 
-    @cached_property
-    def takes_runs(self) -> bool:
+    async def takes_runs(self) -> bool:
         """Whether turns of one role may follow each other."""
-        return self._writes("user", "user", "assistant", "assistant", "user", as_parts=self.reads_parts)
+        return await self._writes("user", "user", "assistant", "assistant", "user", as_parts=await self.reads_parts())
 
-    @cached_property
-    def takes_pairs(self) -> bool:
+    async def takes_pairs(self) -> bool:
         """Whether it is a template for rerankers, which names the roles of a query and a document. One that writes any
         role is none."""
         named = all(re.search(rf"""['"]{role}['"]""", self.source) for role in _PAIR)
-        return named and self._writes(*_PAIR, as_parts=False)
+        return named and await self._writes(*_PAIR, as_parts=False)
 
-    def _writes(self, *roles: str, as_parts: bool) -> bool:
+    async def _writes(self, *roles: str, as_parts: bool) -> bool:
         """Whether turns of these roles are accepted and all of them written."""
-        texts = [f"turn{number}" for number in range(len(roles))]
-        contents = [text_parts(text) if as_parts else text for text in texts]
-        turns = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
-        try:
-            written = self.render(turns, True, _MAX_TRIAL)
-        except RequestError:
-            return False
-        return all(text in written for text in texts)
+        if (roles, as_parts) not in self._written:
+            texts = [f"turn{number}" for number in range(len(roles))]
+            contents = [text_parts(text) if as_parts else text for text in texts]
+            turns = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
+            try:
+                written = await self.render(turns, True, _MAX_TRIAL)
+            except TemplateLimitError:
+                raise  # which says nothing about roles
+            except RequestError:
+                written = ""
+            self._written[roles, as_parts] = all(text in written for text in texts)
+        return self._written[roles, as_parts]
 
-    def render(
+    def prepare(
         self,
-        messages: list[dict[str, Any]],
+        messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool,
-        max_size: int,
+        max_characters: int,
         *,
         tools: list[dict[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The prompt's text, at most `max_size` characters.
+    ) -> Rendering:
+        """A conversation for `write`. Takes a while for a long one.
 
-        Raises `RequestError` when the template refuses, runs too long or writes too much. `variables` are the
-        caller's, such as `enable_thinking`; they never replace the ones named here.
+        `variables` are the caller's, such as `enable_thinking`; they never replace the ones named here. Raises
+        `RequestError`.
         """
-        template = self._templates.get(_TOOL_USE if tools else "default") or self._templates.get("default")
-        if template is None:
+        name = _TOOL_USE if tools and _TOOL_USE in self._sources else _DEFAULT
+        if name not in self._sources:
             raise RequestError(
                 "This model has no chat template. Use /v1/completions with a prompt of your own.", "messages"
             )
@@ -135,18 +130,35 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            with self._sandbox.limits(self._max_seconds, max_size):
-                return self._sandbox.collect(template.generate({**self._names, **(variables or {}), **given}))
-        except TemplateLimitError:
-            raise RequestError(
-                "The chat template takes too long or writes too much on this input.", "messages"
-            ) from None
-        except jinja2.TemplateError as error:
-            message = f"The chat template refuses these messages: {str(error)[:300]}"
-            raise RequestError(message, "messages") from None
-        except Exception as error:  # the template is foreign code: any error in it is about this input
-            message = f"The chat template fails on these messages ({type(error).__name__})."
-            raise RequestError(message, "messages") from None
+            return Rendering(request(name, {**(variables or {}), **given}, max_characters), max_characters)
+        except RecursionError:
+            raise RequestError("The messages or tools are nested too deeply. Send flatter ones.", "messages") from None
+
+    async def write(self, rendering: Rendering) -> str:
+        """The prompt's text. Raises `RequestError` when the template refuses, and for what `TemplateRenderers` does."""
+        kind, text = await self._renderers.render(*rendering)
+        if kind is Kind.REFUSED:
+            raise RequestError(f"The chat template refuses these messages: {text}", "messages")
+        if kind is not Kind.TEXT:
+            raise RequestError(f"The chat template fails on these messages ({text}).", "messages")
+        return text
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        max_characters: int,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """`prepare` and `write` for short conversations."""
+        rendering = self.prepare(messages, add_generation_prompt, max_characters, tools=tools, variables=variables)
+        return await self.write(rendering)
+
+    def close(self) -> None:
+        """Kill the processes that render."""
+        self._renderers.close()
 
 
 def text_parts(*texts: str) -> list[dict[str, str]]:
@@ -167,42 +179,38 @@ def read_template(file: str | Path) -> str:
         raise StartupError(f"The chat template {path} is not UTF-8 text.", fix) from None
     if "messages" not in source:  # also of an empty file: each prompt would be the same
         raise StartupError(f"The chat template {path} does not write the messages.", fix)
+    renderers = TemplateRenderers({_DEFAULT: source}, {})
     try:
-        _sandbox().from_string(source)
-    except jinja2.TemplateSyntaxError as error:
-        raise StartupError(f"Line {error.lineno} of the chat template {path}: {error}.", "Mend that line.") from None
+        _compile(renderers, f"The chat template {path}", "Mend that line, or make the template smaller and flatter.")
+    finally:
+        renderers.close()
     return source
 
 
-class _Generation(Extension):
-    """`{% generation %} … {% endgeneration %}` marks the assistant's text for training; here only its body counts."""
-
-    tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _sandbox() -> Sandbox:
-    """A sandbox with the names that published templates expect, and no others."""
-    sandbox = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    sandbox.filters["tojson"] = _to_json
-    names: dict[str, Any] = sandbox.globals  # typed by Jinja as what it puts there itself
-    names |= {"raise_exception": _raise, "strftime_now": _now}
-    return sandbox
+def _compile(renderers: TemplateRenderers, what: str, fix: str) -> None:
+    """Raises `StartupError`."""
+    try:
+        kind, text = renderers.compile()
+    except TemplateLimitError as error:
+        raise StartupError(f"{what} {error.did} to compile.", fix) from None
+    except EngineError as error:
+        raise StartupError(f"{what} cannot be compiled: {error}", "See the log for what ended it.") from None
+    if kind is Kind.REFUSED:
+        raise StartupError(f"{what} is not valid Jinja: {text}.", fix)
+    if kind is not Kind.TEXT:
+        raise StartupError(f"{what} cannot be compiled ({text}).", fix)
 
 
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    """Jinja's own filter escapes HTML; a prompt must not."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def _member(item: Any, name: str) -> str:
+    """A text of an entry in a list of templates. Raises `StartupError`."""
+    value = item.get(name) if isinstance(item, dict) else None
+    if not isinstance(value, str):
+        raise _not_a_template(item)
+    return value
 
 
-def _now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
+def _not_a_template(value: Any) -> StartupError:
+    shown = repr(value)[:_MAX_SHOWN]
+    return StartupError(
+        f"chat_template in tokenizer_config.json is neither a text nor a list of texts with names: {shown}.", _MEND
+    )

@@ -1,153 +1,94 @@
-"""Jinja without attributes that reach Python, and with limits of CPU time and text size.
+"""Jinja with the names that published chat templates expect, and no way from a template to Python's objects.
 
-A template comes with the checkpoint, so it is foreign code. Every loop, macro and block begins with a check of the
-time, inserted when the template is parsed; every operation that makes a large text or number out of small ones is
-checked before it is done.
+Only the processes that render import it (`template_process.py`): what a template may take is limited there, from
+outside, since a single filter or operator of a template can compute for hours or fill any memory.
 """
 
 from __future__ import annotations
 
-import re
-import threading
-import time
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
-from functools import wraps
+import json
+from collections.abc import Mapping
+from datetime import datetime
 from typing import Any
 
-from jinja2 import TemplateError, nodes
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
-from jinja2.visitor import NodeTransformer
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-_MAX_NUMBER = 1_000_000  # as an argument: no prompt needs wider paddings or longer ranges
-_MAX_BITS = 4096
-_WIDE = re.compile(r"\d{5}|\*")  # a width in a format string, or one taken from the arguments
-_NO_LIMIT = 2**62
-_REMOVED_FILTERS = ("center", "pprint", "random", "urlize", "wordwrap", "xmlattr")
+# Jinja's global helpers for web pages. Published chat templates use none of them.
+_REMOVED_GLOBALS = ("lipsum", "cycler", "joiner")
 
 
-class TemplateLimitError(TemplateError):
-    """The template takes more time, or makes a larger value, than it may."""
+class TooLargeError(Exception):
+    """The template writes more than it may."""
 
 
-class Sandbox(ImmutableSandboxedEnvironment):
-    """The environment. One serves all threads: the limits of a rendering belong to the thread that renders."""
+class Renderer:
+    """The templates of one checkpoint, each compiled when it is first needed."""
 
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    def __init__(self, sources: Mapping[str, str], names: Mapping[str, str]) -> None:
+        """`names`: variables of every rendering, such as `bos_token`."""
+        self._sources = sources
+        self._names = names
+        self._environment = _environment()
+        self._templates: dict[str, Template] = {}
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._limits = threading.local()
-        self.concat: Callable[[Iterable[str]], str] = self.collect  # how macros and `{% set %}` blocks are put together
-        for name in _REMOVED_FILTERS:
-            self.filters.pop(name, None)
-        self.filters.update({name: _bounded(function) for name, function in self.filters.items()})
-        self.filters["format"] = self.formatted
+    def compile(self) -> None:
+        """Compile all templates. Raises `jinja2.TemplateSyntaxError` and whatever else Jinja's compiler raises."""
+        for name in self._sources:
+            self._template(name)
 
-    @contextmanager
-    def limits(self, seconds: float, size: int) -> Generator[None, None, None]:
-        """Inside: so many seconds of this thread's CPU time, and so many characters for any text."""
-        self._limits.deadline, self._limits.size = time.thread_time() + seconds, size
-        try:
-            yield
-        finally:
-            del self._limits.deadline, self._limits.size
-
-    def check_time(self) -> str:
-        """Called at each turn of a loop and each call of a macro. Raises `TemplateLimitError`."""
-        if time.thread_time() > getattr(self._limits, "deadline", _NO_LIMIT):
-            raise TemplateLimitError
-        return ""
-
-    def collect(self, pieces: Iterable[str]) -> str:
-        """The pieces as one text. Raises `TemplateLimitError` as soon as it is too large."""
-        kept, size, most = [], 0, getattr(self._limits, "size", _NO_LIMIT)
-        for piece in pieces:
-            kept.append(piece)
+    def render(self, name: str, variables: Mapping[str, Any], max_characters: int) -> str:
+        """The text that a template writes. Raises `TooLargeError` and whatever the template raises."""
+        pieces: list[str] = []
+        size = 0
+        for piece in self._template(name).generate({**self._names, **variables}):
             size += len(piece)
-            if size > most:
-                raise TemplateLimitError
-            self.check_time()
-        return "".join(kept)
+            if size > max_characters:
+                raise TooLargeError
+            pieces.append(piece)
+        return "".join(pieces)
 
-    def joined(self, values: list[Any]) -> str:
-        """What `a ~ b` means."""
-        return self.collect(map(str, values))
-
-    def formatted(self, text: Any, *args: Any, **kwargs: Any) -> str:
-        """The filter `format`, which is Python's `%`."""
-        return self.call_binop(None, "%", str(text), kwargs or args)
-
-    def call_binop(self, context: Context | None, operator: str, left: Any, right: Any) -> Any:
-        if operator == "%" and isinstance(left, str) and _WIDE.search(left):
-            raise TemplateLimitError
-        if operator in ("+", "*") and self._size(operator, left, right) > getattr(self._limits, "size", _NO_LIMIT):
-            raise TemplateLimitError
-        if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
-            bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
-            if bits > _MAX_BITS:
-                raise TemplateLimitError
-        return self.binop_table[operator](left, right)
-
-    @staticmethod
-    def _size(operator: str, left: Any, right: Any) -> int:
-        """The length of the text or list that `left operator right` makes; 0 for numbers."""
-        sizes = [len(value) if isinstance(value, str | list | tuple) else None for value in (left, right)]
-        if operator == "+":
-            return sum(size or 0 for size in sizes)
-        times = right if isinstance(right, int) else left if isinstance(left, int) else 0
-        return (sizes[0] or sizes[1] or 0) * times
-
-    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        _check_numbers((*args, *kwargs.values()))
-        return super().call(context, function, *args, **kwargs)
-
-    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        wrapped = super().wrap_str_format(value)
-        if wrapped is not None and _WIDE.search(value.__self__):
-            raise TemplateLimitError
-        return wrapped
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        return _InsertChecks(self).visit(super()._parse(source, name, filename))
+    def _template(self, name: str) -> Template:
+        template = self._templates.get(name)
+        if template is None:
+            template = self._templates[name] = self._environment.from_string(self._sources[name])
+        return template
 
 
-class _InsertChecks(NodeTransformer):
-    """Inserts `check_time` at the start of all that can repeat, and `joined` in place of `~`."""
+class _Generation(Extension):
+    """`{% generation %} … {% endgeneration %}` marks the assistant's text for training; here only its body counts."""
 
-    def __init__(self, environment: Sandbox) -> None:
-        self._environment = environment
+    tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
 
-    def _call(self, method: str, args: list[nodes.Expr], line: int) -> nodes.Call:
-        call = nodes.Call(nodes.EnvironmentAttribute(method), args, [], None, None)
-        call.set_lineno(line).set_environment(self._environment)
-        return call
-
-    def _checked(self, node: Any) -> Any:
-        self.generic_visit(node)
-        check_time = nodes.ExprStmt(self._call("check_time", [], node.lineno))
-        node.body.insert(0, check_time.set_lineno(node.lineno).set_environment(self._environment))
-        return node
-
-    visit_For = visit_Macro = visit_CallBlock = visit_Block = _checked
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Call:
-        self.generic_visit(node)
-        return self._call("joined", [nodes.List(node.nodes)], node.lineno)
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The filter, refusing huge numbers as arguments (the values in its parentheses)."""
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    names: dict[str, Any] = environment.globals  # typed by Jinja as what it puts there itself
+    for name in _REMOVED_GLOBALS:
+        del names[name]
+    names |= {"raise_exception": _raise, "strftime_now": _now}
+    return environment
 
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        _check_numbers((*args[1:], *kwargs.values()))
-        return function(*args, **kwargs)
 
-    return call
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Jinja's own filter escapes HTML; a prompt must not."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _check_numbers(values: Iterable[Any]) -> None:
-    if any(isinstance(value, int) and abs(value) > _MAX_NUMBER for value in values):
-        raise SecurityError(f"numbers above {_MAX_NUMBER} are not accepted as arguments")
+def _now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)

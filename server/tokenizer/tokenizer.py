@@ -248,7 +248,8 @@ class Tokenizer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def close(self) -> None:
-        """End the threads. Work that has not begun is cancelled."""
+        """End the threads and the processes that render. Work that has not begun is cancelled."""
+        self.template.close()
         for pool in (self._pool, self._long_pool, self._uncut_pool):
             pool.shutdown(wait=False, cancel_futures=True)
 

@@ -33,7 +33,7 @@ ORDER: dict[str, Order] = {
         "serving": entries("chat llm tokenizer config protocol observability errors.py json_text.py version.py"),
         "chat": entries("llm tokenizer protocol"),
         "llm": entries("tokenizer config protocol errors.py"),
-        "tokenizer": entries("config"),
+        "tokenizer": entries("config observability"),
         "config": entries(""),
         "protocol": entries("observability errors.py json_text.py"),
         "observability": entries(""),

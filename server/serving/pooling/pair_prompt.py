@@ -19,21 +19,28 @@ _QWEN_CLOSING = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 class PairPrompt:
     """Writes the prompts of one request."""
 
-    def __init__(self, template: ChatTemplate, pooler: PoolerConfig, instruction: str | None) -> None:
-        """`instruction`: of the request; None: the model's."""
+    def __init__(self, template: ChatTemplate | None, instruction: str | None, closing: str) -> None:
+        """`template`: one for pairs; None: as Qwen3's are trained. `closing`: what follows each document."""
         self._template = template
-        default = pooler.prompts.get(pooler.default_prompt) if pooler.default_prompt is not None else None
-        self._instruction = instruction or default
-        self.closing = _QWEN_CLOSING  # what follows the document in every prompt
-        if template.takes_pairs:
-            self.closing = self.text("query", _MARK).rpartition(_MARK)[2]
+        self._instruction = instruction
+        self.closing = closing
 
-    def text(self, query: str, document: str) -> str:
+    @staticmethod
+    async def of(template: ChatTemplate, pooler: PoolerConfig, instruction: str | None) -> PairPrompt:
+        """Prompts for a model. `instruction`: of the request; None: the model's. Raises `RequestError`."""
+        default = pooler.prompts.get(pooler.default_prompt) if pooler.default_prompt is not None else None
+        if not await template.takes_pairs():
+            return PairPrompt(None, instruction or default, _QWEN_CLOSING)
+        prompt = PairPrompt(template, instruction or default, "")
+        prompt.closing = (await prompt.text("query", _MARK)).rpartition(_MARK)[2]
+        return prompt
+
+    async def text(self, query: str, document: str) -> str:
         """The prompt. Raises `RequestError`."""
-        if not self._template.takes_pairs:
+        if self._template is None:
             task = self._instruction or _QWEN_TASK
             return f"{_QWEN_OPENING}<Instruct>: {task}\n<Query>: {query}\n<Document>: {document}{_QWEN_CLOSING}"
         turns = [{"role": "query", "content": query}, {"role": "document", "content": document}]
         if self._instruction:
             turns.insert(0, {"role": "system", "content": self._instruction})
-        return self._template.render(turns, True, _MAX_CHARACTERS)
+        return await self._template.render(turns, True, _MAX_CHARACTERS)

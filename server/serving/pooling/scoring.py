@@ -126,11 +126,11 @@ class OpenAIServingScoring(OpenAIServingPooling):
 
     async def _asked(self, body: ScoringFields, pairs: Sequence[tuple[str, str]], param: str) -> list[tuple[int, ...]]:
         """One prompt for each pair, which asks whether they go together."""
-        asking = PairPrompt(self.tokenizer.template, self.pooler, body.instruction)
+        asking = await PairPrompt.of(self.tokenizer.template, self.pooler, body.instruction)
         closing = await self.tokenizer.aencode(asking.closing, False)
         prompts, truncate = [], body.truncate_prompt_tokens
         for query, document in pairs:
-            text = asking.text(query, document)
+            text = await asking.text(query, document)
             if truncate is None:
                 ids = await self.text_ids.of_text(text, param, truncate=None, marks=False)
             else:  # the end of the document is cut, not that of the question

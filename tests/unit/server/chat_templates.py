@@ -1,5 +1,13 @@
 """Short chat templates with the constructs of published ones, in words of their own: what the code is tried against."""
 
+import asyncio
+
+
+def rendered(template, *args, **kwargs):
+    """What `ChatTemplate.render` returns, for tests without an event loop."""
+    return asyncio.run(template.render(*args, **kwargs))
+
+
 QWEN = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}

@@ -19,6 +19,7 @@ from engine.preflight import GGUFModel, Settings
 from server.config.gguf.directory import _generation_config, _tokenizer_config
 from server.config.gguf.tokenizer import read_vocabulary, tokenizer_json
 from server.tokenizer.tokenizer import Tokenizer
+from tests.unit.server.chat_templates import rendered
 
 ROOT = Path(__file__).resolve().parents[3]
 DEMO = ROOT / "models" / "oarlock-demo"
@@ -220,7 +221,7 @@ def test_chat_templates_and_end_tokens_are_those_of_the_file() -> None:
     assert config["chat_template"] == [
         {"name": "default", "template": "plain {{ eos_token }}"}, {"name": "tool_use", "template": "tools"},
     ]  # fmt: skip
-    assert converted(settings).template.render([], False, 100) == "plain <|im_end|>"
+    assert rendered(converted(settings).template, [], False, 100) == "plain <|im_end|>"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from tokenizers.processors import TemplateProcessing
 from engine.errors import RequestError, StartupError
 from server.tokenizer.chat_template import ChatTemplate
 from server.tokenizer.tokenizer import Tokenizer
+from tests.unit.server.chat_templates import rendered
 
 DEMO = Path(__file__).resolve().parents[3] / "models" / "oarlock-demo"
 USER = [{"role": "user", "content": "hi"}]
@@ -41,7 +42,7 @@ def test_it_agrees_with_transformers(folder):
     for text in ("hello world", "  x = 1\n", "é😀<|im_end|>x", ""):
         assert ours.encode(text) == theirs(text)["input_ids"]
     expected = theirs.apply_chat_template(USER, add_generation_prompt=True, tokenize=True, return_dict=False)
-    assert ours.encode(ours.template.render(USER, True, 1000), add_special_tokens=False) == expected
+    assert ours.encode(rendered(ours.template, USER, True, 1000), add_special_tokens=False) == expected
     assert ours.eos_token_ids == (theirs.eos_token_id,)
 
 
@@ -91,13 +92,13 @@ def test_a_model_without_a_template_refuses_chat(folder):
     loaded = Tokenizer.load(folder)
     assert not loaded.template.exists
     with pytest.raises(RequestError, match="no chat template"):
-        loaded.template.render(USER, True, 1000)
+        rendered(loaded.template, USER, True, 1000)
 
 
 def test_an_error_that_a_template_raises_reaches_the_client():
     template = _template("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(RequestError, match="roles must alternate"):
-        template.render(USER, True, 1000)
+        rendered(template, USER, True, 1000)
 
 
 @pytest.mark.parametrize(
@@ -114,16 +115,16 @@ def test_an_error_that_a_template_raises_reaches_the_client():
 )
 def test_templates_cannot_leave_the_sandbox(source):
     with pytest.raises(RequestError):
-        _template(source).render(USER, True, 1000)
+        rendered(_template(source), USER, True, 1000)
 
 
 def test_templates_cannot_read_attributes_of_python_objects():
-    assert _template("[{{ raise_exception.__globals__ }}{{ messages.__class__ }}]").render(USER, True, 10) == "[]"
+    assert rendered(_template("[{{ raise_exception.__globals__ }}{{ messages.__class__ }}]"), USER, True, 10) == "[]"
 
 
 def test_a_template_cannot_write_without_end():
-    with pytest.raises(RequestError, match="too much"):
-        _template("{% for i in range(90000) %}{{ messages[0].content }}{% endfor %}").render(USER, True, 1000)
+    with pytest.raises(RequestError, match="writes more than 1000 characters"):
+        rendered(_template("{% for i in range(90000) %}{{ messages[0].content }}{% endfor %}"), USER, True, 1000)
 
 
 def test_the_names_that_published_templates_use():
@@ -131,12 +132,13 @@ def test_the_names_that_published_templates_use():
         "{{ bos_token }}{% for m in messages %}{% generation %}{{ m | tojson }}{% endgeneration %}"
         "{% if loop.first %}{% continue %}{% endif %}{% endfor %}{{ strftime_now('%Y') | length }}"
     )
-    assert _template(source, {"bos_token": "<s>"}).render(USER, True, 1000) == ('<s>{"role": "user", "content": "hi"}4')
+    written = rendered(_template(source, {"bos_token": "<s>"}), USER, True, 1000)
+    assert written == '<s>{"role": "user", "content": "hi"}4'
 
 
 def test_several_named_templates():
     config = {"chat_template": [{"name": "tool", "template": "T"}, {"name": "default", "template": "D"}]}
-    assert ChatTemplate.from_config(config, {}).render(USER, True, 10) == "D"
+    assert rendered(ChatTemplate.from_config(config, {}), USER, True, 10) == "D"
 
 
 def test_a_short_text_does_not_wait_for_a_long_one(folder):

@@ -1,0 +1,173 @@
+"""The process that starts renderers of chat templates: `python -m server.tokenizer.template_process --fd N`.
+
+A checkpoint's chat template is foreign code. A renderer is a fork of this process, which has imported Jinja and never
+runs a template itself. It compiles and renders on one connection, one request after the other, with a limit of the
+processor's time for each and one of memory. The server sends a connection over `--fd` to get a renderer for it, and
+closes that connection to have the renderer killed. A renderer that ended by itself is answered for by this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jinja2 import TemplateError, TemplateSyntaxError
+
+from engine.python_child import die_with_parent
+from server.tokenizer.jinja_sandbox import Renderer, TooLargeError
+from server.tokenizer.template_messages import (
+    CPU_LIMIT_S,
+    LENGTH,
+    MAX_ERROR,
+    MEMORY_LIMIT_BYTES,
+    MEMORY_PER_BYTE,
+    Kind,
+    answer,
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Start renderers until the socket `--fd` is closed."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # which may be sent to all processes at once; the parent decides
+        signal.signal(number, signal.SIG_IGN)
+    parser = argparse.ArgumentParser(prog="server.tokenizer.template_process")
+    parser.add_argument("--fd", type=int, required=True)
+    gc.freeze()  # what is imported lives as long as the process, and is shared with the renderers
+    _Renderers(socket.socket(fileno=parser.parse_args(argv).fd)).run()
+    return 0
+
+
+class _Renderers:
+    """The forks: one per connection, started, killed and buried."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._connections: dict[int, socket.socket] = {}  # the renderer's pid -> its end of the connection
+        self._wake, wake = os.pipe()
+        for fd in (self._wake, wake):
+            os.set_blocking(fd, False)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._poll = select.poll()
+        self._poll.register(control, select.POLLIN)
+        self._poll.register(self._wake, select.POLLIN)
+
+    def run(self) -> None:
+        """Serve until the server has ended. Renderers are killed by the kernel then."""
+        while True:
+            for fd, _ in self._poll.poll():
+                if fd == self._control.fileno():
+                    _, fds, *_ = socket.recv_fds(self._control, 1, 1)
+                    if not fds:
+                        return
+                    self._start(socket.socket(fileno=fds[0]))
+                elif fd == self._wake:
+                    os.read(self._wake, 4096)
+                    self._bury()
+                else:
+                    self._kill(fd)
+
+    def _start(self, connection: socket.socket) -> None:
+        parent, pid = os.getpid(), os.fork()
+        if pid == 0:
+            try:
+                die_with_parent(parent)
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for other in (self._control, *self._connections.values()):
+                    other.close()
+                _serve(connection)
+            finally:
+                os._exit(0)
+        self._connections[pid] = connection
+        self._poll.register(connection, 0)  # its end alone
+
+    def _kill(self, fd: int) -> None:
+        """The server has closed this connection. The renderer is buried when it has ended."""
+        pid = next(pid for pid, connection in self._connections.items() if connection.fileno() == fd)
+        os.kill(pid, signal.SIGKILL)
+        self._poll.unregister(fd)
+
+    def _bury(self) -> None:
+        """Say on the connections of those that have ended, how."""
+        while self._connections:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            with self._connections.pop(pid) as connection:
+                number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+                try:
+                    self._poll.unregister(connection)
+                    connection.send(answer(Kind.KILLED, str(number)), socket.MSG_DONTWAIT)
+                except (KeyError, OSError):  # the server has closed it, and needs no answer
+                    continue
+
+
+def _serve(connection: socket.socket) -> None:
+    """In the fork: answer requests until the connection ends, or a limit of memory was reached."""
+    base = _memory()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a library that aborts writes to stderr
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    stream = connection.makefile("rb")
+    renderer, cpu_limit_s = None, CPU_LIMIT_S
+    while len(header := stream.read(LENGTH.size)) == LENGTH.size:
+        (size,) = LENGTH.unpack(header)
+        _limit_memory(base + MEMORY_LIMIT_BYTES + MEMORY_PER_BYTE * size)
+        signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)  # then this process ends
+        request = json.loads(stream.read(size))
+        if renderer is None:
+            sources, names, cpu_limit_s, niceness = request
+            os.nice(niceness)
+            renderer = Renderer(sources, names)
+            continue
+        kind, data = _answer(renderer, request)
+        del request
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        connection.sendall(data)
+        if kind is Kind.OUT_OF_MEMORY:
+            return
+
+
+def _answer(renderer: Renderer, request: list) -> tuple[Kind, bytes]:
+    try:
+        if not request:
+            renderer.compile()
+            return Kind.TEXT, answer(Kind.TEXT)
+        return Kind.TEXT, answer(Kind.TEXT, renderer.render(*request))
+    except TooLargeError:
+        kind, text = Kind.TOO_LARGE, ""
+    except MemoryError:
+        kind, text = Kind.OUT_OF_MEMORY, ""
+    except TemplateSyntaxError as error:
+        kind, text = Kind.REFUSED, f"line {error.lineno}: {error}"
+    except TemplateError as error:
+        kind, text = Kind.REFUSED, str(error)
+    except Exception as error:  # the template is foreign code: any error in it is about this input
+        kind, text = Kind.FAILED, type(error).__name__
+    return kind, answer(kind, text[:MAX_ERROR].encode("utf-8", "replace").decode())
+
+
+def _memory() -> int:
+    if sys.platform != "linux":
+        return 0
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def _limit_memory(size: int) -> None:
+    if sys.platform == "linux":
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (size if most == resource.RLIM_INFINITY else min(size, most), most))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
