@@ -9,6 +9,7 @@ from workers.errors import (
     EXIT_RANK_HUNG,
     StartupError,
     WorkerError,
+    shown,
 )
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "StartupError",
     "UnavailableError",
     "WorkerError",
+    "shown",
 ]
 
 

@@ -26,7 +26,18 @@ from workers.capacity import (
     work_of,
 )
 from workers.gguf import GGUFModel, Settings, hf_config, parts_of
-from workers.preflight import DESCRIPTIONS, ENCODERS, check_without_weights, read_header, weight_files
+from workers.preflight import (
+    DESCRIPTIONS,
+    ENCODERS,
+    check_file,
+    check_without_weights,
+    is_there,
+    read_header,
+    read_json,
+    read_table,
+    read_text,
+    weight_files,
+)
 
 __all__ = [
     "DESCRIPTIONS",
@@ -42,16 +53,21 @@ __all__ = [
     "StepLoad",
     "StepTime",
     "capacity",
+    "check_file",
     "check_model",
     "cpu_ops",
     "decode_tokens_per_s",
     "free_host_bytes",
     "hf_config",
     "human_bytes",
+    "is_there",
     "open_model",
     "parts_of",
     "prompt_tokens_per_s",
     "read_header",
+    "read_json",
+    "read_table",
+    "read_text",
     "tensor_parallel_sizes",
     "weight_files",
     "work_of",

@@ -96,6 +96,16 @@ def logging_as_it_was() -> Iterator[None]:
         one.propagate = propagate
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_process_for_chat_templates() -> Iterator[None]:
+    """The process that starts renderers ends with its last user: here it lives as long as the tests."""
+    from server.tokenizer.template_renderers import processes
+
+    processes.acquire()
+    yield
+    processes.release()
+
+
 def pytest_collection_finish() -> None:
     """What was imported and collected stays until the end: nobody need look through it again and again."""
     gc.collect()

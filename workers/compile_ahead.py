@@ -3,7 +3,6 @@
 python -m workers.compile_ahead ELEMENT_TYPE
 """
 
-import json
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from workers.errors import StartupError
 from workers.kernels.cpu import build, levels
 from workers.platform.dtypes import ITEM_BYTES
 from workers.python_child import start_python
+from workers.weights.checkpoint_files import read_table
 
 
 def begin_compiling(model: str | None, dtype: str) -> None:
@@ -42,11 +42,11 @@ def likely_element_type(model: str | None, dtype: str) -> str:
     if dtype != "auto":
         return dtype
     try:
-        config = json.loads((Path(model or "").expanduser() / "config.json").read_text("utf-8"))
+        config = read_table(Path(model or "").expanduser() / "config.json")
         declared = config.get("dtype") or config.get("torch_dtype")
-    except (OSError, ValueError, AttributeError):  # loading the model will say what is wrong with it
+    except StartupError:  # loading the model will say what is wrong with it
         declared = None
-    return declared if declared in ITEM_BYTES else "bfloat16"
+    return declared if isinstance(declared, str) and declared in ITEM_BYTES else "bfloat16"
 
 
 def _compile(element: str) -> int:

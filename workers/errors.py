@@ -11,6 +11,14 @@ EXIT_RANK_DIED: Final = 5  # or the engine
 EXIT_RANK_HUNG: Final = 6  # or the engine
 
 
+def shown(value: object) -> str:
+    """`value` in one line of an error, whatever its size."""
+    if type(value) is int and abs(value) > 10**40:
+        return "an integer of more than 40 digits"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:70]}… ({len(text)} characters)"
+
+
 class StartupError(Exception):
     """The ranks cannot start as configured: one line of cause and one of fix, shown to the operator as they are."""
 

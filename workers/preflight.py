@@ -29,6 +29,7 @@ from workers.models.registry import describe
 from workers.platform import cuda_driver
 from workers.platform.host_memory import free_host_bytes
 from workers.weights.checkpoint import Checkpoint, weight_files
+from workers.weights.checkpoint_files import check_file, is_there, read_json, read_table, read_text
 from workers.weights.gguf.checkpoint import GGUFCheckpoint
 from workers.weights.header import read_header
 from workers.weights.open_checkpoint import open_checkpoint
@@ -47,10 +48,15 @@ from workers.worker.preflight.tensors import check_tensors
 __all__ = [
     "DESCRIPTIONS",
     "ENCODERS",
+    "check_file",
     "check_without_weights",
     "free_host_bytes",
+    "is_there",
     "preflight",
     "read_header",
+    "read_json",
+    "read_table",
+    "read_text",
     "this_cpu",
     "weight_files",
 ]

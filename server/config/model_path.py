@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.errors import StartupError
+from engine.preflight import is_there
 from server.config.gguf.directory import described, gguf_model
 from server.config.hub.download import HubModel, OnDetailedProgress, download
 from server.config.settings import Settings
@@ -117,7 +118,7 @@ def _checked(path: Path) -> str:
         return str(described(file))
     if not path.is_dir():
         raise StartupError(f"{path} is a file.", "Give the directory of the checkpoint, not one of its files.")
-    if not (path / "config.json").is_file():
+    if not is_there(path / "config.json"):
         raise StartupError(
             f"The directory {path} holds no config.json.", "Give a checkpoint in the Hugging Face layout."
         )

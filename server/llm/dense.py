@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import StartupError
+from engine.preflight import is_there
 from server.config.checkpoint_json import read_json
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class DenseConfig:
     def load(folder: Path, in_features: int) -> DenseConfig:
         """`in_features`: the numbers that the module before it makes. Raises `StartupError`."""
         file = folder / "config.json"
-        if not file.is_file():
+        if not is_there(file):
             raise StartupError(f"{file} is missing, which modules.json names.", "Fetch the whole checkpoint.")
         config = read_json(file)
         taken, made = config.get("in_features"), config.get("out_features")
@@ -102,7 +103,7 @@ def _read(config: DenseConfig) -> tuple[np.ndarray, np.ndarray | None]:
     from engine.preflight import read_header  # with what it imports, which no other checkpoint needs here
 
     file = config.folder / _WEIGHTS
-    if not file.is_file():
+    if not is_there(file):
         fix = "Weights in pickles (pytorch_model.bin) are not read: convert them to safetensors."
         raise StartupError(f"{file} is missing.", fix)
     entries, content = read_header(file), file.read_bytes()

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
 from engine.errors import StartupError
+from engine.preflight import is_there
 from server.config.checkpoint_json import read_json
 from server.protocol.base import INT32_MAX, WHOLE, StrictModel
 from server.protocol.sampling import SamplingFields
@@ -24,7 +25,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _fields: dict[str, Any] = {name: (SamplingFields.model_fields[name].rebuild_annotation(), None) for name in _SAMPLING}
 _fields["max_new_tokens"] = (Annotated[int, Field(ge=1, le=INT32_MAX), WHOLE] | None, None)
 _Sampling = create_model("_Sampling", __base__=StrictModel, **_fields)
-_EndTokens = TypeAdapter(list[int], config=ConfigDict(strict=True))
+_EndTokens = TypeAdapter(list[Annotated[int, Field(ge=0, le=INT32_MAX)]], config=ConfigDict(strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class GenerationConfig:
         """Of the model in this directory. Raises `StartupError`."""
         folder = Path(model) if choice in (AUTO, NEUTRAL) else Path(choice).expanduser()
         file = folder / FILE
-        if choice not in (AUTO, NEUTRAL) and not file.is_file():
+        if choice not in (AUTO, NEUTRAL) and not is_there(file):
             raise StartupError(
                 f"--generation-config names {choice}, which is not a folder with a {FILE}.",
                 f"Give the folder of such a file, or `{AUTO}` for the model's own, or `{NEUTRAL}` for none.",

@@ -6,7 +6,6 @@ sentence-transformers writes them, and `config.json`. What cannot be followed is
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -14,8 +13,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from engine.errors import StartupError
-from engine.preflight import ENCODERS
+from engine.errors import StartupError, shown
+from engine.preflight import ENCODERS, is_there
+from engine.preflight import read_json as read_any_json
 from server.config.checkpoint_json import read_json
 from server.llm.dense import DenseConfig, DenseLayers
 from server.tokenizer.tokenizer import Tokenizer
@@ -33,6 +33,9 @@ _OLD_KINDS = {  # its older keys, of which one is true
     "pooling_mode_lasttoken": "lasttoken",
 }
 _ORDER = re.compile("Transformer (Pooling( Dense)*( Normalize)?|LogitScore)")
+_FETCH = "Fetch that file of the checkpoint again."
+_LONGEST_PATH = 255
+_MOST_DIMENSIONS = 2**31 - 1
 _SIZES = ("hidden_size", "d_model", "dim", "n_embd")  # of config.json, for the numbers of a hidden state
 _TRANSFORMER_FILES = tuple(
     f"sentence_{name}_config.json"
@@ -111,17 +114,18 @@ class PoolerConfig:
                 f"--runner {GENERATE} asks for texts, but the checkpoint is a {architecture}, which makes none.",
                 "Leave --runner out: such a model is served for embeddings or scores.",
             )
-        answers = answers or tuple(config.get("classifier_from_token") or ())
+        answers = answers or _own_answers(folder / "config.json", config)
         if answers:
             _check_answers(answers)
             return PoolerConfig(Task.SCORE, "--classifier-from-token", "logits", answers=answers)
-        if (folder / "modules.json").is_file():
-            return replace(_of_modules(folder, config), dimensions=_dimensions(config))
+        if is_there(folder / "modules.json"):
+            return replace(_of_modules(folder, config), dimensions=_dimensions(folder / "config.json", config))
         if architecture.endswith("ForSequenceClassification"):
             return _of_classifier(folder / "config.json", architecture, config)
         if runner == POOLING or (architecture and not can_generate):
             kind = "last" if can_generate else "mean"
-            return PoolerConfig(Task.EMBED, "config.json", kind, dimensions=_dimensions(config))
+            dimensions = _dimensions(folder / "config.json", config)
+            return PoolerConfig(Task.EMBED, "config.json", kind, dimensions=dimensions)
         return PoolerConfig()
 
 
@@ -157,20 +161,20 @@ def _of_modules(folder: Path, config: dict[str, Any]) -> PoolerConfig:
     found = PoolerConfig(source="modules.json", normalize=False, **_prompts(folder))
     steps = []
     for module in _modules(folder / "modules.json"):
-        name, path = str(module.get("type", "")).rsplit(".", 1)[-1], str(module.get("path", ""))
-        own = {} if ".." in path else read_json(folder / path / "config.json")
+        name, path = module["type"].rsplit(".", 1)[-1], module["path"]
+        own = read_json(folder / path / "config.json")
         steps.append(name)
         if name == "Transformer" and path == "":
             found = _with_transformer(found, folder)
         elif name == "Pooling":
-            if not (folder / path / "config.json").is_file():
+            if not is_there(folder / path / "config.json"):
                 cause = f"{folder / path / 'config.json'} is missing: it says how vectors are made."
                 raise StartupError(cause, "Fetch the whole checkpoint, with the folders that modules.json names.")
             kind = _kind(folder / path / "config.json", own)
             if own.get("include_prompt") is False and any(found.prompts.values()):
                 raise _not_followed("include_prompt: false in its Pooling module, which leaves prompts out of vectors")
             found = replace(found, task=Task.EMBED, kind=kind)
-        elif name == "Dense" and ".." not in path:
+        elif name == "Dense":
             size = found.dense[-1].out_features if found.dense else _hidden_size(config)
             if size is None:
                 raise _not_followed(f"a module Dense ({path}), and config.json has no hidden_size")
@@ -197,14 +201,19 @@ def _not_followed(what: str) -> StartupError:
     )
 
 
-def _modules(file: Path) -> list[dict[str, Any]]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError, OSError) as error:
-        raise StartupError(f"{file} cannot be read: {error}.", "Fetch that file of the checkpoint again.") from None
+def _modules(file: Path) -> list[dict[str, str]]:
+    """`type` and `path` of each. Raises `StartupError`: a path is the name of a folder beside the file, or empty."""
+    value = read_any_json(file)
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
-        raise StartupError(f"{file} does not hold a list of modules.", "Fetch that file of the checkpoint again.")
-    return value
+        raise StartupError(f"{file} does not hold a list of modules.", _FETCH)
+    found = [{"type": one.get("type", ""), "path": one.get("path", "")} for one in value]
+    for module in found:
+        path = module["path"]
+        if not all(isinstance(text, str) for text in module.values()):
+            raise StartupError(f"{file} has a module whose type or path is no text: {shown(module)}.", _FETCH)
+        if not path.isprintable() or len(path) > _LONGEST_PATH or ".." in path or Path(path).is_absolute():
+            raise StartupError(f"{file} places a module in {shown(path)}, outside of the checkpoint.", _FETCH)
+    return found
 
 
 def _kind(file: Path, config: Mapping[str, Any]) -> str:
@@ -212,13 +221,14 @@ def _kind(file: Path, config: Mapping[str, Any]) -> str:
     if modes is None:
         modes = [mode for key, mode in _OLD_KINDS.items() if config.get(key)] or ["mean"]
     modes = modes if isinstance(modes, list) else [modes]
-    if len(modes) != 1 or modes[0] not in _KINDS:
-        raise _not_followed(f"pooling by {' and '.join(map(str, modes))} ({file})")
+    if len(modes) != 1 or not isinstance(modes[0], str) or modes[0] not in _KINDS:
+        named = " and ".join(mode if isinstance(mode, str) else shown(mode) for mode in modes)
+        raise _not_followed(f"pooling by {named[:80]} ({file})")
     return _KINDS[modes[0]]
 
 
 def _with_transformer(found: PoolerConfig, folder: Path) -> PoolerConfig:
-    file = next((folder / name for name in _TRANSFORMER_FILES if (folder / name).is_file()), None)
+    file = next((folder / name for name in _TRANSFORMER_FILES if is_there(folder / name)), None)
     config = {} if file is None else read_json(file)
     length = config.get("max_seq_length")
     if length is not None and (type(length) is not int or length < 1):
@@ -232,7 +242,7 @@ def _prompts(folder: Path) -> dict[str, Any]:
     prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise StartupError(f"'prompts' in {file} is not an object of texts.", "Correct that line.")
-    if default is not None and default not in prompts:
+    if default is not None and (not isinstance(default, str) or default not in prompts):
         raise StartupError(f"'default_prompt_name' in {file} is {str(default)[:64]!r}, not in prompts.", "Correct it.")
     return {"prompts": prompts, "default_prompt": default}
 
@@ -243,12 +253,26 @@ def _hidden_size(config: dict[str, Any]) -> int | None:
     return next((described[name] for name in _SIZES if type(described.get(name)) is int), None)
 
 
-def _dimensions(config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """As vLLM reads them from `config.json`."""
+def _dimensions(file: Path, config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """As vLLM reads them from `config.json`. Raises `StartupError`."""
     sizes = config.get("matryoshka_dimensions")
-    if isinstance(sizes, list) and sizes and all(type(size) is int and size > 0 for size in sizes):
-        return tuple(sorted(sizes))
-    return () if config.get("is_matryoshka") is True else None
+    if not sizes:
+        return () if config.get("is_matryoshka") is True else None
+    if not isinstance(sizes, list) or not all(type(size) is int and 0 < size <= _MOST_DIMENSIONS for size in sizes):
+        raise StartupError(
+            f"'matryoshka_dimensions' in {file} is {shown(sizes)}, not a list of lengths of vectors.", "Correct it."
+        )
+    return tuple(sorted(sizes))
+
+
+def _own_answers(file: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """`classifier_from_token` of `config.json`. Raises `StartupError`."""
+    answers = config.get("classifier_from_token") or []
+    if not isinstance(answers, list):
+        raise StartupError(
+            f"'classifier_from_token' in {file} is {shown(answers)}, not a list of texts.", "Correct it."
+        )
+    return tuple(answers)
 
 
 def _check_answers(answers: tuple[Any, ...]) -> None:

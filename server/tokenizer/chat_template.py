@@ -10,14 +10,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.errors import EngineError, RequestError, StartupError
+from engine.errors import EngineError, RequestError, StartupError, shown
+from engine.preflight import read_text
 from server.tokenizer.template_messages import CPU_LIMIT_S, Kind, request
 from server.tokenizer.template_renderers import TemplateLimitError, TemplateRenderers
 
 _DEFAULT, _TOOL_USE = "default", "tool_use"
 _PAIR = ("query", "document")  # roles
 _MAX_TRIAL = 64 * 1024  # characters of a rendered trial conversation
-_MAX_SHOWN = 40  # characters of a value in an error
+_CONFIG = "in tokenizer_config.json"
+MOST_CHARACTERS = 8 << 20  # of a template's file
 _MEND = "Mend it, serve with --chat-template and a file of your own, or remove it to serve completions only."
 
 
@@ -37,9 +39,11 @@ class ChatTemplate:
         names: dict[str, str],
         parsers: Mapping[str, str] | None = None,
         cpu_limit_s: float = CPU_LIMIT_S,
+        source_file: str | Path = _CONFIG,
     ) -> None:
         """`parsers`: the operator's `tool_call_parser`, `reasoning_parser` and `chat_template_content_format`; without:
-        found out from the source. Raises `StartupError` for a template that cannot be compiled.
+        found out from the source. `source_file`: for errors. Raises `StartupError` for a template that cannot be
+        compiled.
         """
         self.parsers = dict(parsers or {})
         given = {_DEFAULT: source} if isinstance(source, str) else dict(source or {})
@@ -48,20 +52,21 @@ class ChatTemplate:
         self._renderers = TemplateRenderers(self._sources, names, cpu_limit_s)
         self._written: dict[tuple[tuple[str, ...], bool], bool] = {}
         if self._sources:
-            _compile(self._renderers, "The chat template of the checkpoint", _MEND)
+            _compile(self._renderers, f"The chat template {source_file}", _MEND)
 
     @staticmethod
-    def from_config(config: dict[str, Any], names: dict[str, str]) -> ChatTemplate:
+    def from_config(config: dict[str, Any], names: dict[str, str], template_file: Path | None = None) -> ChatTemplate:
         """The template in a tokenizer configuration: a text, or several with names (`default`, `tool_use`).
 
-        Raises `StartupError` for what is neither, and for one that cannot be compiled.
+        `template_file`: where it was read from, if not from `tokenizer_config.json`. Raises `StartupError` for what is
+        neither, and for one that cannot be compiled.
         """
         source = config.get("chat_template")
         if isinstance(source, list):
             source = {_member(item, "name"): _member(item, "template") for item in source}
         elif source is not None and not isinstance(source, str):
             raise _not_a_template(source)
-        return ChatTemplate(source, names, config.get("parsers"))
+        return ChatTemplate(source, names, config.get("parsers"), source_file=template_file or _CONFIG)
 
     @property
     def exists(self) -> bool:
@@ -172,11 +177,9 @@ def read_template(file: str | Path) -> str:
     path = Path(file).expanduser()
     fix = "Give --chat-template a file with a template in Jinja, such as a checkpoint's chat_template.jinja."
     try:
-        source = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise StartupError(f"The chat template {path} cannot be read: {error.strerror}.", fix) from None
-    except UnicodeDecodeError:
-        raise StartupError(f"The chat template {path} is not UTF-8 text.", fix) from None
+        source = read_text(path, MOST_CHARACTERS)
+    except StartupError as error:
+        raise StartupError(f"The chat template {error.cause}", fix) from None
     if "messages" not in source:  # also of an empty file: each prompt would be the same
         raise StartupError(f"The chat template {path} does not write the messages.", fix)
     renderers = TemplateRenderers({_DEFAULT: source}, {})
@@ -210,7 +213,5 @@ def _member(item: Any, name: str) -> str:
 
 
 def _not_a_template(value: Any) -> StartupError:
-    shown = repr(value)[:_MAX_SHOWN]
-    return StartupError(
-        f"chat_template in tokenizer_config.json is neither a text nor a list of texts with names: {shown}.", _MEND
-    )
+    what = "neither a text nor a list of texts with names"
+    return StartupError(f"chat_template in tokenizer_config.json is {what}: {shown(value)}.", _MEND)

@@ -8,12 +8,12 @@ clients waiting.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import signal
 import socket
 import subprocess
 import threading
+import weakref
 from collections.abc import Mapping
 
 from engine.errors import EngineError, RequestError
@@ -54,13 +54,28 @@ class _LostError(Exception):
 
 
 class RendererProcesses:
-    """Gives connections to renderers, whose common parent is started with the first and again when it was lost."""
+    """Gives connections to renderers, whose common parent is started with the first and again when it was lost.
+
+    It ends with the last user.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a user may be collected as garbage at any time
+        self._num_users = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        atexit.register(self.close)
+
+    def acquire(self) -> None:
+        """Count one user more."""
+        with self._lock:
+            self._num_users += 1
+
+    def release(self) -> None:
+        """Count one user less, and end all processes after the last."""
+        with self._lock:
+            self._num_users -= 1
+            if not self._num_users:
+                self._stop()
 
     def connect(self) -> socket.socket:
         """A connection to a new renderer; closing it kills the renderer."""
@@ -82,11 +97,6 @@ class RendererProcesses:
                         return ours
         raise AssertionError("unreachable")
 
-    def close(self) -> None:
-        """End all processes. The next connection would start them again."""
-        with self._lock:
-            self._stop()
-
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
@@ -106,7 +116,7 @@ class RendererProcesses:
             process.wait()
 
 
-_processes = RendererProcesses()  # one for all templates of this process: those of tests and of a downloaded model too
+processes = RendererProcesses()  # one for all templates of this process
 
 
 class TemplateRenderers:
@@ -119,6 +129,7 @@ class TemplateRenderers:
             request(dict(sources), dict(names), cpu_limit_s, niceness) for niceness in (0, _NICENESS)
         )
         self._idle: list[socket.socket] = []
+        self._release: weakref.finalize | None = None  # of `processes`
         self._loop: asyncio.AbstractEventLoop | None = None
         self._quick = self._slow = asyncio.Semaphore()
 
@@ -165,13 +176,18 @@ class TemplateRenderers:
                 raise _stopped(self._too_long) from None
 
     def close(self) -> None:
-        """Kill all renderers."""
+        """Kill all renderers. The next rendering would start them again."""
         while self._idle:
             self._idle.pop().close()
+        if self._release is not None:
+            self._release()
 
     def _connect(self) -> socket.socket:
+        if self._release is None or not self._release.alive:
+            processes.acquire()
+            self._release = weakref.finalize(self, processes.release)
         try:
-            return _processes.connect()
+            return processes.connect()
         except OSError as error:
             raise EngineError(f"The process that renders chat templates does not start: {error}.") from None
 

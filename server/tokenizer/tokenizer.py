@@ -18,9 +18,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import tokenizers
 
-from engine.errors import StartupError
+from engine.errors import StartupError, shown
+from engine.preflight import check_file, is_there, read_text
 from server.config.checkpoint_json import VOCABULARY_FILES, read_json
-from server.tokenizer.chat_template import ChatTemplate, read_template
+from server.tokenizer.chat_template import MOST_CHARACTERS, ChatTemplate, read_template
 from server.tokenizer.detokenizer import BytesDetokenizer, Detokenizer, TokenBytes, WindowDetokenizer, token_bytes_for
 from server.tokenizer.text_pieces import TextPieces, pieces_for
 
@@ -29,6 +30,9 @@ _DECODED_AT_ONCE = 1 << 14  # ids; joining the bytes of a million would hold the
 _LONG = 256 * 1024  # about a quarter of a second's work
 _PIECE = 64 * 1024  # characters of a long text that are tokenized at once
 _SAMPLE = "a"
+_MOST_BYTES = 512 << 20  # of tokenizer.json; those of the largest vocabularies have a tenth of it
+_MOST_ID = 2**31 - 2  # ids are sent as int32, and one more is counted
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # The fill-in-the-middle tokens of each model family: before the prompt, before the suffix, before the answer.
 _FIM_TOKENS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
@@ -58,7 +62,13 @@ class PairMarks(NamedTuple):
 class Tokenizer:
     """One checkpoint's tokenizer. The synchronous methods are for threads; the `a…` ones for the event loop."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
+    def __init__(
+        self, backend: tokenizers.Tokenizer, config: dict[str, Any], template_file: Path | None = None
+    ) -> None:
+        """`config`: of `tokenizer_config.json`; `template_file`: that its chat template is from, if it is from another.
+
+        Raises `StartupError`.
+        """
         self.backend = backend
         backend.no_truncation()
         backend.no_padding()
@@ -74,7 +84,7 @@ class Tokenizer:
         self._add_bos = config.get("add_bos_token")
         self._added_ids = self._find_added_ids()
         self._pieces = pieces_for(described) if self._added_ids is not None else TextPieces()
-        self.template = ChatTemplate.from_config(config, self._names)
+        self.template = ChatTemplate.from_config(config, self._names, template_file)
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
         self._long_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer-long")
         self._uncut_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer-uncut")
@@ -89,14 +99,17 @@ class Tokenizer:
         """
         path = Path(directory)
         config = read_json(path / "tokenizer_config.json")
-        template_file = path / "chat_template.jinja"
+        template_file = path / "chat_template.jinja" if chat_template is None else Path(chat_template).expanduser()
         if parsers:
             config["parsers"] = dict(parsers)
+        _check_config(path / "tokenizer_config.json", config)
         if chat_template is not None:
-            config["chat_template"] = read_template(chat_template)
-        elif template_file.is_file():
-            config["chat_template"] = template_file.read_text(encoding="utf-8")
-        return Tokenizer(_read_backend(path), config)
+            config["chat_template"] = read_template(template_file)
+        elif is_there(template_file):
+            config["chat_template"] = read_text(template_file, MOST_CHARACTERS)
+        else:
+            template_file = None
+        return Tokenizer(_read_backend(path), config, template_file)
 
     @property
     def vocab_size(self) -> int:
@@ -269,23 +282,42 @@ class Tokenizer:
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
     file = path / "tokenizer.json"
-    if not file.is_file():
+    if not is_there(file):
         return _convert(path)
+    check_file(file, _MOST_BYTES)
     try:
-        return tokenizers.Tokenizer.from_file(str(file))
+        backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception for every kind of damage
         raise StartupError(
             f"The tokenizer {file} cannot be read: {str(error)[:200]}.", "Fetch that file of the checkpoint again."
         ) from None
+    most = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+    if not 0 <= most <= _MOST_ID:
+        what = "has no tokens" if most < 0 else f"gives a token the id {most}, more than {_MOST_ID}"
+        raise StartupError(f"The tokenizer {file} {what}.", "Fetch that file of the checkpoint again.")
+    return backend
+
+
+def _check_config(file: Path, config: Mapping[str, Any]) -> None:
+    """Raise `StartupError` for a value of `tokenizer_config.json` that is used here and is of another type."""
+    for name in _NAMED_TOKENS:
+        token = config.get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        if token is not None and not isinstance(token, str):
+            raise StartupError(f"{name} in {file} is {shown(config[name])}, not the text of a token.", "Correct it.")
+    if not isinstance(config.get("add_bos_token"), bool | None):
+        raise StartupError(f"add_bos_token in {file} is {shown(config['add_bos_token'])}.", "Write true or false.")
 
 
 def _convert(path: Path) -> tokenizers.Tokenizer:
     """The tokenizer of a checkpoint that has only a SentencePiece model, or a vocabulary and merges."""
-    if not any((path / name).is_file() for name in VOCABULARY_FILES):  # transformers would make up an empty one
+    if not any(is_there(path / name) for name in VOCABULARY_FILES):  # transformers would make up an empty one
         raise StartupError(
             f"{path} has no tokenizer.json, nor any other vocabulary of a tokenizer.",
             "Put the checkpoint's tokenizer.json beside its weights.",
         )
+    for name in filter(is_there, (path / name for name in VOCABULARY_FILES)):
+        check_file(name, _MOST_BYTES)
     from transformers import AutoTokenizer  # slow to import, and needed by few checkpoints
 
     try:

@@ -37,7 +37,7 @@ def two_free_ports() -> int:
 def test_a_killed_rank_costs_its_own_streams_alone_and_its_replica_comes_back(tmp_path):
     model = long_context_demo(tmp_path)
     with RunningServer(model, "-dp", 2, "--drain-timeout", 1) as server:
-        engines = psutil.Process(server.process.pid).children()
+        engines = [child for child in psutil.Process(server.process.pid).children() if "engine.core" in child.cmdline()]
         assert len(engines) == 2 and "on each of 2 replicas" in server.log
         streams = [OpenStream(server, LONG) for _ in range(4)]
         for stream in streams:

@@ -113,7 +113,7 @@ ORDER: dict[str, Order] = {
         "log_format.py": entries(""),
         "step_cost.py": entries(""),
         "errors.py": entries(""),
-        "compile_ahead.py": entries("kernels platform errors.py python_child.py"),
+        "compile_ahead.py": entries("kernels weights platform errors.py python_child.py"),
         "python_child.py": entries(""),
     },
 }

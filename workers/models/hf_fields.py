@@ -3,11 +3,11 @@
 A key that changes the forward pass and that a family does not read is refused, never ignored. Torch-free.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
-from workers.errors import StartupError
+from workers.errors import StartupError, shown
+from workers.weights.checkpoint_files import is_there, read_table
 
 # Keys of other architectures that change the forward pass, and the values that change nothing. Any other value is
 # refused, unless the family's file reads the key.
@@ -48,14 +48,6 @@ def wrong(key: str, what: str, value: Any) -> StartupError:
     return StartupError(f"config.json: {key} must be {what}, got {shown(value)}.", "Repair config.json.")
 
 
-def shown(value: Any) -> str:
-    """`value` in one line of an error, whatever its size."""
-    if type(value) is int and abs(value) > 10**40:
-        return "an integer of more than 40 digits"
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:70]}… ({len(text)} characters)"
-
-
 def positive_number(key: str, value: Any, default: float | None) -> float:
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
@@ -70,17 +62,9 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not directory.is_dir():
         raise StartupError(f"model directory {directory} does not exist.", "Check the path, or download the model.")
     path = directory / "config.json"
-    try:
-        config = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError as error:
-        raise StartupError(
-            f"{directory} has no config.json.", "Point to a model directory in the Hugging Face layout."
-        ) from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise StartupError(f"{path} cannot be read: {error}.", "Download config.json again.") from error
-    if not isinstance(config, dict):
-        raise StartupError(f"{path} is not a table of settings.", "Download config.json again.")
-    return config
+    if not is_there(path):
+        raise StartupError(f"{directory} has no config.json.", "Point to a model directory in the Hugging Face layout.")
+    return read_table(path)
 
 
 class Fields:

@@ -1,19 +1,18 @@
 """How the weights of a model directory are quantised, as its settings say, and what they are read as. Torch-free."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workers.errors import StartupError
+from workers.errors import StartupError, shown
 from workers.layers.quantization.formats.checkpoint_forms import CheckpointForms
 from workers.layers.quantization.formats.form import Scheme, WeightForms
 from workers.layers.quantization.formats.gguf import GGUFForms
 from workers.layers.quantization.formats.registry import STORED
 from workers.layers.quantization.formats.settings import USE_ANOTHER, Settings
 from workers.layers.quantization.registry import QUANTIZATIONS
-from workers.models.hf_fields import shown
 from workers.weights.checkpoint import Checkpoint
+from workers.weights.checkpoint_files import is_there, read_json
 from workers.weights.gguf.checkpoint import GGUFCheckpoint
 
 GGUF = "gguf"  # the name of the forms of a GGUF model, whose settings do not say them
@@ -39,11 +38,8 @@ def stored_quantization(directory: Path, hf_config: dict[str, Any]) -> StoredQua
             return _parsed(settings, key, usual)
     for name, usual in QUANTISATION_FILES.items():
         path = directory / name
-        if path.exists():
-            try:
-                return _parsed(json.loads(path.read_text("utf-8")), name, usual)
-            except (OSError, ValueError, RecursionError) as error:
-                raise StartupError(f"{path} cannot be read: {error}.", "Download it again.") from error
+        if is_there(path):
+            return _parsed(read_json(path), name, usual)
     return None
 
 

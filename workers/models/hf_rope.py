@@ -7,9 +7,9 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from workers.errors import StartupError
+from workers.errors import StartupError, shown
 from workers.layers.decoder_spec import RopeSpec
-from workers.models.hf_fields import MOST, Fields, positive_number, shown, unsupported, wrong
+from workers.models.hf_fields import MOST, Fields, positive_number, unsupported, wrong
 
 _KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _KEYS = {

@@ -5,12 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from workers.errors import StartupError
+from workers.errors import StartupError, shown
 from workers.layers.decoder_spec import DecoderSpec
 from workers.models.encoders.registry import ENCODERS
 from workers.models.gemma2 import describe_gemma2
 from workers.models.gemma3 import describe_gemma3
-from workers.models.hf_fields import Fields, read_config, shown
+from workers.models.hf_fields import Fields, read_config
 from workers.models.llama import describe_llama
 from workers.models.mistral import describe_mistral
 from workers.models.phi3 import describe_phi3

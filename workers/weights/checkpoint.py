@@ -3,12 +3,12 @@
 Torch-free, so that a broken checkpoint is refused before a rank starts. Reads no tensor data.
 """
 
-import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from workers.errors import StartupError
+from workers.weights.checkpoint_files import is_there, read_json
 from workers.weights.header import TensorEntry, read_header
 
 SINGLE_FILE = "model.safetensors"
@@ -35,9 +35,9 @@ class Checkpoint:
     def open(directory: Path) -> "Checkpoint":
         """Read and check every header. Raises `StartupError` naming the file, and the tensor where one is at fault."""
         single = directory / SINGLE_FILE
-        if single.exists() or single.is_symlink():
+        if is_there(single):
             return Checkpoint(directory, {name: Located(single, e) for name, e in read_header(single).items()})
-        if (directory / INDEX_FILE).exists():
+        if is_there(directory / INDEX_FILE):
             return Checkpoint(directory, _open_sharded(directory))
         raise _no_weights(str(directory), {entry.name for entry in directory.iterdir()})
 
@@ -59,7 +59,7 @@ def _open_sharded(directory: Path) -> dict[str, Located]:
     headers = {}
     for file_name in sorted(set(weight_map.values())):
         path = directory / file_name
-        if not path.exists():
+        if not is_there(path):
             tensor = next(name for name, file in weight_map.items() if file == file_name)
             raise StartupError(
                 f"{path} is missing; {INDEX_FILE} says it holds tensor {tensor!r}.",
@@ -88,11 +88,7 @@ def _open_sharded(directory: Path) -> dict[str, Located]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    fix = "Download the index again."
-    try:
-        index = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise StartupError(f"{path} cannot be read: {error}.", fix) from error
+    fix, index = "Download the index again.", read_json(path)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise StartupError(f"{path} has no weight_map.", fix)

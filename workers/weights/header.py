@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workers.errors import StartupError
+from workers.errors import StartupError, shown
+from workers.weights.checkpoint_files import check_file
 
 # The format's own limit: a longer header is a damaged length field, not a big model.
 MAX_HEADER_BYTES = 100_000_000
+MAX_DIMENSIONS = 64  # of a tensor; torch has as many at most
 ITEM_BYTES = {
     "BOOL": 1,
     "U8": 1,
@@ -51,8 +53,8 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     The byte ranges must tile the data section without hole or overlap and end where the file ends: a truncated file,
     trailing junk and a header that lies about a shape are all noticed here, without reading a tensor.
     """
+    size = check_file(path)
     try:
-        size = path.stat().st_size
         with path.open("rb") as file:
             start = file.read(64)
             if start.startswith(_LFS_MARK):
@@ -97,24 +99,25 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
 
 def _entry(path: Path, name: str, fields: Any) -> TensorEntry:
     if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= fields.keys():
-        raise _damaged(path, f"describes tensor {name!r} without dtype, shape and data_offsets")
+        raise _damaged(path, f"describes tensor {shown(name)} without dtype, shape and data_offsets")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise StartupError(
-            f"{path}: tensor {name!r} has dtype {dtype!r}, which is not known here.",
+            f"{path}: tensor {shown(name)} has dtype {shown(dtype)}, which is not known here.",
             f"Use a checkpoint in one of {', '.join(ITEM_BYTES)}.",
         )
     if not _are_counts(shape):
-        raise _damaged(path, f"gives tensor {name!r} the shape {shape!r}")
+        raise _damaged(path, f"gives tensor {shown(name)} the shape {shown(shape)}")
     if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise _damaged(path, f"gives tensor {name!r} the byte range {offsets!r}")
-    wanted = ITEM_BYTES[dtype]
+        raise _damaged(path, f"gives tensor {shown(name)} the byte range {shown(offsets)}")
+    given, wanted = offsets[1] - offsets[0], ITEM_BYTES[dtype]
+    if len(shape) > MAX_DIMENSIONS:
+        raise _damaged(path, f"gives tensor {shown(name)} {len(shape)} dimensions, and none has over {MAX_DIMENSIONS}")
     for length in shape:
         wanted *= length
-    if offsets[1] - offsets[0] != wanted:
-        raise _damaged(
-            path, f"gives tensor {name!r} {offsets[1] - offsets[0]} bytes, but {dtype} {shape} needs {wanted}"
-        )
+    if given != wanted:
+        needs = f"{dtype} {shown(shape)} needs {shown(wanted)}"
+        raise _damaged(path, f"gives tensor {shown(name)} {shown(given)} bytes, but {needs}")
     return TensorEntry(dtype, tuple(shape), offsets[0], offsets[1])
 
 
@@ -125,11 +128,11 @@ def _are_counts(values: Any) -> bool:
 def _check_layout(path: Path, entries: dict[str, TensorEntry], data_bytes: int) -> None:
     for name, entry in entries.items():
         if entry.end > data_bytes:
-            raise _damaged(path, f"is truncated: tensor {name!r} ends at byte {entry.end} of {data_bytes}")
+            raise _damaged(path, f"is truncated: tensor {shown(name)} ends at byte {shown(entry.end)} of {data_bytes}")
     position = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != position:
-            raise _damaged(path, f"places tensor {name!r} at byte {entry.begin} where {position} was due")
+            raise _damaged(path, f"places tensor {shown(name)} at byte {shown(entry.begin)} where {position} was due")
         position = entry.end
     if position != data_bytes:
         raise _damaged(path, f"holds {data_bytes - position} bytes that belong to no tensor")

@@ -35,8 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
     settings = loaded_settings(arguments, given_settings(arguments)).settings
     for note in arguments.notes:
         sys.stderr.write(f"note: {note}\n")
-    model, missing = _find(settings)
-    words = [f"--config={settings.engine_config(model).worker.to_json()}", f"--missing={missing}"]
+    model, reason = _find(settings)
+    words = [f"--config={settings.engine_config(model).worker.to_json()}", *reason]
     words += _nodes(settings)
     words += [f"--host={settings.host}", f"--port={settings.port}"]
     words += [f"--{name.replace('_', '-')}" for name in ("memory", "all_reduce", "json") if getattr(arguments, name)]
@@ -56,17 +56,22 @@ def _nodes(settings: Settings) -> list[str]:
     return [] if nodes is None else [f"--nodes={json.dumps(asdict(replace(nodes, secret='')))}"]
 
 
-def _find(settings: Settings) -> tuple[str, str]:
-    """The model's directory on this machine, or an empty text and why it cannot be served with its tokenizer."""
+def _find(settings: Settings) -> tuple[str, list[str]]:
+    """The model's directory on this machine; or an empty text, and the words that tell why there is none."""
     import asyncio
 
     from engine.errors import StartupError
+    from server.llm.generation_config import GenerationConfig
     from server.llm.model_files import find_files
+    from server.llm.pooler_config import PoolerConfig
 
     try:
         files = asyncio.run(find_files(replace(settings, offline=True), lambda *progress: None))
+        GenerationConfig.load(files.model, settings.generation_config)
+        PoolerConfig.load(files.model, settings.runner, settings.classifier_from_token)
         files.load_tokenizer().close()
-        return files.model, ""
+        return files.model, []
     except StartupError as error:
-        is_here = settings.model is not None and Path(settings.model).exists()
-        return "", f"{error.cause} {error.fix if is_here else f'Fetch it first: oarlock pull {settings.model}'}"
+        if settings.model is None or Path(settings.model).exists():
+            return "", [f"--model-wrong={json.dumps([error.cause, error.fix])}"]
+        return "", [f"--missing={error.cause} Fetch it first: oarlock pull {settings.model}"]

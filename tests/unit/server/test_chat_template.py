@@ -134,7 +134,7 @@ def test_templates_are_stopped_and_take_nothing_from_the_server():
         return await asyncio.gather(*(_outcome(source, turn) for source in ATTACKS.values()))
 
     outcomes = dict(zip(ATTACKS, asyncio.run(together()), strict=True))
-    named = ("The chat template of the checkpoint", "messages: The chat", "messages: The model's chat template")
+    named = ("The chat template in tokenizer_config.json", "messages: The chat", "messages: The model's chat template")
     assert {name: said for name, said in outcomes.items() if not said.startswith(named)} == {}
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before.ru_maxrss < 64 * 1024  # KiB
     assert time.process_time() - started < 2
@@ -197,7 +197,7 @@ def _children(pid: int) -> list[int]:
 
 def test_no_process_or_descriptor_is_left_of_what_was_stopped_cancelled_or_lost():
     rendered(ChatTemplate("{{ messages[0].content }}", {}), [USER], True, 100)
-    parent = template_renderers._processes._process.pid
+    parent = template_renderers.processes._process.pid
     before, fds = set(_children(parent)), len(os.listdir("/proc/self/fd"))
     template = ChatTemplate(ATTACKS["loops"], {}, cpu_limit_s=0.2)
 
@@ -217,7 +217,17 @@ def test_no_process_or_descriptor_is_left_of_what_was_stopped_cancelled_or_lost(
     os.kill(parent, signal.SIGKILL)
     template = ChatTemplate("{{ messages[0].content }}", {})
     assert rendered(template, [USER], True, 100) == USER["content"]
-    assert template_renderers._processes._process.pid != parent
+    assert template_renderers.processes._process.pid != parent
+
+
+def test_processes_end_with_their_last_user(monkeypatch):
+    monkeypatch.setattr(template_renderers, "processes", template_renderers.RendererProcesses())
+    templates = [ChatTemplate("{{ messages }}", {}) for _ in range(2)]
+    process = template_renderers.processes._process
+    templates.pop().close()
+    assert process.poll() is None
+    del templates[:]  # closed as garbage
+    assert process.poll() is not None and template_renderers.processes._process is None
 
 
 def test_processes_end_with_their_parent():
@@ -225,7 +235,7 @@ def test_processes_end_with_their_parent():
         "import asyncio, os, sys\nfrom server.tokenizer.chat_template import ChatTemplate\n"
         "from server.tokenizer import template_renderers as renderers\n"
         f"template = ChatTemplate({ATTACKS['loops']!r}, {{}})\n"
-        "print(renderers._processes._process.pid, 'jinja2' in sys.modules, flush=True)\n"
+        "print(renderers.processes._process.pid, 'jinja2' in sys.modules, flush=True)\n"
         "asyncio.run(template.render([], True, 10))"
     )
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:

@@ -278,7 +278,7 @@ def drop(model: Path, name: str) -> None:
 MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda m: (m / "config.json").unlink(), "has no config.json"),
     "broken config": (lambda m: (m / "config.json").write_text("{"), "config.json cannot be read"),
-    "config a list": (lambda m: (m / "config.json").write_text("[]"), "not a table"),
+    "config a list": (lambda m: (m / "config.json").write_text("[]"), "does not hold a JSON object"),
     "config not text": (lambda m: (m / "config.json").write_bytes(b"\xff\xfe{"), "config.json cannot be read"),
     "architecture": (lambda m: edit_config(m, architectures=["GPT2Model"]), "'GPT2Model'.*Qwen3ForCausalLM"),
     "quantised, by a file of its own": (

@@ -31,7 +31,10 @@ def main(argv: list[str]) -> int:
         found.append(nodes.reachable(NodesConfig(**json.loads(arguments.nodes))))
     if arguments.nodes_wrong is not None:
         found.append(nodes.wrong(*json.loads(arguments.nodes_wrong)))
-    found += model.findings(config) if config.model_path else [model.missing(arguments.missing)]
+    if arguments.model_wrong is not None:
+        found.append(model.wrong(*json.loads(arguments.model_wrong)))
+    else:
+        found += model.findings(config) if config.model_path else [model.missing(arguments.missing)]
     if arguments.memory:
         found.append(measure.memory_speed())
     if arguments.all_reduce:
@@ -105,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--parent", type=int)
     parser.add_argument("--config", required=True, help="the WorkerConfig, as JSON")
     parser.add_argument("--missing", default="", help="why there is no model")
+    parser.add_argument("--model-wrong", help="cause and fix, as JSON, if the model that is here cannot be served")
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--nodes", help="the NodesConfig without its secret, as JSON, of several hosts")

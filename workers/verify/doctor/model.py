@@ -33,6 +33,11 @@ def findings(config: WorkerConfig) -> list[Finding]:
     return [_model(resolved), _threads(resolved), _attention(resolved)]
 
 
+def wrong(cause: str, fix: str) -> Finding:
+    """The model is on this machine, and its files for the server are damaged or do not belong together."""
+    return Finding("model", cause, ERROR, fix)
+
+
 def missing(reason: str) -> Finding:
     """The model is not on this machine: what depends on it is not known."""
     return Finding("model", f"not looked at: {reason}", NOTE)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from workers.errors import StartupError
+from workers.weights.checkpoint_files import check_file
 from workers.weights.gguf.block_types import TYPES
 from workers.weights.header import TensorEntry
 
@@ -52,8 +53,8 @@ def read_header(path: Path) -> GGUFHeader:
 
     Shapes are in the order of Hugging Face's: [outputs, inputs], where the file has the inputs first.
     """
+    size = check_file(path)
     try:
-        size = path.stat().st_size
         with path.open("rb") as file:
             if file.read(len(_LFS_MARK)) == _LFS_MARK:
                 raise StartupError(
