@@ -15,9 +15,10 @@ from torch import Tensor
 
 from tests.golden.cases import PROMPT, TOTAL
 from tests.golden.exact_reference import ExactReference
-from tests.golden.layer_compare import findings, rms
+from tests.golden.layer_compare import findings
 from tests.golden.paged_run import PagedRun, load_decoder, on_ranks
 from tests.golden.quantised import CASES, Quantised, write
+from tests.golden.quantised_errors import SHOWN, errors_of
 from tests.golden.tiny_models import make_tiny
 from workers.distributed.parallel_state import TensorParallel
 from workers.layers.quantization.readers import awq, bitsandbytes, compressed_tensors, fp8, gptq
@@ -96,23 +97,13 @@ def test_written_out_weights_have_the_same_bits_at_every_number_of_ranks(
     assert all(torch.equal(single, other) for size in (2, 4, 8) for other in on_ranks(size, logits))
 
 
-@pytest.mark.parametrize("name", ["gptq-4-64-asym", "awq-32", "packed-4-32-asym-act", "integers-channel"])
+@pytest.mark.parametrize("name", SHOWN)
 def test_rounded_inputs_cost_more_than_bfloat16_and_written_out_weights_do_not(
     made_of: Callable[[str], Made], name: str
 ) -> None:
-    """Root mean square errors of logits in bfloat16, beside transformers': docs/quantization.md has them."""
     quantised, reference = made_of(name)
-    tokens, (truth, _) = reference.tokens[:PROMPT], reference.logits
-    half = ExactReference(quantised.meaning, tokens, torch.bfloat16)
-
-    def error(dequantize: bool) -> float:
-        decoder = load_decoder(quantised.path, TensorParallel.solo(), torch.bfloat16, dequantize=dequantize)
-        with torch.inference_mode():
-            return rms(PagedRun(decoder).step({0: tokens})[0].double() - truth[:PROMPT])
-
-    with torch.inference_mode():
-        theirs = rms(half.model(torch.tensor([tokens])).logits[0].double() - truth[:PROMPT])
-    assert error(dequantize=True) < 1.1 * theirs < 1.3 * theirs < error(dequantize=False)
+    errors = errors_of(quantised, reference.tokens[:PROMPT])
+    assert errors.dequantised < 1.1 < 1.3 < errors.served < 3
 
 
 def _scales_of_the_first_rank(weights: Any, name: str, shape: Any, rows: Span, columns: Span, dtype: Any) -> Tensor:

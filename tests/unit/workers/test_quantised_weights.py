@@ -14,6 +14,7 @@ from tests.unit.workers.weights_in_memory import RecordingRank
 from workers.config import WorkerConfig
 from workers.distributed.parallel_state import TensorParallel
 from workers.layers.embedding import vocab_shard
+from workers.layers.quantization.formats.dequantised import dequantised_forms
 from workers.layers.quantization.fp8 import Fp8Weight
 from workers.layers.quantization.grouped import GroupedWeight
 from workers.layers.quantization.int8 import Int8Weight
@@ -69,17 +70,22 @@ def shards_of(decoder: Decoder) -> list[WeightShard]:
     return [part.weight_shard for layer in layers for part in layer] + [vocab_shard(decoder.head)]
 
 
-def from_ranks(path: Path, size: int) -> dict[str, Tensor]:
-    """module -> the weight, of which each rank has loaded its part: float64 [N, K]."""
+def from_ranks(path: Path, size: int, written_out_for: str | None = None) -> dict[str, Tensor]:
+    """module -> the weight, of which each rank has loaded its part: float64 [N, K]. `written_out_for`: a device whose
+    products would round inputs."""
     checkpoint = Checkpoint.open(path)
     forms = weight_forms("none", stored_quantization(path, read_config(path)), checkpoint)
+    if written_out_for is not None:
+        forms = dequantised_forms(forms, written_out_for)
     found: dict[str, Tensor] = {}
     for rank in range(size):
         tp = TensorParallel.solo() if size == 1 else RecordingRank(rank, size)
         decoder = Decoder(read_spec(str(path)), tp, torch.float32, torch.device("cpu"), forms)
         with WeightReader(checkpoint) as weights:
             for shard in shards_of(decoder):
-                numbers = in_order(decoder.place.load(shard, weights), shard.local_inputs)
+                loaded = decoder.place.load(shard, weights)
+                assert written_out_for is None or isinstance(loaded, DenseWeight)
+                numbers = in_order(loaded, shard.local_inputs)
                 assert len(numbers) == shard.rows
                 columns = slice(shard.first_input, shard.first_input + shard.local_inputs)
                 *own_rows, _ = numbers.split([part.count for part in shard.parts] + [shard.padding])
@@ -110,6 +116,23 @@ def test_the_ranks_have_the_stored_numbers(quantised: Callable[[str], Quantised]
     expected = by_part(made.weights, found)
     assert expected
     for module, weight in expected.items():
+        assert torch.equal(found[module].float(), weight.float()), f"{module} at {size} ranks"
+
+
+WRITTEN_OUT = {"gptq-4-64-asym": "cpu", "gptq-8-32-asym-act": "cpu", "gptq-4-32-fused": "cpu", "awq-64-fused": "cpu",
+               "packed-4-32-asym-act": "cpu", "packed-8-channel": "cpu", "integers-channel-asym": "cpu",
+               "integers-tensor": "cpu", "floats-channel": "cuda", "fp8-tensor": "cuda"}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("name", WRITTEN_OUT)
+def test_written_out_weights_are_the_stored_numbers(
+    quantised: Callable[[str], Quantised], name: str, size: int
+) -> None:
+    """Parts with inputs in orders of their own make one weight, too."""
+    made = quantised(name)
+    found = from_ranks(made.path, size, WRITTEN_OUT[name])
+    for module, weight in by_part(made.weights, found).items():
         assert torch.equal(found[module].float(), weight.float()), f"{module} at {size} ranks"
 
 
