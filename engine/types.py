@@ -37,6 +37,7 @@ class Request:
     cache_salt: bytes = b""  # prefixes are shared only between equal salts
     client: str = ""  # whose share of the engine it takes: the label of its API key
     has_place: bool = False  # it was accepted before: a full queue must not refuse it
+    yields: bool = False  # nobody waits for its answer: it gives way to all requests that do not yield
     # Vectors are wanted, no tokens: it ends with `FinishReason.STOP` when its prompt is computed. `params` are POOLS.
     pooling: PoolingParams | None = None
 

@@ -99,6 +99,7 @@ def request(value: Request) -> bytes:
         "salt": value.cache_salt.hex(),
         "client": value.client,
         "has_place": value.has_place,
+        "yields": value.yields,
     }
     if value.pooling is not None:
         head["pooling"] = asdict(value.pooling)
@@ -143,6 +144,7 @@ class RequestReader:
             cache_salt=bytes.fromhex(head["salt"]),
             client=str(head["client"]),
             has_place=bool(head["has_place"]),
+            yields=bool(head["yields"]),
             pooling=_read_pooling(head["pooling"]) if "pooling" in head else None,
         )
 

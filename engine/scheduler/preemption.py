@@ -12,28 +12,32 @@ MAX_PASSED = 4
 
 
 def choose_victim(running: Iterable[Sequence]) -> Sequence:
-    """The sequence to preempt: the last in the order of service."""
-    return max(running, key=lambda seq: seq.key)
+    """The sequence to preempt: the last in the order of service, of those that yield if there are any."""
+    return max(running, key=lambda seq: (seq.request.yields, seq.key))
 
 
 def choose_over_share(
     running: list[Sequence], waiting: RequestQueue, num_rows: int, kv_cache_manager: KVCacheManager
 ) -> Sequence | None:
-    """The sequence to preempt for the next in turn, where that has no row or too few blocks: the newest of the client
-    that has the most of the `num_rows` rows or of the blocks.
+    """The sequence to preempt for the next in turn, where that has no row or too few blocks: the newest that yields to
+    it, whosever it is, else the newest of the client that has the most of the `num_rows` rows or of the blocks.
 
     None unless that client has more than its share of them, and has had more work done, while the one of the next in
     turn stays within its share with it. So what one client takes from another is at most what is due to it, and while
-    nobody else waits, one may have everything.
+    nobody else waits, one may have everything. Among those that yield it is the same, of what they have.
     """
-    if not waiting.has_several_clients(running):
+    behind = [seq for seq in running if seq.request.yields] if waiting.is_urgent else []
+    if not behind and not waiting.has_several_clients(running):
         return None
     head = waiting[0]
     reserve = reserved_blocks(len(running), head.num_preemptions)
     if len(running) < num_rows and kv_cache_manager.can_allocate(head, reserve):
         return None
+    if behind:
+        return choose_victim(behind)
     rows, blocks = Counter[str](), Counter[str]()
-    for seq in running:
+    equals = [seq for seq in running if seq.request.yields == head.request.yields]
+    for seq in equals:
         rows[seq.request.client] += 1
         blocks[seq.request.client] += len(seq.block_ids)
     client, share = head.request.client, 1 / len(rows.keys() | set(waiting.clients))
@@ -45,7 +49,7 @@ def choose_over_share(
     heaviest = max(held, key=lambda other: (held[other], other))
     if held[heaviest] <= share or waiting.time_of(heaviest) <= waiting.time_of(client):
         return None
-    return choose_victim(seq for seq in running if seq.request.client == heaviest)
+    return choose_victim(seq for seq in equals if seq.request.client == heaviest)
 
 
 def reserved_blocks(num_running: int, num_preemptions: int) -> int:

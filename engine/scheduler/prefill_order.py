@@ -37,6 +37,15 @@ def share_among_prompts(
     return budget - run(oldest, budget)
 
 
+def give_way(under_way: list[Sequence], waiting: RequestQueue) -> tuple[list[Sequence], list[Sequence]]:
+    """The prompts `under_way` that go on before waiting ones, and those that get what is left: the ones that yield,
+    while any prompt is to be computed that does not."""
+    urgent = [seq for seq in under_way if not seq.request.yields]
+    if len(urgent) == len(under_way) or not (urgent or waiting.is_urgent):
+        return under_way, []
+    return urgent, [seq for seq in under_way if seq.request.yields]
+
+
 def admit_in_order(
     waiting: RequestQueue, budget: int, run: Callable[[Sequence, int], int], may_be_passed: Callable[[Sequence], bool]
 ) -> int:
@@ -84,5 +93,5 @@ def _shorter_by_half(first: Sequence, waiting: RequestQueue) -> Iterator[Sequenc
     for seq in list(islice(waiting, _LOOKED_AT)):
         if seq.shortage is not None:
             return
-        if len(seq.token_ids) <= most:
+        if len(seq.token_ids) <= most and seq.request.yields <= first.request.yields:
             yield seq

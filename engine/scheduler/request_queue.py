@@ -21,6 +21,10 @@ def _key(seq: Sequence) -> tuple[float, int]:
     return seq.key
 
 
+def _line(seq: Sequence) -> tuple[bool, str]:
+    return seq.request.yields, seq.request.client
+
+
 class Pending(NamedTuple):
     """Accepted requests of one client that are not in the queue yet, because their grammars are being compiled."""
 
@@ -30,34 +34,37 @@ class Pending(NamedTuple):
 
 class RequestQueue:
     """Sequences bounded by requests and by prompt tokens. Clients take turns by their shares; of one client, sequences
-    are in the order of their keys."""
+    are in the order of their keys. Those that yield come after all others, and leave the bounds to them."""
 
     def __init__(self, max_requests: int, max_tokens: int) -> None:
         self.max_requests = max_requests
         self.max_tokens = max_tokens
         self.num_tokens = 0  # of prompts
+        self._num_yielding_tokens = 0  # of those of sequences that yield
         self.pending: Mapping[str, Pending] = {}  # of each client that has some; they count as waiting
         self._shares = ClientShares()
-        self._seqs: dict[str, list[Sequence]] = {}  # of each client that waits
+        # Of each client that waits, apart those that yield. A line is named by whether it yields, and by its client.
+        self._lines: dict[tuple[bool, str], list[Sequence]] = {}
         self._admitted_s: deque[float] = deque(maxlen=64)  # when the last ones were admitted
 
     def __len__(self) -> int:
-        return sum(map(len, self._seqs.values()))
+        return sum(map(len, self._lines.values()))
 
     def __iter__(self) -> Iterator[Sequence]:
         """In the order in which they would be admitted if no other came."""
-        if len(self._seqs) == 1:
-            yield from next(iter(self._seqs.values()))
+        if len(self._lines) == 1:
+            yield from next(iter(self._lines.values()))
             return
-        turns = [(self._shares.time_of(client), client, 0) for client in self._seqs]
+        turns = [(yields, self._shares.time_of(client), client, 0) for yields, client in self._lines]
         heapify(turns)
         while turns:
-            time, client, index = heappop(turns)
-            seq = self._seqs[client][index]
+            yields, time, client, index = heappop(turns)
+            line = self._lines[yields, client]
+            seq = line[index]
             yield seq
-            if index + 1 < len(self._seqs[client]):
+            if index + 1 < len(line):
                 work = 0 if seq.first_scheduled_s is not None else seq.num_prompt_tokens
-                heappush(turns, (time + work, client, index + 1))
+                heappush(turns, (yields, time + work, client, index + 1))
 
     def __getitem__(self, index: int) -> Sequence:
         """The sequence that `index` others are ahead of."""
@@ -65,15 +72,21 @@ class RequestQueue:
 
     def has_several_clients(self, running: Iterable[Sequence]) -> bool:
         """Whether some client waits while another one waits or runs."""
-        if len(self._seqs) != 1 or self._shares.num_clients < 2:
-            return len(self._seqs) > 1
-        (client,) = self._seqs
+        clients = self.clients
+        if len(clients) != 1 or self._shares.num_clients < 2:
+            return len(clients) > 1
+        (client,) = clients
         return any(seq.request.client != client for seq in running)
 
     @property
     def clients(self) -> Collection[str]:
         """Those that wait."""
-        return self._seqs.keys()
+        return {client for _, client in self._lines}
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether some sequence waits that does not yield."""
+        return not all(yields for yields, _ in self._lines)
 
     @property
     def num_pending(self) -> int:
@@ -95,10 +108,11 @@ class RequestQueue:
         A client that has less than its share of the queue is not refused: others may have filled it before.
         `num_free_rows` is how many can run at once.
         """
-        own, own_pending = self._seqs.get(client, ()), self.pending.get(client, Pending(0, 0))
-        clients = len(self._seqs.keys() | self.pending.keys() | {client})
-        num_waiting = len(self) + self.num_pending
-        num_waiting_tokens = self.num_tokens + self.num_pending_tokens
+        lines = {client: seqs for (yields, client), seqs in self._lines.items() if not yields}
+        own, own_pending = lines.get(client, ()), self.pending.get(client, Pending(0, 0))
+        clients = len(lines.keys() | self.pending.keys() | {client})
+        num_waiting = sum(map(len, lines.values())) + self.num_pending
+        num_waiting_tokens = self.num_tokens - self._num_yielding_tokens + self.num_pending_tokens
         is_small = clients > 1 and len(own) + own_pending.num_requests < self.max_requests // clients
         if num_waiting >= self.max_requests + num_free_rows and not is_small:
             raise QueueFullError(
@@ -115,25 +129,27 @@ class RequestQueue:
             )
 
     def push(self, seq: Sequence) -> None:
-        insort(self._seqs.setdefault(seq.request.client, []), seq, key=_key)
-        self.num_tokens += seq.num_prompt_tokens
+        insort(self._lines.setdefault(_line(seq), []), seq, key=_key)
+        self._count(seq, seq.num_prompt_tokens)
 
     def admit(self, seq: Sequence, now: float) -> None:
         """Remove `seq`, which begins to run."""
         self._admitted_s.append(now)
         if seq.first_scheduled_s is None:
-            self._shares.begin(seq.request.client, seq.num_prompt_tokens, self._seqs)
+            # What yields may wait for long, and must not hold back the time of those that it yields to.
+            waiting = {client for yields, client in self._lines if yields <= seq.request.yields}
+            self._shares.begin(seq.request.client, seq.num_prompt_tokens, waiting)
         self.remove(seq)
 
     def remove(self, seq: Sequence) -> None:
-        client = seq.request.client
-        seqs = self._seqs[client]
+        line = _line(seq)
+        seqs = self._lines[line]
         index = bisect_left(seqs, seq.key, key=_key)
         assert seqs[index] is seq
         del seqs[index]
         if not seqs:
-            del self._seqs[client]
-        self.num_tokens -= seq.num_prompt_tokens
+            del self._lines[line]
+        self._count(seq, -seq.num_prompt_tokens)
 
     @property
     def has_had_several_clients(self) -> bool:
@@ -144,6 +160,10 @@ class RequestQueue:
         """Sequences of `client`, which were admitted before, have got so many tokens."""
         if self.has_had_several_clients:
             self._shares.generate(client, num_tokens)
+
+    def _count(self, seq: Sequence, num_tokens: int) -> None:
+        self.num_tokens += num_tokens
+        self._num_yielding_tokens += num_tokens if seq.request.yields else 0
 
     def _retry_after_s(self, now: float) -> float:
         """About when half of the queue will be gone, at the rate of the last admissions."""

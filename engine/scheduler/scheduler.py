@@ -16,14 +16,13 @@ from engine.config import EngineConfig
 from engine.errors import INTERNAL, OUT_OF_MEMORY, QueueFullError, RequestError
 from engine.kv_cache.loading import LoadingSequences
 from engine.kv_cache.offload import KVOffload
-from engine.scheduler import decodes, request_stats
+from engine.scheduler import decodes, prefill_order, request_stats
 from engine.scheduler.admission import Limits, check
 from engine.scheduler.answers import Answers
 from engine.scheduler.columns import RunningColumns
 from engine.scheduler.kv_cache_manager import KVCacheManager
 from engine.scheduler.output import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
 from engine.scheduler.preemption import choose_over_share, choose_victim, may_be_passed, reserved_blocks
-from engine.scheduler.prefill_order import admit_in_order, has_room_for_text, num_tokens_left, share_among_prompts
 from engine.scheduler.refused_steps import RefusedSteps, undo, withdraw
 from engine.scheduler.request_queue import Pending, RequestQueue
 from engine.scheduler.sequence import GrammarMatcherProtocol, Sequence, Status
@@ -196,14 +195,16 @@ class Scheduler:
         output.num_decodes = output.num_seqs
         output.num_drafts = sum(len(item.drafts) for item in output.scheduled)
         num_rows = output.num_decodes + output.num_drafts
-        num_left = num_tokens_left(behind, self._waiting)
+        num_left = prefill_order.num_tokens_left(behind, self._waiting)
         whole = self._budget.prompt_tokens(max(num_rows, share), most - num_rows, num_left)
         run = partial(self._schedule_prompt, output, now)
-        budget = share_among_prompts(behind, self._waiting, whole, run)
+        behind, last = prefill_order.give_way(behind, self._waiting)
+        budget = prefill_order.share_among_prompts(behind, self._waiting, whole, run)
         # A sequence that was just preempted must not get back at once the blocks that it gave up.
         if not output.num_preempted:
             may_pass = partial(may_be_passed, running=self._running, kv_cache_manager=self.kv_cache_manager)
-            budget = admit_in_order(self._waiting, budget, run, may_pass)
+            budget = prefill_order.admit_in_order(self._waiting, budget, run, may_pass)
+        budget = prefill_order.share_among_prompts(last, self._waiting, budget, run)
         output.num_prompt_tokens = whole - budget
         if not output.num_seqs:
             self.refused_steps.drop(output)
@@ -324,7 +325,9 @@ class Scheduler:
 
     def _schedule_prompt(self, output: SchedulerOutput, now: float, seq: Sequence, budget: int) -> int:
         """As `_schedule_tokens`, of a sequence that is admitted first if it waits; it fails alone."""
-        if self.limits.whole_texts and not has_room_for_text(seq, output, budget, self._max_token_vectors):
+        if self.limits.whole_texts and not prefill_order.has_room_for_text(
+            seq, output, budget, self._max_token_vectors
+        ):
             return 0
         try:
             if seq.status is Status.WAITING and (output.num_preempted or not self._start_running(seq, output, now)):

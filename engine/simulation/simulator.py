@@ -180,4 +180,11 @@ def _request(number: int, arrival: Arrival) -> Request:
         return Request(number, arrival.prompt_token_ids, POOLS, arrival.priority, salt, client, pooling=arrival.pooling)
     max_tokens = arrival.num_output_tokens if arrival.max_tokens is None else arrival.max_tokens
     params = SamplingParams(max_tokens=max_tokens, seed=number, eos_token_ids=(END_TOKEN,))
-    return Request(number, arrival.prompt_token_ids, params, priority=arrival.priority, client=arrival.client)
+    return Request(
+        number,
+        arrival.prompt_token_ids,
+        params,
+        priority=arrival.priority,
+        client=arrival.client,
+        yields=arrival.yields,
+    )

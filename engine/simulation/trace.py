@@ -16,6 +16,7 @@ class Arrival:
     priority: int = 0
     max_tokens: int | None = None  # the limit in the request; None: num_output_tokens
     client: str = ""
+    yields: bool = False  # to all that do not
     pooling: PoolingParams | None = None  # vectors are wanted, and no answer
 
 

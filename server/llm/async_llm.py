@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -36,6 +37,8 @@ class AsyncLLM:
         self.engine = engine
         self.pooler = pooler or PoolerConfig()
         self.input_processor = InputProcessor(engine, tokenizer, generation_config, strict_max_tokens=strict_max_tokens)
+        # The tokenizer's threads are for those who wait: prompts of requests that yield are made one at a time.
+        self.one_prompt = asyncio.Semaphore(1)
         self.open: set[Generation] = set()
         self.on_finish: list[Callable[[Generation], None]] = []
         info = engine.info
@@ -53,8 +56,8 @@ class AsyncLLM:
     ) -> Generation:
         """Run a request's choices. `key_label`: of the API key it came with, which shares the engine with others.
 
-        `has_place`: a full queue does not refuse it, because the caller bounds how many there are at a time.
-        `data_parallel_rank`: the replica that generates it; None: the one that is best.
+        `has_place`: a full queue does not refuse it, because the caller bounds how many there are at a time; it yields
+        to requests that have none. `data_parallel_rank`: the replica that generates it; None: the one that is best.
         """
         generation = Generation(
             self.engine,

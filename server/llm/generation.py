@@ -109,7 +109,7 @@ class Generation:
         self.key_label = key_label  # for the counters and the engine's shares
         self._engine = engine
         self._data_parallel_rank = data_parallel_rank  # of the replica that the caller has chosen
-        self._has_place = has_place  # a full queue must not refuse its first choice either
+        self._has_place = has_place  # a full queue must not refuse its first choice either; it yields
         self.per_prompt = len(choices) // num_prompts
         self._on_close = on_close
         self._timeout_s = timeout_s
@@ -235,7 +235,8 @@ class Generation:
                 return
             request = choice.request
             if has_place or self.key_label is not None:
-                request = replace(request, has_place=has_place, client=self.key_label or "")
+                client = self.key_label or ""
+                request = replace(request, has_place=has_place, yields=self._has_place, client=client)
             async with aclosing(self._seat_of(choice).generate(request)) as events:
                 async for event in events:
                     if not choice.started:

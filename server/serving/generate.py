@@ -86,7 +86,8 @@ class OpenAIServingGenerate(OpenAIServing, ABC, Generic[_BodyT, _ProcessedT]):
         how many there are at a time. Raises as `create` does.
         """
         body.timeout = self._time_limit(None, body.timeout)
-        processed = await self._process_in_time(body)
+        async with self.async_llm.one_prompt:
+            processed = await self._process_in_time(body)
         generation = self.async_llm.start(processed, label, has_place=True)
         try:
             return processed, generation, await collect(generation)

@@ -142,3 +142,35 @@ def test_slow_grammars_of_one_client_delay_those_of_another_by_one_of_them() -> 
 def test_quick_grammars_of_one_client_have_all_threads() -> None:
     found = compile_times_s([(0.0, "only", 0.1)] * 40, num_threads=2)
     assert max(found["only"]) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("client", "num_blocks"),
+    [pytest.param("", 4096, id="rows are scarce"), pytest.param("other", 400, id="blocks are scarce")],
+)
+def test_nobody_waits_behind_requests_that_yield(client: str, num_blocks: int) -> None:
+    """Neither for a row, nor for blocks, nor for a long prompt under way; however much its client has had before."""
+    settings = config(num_blocks=num_blocks)
+    rng = random.Random(3)
+    before = [Arrival(0.0, tuple(rng.randrange(32_000) for _ in range(2000)), 200, client=client) for _ in range(4)]
+    batch = [
+        Arrival(1.0, tuple(rng.randrange(32_000) for _ in range(2500)), 300, 10, client="", yields=True)
+        for _ in range(24)
+    ]
+    probes = [
+        Arrival(time_s, tuple(rng.randrange(32_000) for _ in range(1500)), 5, client=client) for time_s in (8, 16)
+    ]
+
+    def waits(arrivals: list[Arrival]) -> list[float]:
+        watch = Watch()
+        report = simulate(arrivals, settings, watch)
+        assert report.num_finished == len(arrivals) and report.num_errors == 0
+        numbers = [number for number, arrival in enumerate(arrivals, 1) if arrival in probes]
+        return [watch.first_s[number] - watch.arrived_s[number] for number in numbers]
+
+    alone = max(waits([*before, *probes]))
+    beside = max(waits([*before, *batch, *probes]))
+    step_s = settings.cost.step_s + settings.cost.token_s * 2048
+    assert beside <= alone + 2 * step_s
+    unyielding = waits([*before, *(replace(one, yields=False) for one in batch), *probes])
+    assert max(unyielding) > 1.5 * beside

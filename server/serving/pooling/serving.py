@@ -116,8 +116,10 @@ class OpenAIServingPooling(OpenAIServing):
 
         A full queue does not refuse it: the caller bounds how many there are at a time.
         """
-        begun, limit = time.monotonic(), self._time_limit(None, body.timeout)
-        ids = await _in_time(prompts, limit)
+        limit = self._time_limit(None, body.timeout)
+        async with self.async_llm.one_prompt:
+            begun = time.monotonic()
+            ids = await _in_time(prompts, limit)
         running = self.async_llm.start_pooling(
             ids,
             pooling,

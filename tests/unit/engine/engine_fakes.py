@@ -65,10 +65,17 @@ def make_info(config: EngineConfig, num_blocks: int = 33, sliding_window: int | 
 
 
 def make_request(
-    request_id: int, prompt, *, priority: int = 0, cache_salt: bytes = b"", client: str = "", **params
+    request_id: int,
+    prompt,
+    *,
+    priority: int = 0,
+    cache_salt: bytes = b"",
+    client: str = "",
+    yields: bool = False,
+    **params,
 ) -> Request:
     params = SamplingParams(**{"seed": request_id, "max_tokens": 4, **params})
-    return Request(request_id, tuple(prompt), params, priority=priority, cache_salt=cache_salt, client=client)
+    return Request(request_id, tuple(prompt), params, priority, cache_salt, client, yields=yields)
 
 
 def next_token(history: int, seed: int, position: int, banned=(), past=()) -> int:

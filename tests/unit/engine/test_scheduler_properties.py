@@ -84,10 +84,11 @@ class EngineMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 2),
         salt=st.sampled_from([b"", b"tenant"]),
         client=st.sampled_from(["", "a", "b"]),
+        yields=st.booleans(),
         choices=st.just({}) | _CHOICES,
     )
     def arrive(
-        self, prompt, max_tokens, min_tokens, stops, logprobs, prompt_logprobs, priority, salt, client, choices
+        self, prompt, max_tokens, min_tokens, stops, logprobs, prompt_logprobs, priority, salt, client, yields, choices
     ) -> None:
         request = make_request(
             self.next_id,
@@ -95,6 +96,7 @@ class EngineMachine(RuleBasedStateMachine):
             priority=priority,
             cache_salt=salt,
             client=client,
+            yields=yields,
             max_tokens=max_tokens,
             min_tokens=min(min_tokens, max_tokens),
             eos_token_ids=(EOS,),
