@@ -251,7 +251,7 @@ class Preemption(TypedDict):
 
     at_s: float
     back_s: float | None  # None: it does not run again yet
-    is_short: bool  # there were too few blocks; else another client had less than its share
+    is_short: bool  # there were too few blocks; else it yielded, or another client had less than its share
 
 
 class StallState(TypedDict):
