@@ -37,25 +37,33 @@ def share_among_prompts(
     return budget - run(oldest, budget)
 
 
-def give_way(under_way: list[Sequence], waiting: RequestQueue) -> tuple[list[Sequence], list[Sequence]]:
-    """The prompts `under_way` that go on before waiting ones, and those that get what is left: the ones that yield,
-    while any prompt is to be computed that does not."""
+def give_way(under_way: list[Sequence], waiting: RequestQueue) -> tuple[list[Sequence], list[Sequence], bool]:
+    """The prompts `under_way` that go on, those that go on only in a step with no others, and whether any prompt is to
+    be computed that does not yield. While there is one, those that yield make no step longer for it."""
     urgent = [seq for seq in under_way if not seq.request.yields]
-    if len(urgent) == len(under_way) or not (urgent or waiting.is_urgent):
-        return under_way, []
-    return urgent, [seq for seq in under_way if seq.request.yields]
+    if not urgent and not waiting.is_urgent:
+        return under_way, [], False
+    return urgent, [seq for seq in under_way if seq.request.yields], True
 
 
 def admit_in_order(
-    waiting: RequestQueue, budget: int, run: Callable[[Sequence, int], int], may_be_passed: Callable[[Sequence], bool]
+    waiting: RequestQueue,
+    budget: int,
+    run: Callable[[Sequence, int], int],
+    may_be_passed: Callable[[Sequence], bool],
+    *,
+    is_urgent: bool,
 ) -> int:
     """Admit waiting sequences in order, and run them as above; return what is left of the budget.
 
     One that cannot be admitted blocks those behind it, so that long prompts are served, unless it `may_be_passed`.
+    `is_urgent`: only those that do not yield.
     """
     passed: list[Sequence] = []
     while len(passed) < len(waiting) and budget > 0:
         seq = waiting[len(passed)]
+        if is_urgent and seq.request.yields:
+            break
         budget -= run(seq, budget)
         if seq.status is Status.RUNNING:
             for other in passed:

@@ -198,13 +198,14 @@ class Scheduler:
         num_left = prefill_order.num_tokens_left(behind, self._waiting)
         whole = self._budget.prompt_tokens(max(num_rows, share), most - num_rows, num_left)
         run = partial(self._schedule_prompt, output, now)
-        behind, last = prefill_order.give_way(behind, self._waiting)
+        behind, last, is_urgent = prefill_order.give_way(behind, self._waiting)
         budget = prefill_order.share_among_prompts(behind, self._waiting, whole, run)
         # A sequence that was just preempted must not get back at once the blocks that it gave up.
         if not output.num_preempted:
             may_pass = partial(may_be_passed, running=self._running, kv_cache_manager=self.kv_cache_manager)
-            budget = prefill_order.admit_in_order(self._waiting, budget, run, may_pass)
-        budget = prefill_order.share_among_prompts(last, self._waiting, budget, run)
+            budget = prefill_order.admit_in_order(self._waiting, budget, run, may_pass, is_urgent=is_urgent)
+        if budget == whole:  # else the step is as short as it can be for those who wait
+            budget = prefill_order.share_among_prompts(last, self._waiting, budget, run)
         output.num_prompt_tokens = whole - budget
         if not output.num_seqs:
             self.refused_steps.drop(output)
