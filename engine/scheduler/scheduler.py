@@ -56,7 +56,7 @@ class Scheduler:
             max_step_tokens=worker.max_num_batched_tokens,
         )
         self.max_num_batched_tokens = worker.max_num_batched_tokens
-        self._max_token_vectors = max_token_vectors(info.hidden_size, info.max_model_len if info.whole_texts else 0)
+        self._max_vectors = max_token_vectors(info.hidden_size, info.max_model_len if info.whole_texts else 0)
         # Every running sequence must be able to get its one token, or decodes would starve each other.
         self.max_num_seqs = min(worker.max_num_seqs, worker.max_num_batched_tokens)
         self._num_parts = config.num_micro_batches  # the sequences that decode are dealt to so many steps in flight
@@ -308,7 +308,7 @@ class Scheduler:
         if not self.limits.whole_texts:
             num_tokens = min(num_tokens, budget)
         if seq.returns_all_tokens:
-            num_tokens = min(num_tokens, self._max_token_vectors - output.num_token_vectors)
+            num_tokens = min(num_tokens, self._max_vectors - output.num_token_vectors)
         if self.kv_cache_manager.sliding_window is not None:
             num_tokens = allocate_within_window(self.kv_cache_manager, seq, num_tokens, len(self._running), output)
         score_from, num_scored = seq.tokens_to_score(start, num_tokens)
@@ -326,9 +326,7 @@ class Scheduler:
 
     def _schedule_prompt(self, output: SchedulerOutput, now: float, seq: Sequence, budget: int) -> int:
         """As `_schedule_tokens`, of a sequence that is admitted first if it waits; it fails alone."""
-        if self.limits.whole_texts and not prefill_order.has_room_for_text(
-            seq, output, budget, self._max_token_vectors
-        ):
+        if self.limits.whole_texts and not prefill_order.has_room_for_text(seq, output, budget, self._max_vectors):
             return 0
         try:
             if seq.status is Status.WAITING and (output.num_preempted or not self._start_running(seq, output, now)):
