@@ -9,6 +9,7 @@ import contextlib
 import copy
 import os
 import re
+import secrets
 import shlex
 import shutil
 import subprocess
@@ -101,16 +102,28 @@ class Cluster:
         self.port, self.dashboard, self.agent, self.exported = (free_port() for _ in range(4))
         self.url = f"http://127.0.0.1:{self.port}"
         self._size = ("--num-cpus", str(num_cpus), "--num-gpus", str(num_gpus))
-        self._rest = httpx.Client(base_url=f"http://127.0.0.1:{self.dashboard}", timeout=120)
+        self.rest_url = f"http://127.0.0.1:{self.dashboard}"
+        self._rest = httpx.Client(
+            base_url=self.rest_url, timeout=120, headers={"Authorization": f"Bearer {self._token().read_text()}"}
+        )
         base = environment(
-            PYTHONPATH=str(ROOT / "configs" / "ray"),
             RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH="oarlock_ray.lost_replica.middlewares",
+            RAY_AUTH_MODE="token",
+            RAY_AUTH_TOKEN_PATH=str(self._token()),
             RAY_USAGE_STATS_ENABLED="0",
             RAY_worker_niceness="0",  # not 15, with which servers wait for whatever else this machine does
             RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S="1",
             RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S="1",
         )
         self._environment = {name: value for name, value in base.items() if name != "OARLOCK_NUM_THREADS"}
+
+    def _token(self) -> Path:
+        """The file with the cluster's token, as `ray get-auth-token --generate` would make it."""
+        path = self.directory / "auth-token"
+        if not path.exists():
+            path.write_text(secrets.token_hex(32))
+            path.chmod(0o600)
+        return path
 
     def __enter__(self) -> Cluster:
         before = ray_processes()
@@ -164,6 +177,17 @@ class Cluster:
         path = self.directory / "config.yaml"
         path.write_text(yaml.safe_dump(config))
         self.ray("serve", "deploy", "--address", f"http://127.0.0.1:{self.dashboard}", str(path))
+
+    def status_in_a_bare_shell(self) -> str:
+        """What `serve status` prints where only the token and the address are known, in another folder."""
+        kept = {name: value for name, value in self._environment.items() if name in ("PATH", "HOME")}
+        token = {name: value for name, value in self._environment.items() if name.startswith("RAY_AUTH_")}
+        done = subprocess.run(
+            ["serve", "status", "--address", self.rest_url],
+            cwd=self.directory, env=kept | token, capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     def status(self) -> dict[str, Any]:
         """What `serve status` shows of the application."""

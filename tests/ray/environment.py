@@ -1,4 +1,7 @@
-"""The environment of Ray, which is not the server's own. Made once, and kept while its pins stay the same."""
+"""The environment of Ray, which is not the server's own. Made once, and kept while its pins stay the same.
+
+The application is in it as `pip install --editable ./configs/ray` would put it there.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from pathlib import Path
 from tests.clients.environments import bare_python
 
 PINS = Path(__file__).with_name("pins.txt")
+APPLICATION = Path(__file__).resolve().parents[2] / "configs" / "ray"
 DIRECTORY = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "oarlock" / "ray"
 
 
@@ -19,6 +23,9 @@ def prepare() -> Path:
     """The interpreter of the environment; installs exactly the pins where they have changed."""
     python = DIRECTORY / "bin" / "python"
     stamp = DIRECTORY / "made-from"
+    packages = DIRECTORY / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    if packages.is_dir():
+        (packages / "oarlock_ray.pth").write_text(f"{APPLICATION}\n")
     wanted = f"{sys.version}\n{hashlib.sha256(PINS.read_bytes()).hexdigest()}\n"
     if stamp.is_file() and stamp.read_text() == wanted:
         return python
@@ -27,5 +34,6 @@ def prepare() -> Path:
     bare_python(DIRECTORY)
     pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "-qq", "--no-deps"]
     subprocess.run([*pip, "-r", PINS], check=True)
+    (packages / "oarlock_ray.pth").write_text(f"{APPLICATION}\n")
     stamp.write_text(wanted)
     return python

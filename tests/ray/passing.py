@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
+import uuid
 
+import httpx
 import openai
 
 from tests.ray.cluster import MODEL, SLOTS, Cluster, command
 from tests.ray.traffic import LONG, Streams, client, prompt
-from tests.ray.trial import FAST, PLAIN, expected_of, trial
+from tests.ray.trial import FAST, PLAIN, expected_of, trial, two_replicas
 from tests.ray.wire import check
+
+RAY_ROUTER = "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter"
 
 
 @trial
@@ -37,6 +41,56 @@ def full_queue(cluster: Cluster) -> tuple[str, str, str]:
         f"engine full: {len(ends.errors)} times its 429; proxy full: {len(proxy.errors)} times a 429 of the same shape"
     )
     return "8 streams at once where 2 fit", f"{followed}; all others whole", "0"
+
+
+@trial
+def strangers(cluster: Cluster) -> tuple[str, str, str]:
+    """Whoever reaches the ports of Ray could run any program on the nodes: without the token it runs none."""
+    cluster.deploy(cluster.config(PLAIN, **FAST))
+    cluster.running(1)
+    assert "RUNNING" in cluster.status_in_a_bare_shell()
+    asked = [
+        httpx.put(f"{cluster.rest_url}/api/serve/applications/", json=cluster.config(PLAIN), timeout=60),
+        httpx.post(f"{cluster.rest_url}/api/jobs/", json={"entrypoint": "true"}, timeout=60),
+        httpx.get(f"{cluster.rest_url}/api/jobs/", headers={"Authorization": "Bearer another"}, timeout=60),
+    ]
+    statuses = [answer.status_code for answer in asked]
+    assert set(statuses) <= {401, 403}, statuses
+    cluster.running(1)
+    followed = f"refused with {', '.join(map(str, sorted(set(statuses))))}"
+    followed += "; `serve status` with the token works in a bare shell"
+    return "an application and a job without the cluster's token, or with another", followed, "0"
+
+
+@trial
+def prefixes(cluster: Cluster) -> tuple[str, str, str]:
+    """Prompts of several groups, in turns: each group's beginning is computed on one replica, once."""
+    two_replicas(cluster)
+    computed = asyncio.run(beginnings_computed(cluster.url, groups=6, turns=5))
+    assert computed == 6, f"{computed} of 30 prompts found nothing of their beginning in the cache"
+    cluster.clear()  # the router of an application that runs stays as it is
+    ray_own = {"request_router_config": {"request_router_class": RAY_ROUTER, "request_router_kwargs": {}}}
+    two_replicas(cluster, **ray_own)
+    without = asyncio.run(beginnings_computed(cluster.url, groups=6, turns=5))
+    followed = f"{computed} of 30 beginnings computed; {without} with Ray's own router"
+    return "6 groups of 5 prompts that begin alike, on 2 replicas", followed, "0"
+
+
+async def beginnings_computed(url: str, groups: int, turns: int) -> int:
+    """How many of the prompts had nothing in the prefix cache of the replica that answered."""
+    unseen = uuid.uuid4().hex
+
+    async def is_computed(one: openai.AsyncOpenAI, group: int, turn: int) -> bool:
+        text = f"{group} {unseen} " + "import os; print(os.name) " * 30 + f"# {turn}"
+        answer = await one.completions.create(model=MODEL, prompt=text, max_tokens=8)
+        assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+        return not answer.usage.prompt_tokens_details.cached_tokens
+
+    computed = 0
+    async with client(url) as one:
+        for turn in range(turns):  # the groups at the same time, as their users would ask
+            computed += sum(await asyncio.gather(*(is_computed(one, group, turn) for group in range(groups))))
+    return computed
 
 
 @trial

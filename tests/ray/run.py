@@ -54,7 +54,6 @@ def run_trials(arguments: list[str]) -> int:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("OARLOCK_", "RAY_", "OPENAI_"))}
     changes = {
         "PATH": f"{python.parent}:{kept['PATH']}",
-        "PYTHONPATH": str(ROOT / "configs" / "ray"),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }

@@ -3,7 +3,10 @@
 import ast
 import importlib
 import re
+import shutil
+import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -45,12 +48,22 @@ def test_the_yaml_names_what_is_there():
 def test_the_page_names_what_is_there():
     page = (ROOT / "docs" / "replicas.md").read_text()
     module, name = re.search(r"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=([\w.]+)\.(\w+)", page).groups()
-    assert len(getattr(importlib.import_module(module), name)()) == 1
-    assert "PYTHONPATH=$PWD/configs/ray" in page and "configs/ray/oarlock.yaml" in page
+    layers = getattr(importlib.import_module(module), name)()
+    assert [one.cls.__name__ for one in layers] == ["LostReplica", "PromptPrefix"]
+    assert "pip install ./configs/ray" in page and "RAY_AUTH_MODE=token" in page and "configs/ray/oarlock.yaml" in page
+
+
+def test_an_installed_application_has_all_its_files(tmp_path):
+    source = shutil.copytree(FOLDER, tmp_path / "source", ignore=shutil.ignore_patterns("__pycache__"))
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps"]
+    subprocess.run([*pip, "--no-build-isolation", "--target", tmp_path / "to", source], check=True, timeout=120)
+    files = {path.name for path in (FOLDER / "oarlock_ray").glob("*.py")}
+    assert files == {path.name for path in (tmp_path / "to" / "oarlock_ray").glob("*.py")}
 
 
 def test_the_pins_of_the_tests_are_the_version_of_the_requirements():
-    wanted = re.search(r"^ray\[serve\]==(\S+)$", (FOLDER / "requirements.txt").read_text(), re.MULTILINE)[1]
+    (needed,) = tomllib.loads((FOLDER / "pyproject.toml").read_text())["project"]["dependencies"]
+    wanted = needed.removeprefix("ray[serve]==")
     assert f"\nray=={wanted}\n" in (ROOT / "tests" / "ray" / "pins.txt").read_text()
 
 

@@ -99,7 +99,7 @@ def test_other_protocols_are_left_alone():
 
 
 def test_the_callback_is_what_ray_asks_for():
-    assert [type(one) for one in middlewares()] == [Middleware]
+    assert [type(one) for one in middlewares()] == [Middleware, Middleware]
 
 
 @pytest.mark.parametrize(

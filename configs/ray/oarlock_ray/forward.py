@@ -17,11 +17,13 @@ from yarl import URL
 from oarlock_ray.events import WholeEvents, error_event
 from oarlock_ray.lost_replica import CODE, is_event_stream, send_error
 from oarlock_ray.policy import load_of
+from oarlock_ray.prefix import HEADER
 
 # RFC 9110, 7.6.1: these belong to one connection.
 _HOP_BY_HOP = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect")
 )
+_NOT_PASSED_ON = _HOP_BY_HOP | {HEADER}  # the chain of the prompt is for the request router alone
 _NOT_PASSED_BACK = _HOP_BY_HOP | {b"date", b"x-request-id"}  # the proxy adds its own
 _NOT_AGAIN = b"x-should-retry"
 _NOT_ADDED = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
@@ -96,7 +98,7 @@ class Forwarder:
         headers = CIMultiDict(
             (name.decode("latin-1"), value.decode("latin-1"))
             for name, value in scope["headers"]
-            if name.lower() not in _HOP_BY_HOP
+            if name.lower() not in _NOT_PASSED_ON
         )
         try:
             answer = await self._session.request(

@@ -1,4 +1,4 @@
-"""A layer of Ray's HTTP proxy: every error that Ray itself has to say is in OpenAI's shape.
+"""The layers of Ray's HTTP proxy, and the one by which every error that Ray itself has to say is in OpenAI's shape.
 
 Without it a request whose replica is gone sees a closed connection, and other errors of Ray are plain text. Ray calls
 `middlewares` in each proxy when the variable `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names it. What replicas send
@@ -11,6 +11,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from oarlock_ray.events import error_body, error_event
+from oarlock_ray.prefix import PromptPrefix
 
 CODE = "replica_lost"
 _BEFORE = "The replica that had this request is gone. Nothing of the answer was sent: send the request again."
@@ -28,7 +29,7 @@ _OWN_ERRORS = {
 
 def middlewares() -> list[Middleware]:
     """What Ray puts around its proxy."""
-    return [Middleware(LostReplica)]
+    return [Middleware(LostReplica), Middleware(PromptPrefix)]
 
 
 class LostReplica:
