@@ -48,7 +48,7 @@ class EngineConfig:
     """Limits of scheduling. The sizes that ranks must agree on live in `worker`."""
 
     worker: WorkerConfig
-    nodes: NodesConfig | None = None  # None: all ranks are on this host. Holds a secret: never recorded, never logged
+    nodes: NodesConfig | None = None  # None: all ranks are on this host
     tokenizer_path: str | None = None  # directory of the tokenizer that grammars are compiled for; None: the model's
     writes_text: bool = True  # False: all requests want vectors, and no grammars are compiled
     enable_prefix_caching: bool = True
@@ -87,7 +87,7 @@ class EngineConfig:
         return replace(self, worker=worker, record_path=path, reports_blocks=self.enable_prefix_caching)
 
     def to_json(self) -> str:
-        """With the secret of the nodes: only for the engine's own socket."""
+        """For the engine's own socket."""
         return json.dumps(asdict(self))
 
     @staticmethod

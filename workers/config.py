@@ -4,7 +4,7 @@ Defaults of flags are in `server/config/groups/`.
 """
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from workers.kv_offload import KVOffloadInfo
@@ -122,15 +122,15 @@ def max_pooled_values(config: WorkerConfig, hidden_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class NodesConfig:
-    """How this host, a node, finds the others that hold ranks of the same model. Never recorded, never logged."""
+    """How this host, a node, finds the others that hold ranks of the same model."""
 
     node_rank: int  # 0: the head, which also runs the frontend and the engine
     nnodes: int
     address: str  # of the head; name or number
-    port: int  # of the head, for the other nodes
+    port: int  # of the store that all nodes reach
     interface: str | None  # network interface or its address, for all that goes between nodes; None: the route's
-    secret: str = field(repr=False)  # known to all nodes and to nobody else
     timeout_s: float = 300.0  # for all nodes to have joined
+    launcher_store: str | None = None  # prefix of our keys in a store that the launcher keeps; None: the head keeps one
 
 
 @dataclass(frozen=True, slots=True)

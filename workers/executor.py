@@ -1,6 +1,6 @@
 """The engine's handle on its ranks: submit a step, collect its output, notice when a rank has ended. Torch-free."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -12,6 +12,7 @@ from workers.preflight import preflight
 from workers.protocol import StepMetadata, StepOutput
 from workers.rank_processes import RankProcess, end_ranks
 from workers.worker.multiproc_executor import MultiprocExecutor
+from workers.worker.nodes.group_ranks import GroupRanks
 from workers.worker.nodes.host_ranks import HostRanks
 
 
@@ -70,14 +71,14 @@ def start_executor(
     *,
     ahead: Sequence[RankProcess] = (),
     nodes: NodesConfig | None = None,
-    on_leave: Callable[[], None] = lambda: None,
+    leave_pid: int = 0,
 ) -> Executor:
     """Check the configuration, start the ranks and load the model.
 
     `ahead`: rank processes that run already; none of them is left when this fails. `nodes`: how the other hosts are
-    found, where the ranks are dealt to several; `on_leave` is called, in another thread, when the operator of one of
-    them wants it to stop. Raises `StartupError` with a cause and a fix; what can be known from
-    headers and numbers is checked before any weight is read.
+    found, where the ranks are dealt to several; the process `leave_pid` gets SIGTERM when the operator of one of them
+    wants it to stop. Raises `StartupError` with a cause and a fix; what can be known from headers and numbers is
+    checked before any weight is read.
     """
     try:
         resolved = preflight(config)
@@ -86,7 +87,5 @@ def start_executor(
         raise
     if nodes is None:
         return MultiprocExecutor(resolved, HostRanks(resolved, ahead), on_progress)
-    from workers.worker.nodes.gather import gather  # with it the cryptography, which one host does without
-
-    ranks = gather(resolved, nodes, node_facts(resolved), on_progress, ahead, on_leave)
+    ranks = GroupRanks(resolved, nodes, node_facts(resolved), on_progress, ahead, leave_pid)
     return MultiprocExecutor(resolved, ranks, on_progress)

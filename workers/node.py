@@ -1,17 +1,24 @@
-"""What one of several hosts, a node, does for the others. Torch-free, and light to import.
+"""One of several hosts that is not the head: it runs ranks for the head. Light to import, and torch-free until then.
 
 The head node serves HTTP and starts an executor (`workers/executor.py`); the others run `run_node`.
 """
 
+import atexit
+import os
+import select
+import sys
+import time
+from collections.abc import Callable
+
 from workers.config import NodesConfig, OnProgress, WorkerConfig
-from workers.distributed.nodes.interface import own_interface
-from workers.errors import StartupError
+from workers.errors import EXIT_OK, StartupError
 from workers.platform.network import check_port_is_free, is_loopback
 from workers.rank_processes import end_ranks, start_ranks_ahead
+from workers.worker.nodes.interface import own_interface
 
 
 def check_network(nodes: NodesConfig, on_phase: OnProgress) -> None:
-    """Whether this host has a way to the head node, or can listen as the head. Raises `StartupError`.
+    """Check that this host has a way to the head node, or can listen as the head. Raises `StartupError`.
 
     Takes no time, but for a name that is not known yet.
     """
@@ -22,7 +29,12 @@ def check_network(nodes: NodesConfig, on_phase: OnProgress) -> None:
                 f"Here {nodes.address} is {own.address}, which no other host can reach: so it stands in /etc/hosts.",
                 "Give --master-addr the number of this host's address, or name its --node-interface.",
             )
-        check_port_is_free(own.address, nodes.port)
+        if nodes.launcher_store is None:
+            check_port_is_free(own.address, nodes.port)
+
+
+class _StoppedError(Exception):
+    """The operator wants this node to stop while it waits for the others."""
 
 
 def run_node(config: WorkerConfig, nodes: NodesConfig, on_phase: OnProgress, *, stop_fd: int) -> int:
@@ -33,14 +45,46 @@ def run_node(config: WorkerConfig, nodes: NodesConfig, on_phase: OnProgress, *, 
     `StartupError`.
     """
     ahead = start_ranks_ahead(config.ranks_per_node)  # they import side by side with this
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         from workers.fingerprint import node_facts
         from workers.preflight import preflight
-        from workers.worker.nodes.gather import take_part
 
         resolved = preflight(config)
         facts = node_facts(resolved)
+        from workers.worker.nodes.membership import join
+        from workers.worker.nodes.node_process import NodeProcess
+
+        membership = join(nodes, facts, _waiting(on_phase, nodes, stop_fd))
+        process = NodeProcess(resolved, membership, ahead, on_phase, stop_fd)
+    except _StoppedError:
+        end_ranks(ahead)
+        return EXIT_OK
     except BaseException:
         end_ranks(ahead)
         raise
-    return take_part(resolved, nodes, facts, on_phase, ahead, stop_fd)
+    ending = process.run()
+    atexit.register(_exit_at_once, ending.exit_code)
+    if ending.fix:
+        raise StartupError(ending.cause, ending.fix, ending.exit_code)
+    return ending.exit_code
+
+
+def _exit_at_once(status: int) -> None:
+    """End without Python's own end, which a thread that waits in gloo for a lost node would make an abort."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _waiting(on_phase: OnProgress, nodes: NodesConfig, stop_fd: int) -> Callable[[str], None]:
+    """Shows for whom this node waits, and ends the waiting when the operator wants it."""
+    deadline = time.monotonic() + nodes.timeout_s
+
+    def on_waiting(text: str) -> None:
+        if select.select([stop_fd], [], [], 0)[0]:
+            raise _StoppedError
+        left = max(0.0, deadline - time.monotonic())
+        on_phase("waiting for nodes", 0.0, f"{text}, {left:.0f} s left")
+
+    return on_waiting

@@ -9,14 +9,11 @@ import gc
 import logging
 import os
 import select
-import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from engine.config import EngineConfig
@@ -55,7 +52,7 @@ class StartExecutor(Protocol):
         /,
         *,
         nodes: NodesConfig | None,
-        on_leave: Callable[[], None],
+        leave_pid: int,
     ) -> "Executor": ...
 
 
@@ -119,8 +116,7 @@ def _start(config: EngineConfig, start_executor: StartExecutor, on_progress: OnP
     writer = None if config.record_path is None else RecordingWriter(config.record_path)
     try:
         # A node that leaves ends the group as the operator of this host would.
-        on_leave = partial(os.kill, os.getppid(), signal.SIGTERM)
-        executor = start_executor(config.worker, on_progress, nodes=config.nodes, on_leave=on_leave)
+        executor = start_executor(config.worker, on_progress, nodes=config.nodes, leave_pid=os.getppid())
     except BaseException:
         if writer is not None:
             writer.discard()

@@ -1,7 +1,10 @@
-"""What programs that start one process on each of several hosts say in the environment: torchrun, LeaderWorkerSet.
+"""Variables of the programs that start a process on each of several hosts: torchrun, LeaderWorkerSet.
 
 torchrun sets its variables for every process that it starts (torch.distributed.run, "Environment Variables");
 Kubernetes' LeaderWorkerSet sets `LWS_*` in every container of a group. Knows neither our own variables nor the network.
+
+One process starts all ranks of a host. Where torchrun starts several there (`--nproc-per-node`), those beyond the first
+wait for it.
 """
 
 from __future__ import annotations
@@ -29,12 +32,8 @@ def launched(environment: Mapping[str, str], given: Container[str]) -> tuple[str
 
     torchrun comes first where both are there. Raises `OptionError` when its variables cannot be followed.
     """
-    if any(environment.get(name) for name in _MARKS):
-        _check_one_process_per_node(environment)
-        values = _values(TORCHRUN, _FROM_TORCHRUN, environment, given)
-        if "master_port" in values:
-            values["master_port"] += 1  # torchrun itself listens on its MASTER_PORT
-        return TORCHRUN, values
+    if is_torchrun(environment):
+        return TORCHRUN, _values(TORCHRUN, _FROM_TORCHRUN, environment, given)
     if any(environment.get(name) for name in _FROM_LWS.values()):
         return LEADER_WORKER_SET, _values(LEADER_WORKER_SET, _FROM_LWS, environment, given)
     return "", {}
@@ -64,10 +63,30 @@ def _number(program: str, name: str, text: str) -> int:
     return int(text)
 
 
-def _check_one_process_per_node(environment: Mapping[str, str]) -> None:
-    count = environment.get("LOCAL_WORLD_SIZE", "1").strip()
-    if count != "1":
+def is_torchrun(environment: Mapping[str, str]) -> bool:
+    """Whether torchrun started this process."""
+    return any(environment.get(name) for name in _MARKS)
+
+
+def launcher_store(environment: Mapping[str, str], address: str, port: int) -> str | None:
+    """A prefix for our keys, of this attempt alone, if torchrun keeps a store at that address; else None."""
+    where = environment.get("MASTER_ADDR", "").strip(), environment.get("MASTER_PORT", "").strip()
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or where != (address, str(port)):
+        return None
+    return f"{environment.get('TORCHELASTIC_RUN_ID', '')}/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def first_on_host(environment: Mapping[str, str], num_ranks: int) -> bool:
+    """Whether this process is the one that serves, of those that torchrun starts on this host. `num_ranks`: of the
+    whole group. Raises `OptionError` where torchrun starts another number of processes than 1 per host, or 1 per rank.
+    """
+    if not is_torchrun(environment):
+        return True
+    on_host, everywhere = (environment.get(name, "1").strip() for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    if on_host != "1" and everywhere != str(num_ranks):
         raise OptionError(
-            f"torchrun starts {count[:20]} processes on this host, but one starts all ranks of a host.",
-            "Use torchrun --nproc-per-node 1, and give the number of ranks of all hosts by --tensor-parallel-size.",
+            f"torchrun starts {everywhere[:20]} processes, but --tensor-parallel-size times --pipeline-parallel-size "
+            f"is {num_ranks}.",
+            "Use torchrun --nproc-per-node 1, or as many processes as there are ranks.",
         )
+    return environment.get("LOCAL_RANK", "0").strip() == "0"

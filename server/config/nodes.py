@@ -1,19 +1,13 @@
-"""How this host finds and trusts the others that serve the same model: the options that say so, checked together."""
+"""How this host finds the others that serve the same model: the options that say so, checked together."""
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Mapping
-from pathlib import Path
 
 from engine.config import NodesConfig
 from engine.errors import StartupError
+from server.config.launchers import launcher_store
 from server.config.settings import Settings
-
-SECRET = "OARLOCK_NODE_SECRET"
-SECRET_LENGTH = 32  # characters, at least
-_MAKE_SECRET = "make one with `openssl rand -hex 32`, and give every host the same"
 
 
 def nodes_config(settings: Settings, environment: Mapping[str, str]) -> NodesConfig | None:
@@ -49,49 +43,6 @@ def nodes_config(settings: Settings, environment: Mapping[str, str]) -> NodesCon
         address=settings.master_addr,
         port=settings.master_port,
         interface=settings.node_interface,
-        secret=_secret(settings.node_secret_file, environment),
         timeout_s=settings.node_timeout,
+        launcher_store=launcher_store(environment, settings.master_addr, settings.master_port),
     )
-
-
-def _secret(file: str | None, environment: Mapping[str, str]) -> str:
-    """That of the file, if one is named, else that of the environment, without white space around it."""
-    if file is None:
-        source, text = SECRET, environment.get(SECRET, "")
-        if SECRET not in environment:
-            raise StartupError(
-                "Several hosts need a secret that they share, so that no other can join them.",
-                f"Give --node-secret-file a file that holds it, or set {SECRET}; {_MAKE_SECRET}.",
-            )
-    else:
-        source, text = f"The file {file}", _read(Path(file))
-    secret = text.strip()
-    if len(secret) < SECRET_LENGTH:
-        held = f"only {len(secret)} characters" if secret else "nothing"
-        raise StartupError(
-            f"{source} holds {held}, but the secret of several hosts has at least {SECRET_LENGTH}.",
-            f"To replace it, {_MAKE_SECRET}.",
-        )
-    if not secret.isprintable():
-        raise StartupError(f"{source} holds several lines.", f"It must hold the secret alone: {_MAKE_SECRET}.")
-    return secret
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise StartupError(
-            f"The file of the secret, {path}, cannot be read: {error.strerror}.",
-            "Give --node-secret-file a file that this user can read.",
-        ) from None
-    except UnicodeDecodeError:
-        raise StartupError(f"The file of the secret, {path}, is not text.", f"Write one: {_MAKE_SECRET}.") from None
-
-
-def why_exposed(settings: Settings) -> str | None:
-    """A warning for the operator, if other users of this host can read the file of the secret."""
-    path = settings.node_secret_file
-    if path is None or not os.stat(path).st_mode & (stat.S_IROTH | stat.S_IWOTH):
-        return None
-    return f"other users of this host can read the secret in {path}: chmod 600 {path}"

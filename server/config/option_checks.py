@@ -133,12 +133,23 @@ def check_kv_offload(settings: KVOffloadSettings) -> None:
         )
 
 
+_NO_SECRET = (
+    "Leave it out: hosts meet in torch's store, which knows no secret; keep the network between them private, or use "
+    "WireGuard."
+)
+_REMOVED = {"node_secret_file": _NO_SECRET, "node_secret": _NO_SECRET}
+
+
 def unknown_name(what: str, name: str, known: Iterable[str]) -> OptionError:
     """The error for an unknown name: it suggests the nearest known one. `what` is the kind of name."""
     near = nearest(name, known)
     fix = f"Did you mean {near}?" if near else "`oarlock config show` lists all of them."
-    fix = vllm_flags.what_holds(name) or fix
-    return OptionError(f"Unknown {what}: {name}.", fix)
+    return OptionError(f"Unknown {what}: {name}.", removed(name) or vllm_flags.what_holds(name) or fix)
+
+
+def removed(name: str) -> str | None:
+    """The fix for a flag, variable or key that older versions had; None for any other."""
+    return _REMOVED.get(name.removeprefix("--").removeprefix("OARLOCK_").lower().replace("-", "_"))
 
 
 def check_traces_endpoint(endpoint: str | None) -> None:

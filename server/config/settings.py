@@ -175,7 +175,6 @@ SERVER_ONLY = frozenset(
         "master_addr",
         "master_port",
         "node_interface",
-        "node_secret_file",
         "node_timeout",
     }
 )

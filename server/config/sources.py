@@ -18,9 +18,8 @@ from server.config.options import OptionError
 from server.config.service_links import service_links
 from server.config.settings import OPTIONS, Settings, make_settings
 
-# Variables that are no options: the name of the file, the secret that `server/config/nodes.py` reads, and what
-# `workers/kernels/cpu/levels.py` reads.
-_READ_ELSEWHERE = ("OARLOCK_CONFIG", "OARLOCK_NODE_SECRET", "OARLOCK_CPU_LEVEL")
+# Variables that are no options: the name of the file, and what `workers/kernels/cpu/levels.py` reads.
+_READ_ELSEWHERE = ("OARLOCK_CONFIG", "OARLOCK_CPU_LEVEL")
 
 
 @dataclass(frozen=True)

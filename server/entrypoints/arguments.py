@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from engine.errors import StartupError
 from server.config import vllm_flags
+from server.config.option_checks import removed
 from server.config.options import Option, OptionError, nearest
 from server.config.settings import OPTIONS
 from server.config.sources import LoadedSettings, load_settings
@@ -135,7 +136,7 @@ def _unknown_flag(command: argparse.ArgumentParser, word: str, what: str = "flag
     if isinstance(command, Parser) and command.help_with_unknown:
         return UsageError(f"Unknown {what}: {flag}.", command.help_with_unknown)
     fix = f"Did you mean {near}?" if near else f"`{command.prog} --help` lists all of them."
-    return UsageError(f"Unknown {what}: {flag}.", fix)
+    return UsageError(f"Unknown {what}: {flag}.", removed(flag) or fix)
 
 
 def _unknown_setting(command: argparse.ArgumentParser, word: str) -> UsageError:

@@ -1,4 +1,4 @@
-"""`oarlock serve` on a host that is not the head node: it finds the model, runs its ranks, and serves no HTTP.
+"""`oarlock serve` where it serves no HTTP: on a host that is not the head node it finds the model and runs its ranks.
 
 The first SIGTERM or Ctrl-C ends the whole group in order, a second one this process at once, with 128 + its number.
 """
@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from engine.config import NodesConfig
@@ -37,6 +37,20 @@ def serve_node(settings: Settings, nodes: NodesConfig) -> int:
     finally:
         progress.finish()
         _log.info(logs.event("stopped", node=nodes.node_rank))
+
+
+def wait_for_first() -> int:
+    """Wait for the first process that torchrun has started on this host, which runs all ranks there: torchrun ends
+    when all processes have. Signals are the first one's to answer."""
+    import psutil
+
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    for sibling in psutil.Process(os.getppid()).children():
+        with suppress(psutil.Error):
+            if sibling.environ().get("LOCAL_RANK") == "0":
+                sibling.wait()
+    return 0
 
 
 @contextmanager

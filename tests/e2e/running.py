@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +78,19 @@ class RunningServer:
         python: str | Path = sys.executable,
         at_start: Callable[[], None] | None = None,
         port: int | None = None,
+        torchrun: Sequence[str | int] | None = None,
     ) -> None:
-        """`at_start` is called in the new process before it becomes the server. `port`: of a server that it follows."""
+        """`at_start` is called in the new process before it becomes the server. `port`: of a server that it follows.
+        `torchrun`: options of torchrun, where that starts the server."""
         self.shared_before = shared_memory()
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = tempfile.NamedTemporaryFile("w+", prefix="oarlock-test-", suffix=".log")  # noqa: SIM115
+        words = ["serve", *([model] if model else []), "--port", self.port, *flags]
+        if torchrun is not None:
+            words, module = [*torchrun, "-m", module, *words], "torch.distributed.run"
         self.process = subprocess.Popen(
-            command("serve", *([model] if model else []), "--port", self.port, *flags, module=module, python=python),
+            command(*words, module=module, python=python),
             cwd=cwd,
             env=environment(**(env or {})),
             stdout=self._log,

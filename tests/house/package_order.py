@@ -81,9 +81,7 @@ ORDER: dict[str, Order] = {
         "executor.py": entries(
             "preflight.py fingerprint.py worker protocol.py config.py kv_offload.py rank_processes.py"
         ),
-        "node.py": entries(
-            "preflight.py fingerprint.py worker distributed platform config.py errors.py rank_processes.py"
-        ),
+        "node.py": entries("preflight.py fingerprint.py worker platform config.py errors.py rank_processes.py"),
         "capacity.py": entries("preflight.py worker distributed layers attention weights platform config.py errors.py"),
         "gguf.py": entries("models weights"),
         "verify": entries(

@@ -31,7 +31,7 @@ ALLOWED_IN = {
     "zmq": {"engine"},
     "msgspec": {"engine"},
 }
-DISTRIBUTED_FILE = "workers/distributed/parallel_state.py"
+DISTRIBUTED_FOLDERS = ("workers/distributed/", "workers/worker/nodes/")
 # Starts every Python process of the server, without the caller's folder on the import path.
 INTERPRETER_FILE = "workers/python_child.py"
 # Whatever can turn bytes into code. `multiprocessing` pickles what it sends, apart from its shared memory.
@@ -99,8 +99,8 @@ def misplaced_libraries(source: str, file: str) -> list[str]:
         top = item.module.split(".")[0]
         if top in ALLOWED_IN and package not in ALLOWED_IN[top]:
             findings.append(f"{file}:{item.line}: {top} may be imported in {', '.join(sorted(ALLOWED_IN[top]))}")
-        if item.module.startswith("torch.distributed") and file != DISTRIBUTED_FILE:
-            findings.append(f"{file}:{item.line}: torch.distributed may be imported in {DISTRIBUTED_FILE}")
+        if item.module.startswith("torch.distributed") and not file.startswith(DISTRIBUTED_FOLDERS):
+            findings.append(f"{file}:{item.line}: torch.distributed may be imported in {DISTRIBUTED_FOLDERS}")
     return findings
 
 

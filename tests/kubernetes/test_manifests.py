@@ -10,7 +10,6 @@ import yaml
 
 from engine.stats import EngineStats
 from server.api.middleware import PROBES
-from server.config.nodes import SECRET
 from server.config.settings import OPTIONS
 from server.entrypoints.cli import main
 from server.observability.metrics import HttpCounters, exposition
@@ -83,7 +82,7 @@ def test_the_server_takes_its_command_and_ends_within_the_grace_period(name, mon
         {},
     )
     for item in container["env"]:
-        assert item["name"] in {described.env for described in OPTIONS.values()} | {SECRET}
+        assert item["name"] in {described.env for described in OPTIONS.values()}
         assert item["valueFrom"]["secretKeyRef"]["name"] == "oarlock"
     assert {"/cache"} <= {mount["mountPath"] for mount in container["volumeMounts"]}
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in spec["volumes"]}
@@ -126,11 +125,31 @@ def test_the_group_of_pods_runs_one_command(monkeypatch, capsys):
             LWS_WORKER_INDEX=index,
         )
         assert (settings["nnodes"], settings["node_rank"]) == (str(template["size"]), str(index))
-        assert int(settings["tensor_parallel_size"]) % template["size"] == 0
+        ranks = int(settings["tensor_parallel_size"]) * int(settings["pipeline_parallel_size"])
+        assert ranks % template["size"] == 0
     # LeaderWorkerSet makes a headless Service with its own name, unless there is one, and then pods find no leader.
     assert group["metadata"]["name"] not in {
         service["metadata"]["name"] for service in of_kind("Service", "leaderworkerset.yaml")
     }
+
+
+def test_nobody_but_the_pods_of_a_set_reaches_more_than_its_http_port():
+    (group,), (policy,) = of_kind("LeaderWorkerSet"), of_kind("NetworkPolicy")
+    of_set = {"matchLabels": {"leaderworkerset.sigs.k8s.io/name": group["metadata"]["name"]}}
+    template = group["spec"]["leaderWorkerTemplate"]
+    for pod in (template["leaderTemplate"], template["workerTemplate"]):
+        (term,) = pod["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        assert term["labelSelector"] == of_set, "each pod of a group has a host of its own"
+    assert policy["spec"]["podSelector"] == of_set and policy["spec"]["policyTypes"] == ["Ingress"]
+    assert policy["spec"]["ingress"] == [{"from": [{"podSelector": of_set}]}, {"ports": [{"port": "http"}]}]
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_pods_have_few_rights(name):
+    pod, container = PODS[name]["spec"]["securityContext"], CONTAINERS[name]["securityContext"]
+    assert pod["runAsNonRoot"] and pod["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container["readOnlyRootFilesystem"] and not container["allowPrivilegeEscalation"]
+    assert container["capabilities"] == {"drop": ["ALL"]}
 
 
 @pytest.mark.parametrize("kind", ["Service", "PodDisruptionBudget", "PodMonitor"])

@@ -2,7 +2,6 @@
 
 import pytest
 
-from server.config.nodes import SECRET
 from server.entrypoints.cli import main
 from server.entrypoints.commands import serve
 from tests.kubernetes.manifests import ROOT
@@ -20,12 +19,11 @@ def _not_started(*arguments, **options):
         (["--drain-timeout", "soon"], {}, 2),
         ([], {"OARLOCK_PROT": "8000"}, 3),
         ([], {"OARLOCK_API_KEY": ""}, 3),
-        (["--tensor-parallel-size", "2"], GROUP, 3),
+        ([], {"OARLOCK_NODE_SECRET": "x" * 64}, 3),
     ],
 )
 def test_the_log_says_what_is_wrong_and_what_to_do(arguments, environment, status, monkeypatch, capsys):
     monkeypatch.setattr(serve, "engine_processes", _not_started)
-    monkeypatch.delenv(SECRET, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert main(["serve", *arguments]) == status

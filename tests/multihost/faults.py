@@ -72,7 +72,7 @@ FAULTS = (
     ),
     Fault(
         "the process of a node is killed",
-        lambda group: group.node.process.kill(),
+        lambda group: group.node.main().kill(),
         node=(KILLED,),
         cause=r"node 1\b",
         shown="rank 1 failed at step 4: node 1 (box2, 10.0.0.2) has hung up",
@@ -89,7 +89,7 @@ FAULTS = (
     ),
     Fault(
         "the head's frontend is killed",
-        lambda group: group.head.process.kill(),
+        lambda group: group.head.main().kill(),
         head=(KILLED,),
         cause=r"node 0\b",
         shown="node 0 (box1, 10.0.0.1) has hung up",
@@ -101,19 +101,20 @@ FAULTS = (
         lambda group: group.node.ranks()[0].suspend(),
         head=(EXIT_RANK_HUNG,),
         node=(EXIT_RANK_HUNG,),
-        cause=r"rank 1\b",
+        # A rank that was stopped inside a sum is as far as the one that waits for it.
+        cause=r"rank 1\b.*no answer|all ranks that have not answered are as far",
         shown="rank 1 failed at step 4: no answer within 120 s",
         step_timeout_s=3.0,
         advice="The log has the stacks of the ranks; `--step-timeout` is how long a step may take.",
     ),
     Fault(
         "the process of a node is stopped",
-        lambda group: group.node.send(signal.SIGSTOP),
+        lambda group: group.node.main().suspend(),
         node=(EXIT_RANK_DIED, EXIT_RANK_HUNG),
         cause=r"node 1\b",
         shown="rank 1 failed at step 6: node 1 (box2, 10.0.0.2) has said nothing for 5 s",
         says=("head",),
-        goes_on=lambda group: group.node.send(signal.SIGCONT),
+        goes_on=lambda group: group.node.main().resume(),
         advice="Something stopped it, or the host had no memory or time for it; start all hosts again.",
     ),
     Fault(

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import secrets
+import itertools
+import math
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -45,13 +46,29 @@ class Inside(httpx.HTTPTransport):
 
 
 class HostServer(RunningServer):
-    """A server on one host, asked from there."""
+    """A server on one host, asked from there. `torchrun`: its options, where that starts the server."""
 
-    def __init__(self, host: Host, model: str | Path, *flags: str | int | Path, env: dict[str, str] | None = None):
+    def __init__(
+        self,
+        host: Host,
+        model: str | Path,
+        *flags: str | int | Path,
+        env: dict[str, str] | None = None,
+        torchrun: Sequence[str | int] | None = None,
+    ) -> None:
         self.host = host
         with host.inside():
-            super().__init__(model, *flags, env=env, at_start=_end_with_the_tests)
+            super().__init__(model, *flags, env=env, at_start=_end_with_the_tests, torchrun=torchrun)
         self.client = httpx.Client(base_url=self.url, timeout=60, transport=Inside(host))
+
+    def main(self) -> psutil.Process:
+        """The process of `oarlock serve`, of several on this host the one that serves."""
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                serves = "serve" in process.cmdline() and "torch.distributed.run" not in process.cmdline()
+                if serves and process.environ().get("LOCAL_RANK", "0") == "0":
+                    return process
+        raise AssertionError(f"nothing serves:\n{self.log}")
 
     def ranks(self) -> list[psutil.Process]:
         """Its ranks, in order."""
@@ -70,11 +87,23 @@ def _command(process: psutil.Process) -> str:
     return ""
 
 
+def _words(options: Mapping[str, Any], given: Flags) -> list[Any]:
+    """`options` as a command line, but for those that are given."""
+    return [word for name, value in options.items() if name not in given for word in (name, value)]
+
+
+def ranks_of(flags: Flags) -> int:
+    """How many ranks a command line asks for."""
+    sizes = ("-tp", "--tensor-parallel-size", "-pp", "--pipeline-parallel-size")
+    return math.prod(int(str(value)) for name, value in itertools.pairwise(flags) if name in sizes)
+
+
 class Group(Generic[AnyHosts]):
     """Use as a context manager, which waits until the head is ready; leaving it ends whatever still runs.
 
     `head_flags` and `head_env` are for the head only; `node_flags`, `node_env` and `node_model`, where it is another
-    one, for the other nodes. A variable of value None is left out.
+    one, for the other nodes. A variable of value None is left out. `launcher`: `flags` say who is where, or torchrun
+    does, with one process on each host (`torchrun`) or with one for each rank (`torchrun per rank`).
     """
 
     def __init__(
@@ -87,28 +116,31 @@ class Group(Generic[AnyHosts]):
         head_env: dict[str, Any] | None = None,
         node_env: dict[str, Any] | None = None,
         node_model: str | Path | None = None,
+        launcher: str = "flags",
     ) -> None:
         self.hosts = hosts
         with hosts.head.inside():
             self.port = free_port()
-        self.secret = secrets.token_hex(32)
         self._starts: dict[str, Callable[[], HostServer]] = {}
         of_head, of_node = (model, head_flags, head_env), (node_model or model, node_flags, node_env)
         for number, host in enumerate(hosts.hosts):
             own_model, own_flags, own_env = of_node if number else of_head
-            usual: dict[str, Any] = {
-                "--nnodes": len(hosts.hosts),
-                "--node-rank": number,
-                "--master-addr": hosts.head.address,
-            }
-            usual |= {"--master-port": self.port, "--cpu-affinity": "none"}
+            where: dict[str, Any] = {"--nnodes": len(hosts.hosts), "--node-rank": number}
+            where |= {"--master-addr": hosts.head.address, "--master-port": self.port}
+            usual: dict[str, Any] = {"--cpu-affinity": "none"}
             if hosts.kind == "loopback":
                 usual |= {"--node-interface": host.address}
+            torchrun = None
+            if launcher == "flags":
+                usual |= where
+            else:
+                each = ranks_of(flags) // len(hosts.hosts) if launcher == "torchrun per rank" else 1
+                torchrun = _words(where | {"--nproc-per-node": each}, ())
             given = (*flags, *own_flags)
-            words = [word for name, value in usual.items() if name not in given for word in (name, value)]
-            changes = {"OARLOCK_NODE_SECRET": self.secret} | (own_env or {})
-            env = {name: value for name, value in changes.items() if value is not None}
-            self._starts[host.name] = functools.partial(HostServer, host, own_model, *words, *given, env=env)
+            env = {name: value for name, value in (own_env or {}).items() if value is not None}
+            self._starts[host.name] = functools.partial(
+                HostServer, host, own_model, *_words(usual, given), *given, env=env, torchrun=torchrun
+            )
         self.servers: list[HostServer] = []
 
     def start_head(self) -> HostServer:

@@ -16,8 +16,12 @@ from tests.multihost.hosts import TwoHosts, why_not
 
 PAGE = ROOT / "docs" / "scaling.md"
 COMMANDS = re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-SECRET, HEAD, NODE, TORCHRUN = COMMANDS  # by what they are for
-PAIRS = {"flags": (HEAD, NODE), "torchrun": (TORCHRUN, TORCHRUN.replace("--node-rank 0", "--node-rank 1"))}
+HEAD, NODE, TORCHRUN, PER_RANK = COMMANDS  # by what they are for
+PAIRS = {
+    "flags": (HEAD, NODE),
+    "torchrun": (TORCHRUN, TORCHRUN.replace("--node-rank 0", "--node-rank 1")),
+    "torchrun per rank": (PER_RANK, PER_RANK.replace("--node-rank 0", "--node-rank 1")),
+}
 
 
 def typed(command, host, folder, head_address):
@@ -41,7 +45,7 @@ def ready(client, processes):
 
 def test_the_commands_differ_in_the_number_of_the_host_alone():
     assert HEAD.replace("--node-rank 0", "--node-rank 1") == NODE
-    assert TORCHRUN.startswith("torchrun ") and "--node-rank 0" in TORCHRUN
+    assert all(words.startswith("torchrun ") and "--node-rank 0" in words for words in (TORCHRUN, PER_RANK))
 
 
 @pytest.mark.soak
@@ -49,7 +53,6 @@ def test_the_commands_differ_in_the_number_of_the_host_alone():
 def test_two_hosts_serve_as_the_page_says(way, tmp_path):
     if reason := why_not("veth"):
         pytest.skip(reason)
-    subprocess.run(["bash", "-ec", SECRET], cwd=tmp_path, check=True)
     with TwoHosts("veth") as hosts:
         commands = zip(PAIRS[way], hosts.hosts, strict=True)
         processes = [typed(command, host, tmp_path, hosts.head.address) for command, host in commands]

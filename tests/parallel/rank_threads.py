@@ -38,8 +38,8 @@ class QueueChannel:
     def __init__(self) -> None:
         self._messages: SimpleQueue[Tensor | None] = SimpleQueue()
 
-    def send(self, rows: Tensor | None) -> None:
-        self._messages.put(None if rows is None else rows.clone())
+    def send(self, rows: Tensor) -> None:
+        self._messages.put(rows.clone())
 
     def receive(self, rows: Tensor) -> bool:
         message = self._messages.get(timeout=60)
@@ -47,7 +47,10 @@ class QueueChannel:
             rows.copy_(message)
         return message is not None
 
-    def discard(self) -> None:
+    def refuse(self, num_bytes: int) -> None:
+        self._messages.put(None)
+
+    def discard(self, num_bytes: int) -> None:
         self._messages.get(timeout=60)
 
 

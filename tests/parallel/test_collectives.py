@@ -2,7 +2,6 @@
 equal on all ranks."""
 
 import json
-import socket
 import subprocess
 import sys
 
@@ -18,7 +17,7 @@ BUFFER_BYTES = 4096  # small, so that long tensors go through in pieces
 
 CHILD = """
 import hashlib, json, sys, torch
-from workers.distributed.parallel_state import TensorParallel
+from workers.distributed.parallel_state import TensorParallel, init_distributed
 from workers.distributed.rank_groups import join_groups
 from workers.distributed.rendezvous import RendezvousInfo
 from workers.distributed.tree_sum import tree_sum
@@ -27,6 +26,8 @@ arguments = json.loads(sys.argv[1])
 forms = arguments.pop("forms")
 info = RendezvousInfo(**arguments, buffer_bytes=4096, timeout_s=60, shares_cores=arguments["size"] > 2)
 groups = join_groups(info, torch.device("cpu"))
+assert not torch.distributed.is_initialized(), "nothing listens where shared memory carries all"
+init_distributed(info, torch.device("cpu"))
 shared = groups.tp
 tp_of = {"python": shared, "kernels": shared, "gloo": TensorParallel(info.rank, info.size)}
 def all_reduce(form, x):
@@ -69,25 +70,12 @@ groups.destroy()
 def run_ranks(forms: list[list[str]]) -> list[dict[str, list[str]]]:
     """Each rank computes sums in one of its forms after the other -> digests of every sum by form, for each rank."""
     size = len(forms)
-    memory = anonymous_memory(total_bytes(size, BUFFER_BYTES))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        processes = []
-        for rank in range(size):
-            arguments = {
-                "rank": rank,
-                "size": size,
-                "port": listener.getsockname()[1],
-                "listen_fd": listener.fileno() if rank == 0 else None,
-                "memory_fd": memory,
-                "forms": forms[rank],
-            }
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-c", CHILD, json.dumps(arguments)],
-                    pass_fds=[memory, listener.fileno()] if rank == 0 else [memory],
-                    stdout=subprocess.PIPE,
-                )
-            )
+    memory, store = anonymous_memory(total_bytes(size, BUFFER_BYTES)), anonymous_memory(0)
+    processes = []
+    for rank in range(size):
+        arguments = {"rank": rank, "size": size, "memory_fd": memory, "store_fd": store, "forms": forms[rank]}
+        command = [sys.executable, "-c", CHILD, json.dumps(arguments)]
+        processes.append(subprocess.Popen(command, pass_fds=[memory, store], stdout=subprocess.PIPE))
     outputs = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * size
     return [json.loads(output) for output in outputs]

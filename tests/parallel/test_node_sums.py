@@ -1,176 +1,187 @@
 """Sums, gathers, votes and stages of ranks that are dealt to nodes: all results have the bits of all ranks on one host.
 
-Nodes share no memory here, and each has a loopback address of its own. Ranks are threads."""
+Nodes share no memory here. Ranks are threads, but where torch knows one process group alone: there, two processes."""
 
+import json
 import os
 import socket
-import threading
+import subprocess
+import sys
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 
-import psutil
 import pytest
 import torch
 from torch import Tensor
 
-from workers.distributed.rank_groups import RankGroups, join_groups
-from workers.distributed.rendezvous import RendezvousInfo
+from tests.unit.workers.gloo_groups import gloo_groups
+from workers.distributed.node_sums import NodeSums
+from workers.distributed.parallel_state import TensorParallel, follows_from_peer
+from workers.distributed.pipeline_stage import PipelineStage
+from workers.distributed.rendezvous import MARK_BYTES, RendezvousInfo, StoreAddress
 from workers.distributed.shm_all_reduce import PeerLostError, SharedMemoryGroup
-from workers.distributed.shm_layout import total_bytes
-from workers.distributed.shm_ring import anonymous_memory
-from workers.distributed.topology import Topology
+from workers.distributed.shm_layout import Neighbours, total_bytes
+from workers.distributed.shm_ring import RingLayout, RingReader, RingWriter, anonymous_memory
+from workers.distributed.stage_channels import RingChannel
 from workers.distributed.tree_sum import tree_sum
+from workers.distributed.votes import Votes
 
 CPU = torch.device("cpu")
 BUFFER_BYTES = 4096  # small, so that long tensors go through in pieces
-TOKEN = "0123456789abcdef" * 4
 WIDTH = 1536
-TOKENS = (1, 5, 700, 2, 3)  # of the steps of a pipeline; 700 are more than a socket takes at once
-
-pytestmark = pytest.mark.skipif(not SharedMemoryGroup.supported(), reason="ranks of this processor sum by gloo")
-
-
-def address_of(node: int) -> str:
-    return f"127.0.1.{node + 1}"
-
-
-def on_ranks(
-    topology: Topology, work: Callable[[int, RankGroups], None], timeout_s: float = 30.0, **changes: Any
-) -> list[BaseException]:
-    """`work` on every rank at once -> what it raised. `changes`: of the `RendezvousInfo` of the last rank."""
-    size, last = topology.ranks_per_node, topology.world_size - 1
-    memories = [anonymous_memory(total_bytes(size, BUFFER_BYTES)) for _ in range(topology.nnodes)]
-    errors: list[BaseException] = []
-
-    def run(info: RendezvousInfo) -> None:
-        try:
-            groups = join_groups(info, CPU)
-            try:
-                work(info.rank, groups)
-            finally:
-                groups.destroy()
-        except BaseException as error:
-            errors.append(error)
-
-    with socket.create_server((address_of(0), 0)) as listener:
-        threads = []
-        for rank in range(topology.world_size):
-            node = topology.node_of(rank)
-            fields = {
-                "rank": rank,
-                "size": topology.world_size,
-                "port": listener.getsockname()[1],
-                "listen_fd": os.dup(listener.fileno()) if rank == 0 else None,
-                "memory_fd": memories[node],
-                "buffer_bytes": BUFFER_BYTES,
-                "timeout_s": timeout_s,
-                "shares_cores": True,
-                "pipeline_parallel_size": topology.pipeline_parallel_size,
-                "nnodes": topology.nnodes,
-                "address": address_of(0),
-                "local_address": address_of(node),
-                "token": TOKEN,
-            }
-            info = RendezvousInfo(**(fields | changes if rank == last else fields))
-            threads.append(threading.Thread(target=run, args=(info,)))
-            threads[-1].start()
-    for thread in threads:
-        thread.join(60)
-    for memory in memories:
-        os.close(memory)
-    return errors
 
 
 def part(rank: int, count: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(100 * rank + count)).to(dtype)
 
 
-@pytest.mark.parametrize(
-    ("tp", "nnodes"), [(2, 2), (4, 2), (6, 2), (4, 4), (3, 3)], ids=["1 + 1", "2 + 2", "3 + 3", "1 x 4", "1 x 3"]
-)
-@pytest.mark.parametrize("pp", [1, 2])
-def test_sums_and_votes_are_those_of_one_host(tp: int, nnodes: int, pp: int) -> None:
-    """With two stages, each has nodes of its own."""
+def on_nodes(nodes: int, each: int, work: Callable[[TensorParallel, Votes], None]) -> None:
+    """`work` on every rank of `nodes` nodes of `each` ranks."""
+    first_ranks = gloo_groups(nodes)
+    memories = [anonymous_memory(total_bytes(each, BUFFER_BYTES)) for _ in range(nodes)]
 
-    def work(rank: int, groups: RankGroups) -> None:
-        tp, votes = groups.tp, groups.votes
-        assert tp.sums_by == "shared memory, and TCP between nodes" and tp.group_for_kernels is None
+    def run(rank: int) -> None:
+        node, local = divmod(rank, each)
+        within = Neighbours(node * each, each, 0, each)
+        group = SharedMemoryGroup(memories[node], local, each, BUFFER_BYTES, 60.0, shares_cores=True, within=within)
+        sums = NodeSums(group, nodes, None if local else first_ranks[node])
+        votes = Votes(memories[node], local, each, 60.0, within=within, other_nodes_agree=sums.all_agree)
+        work(TensorParallel(rank, nodes * each, sums), votes)
+
+    with ThreadPoolExecutor(nodes * each) as threads:
+        list(threads.map(run, range(nodes * each)))
+    for memory in memories:
+        os.close(memory)
+
+
+@pytest.mark.skipif(not SharedMemoryGroup.supported(), reason="ranks of this processor sum by gloo")
+@pytest.mark.parametrize(("nodes", "each"), [(2, 1), (2, 2), (2, 3), (4, 1), (3, 1)])
+def test_sums_and_votes_are_those_of_one_host(nodes: int, each: int) -> None:
+    def work(tp: TensorParallel, votes: Votes) -> None:
+        assert tp.sums_by == "shared memory, and gloo between nodes" and tp.group_for_kernels is None
         for dtype in (torch.float32, torch.bfloat16):
             for count in (1, 300, 5000):  # below a buffer, and several of them
                 parts = [part(rank, count, dtype) for rank in range(tp.size)]
                 total = tree_sum([x.float() for x in parts]).to(dtype)
                 assert torch.equal(tp.all_reduce(parts[tp.rank].clone()), total), f"sum of {count} {dtype}"
                 assert torch.equal(tp.all_gather(parts[tp.rank]), torch.stack(parts)), f"gather of {count} {dtype}"
-        assert votes is not None
         for no in range(tp.size):
             assert votes.all_agree(True) and not votes.all_agree(tp.rank != no)
 
-    assert on_ranks(Topology(tp, pp, nnodes * pp), work) == []
+    on_nodes(nodes, each, work)
 
 
-@pytest.mark.parametrize(
-    ("tp", "pp", "nnodes"),
-    [(1, 2, 2), (2, 2, 1), (2, 3, 3), (4, 2, 4)],
-    ids=["1 x 2", "one node", "2 x 3", "2 nodes each"],
-)
-def test_stages_send_rows_without_waiting(tp: int, pp: int, nnodes: int) -> None:
-    """No stage receives before the first has sent all it has."""
-    has_sent = threading.Barrier(tp * pp, timeout=30)
-
-    def work(rank: int, groups: RankGroups) -> None:
-        stage = groups.stage
-        if not stage.is_first:
-            has_sent.wait()
-        for step, tokens in enumerate(TOKENS):
-            expected = part(step, tokens * WIDTH, torch.bfloat16).view(tokens, WIDTH)
-            hidden = expected.clone() if stage.is_first else stage.receive(tokens, WIDTH, torch.bfloat16, CPU)
-            assert torch.equal(hidden, expected)
-            if not stage.is_last:
-                stage.send(hidden)
-                hidden.zero_()
-        if stage.is_first:
-            has_sent.wait()
-        has_arrived.wait()  # what this rank has sent is read before it closes its sockets
-
-    has_arrived = threading.Barrier(tp * pp, timeout=30)
-    assert on_ranks(Topology(tp, pp, nnodes), work) == []
+def rings(in_flight: int) -> tuple[RingChannel, RingChannel]:
+    """Both ends of a channel from rank 0 to rank 1 of a host."""
+    layout = RingLayout.holding(MARK_BYTES + 700 * WIDTH * 2, 1, in_flight)
+    memory, (wake_read, wake_write) = anonymous_memory(layout.total_bytes), os.pipe()
+    writer, reader = RingWriter(memory, [wake_write], layout), RingReader(memory, wake_read, 0, layout)
+    os.close(memory)
+    return RingChannel(1, 60.0, writer=writer), RingChannel(0, 0.1, reader=reader)
 
 
-def test_once_all_have_come_nothing_listens_and_all_goes_over_the_named_addresses() -> None:
-    everyone = threading.Barrier(5, timeout=30)
-
-    def look() -> None:
-        everyone.wait()
-        mine = [there for there in psutil.Process().net_connections("inet") if there.laddr.ip.startswith("127.0.1.")]
-        found.extend(mine)
-        everyone.wait()
-
-    def work(rank: int, groups: RankGroups) -> None:
-        everyone.wait()
-        everyone.wait()
-
-    found: list[Any] = []
-    looking = threading.Thread(target=look)
-    looking.start()
-    assert on_ranks(Topology(2, 2, 4), work) == []
-    looking.join()
-    open_ones = [there for there in found if there.status == psutil.CONN_ESTABLISHED]
-    assert [there for there in found if there.status == psutil.CONN_LISTEN] == []
-    assert len(open_ones) == 8  # two for sums, two between stages; both ends are here
-    assert {there.raddr.ip for there in open_ones} == {address_of(node) for node in range(4)}
-
-
-def test_a_rank_with_another_token_is_no_peer() -> None:
-    errors = on_ranks(Topology(2, 1, 2), lambda rank, groups: None, timeout_s=1.0, token="another" * 8)
-    causes = sorted(str(error) for error in errors)
-    assert all(isinstance(error, PeerLostError) for error in errors) and len(errors) == 2
-    assert causes[0].startswith("rank 1 did not connect within") and "is not rank 0 of this group" in causes[1]
+def test_stages_of_one_host_send_rows_through_a_ring_without_waiting() -> None:
+    after, before = rings(in_flight=2)
+    row_bytes = WIDTH * 2
+    first = PipelineStage(0, 2, None, None, after, row_bytes)
+    last = PipelineStage(1, 2, None, before, None, row_bytes)
+    hidden = part(3, 700 * WIDTH, torch.bfloat16).view(700, WIDTH)
+    sent = hidden.clone()
+    first.send(sent)
+    sent.zero_()
+    first.refuse(700)
+    first.send(hidden[:1])
+    first.send(hidden[:5])
+    assert torch.equal(last.receive(700, WIDTH, torch.bfloat16, CPU), hidden)
+    last.drop(700)
+    last.drop(1)
+    assert torch.equal(last.receive(5, WIDTH, torch.bfloat16, CPU), hidden[:5])
+    after.send(hidden[:0])  # of a rank without a share of a short step
+    assert before.receive(hidden[:0])
+    with pytest.raises(PeerLostError, match="rank 0 sent nothing within"):
+        last.drop(1)
+    after.close()
+    with pytest.raises(PeerLostError, match="rank 0 has ended") as caught:
+        last.drop(1)
+    assert follows_from_peer(caught.value)
+    before.close()
 
 
-def test_a_rank_that_ends_is_named() -> None:
-    def work(rank: int, groups: RankGroups) -> None:
-        if rank != 1:
-            groups.tp.all_reduce(torch.ones(3))
+# Ranks of two nodes by gloo alone, as on processors whose stores are not kept in order, and rows between their stages.
+CHILD = """
+import json, sys, psutil, torch
+from workers.distributed.parallel_state import init_distributed, stage_group
+from workers.distributed.rank_groups import join_groups
+from workers.distributed.rendezvous import RendezvousInfo
+from workers.distributed.stage_channels import DeviceChannel, GlooChannel
+from workers.distributed.tree_sum import tree_sum
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+info = RendezvousInfo.from_fields(json.loads(sys.argv[1]))
 
-    (error,) = on_ranks(Topology(2, 1, 2), work)
-    assert isinstance(error, PeerLostError) and "rank 1" in str(error)
+def part(seed, *shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+init_distributed(info, CPU)
+tp = stage_group(info, CPU)
+parts = [part(rank, 3, 700) for rank in range(2)]
+assert tp.sums_by == "gloo" and tp.group_for_kernels is None
+assert torch.equal(tp.all_reduce(parts[tp.rank]), tree_sum([x.float() for x in parts]).bfloat16())
+peer = 1 - info.rank
+channels = GlooChannel(peer), DeviceChannel(GlooChannel(peer), peer, CPU)  # they keep what is not received yet
+for channel in channels:
+    for step, tokens in enumerate((1, 5, 300, 2)):
+        rows = part(step, tokens, 512)
+        if info.rank == 0:
+            channel.send(rows)
+            rows.zero_()
+            channel.refuse(rows.nbytes)
+            channel.send(part(step, 4, 512))  # of a step that the receiver refuses
+        else:
+            into = torch.empty_like(rows)
+            assert channel.receive(into) and torch.equal(into, rows)
+            assert not channel.receive(into)
+            channel.discard(4 * 512 * 2)
+found = psutil.Process().net_connections("inet")
+print(json.dumps(sorted({there.laddr.ip for there in found if there.status == psutil.CONN_LISTEN})), flush=True)
+sys.stdin.read()  # what was sent is read before a rank ends
+if info.rank == 1:
+    try:
+        channel.discard(512)
+    except RuntimeError as error:
+        from workers.distributed.parallel_state import follows_from_peer
+        assert follows_from_peer(error), error
+tp.destroy()
+"""
+
+
+def test_gloo_carries_sums_and_rows_between_nodes_on_the_named_interface_alone() -> None:
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    port, memory = listener.getsockname()[1], anonymous_memory(total_bytes(1, BUFFER_BYTES))
+    store = dist.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(),
+        timeout=timedelta(seconds=60),
+    )  # fmt: skip
+    ranks = []
+    for rank in range(2):
+        info = RendezvousInfo(
+            rank, 2, memory, BUFFER_BYTES, 60.0, True, nnodes=2, interface="lo",
+            store=StoreAddress("127.0.0.1", port, "test"),
+        )  # fmt: skip
+        command = [sys.executable, "-c", CHILD, json.dumps(asdict(info))]
+        ranks.append(subprocess.Popen(command, pass_fds=[memory], stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+    try:
+        for rank in ranks:
+            assert rank.stdout is not None
+            assert json.loads(rank.stdout.readline()) == ["127.0.0.1"]
+    finally:
+        for rank in ranks:
+            rank.communicate(timeout=60)
+        os.close(memory)
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    del store

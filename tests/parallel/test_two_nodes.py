@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -13,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.running import free_port
+from tests.e2e.running import eventually, free_port
 from tests.golden.tiny_models import make_tiny
 from tests.parallel.rank_threads import ThreadExecutor
 from tests.parallel.test_multiproc_executor import config_for, generate, step_of
@@ -35,7 +34,7 @@ class Group:
     head: Executor
     node: subprocess.Popen[bytes]
     stop_fd: int  # to write to
-    left: threading.Event
+    left: list[int]  # signals that this process got
     log: Path
 
     def remote_ranks(self) -> list[psutil.Process]:
@@ -45,20 +44,22 @@ class Group:
 @contextmanager
 def group_of(checkpoint: Path, log: Path, tp: int, pp: int) -> Generator[Group]:
     config = config_for(checkpoint, tensor_parallel_size=tp, pipeline_parallel_size=pp, nnodes=2, cpu_affinity="none")
-    nodes = NodesConfig(0, 2, "127.0.0.1", free_port(), None, "of a test, with more than 32 characters", 60.0)
+    nodes = NodesConfig(0, 2, "127.0.0.1", free_port(), None, 60.0)
     stop_read, stop_write = os.pipe()
     words = [config.to_json(), json.dumps(asdict(replace(nodes, node_rank=1))), str(stop_read)]
     with log.open("wb") as file:
         node = start_python(["-m", "tests.parallel.node_of_group", *words], pass_fds=[stop_read], output=file.fileno())
     os.close(stop_read)
-    left = threading.Event()
+    left: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: left.append(number))
     try:
-        head = start_executor(config, lambda *_: None, nodes=nodes, on_leave=left.set)
+        head = start_executor(config, lambda *_: None, nodes=nodes, leave_pid=os.getpid())
         try:
             yield Group(head, node, stop_write, left, log)
         finally:
             head.close()
     finally:
+        signal.signal(signal.SIGTERM, before)
         os.close(stop_write)
         node.kill()
         node.wait()
@@ -76,7 +77,7 @@ def test_two_nodes_answer_like_one_rank_and_end_in_order(checkpoint: Path, tmp_p
         group.head.ping()
         assert generate(group.head, PROMPT, 12)[0] == expected
         os.write(group.stop_fd, b"s")
-        assert group.left.wait(60)
+        eventually(lambda: group.left, 60, "the operator's wish to stop arrives")
         assert generate(group.head, PROMPT, 12)[0] == expected
         ranks = group.remote_ranks()
         group.head.close()

@@ -1,15 +1,14 @@
 """The tensor-parallel process group as a value that layers get in their constructor.
 
-The only module that imports `torch.distributed`. CPU ranks of an x86 host use shared memory (`shm_all_reduce.py`), of
-several hosts TCP besides (`peers/node_sums.py`), on other processors gloo; CUDA ranks use NCCL, or symmetric memory for
-small sums.
+CPU ranks of an x86 host use shared memory (`shm_all_reduce.py`), of several hosts gloo besides (`node_sums.py`), on
+other processors gloo alone; CUDA ranks use NCCL, or symmetric memory for small sums.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -19,12 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workers.distributed.device_all_reduce import SIZES, Sum, choose, seconds_on_device
-from workers.distributed.peers.node_sums import NodeSums
+from workers.distributed.node_sums import NodeSums
 from workers.distributed.rendezvous import RendezvousInfo
 from workers.distributed.shm_all_reduce import PeerLostError, SharedMemoryGroup
 from workers.distributed.shm_layout import Flags
 from workers.distributed.tree_sum import tree_sum
 from workers.platform.network import interface_with
+
+LOOPBACK = "127.0.0.1"
+_OF_PEER = ("gloo", "closed by peer", "timeout caused pair closure")  # in gloo's words for a peer that is lost
 
 logger = logging.getLogger("oarlock.runner")
 
@@ -122,80 +124,61 @@ class TensorParallel:
             self._record(self._collectives)
 
 
-def open_store(info: RendezvousInfo) -> dist.TCPStore:
-    """The store that rank 0 keeps for all ranks. Waits for it, at most `info.timeout_s`."""
-    return dist.TCPStore(
-        info.address,
-        info.port,
-        info.size,
-        is_master=info.rank == 0,
-        timeout=timedelta(seconds=info.timeout_s),
-        wait_for_workers=False,
-        master_listen_fd=info.listen_fd,
-    )
+def open_store(info: RendezvousInfo) -> dist.Store:
+    """The store in which ranks find each other: on one host in their shared memory, so that nothing listens."""
+    if info.store is None:
+        return dist.FileStore(f"/dev/fd/{info.store_fd}", -1)
+    timeout = timedelta(seconds=info.timeout_s)
+    store = dist.TCPStore(info.store.address, info.store.port, is_master=False, timeout=timeout, wait_for_workers=False)
+    return dist.PrefixStore(f"{info.store.prefix}/ranks", store)
 
 
-def init_distributed(
-    info: RendezvousInfo,
-    device: torch.device,
-    shared: SharedMemoryGroup | NodeSums | None = None,
-    store: dist.TCPStore | None = None,
-    *,
-    share_device: bool = False,
-    in_order: bool = False,
-) -> TensorParallel:
-    """The ranks of one stage, by torch's process groups. Blocks until all ranks are there, at most `info.timeout_s`.
+def init_distributed(info: RendezvousInfo, device: torch.device, *, share_device: bool = False) -> None:
+    """Form torch's process group of all ranks. Blocks until all are there, at most `info.timeout_s`.
 
-    `shared`: computes sums in their place. `store`: opened before. `share_device`: several ranks have one CUDA device,
-    which NCCL refuses; so they are on gloo too. `in_order`: see `TensorParallel`.
+    `share_device`: several ranks have one CUDA device, which NCCL refuses; so they are on gloo.
     """
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_with(info.local_address).name)
+    interface = info.interface or interface_with(LOOPBACK).name
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
     if info.nnodes > 1:
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "=" + interface_with(info.local_address).name)
+        os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"
     on_nccl = device.type == "cuda" and not share_device
     dist.init_process_group(
-        "nccl" if on_nccl else "gloo",
-        store=store or open_store(info),
+        "gloo" if not on_nccl else "nccl" if info.nnodes == 1 else "cpu:gloo,cuda:nccl",
+        store=open_store(info),
         rank=info.rank,
         world_size=info.size,
         timeout=timedelta(seconds=info.timeout_s),
         device_id=device if on_nccl else None,
     )
+
+
+def subgroups(groups: Iterable[Sequence[int]], rank: int) -> dist.ProcessGroup | None:
+    """Form `groups` of ranks, none of them in two, and return the one of `rank`. Every rank must call this alike."""
+    own = None
+    for ranks in groups:
+        group = dist.new_group(list(ranks))
+        if rank in ranks:
+            own = group
+    return own
+
+
+def stage_group(
+    info: RendezvousInfo, device: torch.device, *, share_device: bool = False, in_order: bool = False
+) -> TensorParallel:
+    """The ranks of one stage, by torch's collectives. `in_order`: see `TensorParallel`."""
     topology = info.topology
-    rank, size, local = topology.tensor_rank(info.rank), topology.tensor_parallel_size, topology.local_rank(info.rank)
-    if shared is not None:
-        return TensorParallel(rank, size, shared)
+    rank, size = topology.tensor_rank(info.rank), topology.tensor_parallel_size
     group = None
-    if topology.pipeline_parallel_size > 1:  # every rank must name all groups
-        stages = [dist.new_group(list(topology.stage_ranks(s))) for s in range(topology.pipeline_parallel_size)]
-        group = stages[topology.stage_of(info.rank)]
+    if topology.pipeline_parallel_size > 1:
+        group = subgroups(map(topology.stage_ranks, range(topology.pipeline_parallel_size)), info.rank)
+    local = topology.local_rank(info.rank)
     record = partial(Flags(info.memory_fd, topology.ranks_per_node).__setitem__, local)
     tp = TensorParallel(rank, size, None, record, group, over_host=share_device, in_order=in_order)
+    on_nccl = device.type == "cuda" and not share_device
     if on_nccl and not in_order and 1 < size <= topology.ranks_per_node:  # devices of one host
         tp.choose_all_reduce(device)
     return tp
-
-
-class DeviceRows:
-    """Rows to or from one other rank, from device to device."""
-
-    def __init__(self, peer: int) -> None:
-        self._peer = peer
-        self._sent: list[tuple[dist.Work, Tensor]] = []
-
-    def send(self, rows: Tensor) -> None:
-        """Does not wait for the receiver. `rows` may be overwritten once this returns."""
-        self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
-        kept = rows.clone()
-        work = dist.isend(kept, self._peer)
-        assert work is not None, "this rank is of the group"
-        self._sent.append((work, kept))
-
-    def receive(self, rows: Tensor) -> None:
-        """Into `rows` (contiguous): what is launched after this finds them there."""
-        work = dist.irecv(rows, self._peer)
-        assert work is not None, "this rank is of the group"
-        work.wait()
 
 
 class OneShot:
@@ -219,7 +202,7 @@ class OneShot:
 
 def follows_from_peer(error: Exception) -> bool:
     """Whether the cause is that another rank is lost, as far as one can tell."""
-    return isinstance(error, dist.DistError | PeerLostError) or "gloo" in str(error)
+    return isinstance(error, dist.DistError | PeerLostError) or any(word in str(error) for word in _OF_PEER)
 
 
 def nccl_version() -> str | None:

@@ -5,7 +5,7 @@ them its share of the rows, 1/TP, and the ranks of the receiving stage gather: e
 Every step is one message from each rank to its peer, also a step that a stage refuses (`StepGuard`), so that stages
 stay in step without asking each other.
 
-Does not know what carries the messages (`Channel`).
+Does not know what carries the messages (`Channel`, of which `stage_channels.py` has several).
 """
 
 from typing import Protocol
@@ -21,20 +21,24 @@ class StepRefusedError(Exception):
 
 
 class Channel(Protocol):
-    """Messages in order to or from one peer: rows, or None for a step that was refused."""
+    """Messages in order to or from one peer, one for each step. Both sides know how many bytes of rows a step has."""
 
-    def send(self, rows: Tensor | None) -> None:
+    def send(self, rows: Tensor) -> None:
         """Does not wait for the receiver. `rows` may be overwritten once this returns."""
+        ...
+
+    def refuse(self, num_bytes: int) -> None:
+        """Say that a step of so many bytes does not run. Does not wait for the receiver."""
         ...
 
     def receive(self, rows: Tensor) -> bool:
         """Wait for the next message, and write it to `rows` (contiguous). False: the step was refused.
 
-        Raises `PeerLostError`."""
+        Raises an error where the peer is lost."""
         ...
 
-    def discard(self) -> None:
-        """Wait for the next message, and forget it. Raises `PeerLostError`."""
+    def discard(self, num_bytes: int) -> None:
+        """Wait for the next message, of so many bytes, and forget it. Raises an error where the peer is lost."""
         ...
 
 
@@ -49,14 +53,16 @@ class PipelineStage:
         tp: TensorParallel | None = None,
         before: Channel | None = None,
         after: Channel | None = None,
+        row_bytes: int = 0,
     ) -> None:
-        """`tp`: the ranks of this stage; None: one alone."""
+        """`tp`: the ranks of this stage; None: one alone. `row_bytes`: of a token's hidden state."""
         assert (before is None) == (number == 0) and (after is None) == (number == size - 1)
         self.number = number
         self.size = size
         self._tp = tp or TensorParallel.solo()
         self._before = before
         self._after = after
+        self._row_bytes = row_bytes
 
     @staticmethod
     def solo() -> "PipelineStage":
@@ -85,20 +91,28 @@ class PipelineStage:
         assert self._before is not None, "the first stage receives nothing"
         share = self._share(num_tokens)
         rows = torch.empty((share, hidden_size), dtype=dtype, device=device)
-        mine = max(0, min(share, num_tokens - share * self._tp.rank))
-        if not self._before.receive(rows[:mine]):
+        if not self._before.receive(rows[: self._mine(num_tokens)]):
             raise StepRefusedError
         return self._tp.all_gather(rows).view(-1, hidden_size)[:num_tokens]
 
-    def drop(self) -> None:
+    def drop(self, num_tokens: int) -> None:
         """Take the message of a step that this stage does not run."""
         if self._before is not None:
-            self._before.discard()
+            self._before.discard(self._num_bytes(num_tokens))
 
-    def refuse(self) -> None:
+    def refuse(self, num_tokens: int) -> None:
         """Tell the stages after this one that it does not run the step."""
         if self._after is not None:
-            self._after.send(None)
+            self._after.refuse(self._num_bytes(num_tokens))
+
+    def _num_bytes(self, num_tokens: int) -> int:
+        """Of this rank's message of a step."""
+        return self._mine(num_tokens) * self._row_bytes
+
+    def _mine(self, num_tokens: int) -> int:
+        """Rows of this rank; the last ranks may have fewer than the others, or none."""
+        share = self._share(num_tokens)
+        return max(0, min(share, num_tokens - share * self._tp.rank))
 
     def _share(self, num_tokens: int) -> int:
         """Rows of each rank; the last ones have fewer."""

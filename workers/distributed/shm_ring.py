@@ -219,6 +219,11 @@ class RingReader:
         """Tell the writer how long this reader has worked on a message."""
         self._pages.set_duration(self._reader, nanoseconds)
 
+    @property
+    def lacks_rest(self) -> bool:
+        """Whether the message that `recv` yielded last is not complete yet."""
+        return self._lacks_rest
+
     def wait_for_rest(self, timeout_s: float | None = None) -> None:
         """Blocks until the message that `recv` yielded is complete; most are from the start. Raises like `recv`."""
         if self._lacks_rest:

@@ -5,8 +5,6 @@ Torch-free. Does not know what the processes do.
 
 import contextlib
 import os
-import secrets
-import socket
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,9 +12,9 @@ from typing import Any, NamedTuple
 
 from workers.config import WorkerConfig
 from workers.distributed.control_channel import Control
-from workers.distributed.rendezvous import LOOPBACK, RendezvousInfo
+from workers.distributed.rendezvous import MARK_BYTES, RendezvousInfo, StageRing, StoreAddress
 from workers.distributed.shm_layout import Flags, total_bytes
-from workers.distributed.shm_ring import ChannelClosedError, anonymous_memory
+from workers.distributed.shm_ring import ChannelClosedError, RingLayout, anonymous_memory
 from workers.rank_processes import RankProcess, end_ranks, start_ranks
 from workers.worker.cpu_affinity import ranks_share_cores
 
@@ -45,24 +43,18 @@ class RankArguments:
     def receive(control: Control) -> "RankArguments":
         """Blocks. Raises `ChannelClosedError` when the parent has ended."""
         fields = control.recv()
-        return RankArguments(RendezvousInfo(**fields["rendezvous"]), WorkerConfig(**fields["config"]), fields["extra"])
-
-
-class Store(NamedTuple):
-    """Where rank 0's store is, and what ranks prove to each other with."""
-
-    address: str = LOOPBACK
-    port: int = 0
-    token: str = ""
+        return RankArguments(
+            RendezvousInfo.from_fields(fields["rendezvous"]), WorkerConfig(**fields["config"]), fields["extra"]
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class NodePlace:
-    """Which ranks are started here, and where they find rank 0."""
+    """Which ranks are started here, and where they meet those of other hosts."""
 
     node: int = 0
-    address: str = LOOPBACK  # of this host, a number: what its ranks listen on
-    store: Store | None = None  # None: rank 0 is here
+    interface: str | None = None  # of this host, for what goes between hosts; None: there is one host
+    store: StoreAddress | None = None
 
 
 THE_ONLY_NODE = NodePlace()
@@ -74,7 +66,6 @@ class SpawnedRanks(NamedTuple):
     processes: list[subprocess.Popen[bytes]]
     controls: list[Control]
     collectives: Flags
-    store: Store = Store()  # what the other nodes must know
 
     def end(self) -> None:
         """Kill the processes, and close everything."""
@@ -97,23 +88,19 @@ def spawn_ranks(
     size = config.ranks_per_node
     assert len(ahead) <= size == len(extras)
     ranks = list(ahead)
-    memory_fd = anonymous_memory(total_bytes(size, _COLLECTIVE_BUFFER_BYTES))
-    try:
-        ranks += start_ranks(size - len(ahead), module)
-        with contextlib.ExitStack() as stack:
-            listen_fd, store = None, place.store
-            if store is None:
-                family = socket.AF_INET6 if ":" in place.address else socket.AF_INET
-                listener = stack.enter_context(socket.create_server((place.address, 0), family=family))
-                listen_fd = listener.fileno()
-                store = Store(place.address, listener.getsockname()[1], secrets.token_hex(16))
+    with contextlib.ExitStack() as given:  # the ranks get descriptors of their own
+        memory_fd = anonymous_memory(total_bytes(size, _COLLECTIVE_BUFFER_BYTES))
+        given.callback(os.close, memory_fd)
+        store_fd = anonymous_memory(0)
+        given.callback(os.close, store_fd)
+        rings = _stage_rings(config, given)
+        try:
+            ranks += start_ranks(size - len(ahead), module)
             for number, extra in enumerate(extras):
-                rank = place.node * size + number
+                before, after = rings.get(number - config.tensor_parallel_size), rings.get(number)
                 rendezvous = RendezvousInfo(
-                    rank=rank,
+                    rank=place.node * size + number,
                     size=size * config.nnodes,
-                    port=store.port,
-                    listen_fd=listen_fd if rank == 0 else None,
                     memory_fd=memory_fd,
                     buffer_bytes=_COLLECTIVE_BUFFER_BYTES,
                     # Longer than the parent waits: it sees all ranks and can name the one that hangs.
@@ -121,19 +108,41 @@ def spawn_ranks(
                     shares_cores=ranks_share_cores(config),
                     pipeline_parallel_size=config.pipeline_parallel_size,
                     nnodes=config.nnodes,
-                    address=store.address,
-                    local_address=place.address,
-                    token=store.token,
+                    row_bytes=_row_bytes(config),
+                    store_fd=store_fd,
+                    store=place.store,
+                    interface=place.interface,
+                    from_stage=before and before[0],
+                    to_stage=after and after[1],
                 )
                 with contextlib.suppress(ChannelClosedError):  # it has ended: reading its messages shows it
                     ranks[number].control.send("arguments", **asdict(RankArguments(rendezvous, config, extra)))
-        collectives = Flags(memory_fd, size)
-    except BaseException:
-        end_ranks(ranks)
-        raise
-    finally:
-        os.close(memory_fd)
-    return SpawnedRanks([rank.process for rank in ranks], [rank.control for rank in ranks], collectives, store)
+            collectives = Flags(memory_fd, size)
+        except BaseException:
+            end_ranks(ranks)
+            raise
+    return SpawnedRanks([rank.process for rank in ranks], [rank.control for rank in ranks], collectives)
+
+
+def _stage_rings(config: WorkerConfig, given: contextlib.ExitStack) -> dict[int, tuple[dict, dict]]:
+    """The number of a rank of this host -> the reading and the writing end of its ring to the rank of its place in the
+    next stage, where that is on this host too."""
+    rings = {}
+    tokens = -(-config.max_num_batched_tokens // config.tensor_parallel_size)
+    num_bytes = MARK_BYTES + _row_bytes(config) * tokens
+    for number in range(config.ranks_per_node - config.tensor_parallel_size):
+        layout = RingLayout.holding(num_bytes, 1, config.pipeline_parallel_size)
+        memory_fd, (read_fd, write_fd) = anonymous_memory(layout.total_bytes), os.pipe()
+        for fd in (memory_fd, read_fd, write_fd):
+            given.callback(os.close, fd)
+        reading, writing = (asdict(StageRing(memory_fd, fd, layout.to_fields())) for fd in (read_fd, write_fd))
+        rings[number] = reading, writing
+    return rings
+
+
+def _row_bytes(config: WorkerConfig) -> int:
+    """Bytes of a token's hidden state."""
+    return config.hidden_size * (4 if config.dtype == "float32" else 2)
 
 
 def describe_exit(status: int) -> str:

@@ -1,4 +1,4 @@
-"""One model on several hosts: how many there are, which one this is, and how they find and trust each other."""
+"""Options of one model on several hosts: how many there are, which one this is, and how they find each other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MASTER_PORT = 29550
 
 @dataclass(frozen=True)
 class NodeSettings:
-    """Options of the group `Several hosts`. The secret itself is no option: it must not be on a command line."""
+    """Options of the group `Several hosts`."""
 
     nnodes: int = option(
         1,
@@ -43,7 +43,7 @@ class NodeSettings:
         example="29600",
         minimum=1,
         maximum=65535,
-        help="port on which the head node waits for the others; from torchrun, the one after its MASTER_PORT",
+        help="port of the store in which the hosts meet: the head node keeps it, or torchrun",
     )
     node_interface: str | None = option(
         None,
@@ -51,12 +51,6 @@ class NodeSettings:
         example="eth1",
         help="network interface of this host, or its address, for all that goes between hosts (default: the one that "
         "leads to the head node)",
-    )
-    node_secret_file: str | None = option(
-        None,
-        group=_GROUP,
-        example="/run/secrets/oarlock",
-        help="file with the secret that all hosts share, of 32 characters or more; or OARLOCK_NODE_SECRET holds it",
     )
     node_timeout: float = option(
         300.0,

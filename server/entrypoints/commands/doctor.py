@@ -12,7 +12,7 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from server.config.nodes import SECRET, nodes_config
+from server.config.nodes import nodes_config
 from server.config.settings import Settings
 from server.entrypoints.arguments import add_settings, given_settings, loaded_settings
 from server.entrypoints.child_process import run_program
@@ -44,16 +44,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _nodes(settings: Settings) -> list[str]:
-    """What the program must know of the other hosts, if there are any. Not the secret: others can read its words."""
+    """What the program must know of the other hosts, if there are any."""
     from engine.errors import StartupError
 
     try:
         nodes = nodes_config(settings, os.environ)
     except StartupError as error:
         return [f"--nodes-wrong={json.dumps([error.cause, error.fix])}"]
-    finally:
-        os.environ.pop(SECRET, None)
-    return [] if nodes is None else [f"--nodes={json.dumps(asdict(replace(nodes, secret='')))}"]
+    return [] if nodes is None else [f"--nodes={json.dumps(asdict(nodes))}"]
 
 
 def _find(settings: Settings) -> tuple[str, list[str]]:

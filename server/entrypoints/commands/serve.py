@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from server.config.nodes import SECRET, nodes_config, why_exposed
+from server.config.launchers import first_on_host
+from server.config.nodes import nodes_config
 from server.config.settings import OPTIONS, Settings
 from server.entrypoints.arguments import UsageError, add_settings, given_settings, loaded_settings
 from server.llm.engine_processes import engine_processes
@@ -35,16 +36,15 @@ def run(arguments: argparse.Namespace) -> int:
     _check_model_was_not_swallowed(given, settings)
     for note in arguments.notes:
         sys.stderr.write(f"note: {note}\n")
-    nodes = nodes_config(settings, os.environ)
-    os.environ.pop(SECRET, None)  # no other process needs it there
-    if nodes is not None:
-        exposed = why_exposed(settings)
-        if exposed is not None:
-            sys.stderr.write(f"warning: {exposed}\n")
-        if nodes.node_rank:
-            from server.entrypoints.node import serve_node
+    if not first_on_host(os.environ, settings.tensor_parallel_size * settings.pipeline_parallel_size):
+        from server.entrypoints.node import wait_for_first
 
-            return serve_node(settings, nodes)
+        return wait_for_first()
+    nodes = nodes_config(settings, os.environ)
+    if nodes is not None and nodes.node_rank:
+        from server.entrypoints.node import serve_node
+
+        return serve_node(settings, nodes)
     engines = engine_processes(settings)
     gc.disable()  # until the server is ready: imports make nothing but objects that stay
     try:

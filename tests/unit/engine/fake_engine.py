@@ -44,7 +44,7 @@ class ScenarioExecutor(FakeExecutor):
         super().close()
 
 
-def start_executor(worker, on_progress, *, nodes, on_leave):
+def start_executor(worker, on_progress, *, nodes, leave_pid):
     scenario = json.loads(worker.model_path)
     for fraction in (0.0, 0.5, 1.0):
         on_progress("loading", fraction)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from server.config.groups.nodes import MASTER_PORT
-from server.config.launchers import LEADER_WORKER_SET, TORCHRUN, launched
+from server.config.launchers import LEADER_WORKER_SET, TORCHRUN, first_on_host, launched
+from server.config.nodes import nodes_config
 from server.config.options import OptionError
 from server.config.settings import Settings
 from server.config.sources import load_settings
@@ -33,6 +34,7 @@ BY_TORCHRUN = {
     "TORCHELASTIC_RESTART_COUNT": "0",
     "TORCHELASTIC_MAX_RESTARTS": "0",
     "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
 }
 BY_LWS = {"LWS_LEADER_ADDRESS": "model-0.model.default", "LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "3"}
 
@@ -45,7 +47,7 @@ def test_torchrun_says_which_host_this_is():
     loaded = load_settings({}, BY_TORCHRUN)
     settings = loaded.settings
     assert (settings.nnodes, settings.node_rank, settings.master_addr) == (2, 1, "10.0.0.1")
-    assert settings.master_port == 29501, "torchrun itself listens on its port"
+    assert settings.master_port == 29500
     origins = {loaded.origins[name] for name in ("nnodes", "node_rank", "master_addr", "master_port")}
     assert origins == {TORCHRUN}
 
@@ -91,8 +93,7 @@ def test_one_host_under_torchrun_is_one_host():
         (_without(BY_TORCHRUN, "GROUP_WORLD_SIZE"), "has GROUP_RANK, MASTER_ADDR, MASTER_PORT of torchrun"),
         (BY_TORCHRUN | {"GROUP_RANK": "first"}, "GROUP_RANK, a variable of torchrun, is 'first'"),
         (BY_TORCHRUN | {"MASTER_PORT": "-1"}, "MASTER_PORT, a variable of torchrun, is '-1'"),
-        (BY_TORCHRUN | {"MASTER_PORT": "65535"}, "--master-port is 65536, but it must be at most 65535"),
-        (BY_TORCHRUN | {"LOCAL_WORLD_SIZE": "8"}, "torchrun starts 8 processes on this host"),
+        (BY_TORCHRUN | {"MASTER_PORT": "65536"}, "--master-port is 65536, but it must be at most 65535"),
         (_without(BY_LWS, "LWS_WORKER_INDEX"), "but not LWS_WORKER_INDEX"),
         (_without(BY_LWS, "LWS_LEADER_ADDRESS"), "but not LWS_LEADER_ADDRESS"),
         (BY_LWS | {"LWS_GROUP_SIZE": "two"}, "LWS_GROUP_SIZE, a variable of LeaderWorkerSet, is 'two'"),
@@ -108,6 +109,29 @@ def test_what_is_missing_or_wrong_is_named_with_a_fix(environment, cause):
 def test_a_variable_that_is_not_needed_may_be_missing():
     given = {"nnodes", "node_rank", "master_addr", "master_port"}
     assert launched(_without(BY_TORCHRUN, "MASTER_ADDR", "GROUP_RANK"), given) == (TORCHRUN, {})
+
+
+def test_ranks_meet_in_the_store_of_torchrun_unless_another_port_is_named():
+    settings = load_settings({}, BY_TORCHRUN).settings
+    nodes = nodes_config(settings, BY_TORCHRUN)
+    assert nodes is not None and (nodes.port, nodes.launcher_store) == (29500, "none/0")
+    again = nodes_config(settings, BY_TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "1"})
+    assert again is not None and again.launcher_store == "none/1", "keys of another attempt are not ours"
+    own = [BY_TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"}, BY_LWS]
+    for environment in own:
+        nodes = nodes_config(load_settings({}, environment).settings, environment)
+        assert nodes is not None and nodes.launcher_store is None
+    nodes = nodes_config(load_settings({"master_port": 7}, BY_TORCHRUN).settings, BY_TORCHRUN)
+    assert nodes is not None and nodes.launcher_store is None
+
+
+def test_of_a_process_for_each_rank_the_first_on_each_host_serves():
+    of_four = BY_TORCHRUN | {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}
+    assert first_on_host(of_four, 4) and not first_on_host(of_four | {"LOCAL_RANK": "1"}, 4)
+    assert first_on_host(BY_TORCHRUN, 4) and first_on_host({"LOCAL_RANK": "1"}, 1)
+    with pytest.raises(OptionError, match="torchrun starts 4 processes") as caught:
+        first_on_host(of_four, 2)
+    assert "--nproc-per-node 1" in caught.value.fix
 
 
 @pytest.mark.soak
@@ -133,4 +157,4 @@ def test_torchrun_itself():
         assert found["nnodes"] == ["2", "torchrun"]
         assert found["node_rank"] == [str(rank), "torchrun"]
         assert found["master_addr"] == ["127.0.0.1", "torchrun"]
-        assert found["master_port"] == [str(port + 1), "torchrun"]
+        assert found["master_port"] == [str(port), "torchrun"]

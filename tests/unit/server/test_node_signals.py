@@ -18,7 +18,7 @@ from server.config.settings import Settings
 from server.entrypoints import node
 
 def run_node(config, nodes, on_phase, *, stop_fd):
-    assert nodes.secret and config.nnodes == 1 and config.model_path.endswith("oarlock-demo")
+    assert config.nnodes == 1 and config.model_path.endswith("oarlock-demo")
     os.write(1, b"running ")
     select.select([stop_fd], [], [])
     os.write(1, b"asked ")
@@ -26,7 +26,7 @@ def run_node(config, nodes, on_phase, *, stop_fd):
     return 0
 
 node.run_node = run_node
-sys.exit(node.serve_node(Settings(), NodesConfig(1, 2, "127.0.0.1", 29550, None, "s" * 32)))
+sys.exit(node.serve_node(Settings(), NodesConfig(1, 2, "127.0.0.1", 29550, None)))
 """
 
 

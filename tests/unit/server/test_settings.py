@@ -199,7 +199,6 @@ SERVER_OPTIONS = {
     "master_addr",
     "master_port",
     "node_interface",
-    "node_secret_file",
     "node_timeout",
     "revision",
     "download_dir",

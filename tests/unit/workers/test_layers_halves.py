@@ -1,6 +1,5 @@
 """One call per half of a layer gives the bits of its separate operations, and notices when a part is replaced."""
 
-import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.golden import paged_run
 from tests.golden.paged_run import PagedRun, load_decoder, on_ranks
 from tests.golden.tiny_models import FAMILIES, make_tiny
+from tests.unit.workers.gloo_groups import gloo_groups
 from tests.unit.workers.kernel_levels import NO_KERNELS, PARAMETERS
 from workers.attention.cpp import CppBackend
+from workers.distributed.node_sums import NodeSums
 from workers.distributed.parallel_state import TensorParallel
-from workers.distributed.peers.node_sums import NodeSums
-from workers.distributed.peers.peer_socket import PeerSocket
 from workers.distributed.shm_all_reduce import SharedMemoryGroup
 from workers.distributed.shm_layout import total_bytes
 from workers.distributed.shm_ring import anonymous_memory
@@ -189,14 +188,12 @@ def test_sums_over_two_hosts_lie_between_the_halves_and_give_the_bits_of_one(
 ) -> None:
     size = 2 * ranks_of_host
     memories = [anonymous_memory(total_bytes(ranks_of_host, BUFFER_BYTES)) for _ in range(2)]
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        connections = [socket.create_connection(listener.getsockname()), listener.accept()[0]]
-    peers = [PeerSocket(connection, 1 - host, timeout_s=60) for host, connection in enumerate(connections)]
+    first_ranks = gloo_groups(2)
 
     def work(rank: int) -> Tensor:
         host, local = divmod(rank, ranks_of_host)
         group = SharedMemoryGroup(memories[host], local, ranks_of_host, BUFFER_BYTES, timeout_s=60, shares_cores=True)
-        sums = NodeSums(group, host, 2, [peers[host]] if local == 0 else [])
+        sums = NodeSums(group, 2, first_ranks[host] if local == 0 else None)
         with torch.inference_mode():
             return run(load_decoder(checkpoints["qwen2"], TensorParallel(rank, size, sums), dtype), CppBackend, *works)
 

@@ -22,8 +22,8 @@ class QueueChannel:
     def __init__(self) -> None:
         self._messages: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
 
-    def send(self, rows: Tensor | None) -> None:
-        self._messages.put(None if rows is None else rows.clone())
+    def send(self, rows: Tensor) -> None:
+        self._messages.put(rows.clone())
 
     def receive(self, rows: Tensor) -> bool:
         sent = self._messages.get(timeout=60)
@@ -32,7 +32,10 @@ class QueueChannel:
             rows.copy_(sent)
         return sent is not None
 
-    def discard(self) -> None:
+    def refuse(self, num_bytes: int) -> None:
+        self._messages.put(None)
+
+    def discard(self, num_bytes: int) -> None:
         self._messages.get(timeout=60)
 
 
@@ -56,7 +59,7 @@ def test_rows_arrive_whole_and_in_order_and_refused_steps_keep_their_place(tp: i
         for step, tokens in enumerate(SIZES):
             hidden = None
             if number == 1 and step == DROPPED:
-                stage.drop()
+                stage.drop(tokens)
             elif stage.is_first:
                 hidden = hidden_of(step) if step != REFUSED else None
             else:
@@ -65,7 +68,7 @@ def test_rows_arrive_whole_and_in_order_and_refused_steps_keep_their_place(tp: i
                 except StepRefusedError:
                     assert step in (REFUSED, DROPPED)
             if hidden is None:
-                stage.refuse()
+                stage.refuse(tokens)
             elif not stage.is_last:
                 stage.send(hidden)
                 got.append(hidden.clone())
@@ -90,5 +93,5 @@ def test_rows_arrive_whole_and_in_order_and_refused_steps_keep_their_place(tp: i
 def test_one_stage_is_both_ends() -> None:
     stage = PipelineStage.solo()
     assert stage.is_first and stage.is_last and stage.size == 1
-    stage.drop()  # a refused step passes nobody
-    stage.refuse()
+    stage.drop(1)  # a refused step passes nobody
+    stage.refuse(1)

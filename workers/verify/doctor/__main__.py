@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model-wrong", help="cause and fix, as JSON, if the model that is here cannot be served")
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--nodes", help="the NodesConfig without its secret, as JSON, of several hosts")
+    parser.add_argument("--nodes", help="the NodesConfig, as JSON, of several hosts")
     parser.add_argument("--nodes-wrong", help="cause and fix, as JSON, if the settings of several hosts are wrong")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--all-reduce", action="store_true")

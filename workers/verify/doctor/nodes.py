@@ -1,14 +1,14 @@
 """Checks of this host as one of several: what `serve` would check before it waits for the others."""
 
 from workers.config import NodesConfig
-from workers.distributed.nodes.interface import own_interface
 from workers.errors import StartupError
 from workers.node import check_network
 from workers.verify.doctor.finding import ERROR, Finding
+from workers.worker.nodes.interface import own_interface
 
 
 def reachable(nodes: NodesConfig) -> Finding:
-    """The interface towards the other hosts; on the head, whether it can listen there. The secret may be empty."""
+    """The interface towards the other hosts; on the head, whether it can listen there."""
     try:
         check_network(nodes, lambda *progress: None)
         own = own_interface(nodes)

@@ -46,7 +46,7 @@ class StepGuard:
         if not (step.is_ahead and self._has_refused):
             self._has_refused = not self._all_have_room(step)
         if self._has_refused:
-            self._stage.drop()
+            self._stage.drop(step.num_tokens)
         else:
             try:
                 return launch()
@@ -56,7 +56,7 @@ class StepGuard:
                 if self._votes is not None or self._stage.size > 1 or not is_out_of_memory(error):
                     raise
                 self._refuse(step, error)
-        self._stage.refuse()
+        self._stage.refuse(step.num_tokens)
         return Computed(refusal(step.step_id))
 
     def _all_have_room(self, step: StepMetadata) -> bool:

@@ -1,9 +1,9 @@
-"""How a group of nodes ended, as its head tells the others."""
+"""How a group of nodes ended, as every node reads it in the store."""
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 
 from workers.errors import EXIT_BUG, EXIT_OK, StartupError, WorkerError
-from workers.worker.nodes.messages import packed, unpacked
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class Ending:
         return Ending(EXIT_BUG, str(failure) or type(failure).__name__)
 
     def to_bytes(self) -> bytes:
-        return packed(exit_code=self.exit_code, cause=self.cause, fix=self.fix)
+        return json.dumps(asdict(self)).encode()
 
     @staticmethod
     def from_bytes(payload: bytes) -> "Ending":
-        return Ending(**unpacked(payload))
+        return Ending(**json.loads(payload))

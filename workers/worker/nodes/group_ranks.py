@@ -1,70 +1,104 @@
-"""The ranks of all nodes, as the head drives them: those of its own host, and through links those of the others.
+"""The ranks of all nodes, as node 0 drives them: those of its own host, and through a relay those of the others.
 
-A step is packed once, into the ring of this host, and the same bytes go to every other node before the local ranks are
-woken. The first cause of a failure is told to all nodes, whichever of them has it.
+A step is packed once, into the ring of this host, of which the relay is one more reader. The first cause of a failure
+is told to all nodes, whichever of them has it. Torch-free.
 """
 
 import contextlib
+import logging
+import os
 import select
+import subprocess
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
-from workers.config import WorkerConfig
-from workers.distributed.nodes.link import Link
+from workers.config import NodesConfig, OnProgress, WorkerConfig
+from workers.distributed.rendezvous import StoreAddress
 from workers.distributed.shm_ring import ChannelClosedError
 from workers.distributed.topology import Topology
 from workers.errors import EXIT_RANK_DIED, StartupError, WorkerError
-from workers.protocol import StepMetadata, StepOutput, mask_span, pack_step, unpack_output
-from workers.rank_processes import RankProcess
-from workers.worker.nodes import messages
+from workers.protocol import StepMetadata, StepOutput
+from workers.rank_processes import RankProcess, end_ranks, start_ranks
 from workers.worker.nodes.ending import Ending
+from workers.worker.nodes.facts import Facts
 from workers.worker.nodes.first_cause import FirstCause
 from workers.worker.nodes.host_ranks import HostRanks
-from workers.worker.nodes.node_links import Arrival, NodeLinks
 from workers.worker.nodes.ranks import GRACE_AFTER_FAILURE_S, GRACE_S, Place
-from workers.worker.spawn_ranks import NodePlace
+from workers.worker.spawn_ranks import NodePlace, describe_exit
 
+_RELAY = "workers.worker.nodes.relay"
 _LAST_WORDS_S = 1.0  # a node that is lost may be known later than the failures that follow from it
-_PLACES_S = 1.0  # for a node to say how far its ranks are
-_MORE_S = 1.0  # than its ranks get, for a node to end
+_PLACES_S = 1.0  # for the relay to say how far the ranks of other nodes are
+_LEAVE_S = 4.0  # for the other nodes to end
 _UNKNOWN = Place(-1, -1, -1)
+
+logger = logging.getLogger("oarlock.nodes")
 
 
 class GroupRanks:
-    """`Ranks` of several hosts. Starts those of this one in its constructor, and has the others started."""
+    """`Ranks` of several hosts."""
 
     kv_reports = None
 
     def __init__(
         self,
         config: WorkerConfig,
-        links: Iterable[Link],
-        address: str,
-        ahead: Iterable[RankProcess] = (),
-        on_leave: Callable[[], None] = lambda: None,
+        nodes: NodesConfig,
+        facts: Facts,
+        on_progress: OnProgress,
+        ahead: Sequence[RankProcess] = (),
+        leave_pid: int = 0,
     ) -> None:
-        """Takes over `links`, to every other node. `address`: of this host. `on_leave`: see `NodeLinks`."""
+        """Waits until the other nodes have joined, then starts the ranks of this one. Takes over `ahead`, rank
+        processes that run already. `facts`: of `workers.fingerprint.node_facts`. `leave_pid`: of the process that gets
+        SIGTERM when a node's operator wants it to stop. Raises `StartupError`."""
         self._topology = Topology.of(config)
-        self._links = NodeLinks(links, on_leave)
-        self._answers: deque[bytes] = deque()  # from another node
         self._messages: list[tuple[int, dict[str, Any]]] = []  # of ranks
-        self._pongs: dict[int, int] = dict.fromkeys(self._links.nodes, 0)
-        self._num_pings = 0
-        self._places: dict[int, list[Place]] = {}
+        self._places: list[list | None] | None = None
         self._first_cause = FirstCause()
-        self._lost: tuple[int, str] | None = None  # the first node whose link was lost
-        self._closed = False
+        self._lost: tuple[int, str] | None = None  # the first node that was lost
+        self._has_pong = self._closed = False
+        self._names: list[str] = []  # of the nodes
+        self._ahead = ahead
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the relay's torch warns of hosts without a name
+        (self._relay,) = start_ranks(1, _RELAY)
         try:
-            self._host = HostRanks(config, list(ahead), NodePlace(0, address))
-            with contextlib.suppress(ChannelClosedError):  # reading its messages shows it
-                self._links.send(messages.START, messages.packed(**self._host.store._asdict()))
+            place = self._join(nodes, facts, on_progress, leave_pid)
+            self._host = HostRanks(config, ahead, place, self._relay.control)
+        except ChannelClosedError:
+            self.close(failure := self._relay_ended())
+            raise failure from None
         except BaseException as error:
             self.close(error if isinstance(error, Exception) else None)
             raise
+
+    def _join(self, nodes: NodesConfig, facts: Facts, on_progress: OnProgress, leave_pid: int) -> NodePlace:
+        """Have the relay find the other nodes."""
+        deadline = time.monotonic() + nodes.timeout_s
+        control = self._relay.control
+        try:
+            control.send("join", nodes=asdict(nodes), facts=facts, leave_pid=leave_pid)
+            while (said := control.recv())["kind"] == "waiting":
+                left = max(0.0, deadline - time.monotonic())
+                on_progress("waiting for nodes", 0.0, f"{said['text']}, {left:.0f} s left")
+        except ChannelClosedError:
+            raise self._relay_ended() from None
+        if said["kind"] == "failed":
+            raise StartupError(said["cause"], said["fix"], said["exit_code"])
+        self._names = said["names"]
+        for name in self._names[1:]:
+            logger.info("event=node_joined node=%r", name)
+        return NodePlace(0, said["interface"], StoreAddress(*said["store"]))
+
+    def _relay_ended(self) -> StartupError:
+        how = "it closed its channel"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            how = describe_exit(self._relay.process.wait(1.0))
+        return StartupError(f"The relay to the other nodes has ended: {how}.", "The log says more.", EXIT_RANK_DIED)
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -72,7 +106,7 @@ class GroupRanks:
 
     @property
     def filenos(self) -> list[int]:
-        return [*self._host.filenos, self._links.fileno()]
+        return [*self._host.filenos, self._relay.control.fileno()]
 
     @property
     def step_times_ns(self) -> Sequence[int]:
@@ -82,12 +116,11 @@ class GroupRanks:
 
     def tell_all(self, kind: str, **fields: Any) -> None:
         self._host.tell_all(kind, **fields)
-        with contextlib.suppress(ChannelClosedError):
-            self._links.send(messages.TELL, messages.packed(kind=kind, fields=fields))
+        self._tell_relay("tell", message={"kind": kind, "fields": fields})
 
     def messages(self, timeout_s: float) -> list[tuple[int, dict[str, Any]]]:
         """Raises `StartupError` when a node is lost. A failure that may follow from another comes after it."""
-        if not self._host.has_message and not self._messages:
+        if not self._host.has_message and not self._messages and not self._relay.control.has_pending:
             select.select(self.filenos, [], [], timeout_s)
         self._hear_all()
         if self._has_failed:
@@ -101,47 +134,34 @@ class GroupRanks:
     # -- steps
 
     def send_step(self, step: StepMetadata, *, masks_follow: bool) -> None:
-        with self._host.steps.send(rest_follows=masks_follow) as slot:
-            size = pack_step(step, slot, without_masks=masks_follow)
-            if masks_follow:
-                begin, end = mask_span(slot)
-                self._links.send(messages.FIRST_PART, slot[:begin], slot[end:size])
-            else:
-                self._links.send(messages.STEP, slot[:size])
+        self._host.send_step(step, masks_follow=masks_follow)
 
     def send_masks(self, bits: np.ndarray) -> None:
-        self._links.send(messages.MASKS, np.ascontiguousarray(bits).tobytes())
         self._host.send_masks(bits)
 
     def receive_answer(self, timeout_s: float) -> StepOutput | None:
-        if self._host.answers is not None:
-            return self._host.receive_answer(timeout_s, [self._links.fileno()])
-        deadline = time.monotonic() + timeout_s
-        while not self._answers:
-            if not self._wait(deadline - time.monotonic()):
-                return None
-        return unpack_output(memoryview(self._answers.popleft()))
+        return self._host.receive_answer(timeout_s, [self._relay.control.fileno()])
 
     def wait_until_finished(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
-        self._num_pings += 1
-        self._links.send(messages.PING, messages.packed(number=self._num_pings))
+        self._has_pong = False
+        self._tell_relay("ping")
         if not self._host.wait_until_finished(timeout_s):
             return False
-        while min(self._pongs.values()) < self._num_pings:
-            if not self._wait(deadline - time.monotonic()):
+        while not self._has_pong:
+            ready = select.select(self.filenos, [], [], max(0.0, deadline - time.monotonic()))[0]
+            self._hear()
+            if set(ready) & set(self._host.filenos) or self._has_failed:
+                raise ChannelClosedError("a rank or a node has something to say, or has ended")
+            if not ready:
                 return False
         return True
 
-    def _wait(self, timeout_s: float) -> bool:
-        """Wait for something from another node, and sort it; False when nothing comes in time."""
-        ready = select.select(self.filenos, [], [], max(0.0, timeout_s))[0]
-        self._hear()
-        if set(ready) & set(self._host.filenos) or self._has_failed:
-            raise ChannelClosedError("a rank or a node has something to say, or has ended")
-        return bool(ready)
-
     # -- what other nodes say
+
+    def _tell_relay(self, kind: str, **fields: Any) -> None:
+        with contextlib.suppress(ChannelClosedError):  # hearing it shows it
+            self._relay.control.send(kind, **fields)
 
     @property
     def _has_failed(self) -> bool:
@@ -155,26 +175,26 @@ class GroupRanks:
         self._hear()
 
     def _hear(self) -> None:
-        for arrival in self._links.take():
-            self._sort(arrival)
+        control = self._relay.control
+        try:
+            while control.has_pending or select.select([control], [], [], 0.0)[0]:
+                self._sort(control.recv())
+        except ChannelClosedError:
+            self._lost = self._lost or (0, self._relay_ended().cause)
 
-    def _sort(self, arrival: Arrival) -> None:
-        node, message = arrival.node, arrival.message
-        if message is None:
-            self._lost = self._lost or (node, arrival.lost)
-        elif message.kind == messages.ANSWER:
-            self._answers.append(message.payload)
-        elif message.kind == messages.RANK:
-            fields = messages.unpacked(message.payload)
-            rank, said = int(fields["rank"]), fields["message"]
-            if said.get("cause"):
-                said = {**said, "cause": f"{said['cause']} (on {self._links.name_of(node)})"}
-            self._first_cause.add(rank, said)
-            self._messages.append((rank, said))
-        elif message.kind == messages.PONG:
-            self._pongs[node] = int(messages.unpacked(message.payload)["number"])
-        elif message.kind == messages.PLACES:
-            self._places[node] = [Place(*place) for place in messages.unpacked(message.payload)["places"]]
+    def _sort(self, said: dict[str, Any]) -> None:
+        if said["kind"] == "rank":
+            rank, message = said["rank"], said["message"]
+            if message.get("cause"):
+                message = {**message, "cause": f"{message['cause']} (on {self._names[said['node']]})"}
+            self._first_cause.add(rank, message)
+            self._messages.append((rank, message))
+        elif said["kind"] == "lost":
+            self._lost = self._lost or (said["node"], said["why"])
+        elif said["kind"] == "pong":
+            self._has_pong = True
+        elif said["kind"] == "places":
+            self._places = said["places"]
 
     # -- failures and the end
 
@@ -193,36 +213,33 @@ class GroupRanks:
             self._hear_all()
 
     def places(self) -> list[Place]:
-        """A node that does not answer has ranks that are behind all others."""
-        self._places.clear()
-        self._ask_for_places()
+        """A node that has said nothing has ranks that are behind all others."""
+        self._places = None
+        self._tell_relay("places")
         deadline = time.monotonic() + _PLACES_S
-        while len(self._places) < len(self._links.nodes) and (left := deadline - time.monotonic()) > 0:
-            select.select([self._links.fileno()], [], [], left)
+        while self._places is None and self._lost is None and (left := deadline - time.monotonic()) > 0:
+            select.select([self._relay.control], [], [], left)
             self._hear()
         found = self._host.places()
-        for node in self._links.nodes:
-            found += self._places.get(node, [_UNKNOWN] * self._topology.ranks_per_node)
+        for places in self._places or [None] * (self._topology.nnodes - 1):
+            of_node = [_UNKNOWN] * self._topology.ranks_per_node if places is None else [Place(*p) for p in places]
+            found += of_node
         return found
 
-    def _ask_for_places(self) -> None:
-        try:
-            self._links.send(messages.PLACES)
-        except ChannelClosedError:
-            return  # then it is one that does not answer
-
     def log_stacks(self) -> None:
-        """Those of other nodes were written when they were asked for their places."""
+        """Other nodes write those of their ranks when they read that one hangs."""
         self._host.log_stacks()
 
     def close(self, failure: Exception | None = None) -> None:
         if self._closed:
             return
         self._closed = True
-        grace_s = GRACE_S if failure is None else GRACE_AFTER_FAILURE_S
-        deadline = time.monotonic() + grace_s
         if hasattr(self, "_host"):
-            self._host.begin_to_close()
-        self._links.close(messages.END, Ending.of(failure).to_bytes(), grace_s + _MORE_S)
-        if hasattr(self, "_host"):
-            self._host.close(grace_s=max(0.0, deadline - time.monotonic()))
+            deadline = time.monotonic() + _LEAVE_S
+            self._tell_relay("end", ending=asdict(Ending.of(failure)))
+            self._host.close(grace_s=GRACE_S if failure is None else GRACE_AFTER_FAILURE_S)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._relay.process.wait(max(0.0, deadline - time.monotonic()))
+        else:
+            end_ranks(self._ahead)
+        end_ranks([self._relay])

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from workers.config import WorkerConfig
+from workers.distributed.control_channel import Control
 from workers.distributed.shm_ring import ChannelClosedError, RingLayout, RingReader, RingWriter, anonymous_memory
 from workers.distributed.topology import Topology
 from workers.errors import WorkerError
@@ -35,7 +36,7 @@ from workers.protocol import (
 from workers.rank_processes import SERVES, RankProcess
 from workers.worker.nodes.first_cause import FirstCause
 from workers.worker.nodes.ranks import GRACE_AFTER_FAILURE_S, GRACE_S, Place
-from workers.worker.spawn_ranks import THE_ONLY_NODE, NodePlace, Store, describe_exit, spawn_ranks
+from workers.worker.spawn_ranks import THE_ONLY_NODE, NodePlace, describe_exit, spawn_ranks
 from workers.worker.worker_process import RankRings
 
 _KILL_S = 5.0  # for the kernel to end a rank; one that waits for a dead network file system may never end
@@ -46,13 +47,17 @@ class HostRanks:
     """`Ranks` of one host. Starts them in its constructor, and leaves nothing behind where that fails."""
 
     steps: RingWriter
-    answers: RingReader | None  # None where the answering rank is on another host
-    store: Store  # where the ranks of other hosts find rank 0
+    answers: RingReader | None  # None where nobody here reads them
 
     def __init__(
-        self, config: WorkerConfig, ahead: Sequence[RankProcess] = (), place: NodePlace = THE_ONLY_NODE
+        self,
+        config: WorkerConfig,
+        ahead: Sequence[RankProcess] = (),
+        place: NodePlace = THE_ONLY_NODE,
+        relay: Control | None = None,
     ) -> None:
-        """`ahead`: ranks whose processes run already."""
+        """`ahead`: ranks whose processes run already. `relay`: on the first of several hosts, another reader of the
+        steps, which writes the answers where the answering rank is on another host. It gets its ends of the rings."""
         topology = Topology.of(config)
         self.numbers = topology.ranks_of(place.node)
         self.answers = None
@@ -62,15 +67,22 @@ class HostRanks:
         self._closed = self._steps_are_closed = False
         self._first_cause = FirstCause()
         try:
-            self._spawn(config, topology.answering_rank, ahead, place)
+            self._spawn(config, topology.answering_rank, ahead, place, relay)
         except BaseException:
             self.close(grace_s=0.0)
             raise
         self._open = list(self._controls)  # of ranks that have not ended
 
-    def _spawn(self, config: WorkerConfig, answering: int, ahead: Sequence[RankProcess], place: NodePlace) -> None:
+    def _spawn(
+        self,
+        config: WorkerConfig,
+        answering: int,
+        ahead: Sequence[RankProcess],
+        place: NodePlace,
+        relay: Control | None,
+    ) -> None:
         """Create the two rings, and one process per rank that gets its ends of them."""
-        size = len(self.numbers)
+        size = len(self.numbers) + (relay is not None)  # readers
         in_flight = config.pipeline_parallel_size  # steps, and others that ranks have not finished with
         step_layout = RingLayout.holding(max_step_bytes(config), size, in_flight)
         output_layout = RingLayout.holding(max_output_bytes(config), 1, in_flight)
@@ -80,7 +92,7 @@ class HostRanks:
         output_pipe = os.pipe()
         self.steps = RingWriter(step_memory, [write for _, write in step_pipes], step_layout)
         answers = RingReader(output_memory, output_pipe[0], 0, output_layout)
-        if answering in self.numbers:
+        if answering in self.numbers or relay is not None:
             self.answers = answers
         else:
             answers.close()
@@ -89,7 +101,9 @@ class HostRanks:
             read_fd, report_fd = os.pipe()
             self.kv_reports = KVReports(read_fd)
         extras = []
-        for rank, (step_wake_fd, _) in zip(self.numbers, step_pipes, strict=True):
+        # The relay stands for an answering rank that is not here.
+        readers = [*self.numbers, None if answering in self.numbers else answering][:size]
+        for rank, (step_wake_fd, _) in zip(readers, step_pipes, strict=True):
             rings = RankRings(
                 step_memory_fd=step_memory,
                 step_wake_fd=step_wake_fd,
@@ -100,8 +114,9 @@ class HostRanks:
                 kv_report_fd=report_fd,
             )
             extras.append(asdict(rings))
-        spawned = spawn_ranks(SERVES, config, extras, ahead, place)
-        self._processes, self._controls, self._collectives, self.store = spawned
+        if relay is not None:
+            relay.send("rings", reader=size - 1, rings=extras.pop())
+        self._processes, self._controls, self._collectives = spawn_ranks(SERVES, config, extras, ahead, place)
         ends = [step_memory, output_memory, output_pipe[1], *(read for read, _ in step_pipes)]
         for fd in ends if report_fd is None else [*ends, report_fd]:
             os.close(fd)  # the ranks have their own; ours would keep a dead rank's pipe open
@@ -116,7 +131,7 @@ class HostRanks:
 
     @property
     def step_times_ns(self) -> Sequence[int]:
-        return self.steps.durations()
+        return self.steps.durations()[: len(self.numbers)]
 
     # -- messages
 

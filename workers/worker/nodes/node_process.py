@@ -1,33 +1,51 @@
-"""What a node that is not the head does: it starts its ranks when the head says so, and passes on what they need.
+"""The process of a node that is not node 0: it runs the ranks of its host, and passes on what they need.
 
-One thread, which blocks in one `select`: link -> ring of steps; answers and messages of ranks -> link. It ends with the
-link, and its ranks with it. When a rank fails the head is told, and says how the whole group ends.
+One thread hears node 0 and writes steps into the ring, another hears the ranks, and a third waits for the store to say
+how the group ends. When a rank fails, node 0 is told, and says how the whole group ends.
 """
 
+import contextlib
+import json
 import logging
 import select
+import threading
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from workers.config import OnProgress, WorkerConfig
-from workers.distributed.nodes.link import Link, LinkLostError, Message
 from workers.distributed.shm_ring import ChannelClosedError
-from workers.errors import EXIT_RANK_DIED
+from workers.errors import EXIT_RANK_DIED, EXIT_RANK_HUNG
 from workers.protocol import mask_span, output_bytes, unpack_output, unpack_step
-from workers.rank_processes import RankProcess, end_ranks
-from workers.worker.nodes import messages
+from workers.rank_processes import RankProcess
 from workers.worker.nodes.ending import Ending
 from workers.worker.nodes.first_cause import FirstCause
+from workers.worker.nodes.host_link import (
+    ANSWER,
+    BEAT,
+    BEAT_S,
+    FIRST_PART,
+    LEAVE,
+    MASKS,
+    PING,
+    PONG,
+    RANK,
+    STEP,
+    TELL,
+    HostLink,
+    Message,
+    NodeLostError,
+)
 from workers.worker.nodes.host_ranks import HostRanks
+from workers.worker.nodes.membership import Membership
 from workers.worker.nodes.ranks import GRACE_AFTER_FAILURE_S, GRACE_S
-from workers.worker.spawn_ranks import NodePlace, Store
+from workers.worker.spawn_ranks import NodePlace
 
 logger = logging.getLogger("oarlock.nodes")
 
-_END_S = 3.0  # for the head to say how the group ends, after a rank has failed
+_END_S = 3.0  # for node 0 to say how the group ends, after a rank has failed
+_CAUSE_S = 1.5  # for the store to say it, after node 0 was lost
 _POLL_S = 0.001  # while something waits for the ranks, which say nothing when they have finished a step
 
 
@@ -37,167 +55,169 @@ class NodeProcess:
     def __init__(
         self,
         config: WorkerConfig,
-        node: int,
-        link: Link,
+        membership: Membership,
         ahead: Sequence[RankProcess],
         on_phase: OnProgress,
         stop_fd: int,
     ) -> None:
-        """Takes over `link` to the head and `ahead`, rank processes that run already. `stop_fd` becomes readable when
-        the operator wants this node to stop."""
-        self._config = config
-        self._node = node
-        self._link = link
-        self._pulse = messages.Pulse(link)
-        self._ahead = ahead
+        """Starts the ranks. Takes over `ahead`, rank processes that run already. `stop_fd` becomes readable when the
+        operator wants this node to stop."""
+        self._membership = membership
         self._on_phase = on_phase
         self._stop_fds = [stop_fd]
-        self._ranks: HostRanks | None = None
+        place = NodePlace(membership.node, membership.own.name, membership.where)
+        self._ranks = HostRanks(config, ahead, place)
+        self._answers_fds = [] if self._ranks.answers is None else [self._ranks.answers.wake_fd]
         self._read: dict[int, float] = {}  # the share of its weights that a rank has read
-        self._answers_fds: list[int] = []  # of the answering rank's ring, if it is here
-        self._steps: deque[Message] = deque()  # and their masks, for which the ring had no room
         self._pings: list[int] = []  # numbers that wait for the ranks
         self._first_cause = FirstCause()
-        self._end_by_s: float | None = None  # when a failure has been told
+        self._has_told = False  # of a failure
         self._ending: Ending | None = None
+        self._why_lost = ""  # of node 0
+        self._done = threading.Event()
 
     def run(self) -> Ending:
+        failed = True
         try:
             ending = self._run()
+            failed = bool(ending.exit_code)
         finally:
-            self._close()
-        if ending.exit_code:
+            self._ranks.close(grace_s=GRACE_AFTER_FAILURE_S if failed else GRACE_S)
+        if failed:
             logger.error('event=group_failed exit_code=%d cause="%s"', ending.exit_code, ending.cause)
         else:
             logger.info("event=group_ended")
         return ending
 
     def _run(self) -> Ending:
-        try:
-            while self._ending is None:
-                self._turn()
-                if self._end_by_s is not None and time.monotonic() > self._end_by_s:
-                    return self._own_ending("and the head did not say how the group ends")
-        except LinkLostError as error:
-            return self._own_ending(str(error))
-        return self._ending
+        self._link = HostLink(self._membership)
+        self._membership.watch(self._on_ending)
+        for work in (self._hear, self._say):  # each may wait for seconds for a lost node
+            threading.Thread(target=self._watched, args=(work,), name=work.__name__, daemon=True).start()
+        self._done.wait()
+        return self._ending or self._own_ending()
 
-    def _own_ending(self, why: str) -> Ending:
-        """Without the head's word."""
+    def _own_ending(self) -> Ending:
+        """Without node 0's word, unless that comes late."""
+        deadline = time.monotonic() + _CAUSE_S
+        while self._ending is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        why = f"{self._membership.names[0]} {self._why_lost}"
         error = self._first_cause.error(0)
-        return Ending(EXIT_RANK_DIED, why if error is None else f"{error}; {why}")
+        return self._ending or Ending(EXIT_RANK_DIED, why if error is None else f"{error}; {why}")
 
-    def _close(self) -> None:
-        failed = self._ending is None or self._ending.exit_code
-        if self._ranks is None:
-            end_ranks(self._ahead)
-        else:
-            self._ranks.close(grace_s=GRACE_AFTER_FAILURE_S if failed else GRACE_S)
-        self._link.close()  # the head waits for it
+    # -- how it ends, from any thread
 
-    # -- one turn
+    def _watched(self, work: Callable[[], None]) -> None:
+        """`work` until node 0 is lost; what else it raises ends this node."""
+        try:
+            work()
+        except NodeLostError as error:
+            self._lose(str(error))
+        except Exception as error:
+            if not self._done.is_set():  # else the ranks were closed meanwhile
+                logger.exception("event=node_failed")
+                self._ending = Ending.of(error)
+                self._done.set()
 
-    def _turn(self) -> None:
-        readable: list = [self._link, *self._stop_fds]
-        wait_s = 0.0 if self._link.has_message else self._pulse.seconds_left
-        if self._ranks is not None:
-            readable += self._ranks.filenos
-            readable += self._answers_fds
-            if self._pings or self._steps:
-                wait_s = min(wait_s, _POLL_S)
-            if self._ranks.has_message:
-                wait_s = 0.0
-        ready, _, _ = select.select(readable, [self._link] if self._link.unsent_bytes else [], [], wait_s)
-        while self._ending is None and (message := self._link.receive()) is not None:
-            self._pulse.heard()
-            self._handle(message)
-        if self._link.unsent_bytes:
-            self._link.flush()
-        self._pulse.beat()
+    def _on_ending(self, ending: Ending | None) -> None:
+        if ending is None:
+            self._lose("has hung up")
+            return
+        if ending.exit_code == EXIT_RANK_HUNG:
+            self._ranks.log_stacks()
+        self._ending = ending
+        self._done.set()
+
+    def _lose(self, why: str) -> None:
+        self._why_lost = self._why_lost or why
+        self._done.set()
+
+    # -- what ranks say, to node 0
+
+    def _say(self) -> None:
+        next_beat_s = 0.0
+        while not self._done.is_set():
+            if time.monotonic() > next_beat_s:
+                next_beat_s = time.monotonic() + BEAT_S
+                self._link.send(BEAT, _packed(places=self._ranks.places()))
+            self._turn(next_beat_s - time.monotonic())
+
+    def _turn(self, wait_s: float) -> None:
+        if self._pings:
+            wait_s = min(wait_s, _POLL_S)
+        if self._ranks.has_message:
+            wait_s = 0.0
+        readable = [*self._stop_fds, *self._answers_fds, *self._ranks.filenos]
+        ready = select.select(readable, [], [], max(0.0, wait_s))[0]
         if set(ready) & set(self._stop_fds):
             self._stop_fds = []
             logger.info("event=leaving")
-            self._link.send(messages.LEAVE)
-        if self._ranks is not None:
-            if set(ready) & set(self._answers_fds):
-                self._forward_answer(self._ranks)
-            self._forward(self._ranks)
-            self._pass_steps_on(self._ranks)
+            self._link.send(LEAVE)
+        if set(ready) & set(self._answers_fds):
+            self._send_answer()
+        for rank, message in self._ranks.messages(0.0):
+            self._link.send(RANK, _packed(rank=rank, message=message))
+            self._note(rank, message)
+        if self._pings and self._ranks.have_finished:
+            self._link.send(PONG, _packed(number=self._pings.pop(0)))
 
-    def _forward_answer(self, ranks: HostRanks) -> None:
-        assert ranks.answers is not None
+    def _send_answer(self) -> None:
+        assert self._ranks.answers is not None
         try:
-            with ranks.answers.recv() as slot:
-                self._link.send(messages.ANSWER, slot[: output_bytes(unpack_output(slot))])
-        except LinkLostError:
-            raise
+            with self._ranks.answers.recv() as slot:
+                self._link.send(ANSWER, slot[: output_bytes(unpack_output(slot))])
         except ChannelClosedError:
             self._answers_fds = []  # the answering rank has ended: its own channel says how
 
-    def _forward(self, ranks: HostRanks) -> None:
-        """What the ranks have sent, to the head."""
-        for rank, message in ranks.messages(0.0):
-            self._link.send(messages.RANK, messages.packed(rank=rank, message=message))
-            if self._first_cause.add(rank, message):
-                logger.error('event=rank_lost rank=%d cause="%s"', rank, message["cause"])
-                self._end_by_s = self._end_by_s or time.monotonic() + _END_S
-            elif message["kind"] == "progress":
-                self._read[rank] = float(message["fraction"])
-                self._on_phase("loading", min(self._read.get(number, 0.0) for number in ranks.numbers))
-            elif message["kind"] == "ready" and rank == ranks.numbers[0]:
-                self._on_phase("serving", 1.0)
-        if self._pings and not self._steps and ranks.have_finished:
-            for number in self._pings:
-                self._link.send(messages.PONG, messages.packed(number=number))
-            self._pings.clear()
+    def _note(self, rank: int, message: dict) -> None:
+        if self._first_cause.add(rank, message):
+            logger.error('event=rank_lost rank=%d cause="%s"', rank, message["cause"])
+            if not self._has_told:
+                self._has_told = True
+                timer = threading.Timer(_END_S, self._lose, ["did not say how the group ends"])
+                timer.daemon = True
+                timer.start()
+        elif message["kind"] == "progress":
+            self._read[rank] = float(message["fraction"])
+            self._on_phase("loading", min(self._read.get(number, 0.0) for number in self._ranks.numbers))
+        elif message["kind"] == "ready" and rank == self._ranks.numbers[0]:
+            self._on_phase("serving", 1.0)
 
-    # -- messages of the head
+    # -- what node 0 says, in a thread of its own
 
-    def _handle(self, message: Message) -> None:
-        if message.kind == messages.END:
-            self._ending = Ending.from_bytes(message.payload)
-        elif message.kind == messages.START:
-            place = NodePlace(self._node, self._link.local_address, Store(**messages.unpacked(message.payload)))
-            self._ranks = HostRanks(self._config, self._ahead, place)
-            if self._ranks.answers is not None:
-                self._answers_fds = [self._ranks.answers.wake_fd]
-        elif self._ranks is not None:
-            self._pass_on(self._ranks, message)
+    def _hear(self) -> None:
+        with contextlib.suppress(ChannelClosedError):  # a rank has ended: its own channel says how
+            while True:
+                self._take(self._link.receive_broadcast())
 
-    def _pass_steps_on(self, ranks: HostRanks) -> None:
-        """As many as the ring has room for: ranks of this node may be slower than the one that answers."""
-        try:
-            while self._steps and (self._steps[0].kind == messages.MASKS or ranks.steps.has_room):
-                _pass_step_on(ranks, self._steps.popleft())
-        except ChannelClosedError:
-            self._steps.clear()  # a rank has ended: its own channel says how
+    def _take(self, message: Message) -> None:
+        if message.kind in (STEP, FIRST_PART):
+            while not self._ranks.steps.has_room:  # ranks of this node may be slower than the one that answers
+                time.sleep(_POLL_S)
+            self._pass_on(message)
+        elif message.kind == MASKS:
+            with self._ranks.steps.send_rest() as slot:
+                bits = unpack_step(slot).mask_bits
+                bits[:] = np.frombuffer(message.payload, bits.dtype, bits.size).reshape(bits.shape)
+        elif message.kind == TELL:
+            said = message.fields
+            self._ranks.tell_all(said["kind"], **said["fields"])
+        elif message.kind == PING:
+            self._pings.append(message.fields["number"])
 
-    def _pass_on(self, ranks: HostRanks, message: Message) -> None:
-        if message.kind in (messages.STEP, messages.FIRST_PART, messages.MASKS):
-            self._steps.append(message)
-            self._pass_steps_on(ranks)
-        elif message.kind == messages.PING:
-            self._pings.append(int(messages.unpacked(message.payload)["number"]))
-        elif message.kind == messages.TELL:
-            said = messages.unpacked(message.payload)
-            ranks.tell_all(said["kind"], **said["fields"])
-        elif message.kind == messages.PLACES:
-            ranks.ask_for_stacks()
-            self._link.send(messages.PLACES, messages.packed(places=ranks.places()))
-
-
-def _pass_step_on(ranks: HostRanks, message: Message) -> None:
-    """Write a step, or masks, into the ring."""
-    payload = memoryview(message.payload)
-    if message.kind == messages.STEP:
-        with ranks.steps.send() as slot:
-            slot[: len(payload)] = payload
-    elif message.kind == messages.FIRST_PART:
+    def _pass_on(self, message: Message) -> None:
+        """Write a step into the ring, with room for its masks where they follow."""
+        payload = message.payload
+        if message.kind == STEP:
+            with self._ranks.steps.send() as slot:
+                slot[: len(payload)] = payload
+            return
         begin, end = mask_span(payload)
-        with ranks.steps.send(rest_follows=True) as slot:
+        with self._ranks.steps.send(rest_follows=True) as slot:
             slot[:begin] = payload[:begin]
             slot[end : end + len(payload) - begin] = payload[begin:]
-    else:
-        with ranks.steps.send_rest() as slot:
-            bits = unpack_step(slot).mask_bits
-            bits[:] = np.frombuffer(payload, bits.dtype).reshape(bits.shape)
+
+
+def _packed(**fields: object) -> bytes:
+    return json.dumps(fields).encode()

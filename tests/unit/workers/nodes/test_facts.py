@@ -8,8 +8,8 @@ import pytest
 from tests.golden.tiny_models import make_tiny
 from workers import fingerprint
 from workers.config import WorkerConfig
-from workers.distributed.nodes.greeting import MAX_HELLO_BYTES, Hello, first_difference
 from workers.fingerprint import node_facts
+from workers.worker.nodes.facts import first_difference
 
 OF_ONE_HOST = {"model_path", "num_threads", "cpu_affinity", "log_level", "kv_cache_bytes", "gpu_memory_utilization"}
 OF_ONE_HOST |= {"kv_offload_path", "kv_offload_disk_bytes", "log_format"}
@@ -85,9 +85,3 @@ def test_what_only_the_other_node_knows_is_a_difference():
 def test_what_another_node_says_is_safe_to_show():
     named = difference({"a": {}}, {"a": {"b\x1b[31m": "x" * 1000 + "\n"}})
     assert named is not None and named.isprintable() and len(named) < 400
-
-
-def test_the_facts_of_a_model_of_a_thousand_files_fit_a_hello(checkpoint):
-    facts = node_facts(WorkerConfig(str(checkpoint)))
-    facts["weights in"] = {f"model-{number:05}-of-01000.safetensors": "0" * 16 for number in range(1000)}
-    assert len(Hello(1, 2, "host", "start", facts).to_bytes()) < MAX_HELLO_BYTES

@@ -12,7 +12,7 @@ from workers.platform import network
 
 
 def _nodes(rank: int, address: str, **changes: object) -> NodesConfig:
-    given = {"port": free_port(), "interface": None, "secret": "x" * 32, "timeout_s": 1.0} | changes
+    given = {"port": free_port(), "interface": None, "timeout_s": 1.0} | changes
     return NodesConfig(node_rank=rank, nnodes=2, address=address, **given)  # ty: ignore[invalid-argument-type]
 
 
@@ -37,7 +37,7 @@ def test_a_head_that_only_itself_can_reach_is_refused(monkeypatch: pytest.Monkey
 
 def test_a_head_on_another_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     there = network.Interface("eth0", "10.0.0.2")
-    monkeypatch.setattr("workers.distributed.nodes.interface.interface_towards", lambda address: there)
+    monkeypatch.setattr("workers.worker.nodes.interface.interface_towards", lambda address: there)
     with pytest.raises(StartupError, match=r"10\.0\.0\.1.* is not one of this host, which is node 0"):
         check_network(_nodes(0, "10.0.0.1"), _silent)
     check_network(_nodes(1, "10.0.0.1"), _silent)

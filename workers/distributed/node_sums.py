@@ -1,20 +1,18 @@
-"""Sums and gathers over the ranks of a stage that several nodes hold: shared memory within a node, TCP between them.
+"""Sums and gathers over the ranks of a stage that several nodes hold: shared memory within a node, gloo between them.
 
     each node       the first rank adds up the inputs of its node, which it reads in shared memory
-    between nodes   the first ranks send each other those sums, and each adds all of them
+    between nodes   the first ranks gather those sums over gloo, and each adds all of them
     each node       the first rank leaves the total in shared memory
 
 Sums run over the tree of `tree_sum.py`. A node's ranks are a branch of it where they are a power of two of ranks; then
-the total has the same bits as on one host. Where they are not, the first ranks send all inputs in place of their sums,
-which is more to send, and each adds them over the tree of all ranks.
+the total has the same bits as on one host. Where they are not, the first ranks gather all inputs in place of their
+sums, which is more to send, and each adds them over the tree of all ranks.
 """
 
-from collections.abc import Sequence
-
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from workers.distributed.peers.peer_socket import PeerSocket, data_of, exchange
 from workers.distributed.shm_all_reduce import SharedMemoryGroup
 from workers.distributed.tree_sum import tree_sum
 
@@ -22,15 +20,15 @@ from workers.distributed.tree_sum import tree_sum
 class NodeSums:
     """Collectives of one rank. Every rank of the stage must make the same calls in the same order."""
 
-    sums_by = "shared memory, and TCP between nodes"
+    sums_by = "shared memory, and gloo between nodes"
 
-    def __init__(self, local: SharedMemoryGroup, node: int, nodes: int, peers: Sequence[PeerSocket]) -> None:
-        """`local`: the stage's ranks on this node, equally many on each. `node`: its place among the `nodes` of the
-        stage. `peers`: the first ranks of the other nodes, in order; of the first rank alone."""
-        assert len(peers) == (0 if local.rank else nodes - 1)
+    def __init__(self, local: SharedMemoryGroup, nodes: int, first_ranks: dist.ProcessGroup | None) -> None:
+        """`local`: the stage's ranks on this node, equally many on each of `nodes`. `first_ranks`: the first rank of
+        each node, in order; given to those alone."""
+        assert (first_ranks is None) == (local.rank > 0)
         self._local = local
-        self._node, self._nodes = node, nodes
-        self._peers = list(peers)
+        self._nodes = nodes
+        self._first_ranks = first_ranks
         self._adds_here = local.size & (local.size - 1) == 0
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -64,11 +62,7 @@ class NodeSums:
 
     def all_agree(self, mine: bool) -> bool:
         """Whether every first rank says yes. Only those call this."""
-        return all(said.item() for said in self._from_all_nodes(torch.tensor([mine])))
-
-    def close(self) -> None:
-        for peer in self._peers:
-            peer.close()
+        return all(said.item() for said in self._from_all_nodes(torch.tensor([mine], dtype=torch.uint8)))
 
     def _add_up(self, inputs: list[Tensor], total: Tensor) -> None:
         """The inputs of this node's ranks -> the sum of all nodes' ranks."""
@@ -86,7 +80,12 @@ class NodeSums:
 
     def _from_all_nodes(self, mine: Tensor) -> list[Tensor]:
         """`mine` (contiguous) of the first rank of each node, in order."""
-        every = [mine if node == self._node else torch.empty_like(mine) for node in range(self._nodes)]
-        others = [data_of(part) for part in every if part is not mine]
-        exchange(self._peers, [data_of(mine)] * len(self._peers), others)
+        every = [torch.empty_like(mine) for _ in range(self._nodes)]
+        assert self._first_ranks is not None, "only first ranks exchange sums"
+        self._first_ranks.allgather([[_bytes_of(part) for part in every]], [_bytes_of(mine)]).wait()
         return every
+
+
+def _bytes_of(x: Tensor) -> Tensor:
+    """The bytes of `x` (contiguous), in place: gloo does not know every type."""
+    return x.view(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Which interface of this host is used for what goes between nodes, and the socket that the head listens on."""
+"""The network interface for what goes between nodes, and the socket that the head's store listens on."""
 
 import socket
 from collections.abc import Callable
