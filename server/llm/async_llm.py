@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -37,8 +37,9 @@ class AsyncLLM:
         self.engine = engine
         self.pooler = pooler or PoolerConfig()
         self.input_processor = InputProcessor(engine, tokenizer, generation_config, strict_max_tokens=strict_max_tokens)
-        # The tokenizer's threads are for those who wait: prompts of requests that yield are made one at a time.
-        self.one_prompt = asyncio.Semaphore(1)
+        # Held while the prompt of a request that yields is made: beside others one at a time, so that the tokenizer's
+        # threads are for those who wait.
+        self.one_prompt: AbstractAsyncContextManager[object] = nullcontext()
         self.open: set[Generation] = set()
         self.on_finish: list[Callable[[Generation], None]] = []
         info = engine.info
