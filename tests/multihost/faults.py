@@ -51,8 +51,8 @@ def _power_off(group: Group) -> None:
         process.kill()
 
 
-_ITS_LOG = "See that host's log, and its kernel's (`dmesg`) for a kill by lack of memory; start all hosts again."
-_NETWORK = "Check cable, switch and interface of the hosts named; start all again."
+_ITS_LOG = "Read that host's log, and `dmesg` for a kill by lack of memory."
+_NETWORK = "Check cable, switch and interface of the hosts named."
 
 FAULTS = (
     Fault(
@@ -115,7 +115,7 @@ FAULTS = (
         shown="rank 1 failed at step 6: node 1 (box2, 10.0.0.2) has said nothing for 5 s",
         says=("head",),
         goes_on=lambda group: group.node.main().resume(),
-        advice="Something stopped it, or the host had no memory or time for it; start all hosts again.",
+        advice="Something stopped it, or the host had no memory or time for it.",
     ),
     Fault(
         "the head's engine is stopped",
@@ -123,10 +123,10 @@ FAULTS = (
         head=(EXIT_RANK_HUNG,),
         node=(EXIT_RANK_DIED, EXIT_RANK_HUNG),
         cause=r"node 0\b",
-        shown="node 0 (box1, 10.0.0.1) has said nothing for 5 s",
+        shown="node 0 (box1, 10.0.0.1) has hung up",
         step_timeout_s=3.0,
         says=("node1",),
-        advice="As above.",
+        advice="As above; `--step-timeout` is how long the head waits for it.",
     ),
     Fault(
         "the network between the hosts is cut",
@@ -139,7 +139,7 @@ FAULTS = (
         "nothing reaches the node, but the head hears it",
         lambda group: group.hosts.cut("to_node"),
         cause=r"node [01]\b",
-        shown="node 0 (box1, 10.0.0.1) has said nothing for 5 s",
+        shown="node 1 (box2, 10.0.0.2) has said nothing for 5 s",
         advice=_NETWORK,
     ),
     Fault(
@@ -174,10 +174,12 @@ def table() -> str:
         "| what happens | status of head, node | the cause in the log, for example | what to do |",
         "|---|---|---|---|",
     ]
+    grouped: dict[str, list[str]] = {}  # what looks alike is one row
     for row in FAULTS:
         statuses = ", ".join(" or ".join(_status(number) for number in found) for found in (row.head, row.node))
         where = "" if len(row.says) == 2 else " (the head's log)" if row.says == ("head",) else " (the node's log)"
-        lines.append(f"| {row.what} | {statuses} | `{row.shown}`{where} | {row.advice} |")
+        grouped.setdefault(f"{statuses} | `{row.shown}`{where} | {row.advice} |", []).append(row.what)
+    lines += [f"| {'; '.join(what)} | {rest}" for rest, what in grouped.items()]
     return "\n".join(lines)
 
 

@@ -102,8 +102,9 @@ class Group(Generic[AnyHosts]):
     """Use as a context manager, which waits until the head is ready; leaving it ends whatever still runs.
 
     `head_flags` and `head_env` are for the head only; `node_flags`, `node_env` and `node_model`, where it is another
-    one, for the other nodes. A variable of value None is left out. `launcher`: `flags` say who is where, or torchrun
-    does, with one process on each host (`torchrun`) or with one for each rank (`torchrun per rank`).
+    one, for the other nodes. A variable of value None is left out. `launcher`: who is where is said by `flags`, by the
+    variables of `LeaderWorkerSet`, or by torchrun, with one process on each host (`torchrun`) or with one for each rank
+    (`torchrun per rank`).
     """
 
     def __init__(
@@ -130,14 +131,18 @@ class Group(Generic[AnyHosts]):
             usual: dict[str, Any] = {"--cpu-affinity": "none"}
             if hosts.kind == "loopback":
                 usual |= {"--node-interface": host.address}
-            torchrun = None
+            torchrun, env = None, dict(own_env or {})
             if launcher == "flags":
                 usual |= where
+            elif launcher == "LeaderWorkerSet":
+                usual |= {"--master-port": self.port}
+                env |= {"LWS_LEADER_ADDRESS": hosts.head.address, "LWS_WORKER_INDEX": str(number)}
+                env |= {"LWS_GROUP_SIZE": str(len(hosts.hosts))}
             else:
                 each = ranks_of(flags) // len(hosts.hosts) if launcher == "torchrun per rank" else 1
                 torchrun = _words(where | {"--nproc-per-node": each}, ())
             given = (*flags, *own_flags)
-            env = {name: value for name, value in (own_env or {}).items() if value is not None}
+            env = {name: value for name, value in env.items() if value is not None}
             self._starts[host.name] = functools.partial(
                 HostServer, host, own_model, *_words(usual, given), *given, env=env, torchrun=torchrun
             )

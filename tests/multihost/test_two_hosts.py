@@ -44,6 +44,7 @@ def expected():
     [
         ("TP 2", "loopback", "flags"),
         *(pytest.param(size, "veth", "flags", marks=pytest.mark.soak) for size in SIZES),
+        pytest.param("PP 2", "veth", "LeaderWorkerSet", marks=pytest.mark.soak),
         pytest.param("TP 2 x PP 2", "veth", "torchrun", marks=pytest.mark.soak),
         pytest.param("TP 2 x PP 2", "veth", "torchrun per rank", marks=pytest.mark.soak),
     ],
