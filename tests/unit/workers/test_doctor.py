@@ -182,8 +182,8 @@ def test_a_model_that_cannot_be_served_is_said_as_serve_says_it(tmp_path):
 
 
 def test_one_of_several_hosts(taken_port):
-    head = NodesConfig(0, 2, "127.0.0.1", taken_port, None, "")
-    other = NodesConfig(1, 2, "127.0.0.1", taken_port, None, "")
+    head = NodesConfig(0, 2, "127.0.0.1", taken_port, None)
+    other = NodesConfig(1, 2, "127.0.0.1", taken_port, None)
     assert nodes.reachable(head).state == ERROR and "--master-port" in nodes.reachable(head).fix
     found = nodes.reachable(other)
     assert (found.state, found.facts["interface"]) == (OK, "lo")
