@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from contextlib import ExitStack
@@ -135,4 +136,8 @@ def make_screen(*, interactive: bool) -> Screen | PlainScreen:
     """For standard output as it is."""
     if not sys.stdout.isatty():
         return PlainScreen(sys.stdout)
-    return Screen(Console(highlight=False)) if interactive else PlainScreen(sys.stdout)
+    if not interactive:
+        return PlainScreen(sys.stdout)
+    # COLUMNS and LINES are the size when a shell exported them; what is redrawn needs the terminal's present one.
+    variables = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    return Screen(Console(highlight=False, _environ=variables))
