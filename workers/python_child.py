@@ -38,13 +38,18 @@ def start_python(
     shares ours.
     """
     return subprocess.Popen(
-        [sys.executable, "-P", *command],
+        python_command(command),
         pass_fds=pass_fds,
         stdin=stdin,
         stdout=output,
         stderr=output,
         env={**os.environ, "PYTHONPATH": import_path(os.environ.get("PYTHONPATH", "")), **(environment or {})},
     )
+
+
+def python_command(command: Sequence[str]) -> list[str]:
+    """The words that start `python -P COMMAND` with this interpreter."""
+    return [sys.executable, "-P", *command]
 
 
 def import_path(of_user: str) -> str:

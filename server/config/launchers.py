@@ -1,4 +1,5 @@
-"""Variables of the programs that start a process on each of several hosts: torchrun, LeaderWorkerSet.
+"""Programs that start a process on each of several hosts, and what they say of our options: torchrun and
+LeaderWorkerSet by their variables, Ray by a flag.
 
 torchrun sets its variables for every process that it starts (torch.distributed.run, "Environment Variables");
 Kubernetes' LeaderWorkerSet sets `LWS_*` in every container of a group. Knows neither our own variables nor the network.
@@ -9,9 +10,10 @@ wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from server.config.groups.nodes import RAY
 from server.config.options import OptionError
 
 TORCHRUN, LEADER_WORKER_SET = "torchrun", "LeaderWorkerSet"
@@ -27,11 +29,13 @@ _FROM_LWS = {"nnodes": "LWS_GROUP_SIZE", "node_rank": "LWS_WORKER_INDEX", "maste
 _FLAGS = "--nnodes, --node-rank, --master-addr and --master-port"
 
 
-def launched(environment: Mapping[str, str], given: Container[str]) -> tuple[str, dict[str, Any]]:
+def launched(environment: Mapping[str, str], given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """(the program that started this process, what it says of the options that are not `given`).
 
-    torchrun comes first where both are there. Raises `OptionError` when its variables cannot be followed.
+    Ray, which is named by a flag, comes first, then torchrun. Raises `OptionError` when variables cannot be followed.
     """
+    if given.get("distributed_executor_backend") == RAY:
+        return RAY, {} if "nnodes" in given else {"nnodes": given.get("pipeline_parallel_size", 1)}
     if is_torchrun(environment):
         return TORCHRUN, _values(TORCHRUN, _FROM_TORCHRUN, environment, given)
     if any(environment.get(name) for name in _FROM_LWS.values()):
@@ -39,7 +43,7 @@ def launched(environment: Mapping[str, str], given: Container[str]) -> tuple[str
     return "", {}
 
 
-def _values(program: str, names: Mapping[str, str], environment: Mapping[str, str], given: Container[str]) -> dict:
+def _values(program: str, names: Mapping[str, str], environment: Mapping[str, str], given: Mapping[str, Any]) -> dict:
     wanted = {option: name for option, name in names.items() if option not in given}
     missing = [name for name in wanted.values() if not environment.get(name, "").strip()]
     if missing:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 
 from engine.config import NodesConfig
 from engine.errors import StartupError
+from server.config.groups.nodes import RAY
 from server.config.launchers import launcher_store
 from server.config.settings import Settings
 
 
 def nodes_config(settings: Settings, environment: Mapping[str, str]) -> NodesConfig | None:
-    """None where the model is served by this host alone. Raises `StartupError`."""
+    """None where the model is served by this host alone, or where Ray finds the others. Raises `StartupError`."""
     nnodes, rank = settings.nnodes, settings.node_rank
+    if settings.distributed_executor_backend == RAY:
+        _check_ray(settings)
+        return None
     if nnodes == 1 and not rank:
         return None
     if nnodes == 1:
@@ -46,3 +51,40 @@ def nodes_config(settings: Settings, environment: Mapping[str, str]) -> NodesCon
         timeout_s=settings.node_timeout,
         launcher_store=launcher_store(environment, settings.master_addr, settings.master_port),
     )
+
+
+def ray_resources(settings: Settings) -> dict[str, float]:
+    """What Ray reserves on each host: a GPU for each rank there, or the cores of its threads."""
+    ranks = settings.tensor_parallel_size * settings.pipeline_parallel_size // settings.nnodes
+    if settings.device == "cpu":
+        return {"CPU": float(ranks * (settings.num_threads or 1))}
+    return {"CPU": float(ranks), "GPU": float(ranks)}
+
+
+def _check_ray(settings: Settings) -> None:
+    flag, ranks = "--distributed-executor-backend ray", settings.tensor_parallel_size * settings.pipeline_parallel_size
+    given = [
+        f"--{name}" for name in ("node-rank", "master-addr") if getattr(settings, name.replace("-", "_")) is not None
+    ]
+    if given:
+        raise StartupError(
+            f"{given[0]} is given beside {flag}, which numbers and finds the hosts itself.",
+            f"Leave {given[0]} out, and start the command on one host alone.",
+        )
+    if settings.data_parallel_size > 1:
+        raise StartupError(
+            f"--data-parallel-size {settings.data_parallel_size} beside {flag}: replicas share one host.",
+            "Have Ray Serve start the replicas (docs/replicas.md).",
+        )
+    if settings.device == "auto":
+        raise StartupError(f"{flag} must know what a rank takes of a host.", "Add --device cuda or --device cpu.")
+    if ranks % settings.nnodes:
+        raise StartupError(
+            f"{ranks} ranks cannot be dealt to {settings.nnodes} hosts in equal parts.",
+            "Choose --nnodes so that it divides --tensor-parallel-size times --pipeline-parallel-size.",
+        )
+    if importlib.util.find_spec("ray") is None:
+        raise StartupError(
+            f"{flag} needs the Python package ray, which is missing.",
+            "Run: pip install 'oarlock[ray]' (in a checkout: pip install --editable '.[ray]')",
+        )

@@ -170,6 +170,7 @@ SERVER_ONLY = frozenset(
         "ignore_model_case",
         "request_timeout",
         "drain_timeout",
+        "distributed_executor_backend",
         "nnodes",
         "node_rank",
         "master_addr",

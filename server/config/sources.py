@@ -1,4 +1,4 @@
-"""Where settings come from: flag > environment (`OARLOCK_*`) > TOML file > torchrun or LeaderWorkerSet > default.
+"""Where settings come from: flag > environment (`OARLOCK_*`) > TOML file > torchrun, LeaderWorkerSet or Ray > default.
 
 The only reader of the file, and of the environment for options. Unknown names are errors that suggest the nearest.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ _READ_ELSEWHERE = ("OARLOCK_CONFIG", "OARLOCK_CPU_LEVEL")
 @dataclass(frozen=True)
 class LoadedSettings:
     """Settings, and where each value came from: `flag`, `environment`, the file's name, `torchrun`,
-    `LeaderWorkerSet` or `default`."""
+    `LeaderWorkerSet`, `ray` or `default`."""
 
     settings: Settings
     origins: Mapping[str, str] = field(default_factory=dict)
@@ -87,6 +87,25 @@ def _from_file(path: str | None) -> dict[str, Any]:
             raise unknown_name(f"key in {path}", key, OPTIONS)
         values[name] = OPTIONS[name].from_toml(value)
     return values
+
+
+def as_flags(loaded: LoadedSettings, without: Container[str]) -> list[str]:
+    """The words of a command line that sets what is not a default, except secrets and options of groups `without`."""
+    words = []
+    for described in OPTIONS.values():
+        value = getattr(loaded.settings, described.name)
+        is_default = loaded.origins.get(described.name, "default") == "default"
+        if is_default or described.group in without or described.secret or value is None:
+            continue
+        if described.positional:
+            words.append(value)
+        elif described.kind is bool:
+            words.append(described.flag if value else f"--no-{described.flag[2:]}")
+        elif described.many:
+            words += [described.flag, *map(str, value)]
+        else:
+            words.append(f"{described.flag}={value}")
+    return words
 
 
 def as_table(loaded: LoadedSettings) -> list[tuple[str, str, str]]:

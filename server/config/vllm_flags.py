@@ -53,11 +53,6 @@ FLAGS: dict[str, Flag] = {
     **_switches("every response carries X-Request-Id.", "enable-request-id-headers"),
     **_switches("there is one KV cache manager.", "use-v2-block-manager"),
     **_switches("of several hosts only the head node, --node-rank 0, serves HTTP.", "headless"),
-    **_values(
-        "ranks are processes that are started on each host.",
-        "distributed-executor-backend",
-        harmless=("mp",),
-    ),
     **_values("grammars are compiled by llguidance.", "guided-decoding-backend", harmless=("auto", "guidance")),
     **_values(
         "replicas are processes that are started on this host.",

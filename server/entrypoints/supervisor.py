@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.config import EngineConfig, NodesConfig, OnProgress
 from engine.engine_process import EngineProcess
@@ -43,6 +43,9 @@ from server.observability.metrics import HttpCounters
 from server.serving.connect import connect_engine
 from server.serving.server_state import STALL_LIMIT_S, Phase, ServerState
 from server.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from server.entrypoints.ray_group import RayGroup
 
 EXIT_WORKER_DIED = 5
 EXIT_DRAIN_TIMED_OUT = 7
@@ -89,12 +92,14 @@ class Supervisor:
         nodes: NodesConfig | None = None,
         manager: ServiceManager | None = None,
         tls: ServerTls | None = None,
+        ray: RayGroup | None = None,
     ) -> None:
         """`nodes`: how the other hosts are found, if there are any; this one is their head. `manager`: is told of
-        phases, and may have opened the socket. `tls`: HTTPS is served."""
+        phases, and may have opened the socket. `tls`: HTTPS is served. `ray`: has started the other hosts' parts."""
         self.settings = settings
         self._manager = manager or ServiceManager({})
         self._nodes = nodes
+        self._ray = ray
         self.state = ServerState(stall_limit_s=min(STALL_LIMIT_S, settings.step_timeout or STALL_LIMIT_S))
         self.counters = HttpCounters()
         self.counters.certificate = tls
@@ -132,11 +137,15 @@ class Supervisor:
     async def _load_and_serve(self) -> int:
         self.state.phase = Phase.LOADING
         loading = asyncio.create_task(self._load())
-        await _first(loading, self.state.stop.wait())
+        part_failed = asyncio.create_task(self._part_failure())
+        await _first(loading, part_failed, self.state.stop.wait())
         if not loading.done():
             loading.cancel()
             await asyncio.wait((loading,), timeout=_CLOSE_ENGINE_S)
+            if part_failed.done():
+                raise part_failed.result()
             return 0
+        part_failed.cancel()
         engine = loading.result()
         self._start_serving(engine)
         dead = asyncio.create_task(_engine_has_died(engine))
@@ -148,6 +157,11 @@ class Supervisor:
             return await self._drain(engine, dead)
         finally:
             dead.cancel()
+
+    async def _part_failure(self) -> StartupError:
+        while self._ray is None:
+            await asyncio.Event().wait()
+        return await self._ray.failed()
 
     async def _load(self) -> RunningEngine:
         """Find the checkpoint, then read the tokenizer and start the engine side by side."""
@@ -311,11 +325,16 @@ def server_tls(settings: Settings) -> ServerTls | None:
     return ServerTls(settings.ssl_certfile, settings.ssl_keyfile)
 
 
-def serve(settings: Settings, processes: Sequence[EngineProcess], nodes: NodesConfig | None = None) -> int:
+def serve(
+    settings: Settings,
+    processes: Sequence[EngineProcess],
+    nodes: NodesConfig | None = None,
+    ray: RayGroup | None = None,
+) -> int:
     """Bind, run and return the exit code. `processes`: of the engine, or of each replica, which were started and are
     taken once their configuration is known.
 
-    `nodes`: how the other hosts are found, if there are any. Raises `StartupError`.
+    `nodes`: how the other hosts are found, if there are any; `ray` has started their parts. Raises `StartupError`.
     """
     logs.configure(settings.log_level, settings.log_format)
     raise_descriptor_limit()
@@ -323,7 +342,7 @@ def serve(settings: Settings, processes: Sequence[EngineProcess], nodes: NodesCo
     listener, settings = manager.listener(settings) or (listen(settings), settings)
 
     async def run() -> int:
-        return await Supervisor(settings, listener, partial(_start_engine, processes), nodes, manager, tls).run()
+        return await Supervisor(settings, listener, partial(_start_engine, processes), nodes, manager, tls, ray).run()
 
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(run())

@@ -8,20 +8,29 @@ from server.config.options import option
 
 _GROUP = "Several hosts"
 MASTER_PORT = 29550
+RAY = "ray"
 
 
 @dataclass(frozen=True)
 class NodeSettings:
     """Options of the group `Several hosts`."""
 
+    distributed_executor_backend: str = option(
+        "mp",
+        group=_GROUP,
+        example="ray",
+        choices=("mp", RAY),
+        help="who starts the parts of a model: mp: this command, on each host; ray: Ray, on nodes of its cluster, of "
+        "which this host is one",
+    )
     nnodes: int = option(
         1,
         group=_GROUP,
         example="2",
         minimum=1,
         maximum=64,
-        help="number of hosts that the ranks are dealt to; the same command runs on each (default: as torchrun or "
-        "LeaderWorkerSet says, else 1)",
+        help="number of hosts that the ranks are dealt to; the same command runs on each, but for Ray (default: as "
+        "torchrun or LeaderWorkerSet says; on Ray one for each stage; else 1)",
     )
     node_rank: int | None = option(
         None,

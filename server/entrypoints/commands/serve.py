@@ -7,13 +7,18 @@ import gc
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from engine.config import NodesConfig
+from server.config.groups.nodes import RAY
 from server.config.launchers import first_on_host
 from server.config.nodes import nodes_config
 from server.config.settings import OPTIONS, Settings
 from server.entrypoints.arguments import UsageError, add_settings, given_settings, loaded_settings
 from server.llm.engine_processes import engine_processes
+
+if TYPE_CHECKING:
+    from server.entrypoints.ray_group import RayGroup
 
 HELP = "serve a model over HTTP"
 _EXIT_CODES = """exit codes:
@@ -32,11 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     given = given_settings(arguments)
-    settings = loaded_settings(arguments, given).settings
+    loaded = loaded_settings(arguments, given)
+    settings = loaded.settings
     _check_model_was_not_swallowed(given, settings)
     for note in arguments.notes:
         sys.stderr.write(f"note: {note}\n")
-    if not first_on_host(os.environ, settings.tensor_parallel_size * settings.pipeline_parallel_size):
+    on_ray = settings.distributed_executor_backend == RAY
+    if not on_ray and not first_on_host(os.environ, settings.tensor_parallel_size * settings.pipeline_parallel_size):
         from server.entrypoints.node import wait_for_first
 
         return wait_for_first()
@@ -45,12 +52,24 @@ def run(arguments: argparse.Namespace) -> int:
         from server.entrypoints.node import serve_node
 
         return serve_node(settings, nodes)
+    if not on_ray:
+        return _serve(settings, nodes)
+    from server.entrypoints.ray_group import RayGroup
+
+    group = RayGroup(loaded)
+    try:
+        return _serve(settings, group.nodes, group)
+    finally:
+        group.close()
+
+
+def _serve(settings: Settings, nodes: NodesConfig | None, ray: RayGroup | None = None) -> int:
     engines = engine_processes(settings)
     gc.disable()  # until the server is ready: imports make nothing but objects that stay
     try:
         from server.entrypoints.supervisor import serve  # takes a second, while the other processes import as well
 
-        return serve(settings, engines, nodes)
+        return serve(settings, engines, nodes, ray)
     finally:
         for engine in engines:
             engine.discard()

@@ -60,6 +60,13 @@ def test_leader_worker_set_says_which_host_this_is():
     assert (loaded.origins["nnodes"], loaded.origins["master_port"]) == (LEADER_WORKER_SET, "default")
 
 
+def test_ray_places_each_stage_on_a_host_whatever_other_launchers_say():
+    stages = {"pipeline_parallel_size": 3, "tensor_parallel_size": 2}
+    loaded = load_settings({"distributed_executor_backend": "ray"} | stages, BY_LWS | BY_TORCHRUN)
+    assert (loaded.settings.nnodes, loaded.origins["nnodes"], loaded.settings.node_rank) == (3, "ray", None)
+    assert load_settings({"distributed_executor_backend": "ray", "nnodes": 2} | stages, {}).settings.nnodes == 2
+
+
 def test_torchrun_in_a_leader_worker_set_counts_alone():
     assert load_settings({}, BY_LWS | BY_TORCHRUN).settings.nnodes == 2
 
@@ -107,7 +114,7 @@ def test_what_is_missing_or_wrong_is_named_with_a_fix(environment, cause):
 
 
 def test_a_variable_that_is_not_needed_may_be_missing():
-    given = {"nnodes", "node_rank", "master_addr", "master_port"}
+    given = dict.fromkeys(("nnodes", "node_rank", "master_addr", "master_port"))
     assert launched(_without(BY_TORCHRUN, "MASTER_ADDR", "GROUP_RANK"), given) == (TORCHRUN, {})
 
 

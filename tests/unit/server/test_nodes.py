@@ -11,9 +11,13 @@ import pytest
 
 from engine.config import EngineConfig, NodesConfig
 from engine.errors import StartupError
-from server.config.nodes import nodes_config
+from server.config.nodes import nodes_config, ray_resources
+from server.config.options import OptionError
 from server.config.settings import Settings, make_settings
+from server.config.sources import load_settings
 from server.entrypoints.cli import main
+from server.entrypoints.ray_driver import last_error
+from server.entrypoints.ray_group import request
 from workers.config import WorkerConfig
 
 TWO = {"nnodes": 2, "node_rank": 0, "master_addr": "10.0.0.1"}
@@ -54,6 +58,68 @@ def test_what_is_missing_is_named(values, cause, fix):
     with pytest.raises(StartupError) as caught:
         nodes_config(make_settings(TWO | values), {})
     assert cause in caught.value.cause and fix in caught.value.fix and caught.value.exit_code == 3
+
+
+ON_RAY = {"distributed_executor_backend": "ray", "device": "cpu", "nnodes": 2, "tensor_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("values", "cause", "fix"),
+    [
+        ({"node_rank": 0}, "--node-rank is given beside --distributed-executor-backend ray", "Leave --node-rank out"),
+        ({"master_addr": "a"}, "--master-addr is given beside", "on one host alone"),
+        ({"data_parallel_size": 2}, "--data-parallel-size 2 beside", "Ray Serve"),
+        ({"device": "auto"}, "must know what a rank takes of a host", "--device cuda or --device cpu"),
+        ({"nnodes": 3}, "2 ranks cannot be dealt to 3 hosts in equal parts", "--nnodes"),
+        ({}, "needs the Python package ray, which is missing", "pip install 'oarlock[ray]'"),
+    ],
+)
+def test_what_ray_cannot_place_is_named_before_it_is_asked(monkeypatch, values, cause, fix):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(StartupError) as caught:
+        nodes_config(make_settings(ON_RAY | values), {})
+    assert cause in caught.value.cause and fix in caught.value.fix and caught.value.exit_code == 3
+
+
+def test_another_executor_is_refused_by_name():
+    with pytest.raises(OptionError, match="--distributed-executor-backend is 'uni', but it must be one of mp, ray"):
+        make_settings({"distributed_executor_backend": "uni"})
+
+
+@pytest.mark.parametrize(
+    ("values", "share"),
+    [
+        ({}, {"CPU": 1.0}),
+        ({"num_threads": 3, "pipeline_parallel_size": 2}, {"CPU": 6.0}),
+        ({"device": "cuda", "num_threads": 3, "tensor_parallel_size": 8}, {"CPU": 4.0, "GPU": 4.0}),
+    ],
+)
+def test_ray_is_asked_for_an_equal_share_of_each_host(values, share):
+    assert ray_resources(make_settings(ON_RAY | values)) == share
+
+
+def test_a_part_gets_the_options_of_the_command_without_its_secrets_and_its_http(tmp_path):
+    path = tmp_path / "oarlock.toml"
+    path.write_text('dtype = "float32"\nenforce_eager = true')
+    given = ON_RAY | {"model": "m", "api_key": ("k",), "port": 1, "check_weights": False, "kv_cache_memory": 2**20}
+    loaded = load_settings(given, {"OARLOCK_BLOCK_SIZE": "16"}, str(path))
+    asked = request(loaded, {"HF_TOKEN": "t", "NCCL_DEBUG": "INFO", "HOME": "/", "OARLOCK_CPU_LEVEL": "avx2"})
+    words = asked["command"][asked["command"].index("serve") + 1 :]
+    model = ["m", "--dtype=float32", "--no-check-weights"]
+    assert words[: len(model)] == model
+    assert {"--enforce-eager", "--block-size=16", "--kv-cache-memory=1048576", "--nnodes=2"} < set(words)
+    assert words[-1] == "--distributed-executor-backend=mp" and not [
+        word for word in words if "key" in word or "port" in word
+    ]
+    carried = {name: value for name, value in asked["environment"].items() if name != "PYTHONPATH"}
+    assert carried == {"HF_TOKEN": "t", "NCCL_DEBUG": "INFO", "OARLOCK_CPU_LEVEL": "avx2"}
+    assert asked["port"] == 0, "a free one: several groups may have their heads on one host"
+
+
+def test_what_a_part_printed_last_is_why_it_failed():
+    assert last_error(["x", "error: A.", "fix: B.", "y"], 3) == ("A.", "B.")
+    cause, fix = last_error(["x"], -9)
+    assert cause == "the part was killed by signal 9. x" and "Ray's logs" in fix
 
 
 def test_configurations_with_nodes_pass_the_engine_s_socket():

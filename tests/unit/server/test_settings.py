@@ -195,6 +195,7 @@ SERVER_OPTIONS = {
     "ssl_keyfile",
     "root_path",
     "allowed_origins",
+    "distributed_executor_backend",
     "node_rank",
     "master_addr",
     "master_port",
