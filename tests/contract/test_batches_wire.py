@@ -359,18 +359,16 @@ def test_long_lines_are_read_beside_the_server(serve, monkeypatch):
 
 def test_what_was_lost_is_tried_again(serve, monkeypatch):
     monkeypatch.setattr("server.serving.batches.batch_run._PAUSES_S", (0.01, 0.01, 0.01))
-    server = serve(fail_after=1, missing="replica_lost")
+    server = serve(fail_after=1, missing="replica_lost", pause_after=0)
     engine = server.stage.engine
-    reply = engine.reply
-
-    def second_time_well(request):
-        engine.fail_after = 1 if len(engine.requests) == 1 else None
-        return reply(request)
-
-    engine.reply = second_time_well
-    assert server.ended(server.batch([request_line("a")])).request_counts.failed == 0
-    assert len(engine.requests) == 2
-    engine.reply, engine.fail_after, before = reply, 1, len(engine.requests)
+    batch = server.batch([request_line("a")])
+    wait_for(lambda: len(engine.requests) == 1)
+    engine.pause_after = None
+    engine.resume.set()
+    wait_for(lambda: len(engine.requests) >= 2)
+    engine.fail_after = None
+    assert server.ended(batch).request_counts.failed == 0
+    engine.fail_after, before = 1, len(engine.requests)
     lost = server.ended(server.batch([request_line("a")]))
     assert len(engine.requests) == before + 4, "not for ever"
     (error,) = server.lines(lost.error_file_id)

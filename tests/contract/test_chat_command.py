@@ -115,8 +115,7 @@ STOPPED_AT = "last of them is"
 def test_a_stopped_answer_is_on_the_screen_once(make_server, tokenizer, tmp_path, wait_for, columns, typed):
     shown = ANSWER[: ANSWER.index(STOPPED_AT) + len(STOPPED_AT)]
     server = make_server(ANSWER, pause_after=len(tokenizer.encode(shown, add_special_tokens=False)))
-    env = chat_env(tmp_path, COLUMNS="80", LINES="24")  # of a shell whose window had another size then
-    with Terminal(command("chat", server.url), env, columns=60) as terminal:
+    with Terminal(command("chat", server.url), chat_env(tmp_path), columns=60) as terminal:
         terminal.expect("> ")
         terminal.type("Tell me.\n")
         terminal.expect(STOPPED_AT.replace(" ", r"\s+") + r"\s*\n")

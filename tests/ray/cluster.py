@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import re
 import secrets
@@ -16,6 +17,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ MODEL = "demo"
 SERVE = (".venv/bin/oarlock", "serve", str(DEMO), "--device", "cpu", "--num-threads", "1", "--dtype", "float32")
 SLOTS = 8
 WITHIN_S = 240.0
+HEAD_PORT = 6379
 
 
 def command(*flags: str | int) -> str:
@@ -52,16 +55,20 @@ def eventually(condition: Callable[[], Any], what: str, within_s: float = WITHIN
 class Replica:
     """One running replica: its actor's process and its server's."""
 
-    def __init__(self, details: dict[str, Any]) -> None:
+    def __init__(self, details: dict[str, Any], inside: Callable[[], AbstractContextManager[None]]) -> None:
+        """`inside`: where this thread is on the replica's node."""
+        self.inside = inside
         self.id = details["replica_id"]
         self.actor = psutil.Process(details["pid"])
         self.server = next(child for child in self.actor.children() if _runs_oarlock(child.cmdline()))
         self.processes = [self.actor, self.server, *self.server.children(recursive=True)]
-        listening = [c for c in self.server.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+        with inside():
+            listening = [c for c in self.server.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
         self.url = f"http://127.0.0.1:{listening[0].laddr.port}"
 
     def metrics(self) -> str:
-        return httpx.get(f"{self.url}/metrics", timeout=60).text
+        with self.inside():
+            return httpx.get(f"{self.url}/metrics", timeout=60).text
 
     def running(self) -> int:
         """Requests in its engine, those that wait among them."""
@@ -97,11 +104,13 @@ def _lives(process: psutil.Process) -> bool:
 class Cluster:
     """Use as a context manager; leaving it ends every process of the cluster."""
 
-    def __init__(self, num_cpus: int, num_gpus: int) -> None:
+    def __init__(self, num_cpus: int, num_gpus: int, address: str | None = None) -> None:
+        """`address`: of a head that other nodes join."""
         self.directory = Path(tempfile.mkdtemp(prefix="ray-"))  # sockets below it: a short path
         self.port, self.dashboard, self.agent, self.exported = (free_port() for _ in range(4))
         self.url = f"http://127.0.0.1:{self.port}"
-        self._size = ("--num-cpus", str(num_cpus), "--num-gpus", str(num_gpus))
+        self._size = ("--num-cpus", str(num_cpus), "--num-gpus", str(num_gpus), "--object-store-memory=100000000")
+        self._head = ("--port=0",) if address is None else (f"--node-ip-address={address}", f"--port={HEAD_PORT}")
         self.rest_url = f"http://127.0.0.1:{self.dashboard}"
         self._rest = httpx.Client(
             base_url=self.rest_url, timeout=120, headers={"Authorization": f"Bearer {self._token().read_text()}"}
@@ -115,7 +124,7 @@ class Cluster:
             RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S="1",
             RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S="1",
         )
-        self._environment = {name: value for name, value in base.items() if name != "OARLOCK_NUM_THREADS"}
+        self.environment = {name: value for name, value in base.items() if name != "OARLOCK_NUM_THREADS"}
 
     def _token(self) -> Path:
         """The file with the cluster's token, as `ray get-auth-token --generate` would make it."""
@@ -129,10 +138,10 @@ class Cluster:
         before = ray_processes()
         assert not before, f"another Ray cluster runs on this machine: {before}"
         try:
-            ports = ["--port=0", "--min-worker-port=0", "--max-worker-port=0", f"--dashboard-port={self.dashboard}"]
+            ports = [*self._head, "--min-worker-port=0", "--max-worker-port=0", f"--dashboard-port={self.dashboard}"]
             ports += [f"--dashboard-agent-listen-port={self.agent}", f"--temp-dir={self.directory}"]
             ports += [f"--metrics-export-port={self.exported}"]
-            self.ray("ray", "start", "--head", "--object-store-memory=100000000", *self._size, *ports)
+            self.ray("ray", "start", "--head", *self._size, *ports)
         except BaseException:
             self.__exit__()
             raise
@@ -146,7 +155,7 @@ class Cluster:
     def ray(self, *words: str) -> str:
         """One of Ray's own commands, and what it printed."""
         done = subprocess.run(
-            words, cwd=ROOT, env=self._environment, capture_output=True, text=True, timeout=300, start_new_session=True
+            words, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=300, start_new_session=True
         )
         assert done.returncode == 0, f"{shlex.join(words)}: {done.stdout}{done.stderr}"
         return done.stdout
@@ -180,8 +189,8 @@ class Cluster:
 
     def status_in_a_bare_shell(self) -> str:
         """What `serve status` prints where only the token and the address are known, in another folder."""
-        kept = {name: value for name, value in self._environment.items() if name in ("PATH", "HOME")}
-        token = {name: value for name, value in self._environment.items() if name.startswith("RAY_AUTH_")}
+        kept = {name: value for name, value in self.environment.items() if name in ("PATH", "HOME")}
+        token = {name: value for name, value in self.environment.items() if name.startswith("RAY_AUTH_")}
         done = subprocess.run(
             ["serve", "status", "--address", self.rest_url],
             cwd=self.directory, env=kept | token, capture_output=True, text=True, timeout=300, check=False,
@@ -204,7 +213,12 @@ class Cluster:
             settled = status.get("status") == "RUNNING" and len(fit) == len(found) == number
             return fit if settled else None
 
-        return [Replica(one) for one in eventually(ready, f"{number} replicas run")]
+        found = eventually(ready, f"{number} replicas run")
+        return [Replica(one, functools.partial(self.inside, one["node_ip"])) for one in found]
+
+    def inside(self, address: str) -> AbstractContextManager[None]:
+        """Where this thread is on the node with that address."""
+        return contextlib.nullcontext()
 
     def failed_starts(self) -> int:
         """How often a replica's server did not start, since the cluster was made."""

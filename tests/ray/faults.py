@@ -11,9 +11,9 @@ from tests.ray.traffic import LONG, LONGEST, SHORT, Streams, Traffic, client, pr
 from tests.ray.trial import FAST, PLAIN, expected_of, streams_on_both, trial, two_replicas
 
 
-def killed(cluster: Cluster, kill: Callable[[Replica], None]) -> tuple[int, str]:
+def killed(cluster: Cluster, kill: Callable[[Replica], None], serve: str = PLAIN, **options: object) -> tuple[int, str]:
     """Kill something of one replica within eight streams: exactly its own streams must end in an error event."""
-    replicas = two_replicas(cluster)
+    replicas = two_replicas(cluster, serve, **options)
     streams, (dying, living) = streams_on_both(cluster, replicas)
     kill(replicas[0])
     ends = streams.finish()

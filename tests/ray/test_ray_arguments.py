@@ -64,6 +64,8 @@ def test_an_installed_application_has_all_its_files(tmp_path):
 def test_the_pins_of_the_tests_are_the_version_of_the_requirements():
     (needed,) = tomllib.loads((FOLDER / "pyproject.toml").read_text())["project"]["dependencies"]
     wanted = needed.removeprefix("ray[serve]==")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extras["ray"] == [f"ray=={wanted}"]
     assert f"\nray=={wanted}\n" in (ROOT / "tests" / "ray" / "pins.txt").read_text()
 
 
@@ -93,6 +95,9 @@ def test_a_replica_takes_what_its_ranks_need(flags, cpus, gpus, slots):
         ({"command": f"{HERE} serve --max-num-seqs 0"}, "--max-num-seqs is 0", "For example: --max-num-seqs 32"),
         ({"command": f"{HERE} serve --tensor-paralel-size 2"}, "Unknown flag", "Did you mean --tensor-parallel-size?"),
         ({"command": f"{HERE} serve"}, "leaves the device open", "--device cpu"),
+        ({"command": "oarlock serve --node-rank 0"}, "--node-rank, which each replica sets for itself", "Leave it out"),
+        ({"command": f"{HERE} serve --device cpu -tp 4 --nnodes 3"}, "4 ranks, which cannot be dealt to 3", "--nnodes"),
+        ({"command": f"{HERE} serve --device cpu -tp 2 -dp 2 --nnodes 2"}, "share one node", "num_replicas"),
     ],
 )
 def test_a_mistake_is_one_line_of_cause_and_one_of_fix(given, cause, fix):
@@ -103,10 +108,18 @@ def test_a_mistake_is_one_line_of_cause_and_one_of_fix(given, cause, fix):
     assert second.startswith("fix: ") and fix in second
 
 
-def test_a_model_of_several_hosts_is_refused():
-    settings = dict.fromkeys(("device", "nnodes"), "cpu") | {"nnodes": "2"}
-    with pytest.raises(ArgumentError, match="placed on one node"):
-        arguments.describe(("oarlock", "serve"), settings)
+@pytest.mark.parametrize("of_hosts", ["--nnodes 2", "--distributed-executor-backend ray"])
+def test_a_replica_of_several_nodes_takes_an_equal_share_of_each(of_hosts):
+    replica = read(f"--device cuda -tp 4 -pp 2 {of_hosts}")
+    assert replica.bundles() == [{"CPU": 4, "GPU": 4}] * 2
+    assert (replica.num_cpus, replica.num_gpus) == (4, 4), "the actor takes the first share"
+
+
+def test_each_part_is_told_where_it_is():
+    one, other = (read("--device cpu -pp 2 --nnodes 2").part(number, "10.0.0.1", 7) for number in (0, 1))
+    assert one[:-5] == other[:-5] == list(read("--device cpu -pp 2 --nnodes 2").command)
+    where = ["--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.1", "--master-port=7"]
+    assert other[-5:] == ["--distributed-executor-backend=mp", *where]
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,20 @@ from tests.ray.traffic import LONG, Streams, texts
 
 FAST = {"graceful_shutdown_wait_loop_s": 0.2, "health_check_period_s": 1}
 PLAIN = command("--max-num-seqs", SLOTS)
-TRIALS: dict[str, Callable[[Cluster], tuple[str, str, str]]] = {}
+Trial = Callable[[Cluster], tuple[str, str, str]]
+TRIALS: dict[str, Trial] = {}  # on a cluster of one node
+NODE_TRIALS: dict[str, Trial] = {}  # on one of two nodes
 
 
-def trial(function: Callable[[Cluster], tuple[str, str, str]]) -> Callable[[Cluster], tuple[str, str, str]]:
+def trial(function: Trial) -> Trial:
     """A trial returns what was done, what followed, and the requests lost. Anything else is an AssertionError."""
     TRIALS[function.__name__.replace("_", "-")] = function
+    return function
+
+
+def node_trial(function: Trial) -> Trial:
+    """A trial on a cluster of two nodes, `tests.ray.nodes.NodeCluster`."""
+    NODE_TRIALS[function.__name__.replace("_", "-")] = function
     return function
 
 
@@ -34,7 +42,8 @@ def two_replicas(cluster: Cluster, serve: str = PLAIN, **options: object) -> lis
 
 
 def expected_of(replica: Replica, tokens: int) -> dict[str, str]:
-    return asyncio.run(texts(replica.url, tokens))
+    with replica.inside():
+        return asyncio.run(texts(replica.url, tokens))
 
 
 def streams_on_both(cluster: Cluster, replicas: list[Replica]) -> tuple[Streams, list[int]]:

@@ -16,42 +16,54 @@ from pathlib import Path
 import httpx
 import openai
 
-from tests.ray import deployments, faults, passing
+from tests.ray import deployments, faults, node_trials, passing
 from tests.ray.cluster import Cluster
-from tests.ray.trial import TRIALS
+from tests.ray.nodes import NodeCluster
+from tests.ray.trial import NODE_TRIALS, TRIALS, Trial
 
-PARTS = deployments, faults, passing  # each has added its trials to the table
+PARTS = deployments, faults, passing, node_trials  # each has added its trials to a table
 
 
 def main() -> int:
+    known = [*TRIALS, *NODE_TRIALS]
     parser = argparse.ArgumentParser(prog="python -m tests.ray.run", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="TRIAL", help=f"of {', '.join(TRIALS)}; none means all")
+    parser.add_argument("names", nargs="*", metavar="TRIAL", help=f"of {', '.join(known)}; none means all")
     parser.add_argument("--results", type=Path, help="write what followed into this file")
     given = parser.parse_args()
-    unknown = [name for name in given.names if name not in TRIALS]
+    unknown = [name for name in given.names if name not in known]
     if unknown:
-        parser.error(f"unknown trial {unknown[0]}; there are {', '.join(TRIALS)}")
-    rows, problems = [], []
+        parser.error(f"unknown trial {unknown[0]}; there are {', '.join(known)}")
+    rows: list[tuple[str, str, str]] = []
+    problems: list[str] = []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the cluster is ended all the same
-    with Cluster(num_cpus=8, num_gpus=4) as cluster:
-        for name in given.names or TRIALS:
-            began = time.monotonic()
-            try:
-                rows.append(TRIALS[name](cluster))
-            except (AssertionError, httpx.HTTPError, openai.OpenAIError) as error:
-                problems.append(name)
-                traceback.print_exception(error)
-                print(f"    FAILED  {name}", flush=True)
-                cluster.clear()
-            else:
-                _, followed, lost = rows[-1]
-                print(f"    ok      {name} ({time.monotonic() - began:.0f} s): {followed} (lost: {lost})", flush=True)
-        if problems:
-            print(cluster.logs()[-20_000:])
+    for table, made in (TRIALS, lambda: Cluster(num_cpus=8, num_gpus=4)), (NODE_TRIALS, NodeCluster):
+        chosen = {name: table[name] for name in given.names or table if name in table}
+        if chosen:
+            with made() as cluster:
+                run(chosen, cluster, rows, problems)
     if given.results:
         given.results.write_text(json.dumps(rows))
     print(f"failed: {', '.join(problems)}" if problems else f"{len(rows)} trials, all well")
     return 1 if problems else 0
+
+
+def run(trials: dict[str, Trial], cluster: Cluster, rows: list[tuple[str, str, str]], problems: list[str]) -> None:
+    """One after another; what followed is added to `rows`, the name of one that failed to `problems`."""
+    failed = len(problems)
+    for name, trial in trials.items():
+        began = time.monotonic()
+        try:
+            rows.append(trial(cluster))
+        except (AssertionError, httpx.HTTPError, openai.OpenAIError) as error:
+            problems.append(name)
+            traceback.print_exception(error)
+            print(f"    FAILED  {name}", flush=True)
+            cluster.clear()
+        else:
+            _, followed, lost = rows[-1]
+            print(f"    ok      {name} ({time.monotonic() - began:.0f} s): {followed} (lost: {lost})", flush=True)
+    if len(problems) > failed:
+        print(cluster.logs()[-20_000:])
 
 
 if __name__ == "__main__":

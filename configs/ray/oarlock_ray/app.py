@@ -1,7 +1,8 @@
 """The Serve application: `application` is the import path of the YAML.
 
 A replica is one actor, which starts one whole `oarlock serve` with all its ranks below itself. All ranks are therefore
-on the actor's node, and see the devices that Ray gave the actor.
+on the actor's node, and see the devices that Ray gave the actor. A replica of several nodes has a placement group with
+a bundle on each; its actor is in the first, and actors of `parts` are in the others.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import logging
 import os
 from typing import Any
 
-from ray import serve
+from ray import serve, util
 from ray.serve import metrics
 
 from oarlock_ray import arguments
 from oarlock_ray.forward import Forwarder
+from oarlock_ray.parts import Parts
 from oarlock_ray.policy import RUNNING, SLOTS, WAITING
 from oarlock_ray.server_process import ServerProcess
 
@@ -31,10 +33,12 @@ class Oarlock:
 
     async def __init__(self, replica: arguments.Replica) -> None:
         self._replica = replica
-        self._server = ServerProcess(replica.command, replica.drain_timeout_s)
+        self._parts = Parts(replica, util.get_current_placement_group()) if replica.nnodes > 1 else None
+        command = replica.command if self._parts is None else self._parts.head_command
+        self._server = ServerProcess(command, replica.drain_timeout_s)
         self._watch: asyncio.Task[None] | None = None  # set, as what it watches, once the server runs
         try:
-            url = await self._server.start()
+            url = await (self._server.start() if self._parts is None else self._parts.start(self._server))
         except arguments.ArgumentError as error:
             _log.error("the server of this replica did not start\n%s", error)
             raise
@@ -87,7 +91,9 @@ class Oarlock:
 def application(args: dict[str, Any]) -> serve.Application:
     """The application, from the `args` of the YAML. Raises `ArgumentError` before any replica is started."""
     replica = arguments.read(args)
+    nodes = {"placement_group_bundles": replica.bundles(), "placement_group_strategy": "STRICT_SPREAD"}
     return Oarlock.options(
         ray_actor_options={"num_cpus": replica.num_cpus, "num_gpus": replica.num_gpus},
+        **(nodes if replica.nnodes > 1 else {}),
         max_ongoing_requests=replica.max_ongoing_requests,
     ).bind(replica)

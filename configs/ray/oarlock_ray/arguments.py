@@ -15,7 +15,8 @@ from typing import Any
 
 COMMAND = "command"
 _EXAMPLE = "oarlock serve Qwen/Qwen2.5-7B-Instruct --device cuda --tensor-parallel-size 2"
-_OURS = ("--host", "--port")  # a replica listens on a free port of loopback, and only its own actor connects to it
+# A replica listens on a free port of loopback, and only its own actor connects to it; which host is which, Ray says.
+_OURS = ("--host", "--port", "--node-rank", "--master-addr", "--master-port")
 _PARSE_TIMEOUT_S = 120.0
 
 
@@ -28,13 +29,25 @@ class ArgumentError(ValueError):
 
 @dataclass(frozen=True)
 class Replica:
-    """One replica: its command line and what it takes of the node that it is placed on."""
+    """One replica: its command line and what it takes of each node that it is placed on."""
 
-    command: tuple[str, ...]  # without --host and --port
-    num_cpus: float
+    command: tuple[str, ...]  # without --host and --port, and without what says which host is which
+    nnodes: int
+    num_cpus: float  # on each node, as are the GPUs
     num_gpus: float
     slots: int  # sequences that it runs at a time
     drain_timeout_s: float
+
+    def bundles(self) -> list[dict[str, float]]:
+        """What Ray must reserve on each of several nodes."""
+        share = {"CPU": self.num_cpus, "GPU": self.num_gpus}
+        return [{name: number for name, number in share.items() if number} for _ in range(self.nnodes)]
+
+    def part(self, node_rank: int, address: str, port: int) -> list[str]:
+        """The command of one of several nodes. The last of two flags counts, so a `ray` before it does not."""
+        where = {"--nnodes": self.nnodes, "--node-rank": node_rank, "--master-addr": address, "--master-port": port}
+        words = [f"{name}={value}" for name, value in where.items()]
+        return [*self.command, "--distributed-executor-backend=mp", *words]
 
     @property
     def max_ongoing_requests(self) -> int:
@@ -90,24 +103,31 @@ def settings_of(words: list[str]) -> dict[str, str]:
 
 
 def describe(words: tuple[str, ...], settings: Mapping[str, str]) -> Replica:
-    """One actor holds all ranks of a replica, so they are on one node. Raises `ArgumentError`."""
+    """One actor holds all ranks of a replica that are on one node. Raises `ArgumentError`."""
     device = settings["device"]
     if device == "auto":
         raise ArgumentError(
             f"args.{COMMAND} leaves the device open, so Ray cannot know what a replica takes.",
             "Add --device cuda or --device cpu.",
         )
-    if settings["nnodes"] != "1":
-        raise ArgumentError(
-            f"args.{COMMAND} has --nnodes {settings['nnodes']}, but a replica is placed on one node.",
-            "Leave it out, or run a model of several hosts outside Ray.",
-        )
-    engines = int(settings.get("data_parallel_size", "1"))
+    nnodes, engines = int(settings["nnodes"]), int(settings.get("data_parallel_size", "1"))
     ranks = engines * int(settings["tensor_parallel_size"]) * int(settings["pipeline_parallel_size"])
+    if ranks % nnodes:
+        raise ArgumentError(
+            f"args.{COMMAND} has {ranks} ranks, which cannot be dealt to {nnodes} nodes in equal parts.",
+            "Choose --nnodes so that it divides --tensor-parallel-size times --pipeline-parallel-size.",
+        )
+    if engines > 1 and nnodes > 1:
+        raise ArgumentError(
+            f"args.{COMMAND} has --data-parallel-size {engines}, whose engines share one node, and --nnodes {nnodes}.",
+            "Leave --data-parallel-size out, and give the deployment so many num_replicas.",
+        )
+    ranks //= nnodes
     threads = settings["num_threads"]
     on_cpu = device == "cpu"
     return Replica(
         command=words,
+        nnodes=nnodes,
         num_cpus=ranks * (int(threads) if on_cpu and threads.isdigit() else 1),
         num_gpus=0 if on_cpu else ranks,
         slots=engines * int(settings["max_num_seqs"]),

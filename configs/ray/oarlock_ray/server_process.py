@@ -36,6 +36,18 @@ class ServerProcess:
 
     async def start(self) -> str:
         """The URL of the server once it is ready. Raises `ArgumentError` with the cause and the fix that it printed."""
+        self.launch()
+        await asyncio.wait((self._url, self._ended), return_when=asyncio.FIRST_COMPLETED)
+        if self._url.done():
+            return self._url.result()
+        raise self.error()
+
+    def error(self) -> ArgumentError:
+        """The cause and the fix that it printed, once it has ended."""
+        return ArgumentError(*last_error("\n".join(self._printed), self.how_it_ended()))
+
+    def launch(self) -> None:
+        """Start the process."""
         loop = asyncio.get_running_loop()
         self._url: asyncio.Future[str] = loop.create_future()
         self._ended: asyncio.Future[int] = loop.create_future()
@@ -50,10 +62,6 @@ class ServerProcess:
             start_new_session=True,
         )
         threading.Thread(target=self._read, args=(self._process, loop), name="oarlock-output", daemon=True).start()
-        await asyncio.wait((self._url, self._ended), return_when=asyncio.FIRST_COMPLETED)
-        if self._url.done():
-            return self._url.result()
-        raise ArgumentError(*last_error("\n".join(self._printed), self.how_it_ended()))
 
     async def wait(self) -> int:
         """The exit status, negative for a signal, once the process has ended."""
