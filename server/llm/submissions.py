@@ -38,7 +38,8 @@ class Submissions:
         self._num_replicas = num_replicas
         self._num_open = 0  # sequences at the engine
         self._num_tokens = 0  # of prompts at the engine for which nothing has come back
-        self._by_client: Counter[str] = Counter()  # sequences at the engine, by the label of their key
+        # Sequences at the engine that count in its queue, by the label of their key: those that yield do not.
+        self._by_client: Counter[str] = Counter()
         self._unsent: deque[Submission] = deque()  # in turn
         self._begun_s: deque[float] = deque(maxlen=64)  # when something first came back of the last ones
         self.others_are_open: Callable[[], bool] = lambda: False  # beside requests that yield
@@ -61,15 +62,15 @@ class Submissions:
         not refused here: at most as many of its sequences run as there are rows, so the others wait, and with several
         clients the share of one is half of the queue at most. In doubt the engine decides, which knows.
         """
-        if self._num_open < self._max_running + self._max_waiting:
+        num_open, own = self._by_client.total(), self._by_client[client]
+        if num_open < self._max_running + self._max_waiting:
             return
-        own = self._by_client[client]
-        if own < self._num_open:  # there are several clients
+        if own < num_open:  # there are several clients
             num_waiting = own - self._max_running
             if self._num_replicas > 1 or num_waiting < self._max_waiting // 2:
                 return
         raise QueueFullError(
-            f"{self._num_open - self._max_running} requests are waiting already (at most {self._max_waiting} may). "
+            f"{num_open - self._max_running} requests are waiting already (at most {self._max_waiting} may). "
             "Retry later.",
             self._retry_after_s(),
         )
@@ -87,15 +88,16 @@ class Submissions:
         """Nothing is at the engine, and nothing is to be sent."""
         return not (self._num_open or self._num_tokens or self._unsent)
 
-    def count(self, client: str, num_sequences: int, num_tokens: int) -> None:
-        """So many more, or fewer, are at the engine."""
+    def count(self, client: str | None, num_sequences: int, num_tokens: int) -> None:
+        """So many more, or fewer, are at the engine. `client`: None for a request that yields."""
         self._num_open += num_sequences
         self._num_tokens += num_tokens
-        self._by_client[client] += num_sequences
-        if not self._by_client[client]:
-            del self._by_client[client]
+        if client is not None:
+            self._by_client[client] += num_sequences
+            if not self._by_client[client]:
+                del self._by_client[client]
 
-    def begun(self, client: str, num_tokens: int) -> None:
+    def begun(self, client: str | None, num_tokens: int) -> None:
         """Something has come back of a sequence with so long a prompt."""
         self._begun_s.append(time.monotonic())
         self.count(client, 0, -num_tokens)
@@ -138,7 +140,7 @@ class Submission:
         self._submissions = submissions
         self._num_prompt_tokens = num_prompt_tokens
         self._send = send
-        self._client = client
+        self._client = None if yields else client
         self._num_sent = 0
         self.yields = yields
         self._silent: set[int] = set()  # at the engine, and nothing has come back

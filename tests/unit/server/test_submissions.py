@@ -139,18 +139,19 @@ def test_what_is_refused_before_it_is_read_the_engine_would_refuse():
         queue, running = RequestQueue(places, 1000), []
         server = Submissions(rows, places, 1000)
         for number in range(60):
-            client = draw.choice("aaaab")
+            client, yields = draw.choice("aaaab"), draw.random() < 0.1
             try:
-                queue.check(1, rows - len(running), 0.0, client)
+                if not yields:  # those that yield have their place
+                    queue.check(1, rows - len(running), 0.0, client)
             except QueueFullError:
                 is_early = bool(list(early(server, client)))
                 refused[is_early] += 1
             else:
-                assert not list(early(server, client)), seed
-                request = SimpleNamespace(client=client)
+                assert yields or not list(early(server, client)), seed
+                request = SimpleNamespace(client=client, yields=yields)
                 seq = SimpleNamespace(key=(0.0, number), request=request, num_prompt_tokens=1, first_scheduled_s=None)
                 queue.push(seq)
-                seq.submission = server.open([1], lambda *what: None, client=client)
+                seq.submission = server.open([1], lambda *what: None, yields=yields, client=client)
             while len(queue) and len(running) < rows and draw.random() < 0.9:
                 running.append(queue[0])
                 queue.admit(queue[0], 0.0)

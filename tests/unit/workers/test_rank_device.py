@@ -115,7 +115,7 @@ def test_a_rank_chooses_its_device_before_anything_is_asked_of_cuda(
 
     monkeypatch.setattr(ModelRunner, "load", load)
     memory = anonymous_memory(total_bytes(2, 4096))
-    info = RendezvousInfo(rank, 2, 0, None, memory, 4096, timeout_s=60.0, shares_cores=True)
+    info = RendezvousInfo(rank, 2, memory, 4096, timeout_s=60.0, shares_cores=True)
     with pytest.raises(Started):
         worker_process.start(RankArguments(info, config_of(model)), SilentControl())  # ty: ignore[invalid-argument-type]
     os.close(memory)
