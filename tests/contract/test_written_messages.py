@@ -13,7 +13,6 @@ import pytest
 from engine.errors import EngineDeadError, StartupError
 from server.api.listening import bind
 from server.config.model_path import resolve
-from server.config.nodes import SECRET
 from server.config.settings import Settings
 from server.entrypoints.cli import main
 from server.entrypoints.commands import serve
@@ -27,14 +26,13 @@ from workers.preflight import preflight
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^ {0,3}```\w*\n.*?^ {0,3}```$", re.MULTILINE | re.DOTALL)
-GROUP = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "0", "LWS_LEADER_ADDRESS": "oarlock-0.oarlock"}
 # What is typed, with which variables, to see the sentences of the pages.
 STARTS: list[tuple[list[str], dict[str, str]]] = [
     (["--max-modle-len", "5"], {}),
     (["--drain-timeout", "soon"], {}),
     ([], {"OARLOCK_PROT": "8000"}),
     ([], {"OARLOCK_API_KEY": ""}),
-    (["--tensor-parallel-size", "2"], GROUP),
+    ([], {"OARLOCK_NODE_SECRET": "x"}),
 ]
 REQUEST = re.compile(r"^\| (.+?) \| (\d{3}): `(.*)` \|$", re.MULTILINE)
 
@@ -100,7 +98,6 @@ def sentences(monkeypatch, capsys) -> set[str]:
     found = [message for *_, message in first_hour_requests()]  # which the test above compares
     for arguments, environment in STARTS:
         with monkeypatch.context() as changed:
-            changed.delenv(SECRET, raising=False)
             for name, value in environment.items():
                 changed.setenv(name, value)
             assert main(["serve", *arguments]) in (2, 3)
