@@ -64,17 +64,18 @@ class _Renderers:
     def run(self) -> None:
         """Serve until the server has ended. Renderers are killed by the kernel then."""
         while True:
-            for fd, _ in self._poll.poll():
-                if fd == self._control.fileno():
-                    _, fds, *_ = socket.recv_fds(self._control, 1, 1)
-                    if not fds:
-                        return
-                    self._start(socket.socket(fileno=fds[0]))
-                elif fd == self._wake:
-                    os.read(self._wake, 4096)
-                    self._bury()
-                else:
-                    self._kill(fd)
+            ready = {fd for fd, _ in self._poll.poll()}
+            # Before those that have ended are buried: their connections, and the numbers of these, are free afterwards.
+            for fd in ready - {self._control.fileno(), self._wake}:
+                self._kill(fd)
+            if self._wake in ready:
+                os.read(self._wake, 4096)
+                self._bury()
+            if self._control.fileno() in ready:
+                _, fds, *_ = socket.recv_fds(self._control, 1, 1)
+                if not fds:
+                    return
+                self._start(socket.socket(fileno=fds[0]))
 
     def _start(self, connection: socket.socket) -> None:
         parent, pid = os.getpid(), os.fork()
