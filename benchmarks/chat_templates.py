@@ -1,4 +1,4 @@
-"""What it costs a chat request that its template is rendered in another process, beside rendering it in place.
+"""Measures what it costs a chat request that its template is rendered in another process, beside rendering it in place.
 
     python -m benchmarks.chat_templates [--turns 1 8 100] [--rounds 400]
 

@@ -1,4 +1,4 @@
-"""What a server still completes when far more is asked than it can do, and what a refusal costs it.
+"""Measures what a server still completes when far more is asked than it can do, and what a refusal costs it.
 
     python -m benchmarks.overload [--checkout NAME=DIRECTORY ...] [--seconds S] [--rounds N] [--threads N]
 
@@ -49,7 +49,7 @@ _NUM_REFUSED, _USERS = 400, 40
 
 @dataclass(slots=True)
 class Found:
-    """What one server gave, one number a round."""
+    """Figures of one server, one number a round."""
 
     capacity: list[float] = field(default_factory=list)  # completed requests per second
     completed: dict[int, list[float]] = field(default_factory=dict)  # factor -> completed requests per second

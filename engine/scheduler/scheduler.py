@@ -117,7 +117,7 @@ class Scheduler:
         request_stats.record_arrival(self.stats, seq)
 
     def set_pending(self, pending: Mapping[str, tuple[int, int]]) -> None:
-        """How many accepted requests of each client, with how many prompt tokens, are not added yet: they wait too."""
+        """Sets the accepted requests of each client, and their prompt tokens, that are not added yet: they wait too."""
         self._waiting.pending = {client: Pending(*counts) for client, counts in pending.items()}
 
     def check(self, request: Request, now: float) -> None:

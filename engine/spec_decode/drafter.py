@@ -54,7 +54,7 @@ class Candidate(NamedTuple):
 
 
 class RowCosts(Protocol):
-    """What steps take, as far as drafts depend on it."""
+    """Times of steps, as far as drafts depend on them."""
 
     def step_and_row_s(self, num_rows: int) -> tuple[float, float]:
         """Seconds of a step of so many rows, and what one row more adds."""

@@ -78,7 +78,7 @@ class _Pending:
 
 
 class _Refused(NamedTuple):
-    """What is wrong with a grammar, and until when it is not tried again."""
+    """Refusal of a grammar, and until when it is not tried again."""
 
     reason: str
     until_s: float

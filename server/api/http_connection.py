@@ -162,7 +162,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 return
 
     def _num_of_request(self, piece: bytes | memoryview) -> int:
-        """How many of these bytes belong to the head or the body that is being read, as far as that can be known."""
+        """Counts these bytes that belong to the head or the body that is being read, as far as can be known."""
         if not self._in_head:
             return self._body_left or len(piece)
         seen = self._tail + piece

@@ -31,7 +31,7 @@ PROBES = frozenset({"/health", "/health/live", "/health/ready"})
 ALWAYS_OPEN = PROBES | {"/version"}
 METRICS = frozenset({"/metrics", "/v1/state"})  # answered in every phase, to the same clients
 ADMIN = "/admin/"
-REQUESTS = "/v1/requests/"  # what happened to one: the admin key's, unless the server is open to whoever reaches it
+REQUESTS = "/v1/requests/"  # what happened to one: the admin key's, unless the server is open to all that reach it
 # Of requests to these routes, which run on the engine, records are kept.
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", MESSAGES})
 POOLING = frozenset({"/v1/embeddings", "/pooling", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"})

@@ -54,7 +54,7 @@ def nodes_config(settings: Settings, environment: Mapping[str, str]) -> NodesCon
 
 
 def ray_resources(settings: Settings) -> dict[str, float]:
-    """What Ray reserves on each host: a GPU for each rank there, or the cores of its threads."""
+    """Resources that Ray reserves on each host: a GPU for each rank there, or the cores of its threads."""
     ranks = settings.tensor_parallel_size * settings.pipeline_parallel_size // settings.nnodes
     if settings.device == "cpu":
         return {"CPU": float(ranks * (settings.num_threads or 1))}

@@ -121,7 +121,7 @@ def banner(
 
 
 def _rounding(info: EngineInfo) -> str:
-    """What products do to their inputs, and what the alternative takes."""
+    """Says what products do to their inputs, and what the alternative takes."""
     return (
         f"inputs of products are rounded to {info.input_rounding}; --dequantize computes with all of {info.dtype}, and "
         "keeps weights in it"

@@ -173,7 +173,7 @@ class Driver:
         return group
 
     def _sizes(self) -> str:
-        """What the nodes of the cluster have, whether free or not."""
+        """Resources of the nodes of the cluster, whether free or not."""
         nodes = [node for node in self._ray.nodes() if node["Alive"]]
         sizes = [
             f"{node['NodeManagerAddress']} with {node['Resources'].get('CPU', 0):g} CPU and "

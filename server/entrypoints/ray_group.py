@@ -107,7 +107,7 @@ class RayGroup:
 
 
 def request(loaded: LoadedSettings, environment: Mapping[str, str]) -> dict[str, Any]:
-    """What the driver is asked for: a share of each host, and the command, variables and directory of a part there."""
+    """Request to the driver: a share of each host, and the command, variables and directory of a part there."""
     settings = loaded.settings
     words = as_flags(loaded, without=_HEAD_ONLY)
     return {

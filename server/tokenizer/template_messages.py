@@ -22,7 +22,7 @@ ANSWER = struct.Struct("<BI")
 
 
 class Kind(IntEnum):
-    """What an answer's text is."""
+    """Text of an answer."""
 
     TEXT = 0  # the prompt; empty where templates were compiled
     REFUSED = 1  # the error that Jinja or the template itself raised

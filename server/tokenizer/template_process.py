@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class _Renderers:
-    """The forks: one per connection, started, killed and buried."""
+    """Forks: one per connection, started, killed and reaped."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
@@ -65,12 +65,12 @@ class _Renderers:
         """Serve until the server has ended. Renderers are killed by the kernel then."""
         while True:
             ready = {fd for fd, _ in self._poll.poll()}
-            # Before those that have ended are buried: their connections, and the numbers of these, are free afterwards.
+            # Before those that have ended are reaped: their connections, and the numbers of these, are free afterwards.
             for fd in ready - {self._control.fileno(), self._wake}:
                 self._kill(fd)
             if self._wake in ready:
                 os.read(self._wake, 4096)
-                self._bury()
+                self._reap()
             if self._control.fileno() in ready:
                 _, fds, *_ = socket.recv_fds(self._control, 1, 1)
                 if not fds:
@@ -93,12 +93,12 @@ class _Renderers:
         self._poll.register(connection, 0)  # its end alone
 
     def _kill(self, fd: int) -> None:
-        """The server has closed this connection. The renderer is buried when it has ended."""
+        """The server has closed this connection. The renderer is reaped when it has ended."""
         pid = next(pid for pid, connection in self._connections.items() if connection.fileno() == fd)
         os.kill(pid, signal.SIGKILL)
         self._poll.unregister(fd)
 
-    def _bury(self) -> None:
+    def _reap(self) -> None:
         """Say on the connections of those that have ended, how."""
         while self._connections:
             pid, status = os.waitpid(-1, os.WNOHANG)

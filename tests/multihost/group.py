@@ -93,7 +93,7 @@ def _words(options: Mapping[str, Any], given: Flags) -> list[Any]:
 
 
 def ranks_of(flags: Flags) -> int:
-    """How many ranks a command line asks for."""
+    """Counts the ranks that a command line asks for."""
     sizes = ("-tp", "--tensor-parallel-size", "-pp", "--pipeline-parallel-size")
     return math.prod(int(str(value)) for name, value in itertools.pairwise(flags) if name in sizes)
 

@@ -127,7 +127,7 @@ class Stream:
 
 
 class _OfThread(threading.local):
-    """What the calling thread captures, and on which stream it works."""
+    """Graph that the calling thread captures, and on which stream it works."""
 
     graph: MadeUpGraph | None = None
     stream: Stream | None = None
@@ -143,7 +143,7 @@ def graph_in_capture() -> MadeUpGraph | None:
 
 @contextmanager
 def outside_of_capture() -> Generator[None]:
-    """What is done here is not added to the graph of the calling thread."""
+    """Keeps what is done inside out of the graph of the calling thread."""
     graph, _thread.graph = _thread.graph, None
     try:
         yield

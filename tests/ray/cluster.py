@@ -188,7 +188,7 @@ class Cluster:
         self.ray("serve", "deploy", "--address", f"http://127.0.0.1:{self.dashboard}", str(path))
 
     def status_in_a_bare_shell(self) -> str:
-        """What `serve status` prints where only the token and the address are known, in another folder."""
+        """Returns what `serve status` prints where only the token and the address are known, in another folder."""
         kept = {name: value for name, value in self.environment.items() if name in ("PATH", "HOME")}
         token = {name: value for name, value in self.environment.items() if name.startswith("RAY_AUTH_")}
         done = subprocess.run(

@@ -47,7 +47,7 @@ def answers(one: RunningServer) -> list[Any]:
 
 
 def refused(cluster: Cluster, *flags: str | int, python: str | None = None, **changes: str) -> str:
-    """What a start printed that ended with status 3."""
+    """Returns what a start printed that ended with status 3."""
     environment = cluster.environment | changes
     words = [
         python or oarlock_with_ray(cluster.directory / "oarlock"),

@@ -45,7 +45,7 @@ def full_queue(cluster: Cluster) -> tuple[str, str, str]:
 
 @trial
 def strangers(cluster: Cluster) -> tuple[str, str, str]:
-    """Whoever reaches the ports of Ray could run any program on the nodes: without the token it runs none."""
+    """A program that reaches the ports of Ray could run any other on the nodes: without the token it runs none."""
     cluster.deploy(cluster.config(PLAIN, **FAST))
     cluster.running(1)
     assert "RUNNING" in cluster.status_in_a_bare_shell()
@@ -77,7 +77,7 @@ def prefixes(cluster: Cluster) -> tuple[str, str, str]:
 
 
 async def beginnings_computed(url: str, groups: int, turns: int) -> int:
-    """How many of the prompts had nothing in the prefix cache of the replica that answered."""
+    """Counts the prompts that had nothing in the prefix cache of the replica that answered."""
     unseen = uuid.uuid4().hex
 
     async def is_computed(one: openai.AsyncOpenAI, group: int, turn: int) -> bool:

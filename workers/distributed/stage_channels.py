@@ -137,7 +137,7 @@ class DeviceChannel:
         self._on_host.refuse(0)
 
     def receive(self, rows: Tensor) -> bool:
-        """What is launched after this finds the rows in their place."""
+        """Receives rows, which what is launched after this finds in their place."""
         runs = self._on_host.receive(rows[:0])
         if runs and rows.nbytes:
             self._receive(rows.view(-1).view(torch.uint8))

@@ -39,7 +39,7 @@ class Replica:
     drain_timeout_s: float
 
     def bundles(self) -> list[dict[str, float]]:
-        """What Ray must reserve on each of several nodes."""
+        """Resources that Ray must reserve on each of several nodes."""
         share = {"CPU": self.num_cpus, "GPU": self.num_gpus}
         return [{name: number for name, number in share.items() if number} for _ in range(self.nnodes)]
 

@@ -34,7 +34,7 @@ class Part:
 
 
 class Parts:
-    """Those of one replica, started. Make it in the replica's actor."""
+    """Starts the parts of one replica. Make it in the replica's actor."""
 
     def __init__(self, replica: Replica, group: PlacementGroup) -> None:
         address = ray.util.get_node_ip_address()

@@ -80,7 +80,7 @@ async def _read(receive: Receive) -> tuple[list[Message], bytes | None]:
 
 
 def _replayed(messages: list[Message], receive: Receive) -> Callable[[], Awaitable[Message]]:
-    """What was read, then what comes."""
+    """Returns the messages that were read, then those that come."""
     waiting = iter(messages)
 
     async def next_message() -> Message:

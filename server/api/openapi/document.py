@@ -75,7 +75,9 @@ def describe(
     query: tuple[str, ...] = (),
     any_query: bool = False,
 ) -> dict[str, Any]:
-    """What a route adds to its OpenAPI operation. `answer` and `bodies` are names of schemas, `query` of parameters.
+    """Describes a route: what it adds to its OpenAPI operation.
+
+    `answer` and `bodies` are names of schemas, `query` of parameters.
 
     `any_query`: the answer is the same whatever stands behind the path, as links, caches and load balancers put there.
     """

@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _nodes(settings: Settings) -> list[str]:
-    """What the program must know of the other hosts, if there are any."""
+    """Facts that the program must know of the other hosts, if there are any."""
     from engine.errors import StartupError
 
     try:

@@ -66,7 +66,7 @@ class LargeBodies:
             raise
 
     def read_line(self, line: bytes, number: int, name: str) -> BatchRequest:
-        """What `request_line.read_line` returns or raises; a long line is read by the process. Blocks: for threads."""
+        """Reads a line as `request_line.read_line` does, a long one in the process. Blocks: for threads."""
         if not takes_long(line):
             return read_line(line, number, name)
         try:

@@ -89,7 +89,7 @@ class AnswerFile:
             self._count(number, is_failed=True)
 
     def close(self) -> None:
-        """What was written is on the disk when this returns."""
+        """Flushes what was written to the disk before it returns."""
         for file in self._files:
             file.close()
 

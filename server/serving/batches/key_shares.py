@@ -11,7 +11,7 @@ _COST = {"n": 2**12, "r": 8, "p": 1, "dklen": 16}  # about 10 ms for each key, o
 
 
 class KeyNames:
-    """What the disk calls each key: slow to compute from it, so that whoever reads a description learns no key.
+    """Names of keys on the disk: slow to compute from a key, so that nobody learns one by reading a description.
 
     A key has the same name after a restart, whatever its place among the others is.
     """
@@ -62,5 +62,5 @@ class KeyQuota:
 
     @property
     def rule(self) -> str:
-        """What errors say of the share of one key."""
+        """Sentence about the share of one key, for errors."""
         return " An API key may hold as much as it leaves free." if self.is_shared else ""

@@ -127,7 +127,7 @@ class ResponseStore:
 
 
 def _kept(value: Any) -> Any:
-    """What later requests may read of an item, for JSON."""
+    """Parts of an item that later requests may read, for JSON."""
     if isinstance(value, ReasoningItem) and not value.content and value.encrypted_content is not None:
         value = value.model_copy(update={"content": [ThoughtPart(type="reasoning_text", text=value.text)]})
     if isinstance(value, StrictModel):

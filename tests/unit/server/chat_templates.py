@@ -4,7 +4,7 @@ import asyncio
 
 
 def rendered(template, *args, **kwargs):
-    """What `ChatTemplate.render` returns, for tests without an event loop."""
+    """Returns what `ChatTemplate.render` does, for tests without an event loop."""
     return asyncio.run(template.render(*args, **kwargs))
 
 

@@ -1,4 +1,4 @@
-"""What API keys share of batches: the next turn, limits that leave something to each, and how the disk names keys."""
+"""Shares of API keys in batches: the next turn, limits that leave something to each, and how the disk names keys."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def faulty(tmp_path: Path, name: str) -> Path:
 
 
 def start(folder: Path) -> None:
-    """What `oarlock serve` checks before weights are read."""
+    """Runs the checks of `oarlock serve` before weights are read."""
     settings = make_settings({"model": str(folder)})
     files = asyncio.run(find_files(settings, lambda *progress: None))
     config = settings.engine_config(files.model, None, files.tokenizer)

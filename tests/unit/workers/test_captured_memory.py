@@ -59,7 +59,7 @@ class PlannedBackend(TritonBackend):
         return self.plans[-1]
 
     def memory_of_plans(self) -> list[StorageWeakRef]:
-        """Of the tiles and scratch of all plans, which are then forgotten."""
+        """Weak references to the tiles and scratch of all plans, which are then forgotten."""
         tensors = [t for plan in self.plans for pair in plan.scratch.values() for t in pair]
         tensors += [t for plan in self.plans for tiles in plan.tiles for t in (tiles.seqs, tiles.first_rows)]
         self.plans.clear()

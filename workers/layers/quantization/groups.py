@@ -31,9 +31,9 @@ def group_in_slices(inputs: int, group: int, slices: int) -> int:
 
 
 def group_of_blocks(group: int, inputs: int, slices: int) -> int | None:
-    """How many inputs of a GGUF weight have one scale, where blocks begin anew at each of `slices` equal parts of a
-    rank's `inputs`, so that the bits are the same at every number of ranks. None: fewer than products take, so that the
-    weight is dequantised; no model that is known has a rank's border there."""
+    """Counts the inputs of a GGUF weight that have one scale, where blocks begin anew at each of `slices` equal parts
+    of a rank's `inputs`, so that the bits are the same at every number of ranks. None: fewer than products take, so
+    that the weight is dequantised; no model that is known has a rank's border there."""
     found = math.gcd(group, inputs // slices)
     return found if found % _LEAST == 0 else None
 

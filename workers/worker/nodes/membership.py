@@ -4,8 +4,8 @@
     group     the start of every node, written by node 0 once all are there and agree
     ending    the first cause of the end, written by whichever node knows it first
 
-Node 0 keeps the store, on the address of its interface, unless torchrun does. Whoever reaches its port can take part:
-the network between the hosts must be theirs alone.
+Node 0 keeps the store, on the address of its interface, unless torchrun does. A program that reaches its port can
+take part: the network between the hosts must be theirs alone.
 """
 
 import json

@@ -25,7 +25,7 @@ _ROUNDING = {
 
 
 def input_rounding(forms: WeightForms, modules: Iterable[str], device: str) -> str | None:
-    """What products of some of `modules` round their inputs to; None: none of them rounds."""
+    """Number type to which products of some of `modules` round their inputs; None: none of them rounds."""
     found = {_ROUNDING.get((device, forms.form_of(module).arithmetic)) for module in modules}
     return next((text for text in _ROUNDING.values() if text in found), None)
 

@@ -114,7 +114,7 @@ class _Matrix:
 
 
 def _wrong_setting(state: object, wanted: dict[str, Any], *, has_offset: bool) -> str | None:
-    """What is wrong with the settings of one weight, in words that follow the tensor's name; None: nothing."""
+    """Fault in the settings of one weight, in words that follow the tensor's name; None: nothing."""
     if not isinstance(state, dict):
         return "holds no table of settings in JSON"
     for key, value in wanted.items():
