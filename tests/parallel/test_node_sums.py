@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -105,6 +106,20 @@ def test_stages_of_one_host_send_rows_through_a_ring_without_waiting() -> None:
     with pytest.raises(PeerLostError, match="rank 0 has ended") as caught:
         last.drop(1)
     assert follows_from_peer(caught.value)
+    before.close()
+
+
+def test_a_stage_that_nothing_holds_back_waits_for_the_next_one() -> None:
+    after, before = rings(in_flight=2)
+    numbers = torch.arange(50, dtype=torch.int64)
+    sender = threading.Thread(target=lambda: [after.send(number) for number in numbers])
+    sender.start()
+    received = torch.empty(50, dtype=torch.int64)
+    for number in range(50):
+        assert before.receive(received[number])
+    sender.join()
+    assert torch.equal(received, numbers)
+    after.close()
     before.close()
 
 

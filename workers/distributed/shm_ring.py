@@ -18,6 +18,7 @@ import mmap
 import os
 import select
 import tempfile
+import time
 from collections.abc import Generator
 from dataclasses import asdict, dataclass
 
@@ -25,6 +26,7 @@ from workers.distributed.memory_order import STORES_KEEP_ORDER, fence
 
 _LINE = 64  # bytes; one counter per cache line, so that readers do not disturb each other
 _PAGE = 4096
+_LOOK_EVERY_MS = 1
 # the byte in the pipe
 _WHOLE, _FIRST_PART, _REST = b"\1", b"\2", b"\3"
 
@@ -177,6 +179,24 @@ class RingWriter:
         """Whether every reader has finished with the slot of the next message."""
         oldest = self._message + 1 - self._pages.layout.num_slots
         return all(self._pages.finished(reader) >= oldest for reader in range(len(self._wake_fds)))
+
+    def wait_for_room(self, timeout_s: float) -> None:
+        """Blocks until every reader has finished with the slot of the next message. No byte comes back from readers,
+        so this looks again and again: it is for writers that seldom get there.
+
+        Raises `ChannelClosedError` when a reader is gone and `TimeoutError` after `timeout_s`.
+        """
+        if self.has_room:
+            return
+        gone = select.poll()
+        for fd in self._wake_fds:
+            gone.register(fd, 0)  # an error is always reported: the read end was closed
+        give_up_s = time.monotonic() + timeout_s
+        while not self.has_room:
+            if gone.poll(_LOOK_EVERY_MS):
+                raise ChannelClosedError("a reader is gone")
+            if time.monotonic() > give_up_s:
+                raise TimeoutError(f"no reader has finished a message within {timeout_s} s")
 
     def close(self) -> None:
         for fd in self._wake_fds:

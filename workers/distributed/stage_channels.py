@@ -52,11 +52,16 @@ class RingChannel:
     def _send(self, mark: int, data: Tensor) -> None:
         assert self._writer is not None, "this end receives"
         try:
+            # The engine has fewer steps under way than there are slots; nothing holds back a stage whose steps are all
+            # known before, as when known texts are verified.
+            self._writer.wait_for_room(self._timeout_s)
             with self._writer.send() as slot:
                 slot[0] = mark
                 np.frombuffer(slot, np.uint8, data.numel(), MARK_BYTES)[:] = data.numpy()
         except ChannelClosedError as error:
             raise PeerLostError(f"rank {self._peer} has ended") from error
+        except TimeoutError as error:
+            raise PeerLostError(f"rank {self._peer} received nothing within {self._timeout_s} s") from error
 
     def _receive(self, rows: Tensor | None) -> bool:
         assert self._reader is not None, "this end sends"

@@ -33,8 +33,7 @@ def test_every_reader_gets_every_message_in_order() -> None:
     for thread in threads:
         thread.start()
     for number in range(1000):
-        while min(writer.finished(reader) for reader in range(3)) + 4 < number + 1:
-            pass
+        writer.wait_for_room(60)
         with writer.send() as slot:
             slot[:4] = number.to_bytes(4, "little")
     for thread in threads:
@@ -69,6 +68,26 @@ def test_a_slow_reader_is_not_overrun() -> None:
             slot[0] = 1
     with pytest.raises(RuntimeError, match="reader 0 has not finished message 1"), writer.send():
         pass
+
+
+def test_a_writer_waits_for_room_and_no_longer_than_for_a_reader_that_lives() -> None:
+    writer, (reader,) = make()
+    for _ in range(4):
+        writer.wait_for_room(0)
+        with writer.send():
+            pass
+    with pytest.raises(TimeoutError, match=r"0\.01 s"):
+        writer.wait_for_room(0.01)
+    with reader.recv() as slot:
+        slot.release()
+        with pytest.raises(TimeoutError):  # it still holds the slot
+            writer.wait_for_room(0.01)
+    writer.wait_for_room(0)
+    with writer.send():
+        pass
+    reader.close()
+    with pytest.raises(ChannelClosedError):
+        writer.wait_for_room(60)
 
 
 def test_a_reader_notices_that_the_writer_has_ended() -> None:
