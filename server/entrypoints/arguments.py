@@ -6,6 +6,7 @@ A mistake is one line of cause and one of fix, without a page of usage.
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable, Container, Sequence
 from typing import Any, NoReturn
 
@@ -97,8 +98,9 @@ def _add_option(group: Any, described: Option, positional: bool) -> None:
     else:
         names = [name for name in (described.flag, described.short) if name]
         metavar = described.type_name if described.choices else described.item_type_name.upper()
-        nargs = "+" if described.many else None
-        group.add_argument(*names, dest=described.name, default=None, nargs=nargs, metavar=metavar, help=help_text)
+        # A flag that is given again adds to a list, such as that of the keys, and replaces a single value.
+        how: dict[str, Any] = {"action": "append", "nargs": "+"} if described.many else {}
+        group.add_argument(*names, dest=described.name, default=None, metavar=metavar, help=help_text, **how)
 
 
 def _help(described: Option) -> str:
@@ -116,7 +118,7 @@ def given_settings(parsed: argparse.Namespace) -> dict[str, Any]:
         if value is None:
             continue
         if described.many:
-            given[described.name] = described.from_texts(value)
+            given[described.name] = described.from_texts(itertools.chain.from_iterable(value))
         else:
             given[described.name] = value if described.kind is bool else described.from_text(value)
     return given

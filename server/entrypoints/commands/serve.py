@@ -7,7 +7,7 @@ import gc
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engine.config import NodesConfig
 from server.config.groups.nodes import RAY
@@ -36,10 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    given = given_settings(arguments)
-    loaded = loaded_settings(arguments, given)
+    loaded = loaded_settings(arguments, given_settings(arguments))
     settings = loaded.settings
-    _check_model_was_not_swallowed(given, settings)
+    _check_model_was_not_swallowed(arguments, settings)
     for note in arguments.notes:
         sys.stderr.write(f"note: {note}\n")
     on_ray = settings.distributed_executor_backend == RAY
@@ -75,15 +74,15 @@ def _serve(settings: Settings, nodes: NodesConfig | None, ray: RayGroup | None =
             engine.discard()
 
 
-def _check_model_was_not_swallowed(given: dict[str, Any], settings: Settings) -> None:
+def _check_model_was_not_swallowed(arguments: argparse.Namespace, settings: Settings) -> None:
     """`--api-key KEY MODEL` reads both as keys; to serve the demo model then would be a surprise."""
     if settings.model is not None:
         return
     for described in OPTIONS.values():
-        values = given.get(described.name, ())
-        if described.many and (len(values) > 1 or (values and Path(values[-1]).exists())):
+        times = getattr(arguments, described.name) if described.many else None  # the values of each time it is given
+        if times and (len(times[-1]) > 1 or Path(times[-1][-1]).exists()):
             raise UsageError(
-                f"There is no MODEL, and {described.flag} took {len(values)} value(s), of which the last may be it.",
+                f"There is no MODEL, and {described.flag} took {len(times[-1])} value(s), of which the last may be it.",
                 f"Write MODEL first: oarlock serve MODEL {described.flag} …; for the demo model, put the values into "
                 f"{described.env}, with commas between them.",
             )

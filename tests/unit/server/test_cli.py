@@ -63,6 +63,7 @@ def test_help_shows_every_flag_with_its_environment_name(capsys):
         (["models", "rm"], 2, "Unexpected argument: rm", "`oarlock models --help`"),
         (["serve", "--api-key", "secret", "Qwen/Qwen2.5-7B-Instruct"], 2, "no MODEL", "MODEL --api-key"),
         (["serve", "--api-key", str(ROOT)], 2, "no MODEL", "MODEL --api-key"),
+        (["serve", "--api-key", "one", "--api-key", "two", str(ROOT)], 2, "took 2 value(s)", "MODEL --api-key"),
         (["serve", "--served-model-name", "a", "b", "--port", "1"], 2, "no MODEL", "MODEL --served-model-name"),
         (["serve", "--api-key", " "], 2, "--api-key", "key"),
         (["serve", "--admin-api-key", ""], 2, "--admin-api-key", "key"),
@@ -87,6 +88,8 @@ def test_help_shows_every_flag_with_its_environment_name(capsys):
         (["serve", str(ROOT / "oarlock.py")], 3, "is a file", "directory"),
         (["serve", str(ROOT / "server")], 3, "no config.json", "Hugging Face layout"),
         (["serve", "--host", "256.0.0.1"], 3, "256.0.0.1", "127.0.0.1"),
+        # Two keys, each with a flag of its own: the demo model would be served.
+        (["serve", "--api-key", "a", "--api-key", "b", "--host", "256.0.0.1"], 3, "256.0.0.1", "127.0.0.1"),
     ],
 )
 def test_a_mistake_is_one_line_of_cause_and_one_of_fix(capsys, arguments, code, cause, fix):
@@ -161,6 +164,15 @@ def test_config_show_names_the_source_of_each_value(capsys, monkeypatch):
     assert rows["port"] == ["9", "environment"]
     assert rows["tensor_parallel_size"] == ["2", "flag"]
     assert rows["api_key"] == ["(2", "hidden)", "flag"]
+
+
+def test_a_repeated_flag_adds_to_a_list_and_replaces_a_single_value(capsys):
+    words = ["--served-model-name", "a", "b", "--served-model-name", "c", "--api-key", "k1", "--api-key=k2"]
+    assert main(["config", "show", "--port", "1", *words, "--port", "2"]) == 0
+    rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
+    assert rows["served_model_name"] == ["a,", "b,", "c", "flag"]
+    assert rows["api_key"] == ["(2", "hidden)", "flag"]
+    assert rows["port"] == ["2", "flag"]
 
 
 def test_the_table_of_the_documentation(capsys):

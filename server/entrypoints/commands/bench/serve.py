@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group = parser.add_argument_group("results")
     group.add_argument(
-        "--goodput", nargs="+", metavar="NAME:MS",
+        "--goodput", nargs="+", action="extend", metavar="NAME:MS",
         help="limits in ms, such as ttft:500 tpot:50 e2el:4000; goodput counts the requests that are within all",
     )  # fmt: skip
     group.add_argument(

@@ -50,8 +50,9 @@ def add_simulation(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--slo", metavar="LIMITS", help="such as ttft_p99=1s,itl_p99=50ms: the fewest that hold them")
     group.add_argument("--routing", choices=_ROUTING, default=_ROUTING[0], help="to replicas (default prefix)")
     group.add_argument(
-        "--calibrate", type=Path, nargs="+", metavar="RESULT", help="`bench serve --output` files: their seconds a step"
-    )
+        "--calibrate", type=Path, nargs="+", action="extend", metavar="RESULT",
+        help="`bench serve --output` files: their seconds a step",
+    )  # fmt: skip
 
 
 def parse_replicas(text: str | None) -> tuple[list[int], bool]:
