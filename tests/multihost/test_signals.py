@@ -26,6 +26,7 @@ def test_a_signal_to_either_host_ends_both_in_order(hosts, who, number):
     with Group(hosts, DEMO, *TWO_RANKS) as group:
         getattr(group, who).process.send_signal(number)
         assert group.statuses(END_WITHIN_S) == [0, 0]
+        assert "level=ERROR" not in group.logs, group.logs
 
 
 def test_sigterm_to_every_process_of_a_node_ends_both_in_order(hosts):
@@ -34,6 +35,7 @@ def test_sigterm_to_every_process_of_a_node_ends_both_in_order(hosts):
         for process in reversed(group.node.processes()):
             process.send_signal(signal.SIGTERM)
         assert group.statuses(END_WITHIN_S) == [0, 0], group.logs
+        assert "level=ERROR" not in group.logs, group.logs
 
 
 @pytest.mark.parametrize("who", ["head", "node"])

@@ -150,13 +150,16 @@ class NodeProcess:
             wait_s = 0.0
         readable = [*self._stop_fds, *self._answers_fds, *self._ranks.filenos]
         ready = select.select(readable, [], [], max(0.0, wait_s))[0]
+        messages = self._ranks.messages(0.0)
+        if self._done.is_set():  # ranks end because this ends them, and `stop_fd` may be closed
+            return
         if set(ready) & set(self._stop_fds):
             self._stop_fds = []
             logger.info("event=leaving")
             self._link.send(LEAVE)
         if set(ready) & set(self._answers_fds):
             self._send_answer()
-        for rank, message in self._ranks.messages(0.0):
+        for rank, message in messages:
             self._link.send(RANK, _packed(rank=rank, message=message))
             self._note(rank, message)
         if self._pings and self._ranks.have_finished:
