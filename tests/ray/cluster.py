@@ -160,11 +160,14 @@ class Cluster:
         assert done.returncode == 0, f"{shlex.join(words)}: {done.stdout}{done.stderr}"
         return done.stdout
 
-    def config(self, serve: str, args: dict[str, Any] | None = None, **deployment: Any) -> dict[str, Any]:
+    def config(
+        self, serve: str, args: dict[str, Any] | None = None, name: str = "oarlock", **deployment: Any
+    ) -> dict[str, Any]:
         """The YAML of the repository on this cluster's port, with another command and other options."""
         whole = copy.deepcopy(yaml.safe_load(CONFIG.read_text()))
         whole["http_options"]["port"] = self.port
         application = whole["applications"][0]
+        application["name"] = name
         application["args"] = {"command": serve} if args is None else args
         options = application["deployments"][0]
         if isinstance(deployment.get("num_replicas"), int):
@@ -200,7 +203,8 @@ class Cluster:
 
     def status(self) -> dict[str, Any]:
         """What `serve status` shows of the application."""
-        return self._rest.get("/api/serve/applications/").json()["applications"].get("oarlock", {})
+        applications = self._rest.get("/api/serve/applications/").json()["applications"]
+        return next(iter(applications.values()), {})
 
     def running(self, number: int) -> list[Replica]:
         """The replicas once just so many run, none is starting or stopping, and the application says that it runs."""

@@ -10,7 +10,7 @@ import uuid
 import httpx
 import openai
 
-from tests.ray.cluster import MODEL, SLOTS, Cluster, command
+from tests.ray.cluster import MODEL, SLOTS, Cluster, Replica, command
 from tests.ray.traffic import LONG, Streams, client, prompt
 from tests.ray.trial import FAST, PLAIN, expected_of, trial, two_replicas
 from tests.ray.wire import check
@@ -64,33 +64,52 @@ def strangers(cluster: Cluster) -> tuple[str, str, str]:
 
 @trial
 def prefixes(cluster: Cluster) -> tuple[str, str, str]:
-    """Prompts of several groups, in turns: each group's beginning is computed on one replica, once."""
-    two_replicas(cluster)
-    computed = asyncio.run(beginnings_computed(cluster.url, groups=6, turns=5))
-    assert computed == 6, f"{computed} of 30 prompts found nothing of their beginning in the cache"
-    cluster.clear()  # the router of an application that runs stays as it is
-    ray_own = {"request_router_config": {"request_router_class": RAY_ROUTER, "request_router_kwargs": {}}}
-    two_replicas(cluster, **ray_own)
-    without = asyncio.run(beginnings_computed(cluster.url, groups=6, turns=5))
-    followed = f"{computed} of 30 beginnings computed; {without} with Ray's own router"
-    return "6 groups of 5 prompts that begin alike, on 2 replicas", followed, "0"
+    """Prompts of several groups, all groups at the same time: how many replicas computed a group's beginning."""
+    counts = []
+    # A proxy keeps the router of an application's name for as long as it runs, so another router wants another name.
+    for name, options in (("ours", {}), ("ray", {"request_router_config": {"request_router_class": RAY_ROUTER}})):
+        replicas = two_replicas(cluster, name=name, **options)
+        counts.append(asyncio.run(beginnings_computed(cluster.url, groups=6, turns=5)))
+        if name == "ours":
+            burst = asyncio.run(burst_that_begins_alike(cluster.url, replicas))
+        cluster.clear()
+    (computed, cached), (ray_computed, ray_cached) = counts
+    assert computed <= 8 < ray_computed <= 12 and cached > ray_cached, counts
+    assert burst[0], burst
+    followed = (
+        f"{computed} of 30 beginnings computed, {cached} tokens from the cache; with Ray's own router {ray_computed} "
+        f"and {ray_cached}; of 8 equal prompts at once {burst[0]} and {burst[1]} to each replica"
+    )
+    return "6 groups of 5 prompts that begin alike, all groups at once, on 2 replicas", followed, "0"
 
 
-async def beginnings_computed(url: str, groups: int, turns: int) -> int:
-    """Counts the prompts that had nothing in the prefix cache of the replica that answered."""
-    unseen = uuid.uuid4().hex
+def _beginning(group: int) -> str:
+    return f"{group} {uuid.uuid4().hex} " + "import os; print(os.name) " * 30
 
-    async def is_computed(one: openai.AsyncOpenAI, group: int, turn: int) -> bool:
-        text = f"{group} {unseen} " + "import os; print(os.name) " * 30 + f"# {turn}"
+
+async def beginnings_computed(url: str, groups: int, turns: int) -> tuple[int, int]:
+    """The prompts that had nothing in the prefix cache of the replica that answered, and the tokens from the caches."""
+    cached: list[int] = []
+    beginnings = [_beginning(group) for group in range(groups)]
+
+    async def ask(one: openai.AsyncOpenAI, text: str) -> None:
         answer = await one.completions.create(model=MODEL, prompt=text, max_tokens=8)
         assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
-        return not answer.usage.prompt_tokens_details.cached_tokens
+        cached.append(answer.usage.prompt_tokens_details.cached_tokens or 0)
 
-    computed = 0
     async with client(url) as one:
         for turn in range(turns):  # the groups at the same time, as their users would ask
-            computed += sum(await asyncio.gather(*(is_computed(one, group, turn) for group in range(groups))))
-    return computed
+            await asyncio.gather(*(ask(one, f"{beginning}# {turn}") for beginning in beginnings))
+    return cached.count(0), sum(cached)
+
+
+async def burst_that_begins_alike(url: str, replicas: list[Replica]) -> list[int]:
+    """How many of eight requests with one beginning each replica got, which came at the same time."""
+    before = [replica.accepted() for replica in replicas]
+    text, long = _beginning(0), {"max_tokens": LONG, "extra_body": {"ignore_eos": True}}
+    async with client(url) as one:
+        await asyncio.gather(*(one.completions.create(model=MODEL, prompt=text, **long) for _ in range(8)))
+    return sorted(replica.accepted() - number for replica, number in zip(replicas, before, strict=True))
 
 
 @trial

@@ -1,7 +1,12 @@
 """How a prompt begins, as the proxy says it, and the replica that follows from it; without Ray."""
 
 import asyncio
+import importlib
 import json
+import sys
+from collections import Counter
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 from oarlock_ray.prefix import BLOCK_CHARACTERS, HEADER, MAX_BLOCKS, MAX_BODY_BYTES, PromptPrefix, chain_of
@@ -116,3 +121,55 @@ def test_what_is_remembered_is_bounded_and_leaves_with_its_replica():
     assert sent.matches(["1", "2", "3"]) == {"a": 2, "b": 1} and sent.matches(["1", "5", "6"])["b"] == 3
     sent.keep({"a"})
     assert sent.matches(["1", "5", "6"]) == {"a": 1}
+
+
+class ReplicaId(NamedTuple):
+    unique_id: str
+
+
+class RoutesBeforeItSends:
+    """Stands in for Ray's router where it is unfortunate: a burst is given replicas before any of it is sent, and what
+    the replicas report stays as it was."""
+
+    def __init__(self):
+        self.replica_queue_len_cache = {}
+
+    async def _choose_replica_for_request(self, pending_request, *, is_retry=False):
+        (first, *_), *_ = await self.choose_replicas(REPLICAS, pending_request)
+        await asyncio.sleep(0)
+        return first
+
+
+REPLICAS = [SimpleNamespace(replica_id=ReplicaId(name), max_ongoing_requests=20) for name in "ab"]
+
+
+def test_a_burst_that_begins_alike_leaves_a_replica_that_has_enough(monkeypatch):
+    names = dict.fromkeys(["PendingRequest", "ReplicaID", "RunningReplica"], object)
+    ray = SimpleNamespace(RequestRouter=RoutesBeforeItSends, **names)
+    for name in ("ray", "ray.serve", "ray.serve.request_router"):
+        monkeypatch.setitem(sys.modules, name, ray)
+    monkeypatch.delitem(sys.modules, "oarlock_ray.prefix_router", raising=False)
+    router = importlib.import_module("oarlock_ray.prefix_router").PrefixRouter()
+    monkeypatch.delitem(sys.modules, "oarlock_ray.prefix_router")
+
+    def request(number):
+        metadata = SimpleNamespace(internal_request_id=str(number), session_id="1,2")
+        return router._choose_replica_for_request(SimpleNamespace(metadata=metadata, routing_context=SimpleNamespace()))
+
+    async def burst(number):
+        return [one.replica_id for one in await asyncio.gather(*map(request, range(number)))]
+
+    async def cancelled():
+        task = asyncio.ensure_future(request("cancelled"))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    first, more = asyncio.run(burst(8)), asyncio.run(burst(2))
+    counts = Counter(one.unique_id for one in first)
+    assert sorted(counts.values()) == [2, 6], "with `slack` 4"
+    assert {one.unique_id for one in more} == set("ab"), "those that were sent count until they end"
+    for one in first + more:
+        router.on_request_completed(one, "")
+    asyncio.run(cancelled())
+    assert Counter(one.unique_id for one in asyncio.run(burst(8))) == counts, "nothing is left of what has ended"

@@ -8,7 +8,7 @@ that of consistent hashing with bounded loads (Mirrokni et al., 2018). Knows not
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 
 # Hashes that are remembered, of all prompts: 32 MiB. The longest unused are forgotten first.
@@ -46,6 +46,46 @@ class SentPrefixes:
                 break
             found.update(dict.fromkeys(holders, number))
         return found
+
+
+class OpenRequests:
+    """Requests that one proxy has chosen a replica for and that have not ended, in numbers for each replica.
+
+    What a replica reports is late: it says nothing of a request that is not there yet, and what it said a moment ago
+    takes the place of what was sent since. So of many requests at once each would find it as idle as the first did.
+    """
+
+    def __init__(self) -> None:
+        self._chosen: dict[str, str | None] = {}
+        self._sent: Counter[str] = Counter()
+
+    def begin(self, request: str) -> None:
+        """A replica is looked for, until `leave`."""
+        self._chosen[request] = None
+
+    def choose(self, request: str, replica: str | None) -> None:
+        """The request is about to go to this replica; None where all seem full."""
+        if request in self._chosen:
+            self._chosen[request] = replica
+
+    def leave(self, request: str) -> None:
+        """The request is not about to go anywhere: it is sent now, or its client has gone."""
+        del self._chosen[request]
+
+    def send(self, replica: str) -> None:
+        """One request is sent there now."""
+        self._sent[replica] += 1
+
+    def end(self, replica: str) -> None:
+        """One request that was sent there has ended, however that was."""
+        self._sent[replica] -= 1
+        if self._sent[replica] <= 0:
+            del self._sent[replica]
+
+    def loads(self, reported: Mapping[str, int]) -> dict[str, int]:
+        """Open requests of each replica. `reported`: what each said last, in which those of other proxies are too."""
+        chosen = Counter(self._chosen.values())
+        return {name: max(number, self._sent[name]) + chosen[name] for name, number in reported.items()}
 
 
 def ranked(chain: Sequence[str], matches: Mapping[str, int], loads: Mapping[str, int], slack: int) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from oarlock_ray.prefix_choice import SentPrefixes, ranked
+from oarlock_ray.prefix_choice import OpenRequests, SentPrefixes, ranked
 
 SLACK = 4
 
@@ -22,6 +22,7 @@ class PrefixRouter(RequestRouter):
         super().__init__(*args, **options)
         self._slack = SLACK
         self._sent = SentPrefixes()
+        self._open = OpenRequests()
 
     def initialize_state(self, slack: int = SLACK, **unknown: Any) -> None:
         """Checks `request_router_kwargs`. `slack`: see `ranked`."""
@@ -40,16 +41,37 @@ class PrefixRouter(RequestRouter):
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """Each replica in a rank of its own, the best first."""
-        if pending_request is not None:
-            pending_request.routing_context.should_backoff = True  # between two rounds in which none had room
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         names = random.sample(list(by_name), len(by_name))  # equally good ones in any order
-        lengths = {name: self.replica_queue_len_cache.get(by_name[name].replica_id) or 0 for name in names}
+        reported = {name: self.replica_queue_len_cache.get(by_name[name].replica_id) or 0 for name in names}
         chain = _chain(pending_request)
-        return [[by_name[name]] for name in ranked(chain, self._sent.matches(chain), lengths, self._slack)]
+        request = pending_request.metadata.internal_request_id if pending_request is not None else ""
+        self._open.choose(request, None)  # forgets the choice of an earlier round, in which none had room
+        order = ranked(chain, self._sent.matches(chain), self._open.loads(reported), self._slack)
+        with_room = (name for name in order if reported[name] < by_name[name].max_ongoing_requests)
+        self._open.choose(request, next(with_room, None))
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True  # between two rounds in which none had room
+        return [[by_name[name]] for name in order]
+
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> RunningReplica:
+        """Ray sends the request as soon as it has the result, and says once when that has ended."""
+        request = pending_request.metadata.internal_request_id
+        self._open.begin(request)
+        try:
+            replica = await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+        finally:
+            self._open.leave(request)
+        self._open.send(replica.replica_id.unique_id)
+        return replica
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: object) -> None:
         self._sent.add(_chain(pending_request), replica_id.unique_id)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        self._open.end(replica_id.unique_id)
 
 
 def _chain(request: PendingRequest | None) -> list[str]:
