@@ -1,19 +1,26 @@
-"""A server on one host listens on its HTTP port and nowhere else, at any number of ranks."""
+"""A server on one host listens on its HTTP port and nowhere else, at any number of ranks, and does not import Ray."""
+
+import os
 
 import psutil
 import pytest
 
-from tests.e2e.running import DEMO, RunningServer
+from tests.e2e.running import DEMO, ROOT, RunningServer
 from workers.distributed.shm_all_reduce import SharedMemoryGroup
 
 pytestmark = pytest.mark.skipif(not SharedMemoryGroup.supported(), reason="ranks of this processor sum by gloo")
 
 
 @pytest.mark.parametrize("sizes", [(), ("-tp", 2), ("-tp", 2, "-pp", 2)], ids=["1 rank", "TP 2", "TP 2 x PP 2"])
-def test_only_http_listens(sizes):
-    with RunningServer(DEMO, *sizes, "--cpu-affinity", "none") as server:
+def test_only_http_listens(sizes, tmp_path):
+    trace = tmp_path / "imported"  # by a `ray` that stands in the path of every process
+    (tmp_path / "ray.py").write_text(f"open({str(trace)!r}, 'a').write('imported')")
+    path = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    with RunningServer(DEMO, *sizes, "--cpu-affinity", "none", env=path) as server:
         assert server.text("import ", max_tokens=4)
         sockets = [there for process in server.processes() for there in process.net_connections("inet")]
         listening = [there.laddr for there in sockets if there.status == psutil.CONN_LISTEN]
         assert [address.port for address in listening] == [server.port]
         assert {there.laddr.port for there in sockets} == {server.port}, "nor is any other socket open"
+        paths = [process.environ()["PYTHONPATH"].split(os.pathsep) for process in server.processes()]
+        assert all(str(tmp_path) in path for path in paths) and not trace.exists(), "only with its flag is Ray imported"
