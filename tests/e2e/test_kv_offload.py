@@ -1,5 +1,6 @@
 """KV blocks beyond the pool on real servers: over evictions, a restart, shared and damaged files."""
 
+import json
 from functools import partial
 from pathlib import Path
 
@@ -7,10 +8,23 @@ import pytest
 
 from tests.e2e.running import DEMO, RunningServer, eventually
 
-PROMPT = "Q: What does os.path.join do?\nA: Join one or more path segments.\n\n" * 4
-LAST = "Q: What does str.split do?\nA: Return a list of the words.\n\n" * 4
+PROMPT = "Q: What does os.path.join do?\nA: Join one or more path segments.\n\n" * 12
+LAST = "Q: What does str.split do?\nA: Return a list of the words.\n\n" * 12
 FLAGS = ("--dtype", "float32", "--max-model-len", 512, "--block-size", 16, "--max-num-seqs", 2)
-POOL = ("--kv-cache-memory", 40 * 16 * 2 * 8 * 4 * 32 * 4)  # 40 blocks
+SHAPE = {"intermediate_size": 6144, "num_key_value_heads": 1, "head_dim": 16, "num_hidden_layers": 4, "layer_types": None}
+BLOCK_BYTES = 16 * 2 * 4 * 1 * 16 * 4  # tokens, keys and values, layers, heads, numbers, bytes of each
+POOL = ("--load-format", "dummy", "--tokenizer", DEMO, "--kv-cache-memory", 40 * BLOCK_BYTES)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model whose blocks take so much longer to compute than to read that they are read, however busy the machine is
+    while it measures both."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = json.loads((DEMO / "config.json").read_text()) | SHAPE
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def ask(server: RunningServer, prompt: str = PROMPT) -> tuple[str, int]:
@@ -25,15 +39,15 @@ def push_out(server: RunningServer) -> None:
 
 
 @pytest.mark.soak
-def test_text_is_the_same_from_memory_and_files(tmp_path: Path) -> None:
-    flags = (*FLAGS, *POOL, "--kv-offload-path", tmp_path / "kv", "--kv-offload-memory", "64MiB")
-    with RunningServer(DEMO, *flags) as server:
+def test_text_is_the_same_from_memory_and_files(model: Path, tmp_path: Path) -> None:
+    flags = (*FLAGS, *POOL, "--kv-offload-path", tmp_path / "kv", "--kv-offload-memory", "4MiB")
+    with RunningServer(model, *flags) as server:
         assert "event=kv_offload host_blocks=" in server.log
         text, _ = ask(server)
         push_out(server)
         again, cached = ask(server)
         assert again == text
-        assert cached >= 64
+        assert cached >= 128
         metrics = server.metrics()
         assert metrics["oarlock:kv_offload_loaded_blocks_total"] * 16 == cached
         assert metrics["oarlock:kv_offload_hit_tokens_total"] == cached
@@ -48,14 +62,14 @@ def test_text_is_the_same_from_memory_and_files(tmp_path: Path) -> None:
         if harm:
             for path in files:
                 path.write_bytes(b"")
-        with RunningServer(DEMO, *flags) as first, RunningServer(DEMO, *flags) as second:
+        with RunningServer(model, *flags) as first, RunningServer(model, *flags) as second:
             for server in (first, second):  # both, before one of them removes what is damaged
                 eventually(partial(_finds, server, len(files)), 60, "files are found")
             for server in (first, second):
                 assert ask(server)[0] == text
                 again, cached = ask(server, LAST)
                 assert again == last
-                assert harm or cached >= 48, "it was written when the server ended"
+                assert harm or cached >= 128, "it was written when the server ended"
                 assert harm or server.metrics()["oarlock:kv_offload_failed_blocks_total"] == 0
 
 
