@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 
+import httpx
 import pytest
 
 from tests.e2e.running import command, environment
 from tests.e2e.shown_rows import ShownRows
-from tests.e2e.terminal import CTRL_C, CTRL_D, TAB, Terminal
+from tests.e2e.terminal import CTRL_C, CTRL_D, CTRL_Z, TAB, Terminal
 
 pytestmark = pytest.mark.slow
 REPLY = "# A title\n\nHello **bold** \x1b[31mred\n\n```python\nx = 1\n```\n"
@@ -156,6 +158,39 @@ def test_a_line_typed_beside_an_answer_is_the_next_message(make_server, tokenize
         rows.feed(terminal.raw)
     assert "user\nSecond.\nassistant" in prompt_of(server, tokenizer) and len(engine.requests) == 2
     assert (rows.text.count("A title"), rows.text.count("is end."), rows.text.count("Second.")) == (2, 2, 1), rows.text
+
+
+def test_a_chat_gives_its_terminal_to_the_shell_while_it_is_stopped(make_server, tokenizer, tmp_path, wait_for):
+    shown = ANSWER[: ANSWER.index(STOPPED_AT) + len(STOPPED_AT)]
+    server = make_server(ANSWER, pause_after=len(tokenizer.encode(shown, add_special_tokens=False)))
+    with Terminal(["sh", "-i"], chat_env(tmp_path, PS1="shell: "), columns=60) as terminal:
+        terminal.expect("shell: ")
+        terminal.type(shlex.join(command("chat", server.url)) + "\n")
+        terminal.expect("\n> ")
+        terminal.type("Tell me.\n")
+        for again in (False, True):
+            terminal.expect(STOPPED_AT.replace(" ", r"\s+") + r"\s*\n")
+            assert not terminal.is_echoing
+            terminal.type(CTRL_Z)
+            terminal.expect("(?s)Stopped.*shell: ")
+            assert terminal.is_echoing
+            assert terminal.raw.rindex("\x1b[?25h") > terminal.raw.rindex("\x1b[?25l"), "the cursor is shown"
+            terminal.type(f"echo typed {again}\nfg\n")
+            terminal.expect(f"\ntyped {again}\n")
+        terminal.expect(STOPPED_AT.replace(" ", r"\s+") + r"\s*\n")
+        assert not terminal.is_echoing
+        server.stage.engine.resume.set()
+        httpx.get(server.url + "/health")  # wakes the loop that the event belongs to
+        terminal.expect(r"end\.")
+        terminal.expect("\n> ")
+        terminal.type("/exit\n")
+        terminal.expect("shell: ")
+        assert terminal.is_echoing
+        terminal.type("exit\n")
+        assert terminal.wait() == 0
+    rows = ShownRows(60)
+    rows.feed(terminal.raw)
+    assert (rows.text.count("A title"), rows.text.count("These are"), rows.text.count("typed")) == (1, 1, 4), rows.text
 
 
 def test_a_terminal_is_as_before_after_a_chat_that_is_ended(make_server, tmp_path):

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 _ESCAPE = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|[()][0-9A-B]|[=>])")
 _BEGUN = re.compile(r"\x1b(\[[0-9;?]*[ -/]*|\][^\x07\x1b]*|[()]|)$")  # an escape whose end has not come yet
 WITHIN_S = 60.0
-CTRL_C, CTRL_D, TAB = "\x03", "\x04", "\t"
+CTRL_C, CTRL_D, CTRL_Z, TAB = "\x03", "\x04", "\x1a", "\t"
 
 
 class Terminal:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 import time
 from contextlib import ExitStack
@@ -22,7 +23,10 @@ _LONG_BLOCK = 4_000  # characters; a longer one is shown as it is until it ends,
 
 
 class Screen:
-    """An answer on a terminal: `begin`, then `thought` and `said` in a running event loop, then `end`."""
+    """An answer on a terminal: `begin`, then `thought` and `said`, all in a running event loop, then `end`.
+
+    Ctrl-Z in between gives the terminal back as it was, and takes it again when the chat goes on.
+    """
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -36,9 +40,7 @@ class Screen:
     def begin(self) -> None:
         """An answer follows."""
         self._blocks = MarkdownBlocks()
-        self._until_end.enter_context(typing_hidden(sys.stdin))
-        self.console.show_cursor(False)
-        self._until_end.callback(self.console.show_cursor, True)
+        self._take_terminal()
 
     def thought(self, text: str) -> None:
         """A piece of the reasoning that comes before the answer."""
@@ -70,6 +72,22 @@ class Screen:
     def problem(self, text: str) -> None:
         """A line about what went wrong."""
         self.console.print(Text(fit(text), style="red"))
+
+    def _take_terminal(self) -> None:
+        self._until_end.enter_context(typing_hidden(sys.stdin))
+        self.console.show_cursor(False)
+        self._until_end.callback(self.console.show_cursor, True)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTSTP, self._stop)  # between two drawings, never within one
+        self._until_end.callback(loop.remove_signal_handler, signal.SIGTSTP)
+
+    def _stop(self) -> None:
+        """Stop the process, as Ctrl-Z does without a handler; this returns when the shell lets it go on."""
+        self._lines.erase()
+        self._until_end.close()
+        signal.raise_signal(signal.SIGTSTP)
+        self._take_terminal()
+        self._add("")
 
     def _add(self, text: str) -> None:
         for block in self._blocks.add(fit(text)):

@@ -40,9 +40,8 @@ class Session:
         conversation, answer, problem = self.conversation, Answer(), None
         conversation.messages.append({"role": "user", "content": text})
         fields = {"model": self.model, "messages": conversation.as_messages(), **self.sampling}
-        self.screen.begin()
         try:
-            self.runner.run(ask(self.remote, fields, self.screen, answer))
+            self.runner.run(self._show(fields, answer))
         except ServerError as error:
             problem = error
         except BaseException:  # a second Ctrl-C, or a signal that ends the chat
@@ -63,6 +62,10 @@ class Session:
         for notice in notices(answer):
             self.screen.notice(notice)
         return answer
+
+    async def _show(self, fields: dict[str, Any], answer: Answer) -> None:
+        self.screen.begin()
+        await ask(self.remote, fields, self.screen, answer)
 
     def models(self) -> list[str]:
         """The names that the server lists now. Raises `ServerError`."""
