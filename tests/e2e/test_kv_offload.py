@@ -11,7 +11,8 @@ from tests.e2e.running import DEMO, RunningServer, eventually
 PROMPT = "Q: What does os.path.join do?\nA: Join one or more path segments.\n\n" * 12
 LAST = "Q: What does str.split do?\nA: Return a list of the words.\n\n" * 12
 FLAGS = ("--dtype", "float32", "--max-model-len", 512, "--block-size", 16, "--max-num-seqs", 2)
-SHAPE = {"intermediate_size": 6144, "num_key_value_heads": 1, "head_dim": 16, "num_hidden_layers": 4, "layer_types": None}
+HEADS = {"num_key_value_heads": 1, "head_dim": 16}
+SHAPE = {"intermediate_size": 6144, "num_hidden_layers": 4, "layer_types": None, **HEADS}
 BLOCK_BYTES = 16 * 2 * 4 * 1 * 16 * 4  # tokens, keys and values, layers, heads, numbers, bytes of each
 POOL = ("--load-format", "dummy", "--tokenizer", DEMO, "--kv-cache-memory", 40 * BLOCK_BYTES)
 
